@@ -1,0 +1,253 @@
+"""Every setting, its default and what it means. Two levels: a section and a key.
+
+The configuration is read-only: what is computed at run time lives elsewhere. `resolve.py` reads the
+command line into it and refuses combinations that cannot work.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Section = dataclass(frozen=True, kw_only=True)
+
+
+@Section
+class RunConfig:
+    name: str = ""
+    """Name of the run; empty takes the recipe's name."""
+    dir: str = "runs"
+    """Folder that holds the runs: `<dir>/<name>/`."""
+    seed: int = 0
+    steps: int = 200
+    """Rollout-and-train rounds."""
+    resume: str = "auto"
+    """`auto` goes on from the newest checkpoint of this run if there is one; `no` refuses to start
+    in a folder that has one; a path loads that checkpoint."""
+
+
+@Section
+class ModelConfig:
+    path: str = ""
+    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    tokenizer: str = ""
+    """Folder of the tokenizer; empty takes the model's."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Of the parameters in training; bfloat16 keeps fp32 main parameters in the optimizer."""
+    random_init: bool = False
+    """Random weights from the folder's config.json alone: for tests and dry runs."""
+    num_layers: int = 0
+    """Overrides the number of layers (with random_init); 0 keeps the folder's."""
+
+
+@Section
+class DataConfig:
+    train: tuple[str, ...] = ()
+    """Prompt files (.jsonl, .parquet), or the name of a generated task: `label`."""
+    val: tuple[str, ...] = ()
+    """Evaluated at the start, every `eval.every` steps and at the end; reported by file name."""
+    prompts_per_step: int = 32
+    """Prompts that one step trains on."""
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    template: Literal["auto", "chat", "none"] = "auto"
+    """`chat` renders the prompt as a user message with the tokenizer's chat template (ours, ChatML,
+    where it has none); `none` takes it as it is; `auto` is chat unless the task says otherwise."""
+    system: str = ""
+    """System message of the chat template."""
+    suffix: str = ""
+    """Text appended to every prompt, such as "Put the answer in \\boxed{}."."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out, with a report."""
+    bad_rows: Literal["skip", "refuse"] = "skip"
+    """Junk rows are named by line and counted; `refuse` ends the run instead."""
+    shuffle: bool = True
+    num_prompts: int = 0
+    """Rows of a generated task, or a cap on the rows of files; 0: endless, or all."""
+    num_val_prompts: int = 0
+    """The same for `val`; 0 takes all rows, or 1,024 of a generated task."""
+
+
+@Section
+class RolloutConfig:
+    engine: Literal["torch"] = "torch"
+    process: Literal["auto", "inline", "child"] = "auto"
+    """Where the engine lives; `auto` is a child process as soon as the world is larger than one."""
+    samples_per_prompt: int = 8
+    max_tokens: int = 1024
+    """Most tokens in a response."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    """Further stop tokens; the tokenizer's end of sequence always stops."""
+    max_running: int = 256
+    """Requests that one engine decodes at a time."""
+    cache_tokens: int = 0
+    """Tokens of KV cache per engine; 0 sizes it for max_running full-length requests, at most what
+    the memory allows."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """`auto` takes model.dtype."""
+    threads: int = 1
+    """CPU threads of one engine."""
+    schedule: Literal["all"] = "all"
+    """When a round is over. `all`: every response is finished and rewarded."""
+    progress_s: float = 0.5
+    """Interval of progress events."""
+    deadline_s: float = 1800.0
+    """A round in which nothing happens for this long is ended with a sentence naming who is silent."""
+
+
+@Section
+class AlgoConfig:
+    """Keys that every algorithm has; each file in `algos/` adds its own."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    norm_adv_by_std: bool = True
+    """Divide a group's advantages by its standard deviation; off is Dr. GRPO."""
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    equal_reward_groups: Literal["keep", "drop"] = "keep"
+    """A group whose rewards are all equal has no advantage. `keep` trains its rows as the other
+    frameworks do, `drop` takes them out of the batch and its denominators."""
+    rollout_is: Literal["none", "token"] = "token"
+    """Truncated importance sampling between sampler and learner (arXiv 2508.18588's companion)."""
+    rollout_is_threshold: float = 2.0
+    """Cap of the importance weight."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference model in the loss; above 0 keeps the start weights."""
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+
+
+@Section
+class TrainConfig:
+    tp: int = 1
+    """Tensor parallel size."""
+    sp: bool = True
+    """Sequence parallel: shard activations between the tensor-parallel parts; only with tp > 1."""
+    pp: int = 1
+    """Pipeline parallel size."""
+    vpp: int = 1
+    """Model chunks per pipeline stage; above 1 is the interleaved schedule."""
+    cp: int = 1
+    """Context parallel size."""
+    ep: int = 1
+    """Expert parallel size."""
+    distributed_optimizer: bool = True
+    """Shard optimizer states over the data-parallel ranks."""
+    spec: Literal["local", "te"] = "local"
+    """Layers: our own on torch, or Transformer Engine's."""
+    apex: bool = False
+    """Apex' fused weight-gradient accumulation."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    tokens_per_micro_batch: int = 16384
+    """Packed tokens of one forward and backward; a longer sequence is its own micro-batch."""
+    samples_per_update: int = 0
+    """Samples of one optimizer step; 0 takes all of the step."""
+    epochs: int = 1
+    """Passes over the samples of a step."""
+    lr: float = 1e-6
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_updates: int = 0
+    lr_decay_updates: int = 0
+    """Updates until min_lr is reached; 0: the whole run."""
+    min_lr: float = 0.0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    moe_aux_loss_coef: float = 0.0
+    """Load-balancing loss of MoE models."""
+    offload: bool = False
+    """Move learner state to host memory while the engine samples."""
+    deterministic: bool = True
+    """Deterministic kernels."""
+
+
+@Section
+class RewardConfig:
+    """Keys that every reward has."""
+
+    workers: int = 1
+    """Child processes per rank."""
+    timeout_s: float = 10.0
+    """A sample that takes longer scores `on_error`; its process group is killed."""
+    on_error: float = 0.0
+    """Score of a sample whose reward function failed."""
+
+
+@Section
+class EvalConfig:
+    every: int = 20
+    """Steps between evaluations; 0: only at the start and at the end."""
+    at_start: bool = True
+    at_end: bool = True
+    samples_per_prompt: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    greedy: bool = False
+    """Evaluate a second time with the most likely token."""
+
+
+@Section
+class CheckpointConfig:
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    at_end: bool = True
+    keep: int = 2
+    """Checkpoints kept; 0 keeps all."""
+    export_hf: bool = True
+    """Write a Hugging Face folder at the end: `<run>/hf`."""
+
+
+@Section
+class ClusterConfig:
+    timeout_s: float = 600.0
+    """Deadline of a collective and of every wait between ranks."""
+    interface: str = ""
+    """Address to listen on between nodes; empty: the one that reaches the master."""
+    gpus_per_node: int = 0
+    """For dry runs: layout at this width; 0 takes what torchrun says."""
+
+
+@Section
+class LogConfig:
+    rollouts: int = 4
+    """Samples written to rollouts.jsonl per step; -1 writes all."""
+    tensorboard: bool = True
+    progress: bool = True
+    """Progress bars on a terminal."""
+
+
+@Section
+class DebugConfig:
+    deterministic: bool = False
+    """Engine and learner in their deterministic modes; slower."""
+    shuffle_rewards: bool = False
+    """Shuffle rewards over the samples of a step: the control that must not learn."""
+    die_at_step: int = 0
+    """Kill rank 0 with SIGKILL when this step ends: for tests of resume."""
+    decode_floor_ms: float = 0.0
+    """Every decode step lasts at least this long, as on a memory-bound GPU."""
+
+
+@Section
+class Config:
+    """The whole configuration. `algo` and `reward` hold the class that their selector chose."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algo: Any = field(default_factory=AlgoConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    reward: Any = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)

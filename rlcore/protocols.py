@@ -1,0 +1,138 @@
+"""The seams: what the trainer knows of engines, learners, weight channels, rewards, envs, phases.
+
+Each has one production implementation and at least one small one; `tests/contracts/` runs the same
+suite over all of them. Nothing here imports a backend.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from rlcore.records import (
+    AnyEvent,
+    Bucket,
+    History,
+    Prompt,
+    Request,
+    RequestId,
+    RewardResult,
+    Sample,
+)
+from rlcore.tensors import Batch, Loss
+
+PauseMode = Literal["in_place", "recompute", "abort"]
+Tag = Literal["weights", "kv_cache"]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One replica of a sampler: token ids in, samples out. Calls come from one thread."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. A prompt longer than the engine takes raises ValueError."""
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        """Stop requests; each comes back as an `Aborted` event with its partial sample. Unknown or
+        finished ids are ignored."""
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        """Events since the last call; waits up to `timeout_s` for the first one."""
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop decoding. `in_place` keeps the cache, `recompute` drops it and prefills again on
+        resume, `abort` ends every request with an `Aborted` event."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def begin_load(self, version: int) -> None:
+        """New weights are coming. Until `end_load` succeeds the engine refuses to decode."""
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+        """One piece of the weights, one payload per tensor-parallel rank of the engine."""
+
+    def end_load(self) -> None:
+        """All weights are in: tokens from now on carry the new version. Raises RuntimeError naming
+        the tensors that did not come."""
+
+    def sleep(self, tags: Collection[Tag]) -> None:
+        """Give the memory of these parts back. Needs an idle or paused engine."""
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        """Take memory again; contents are undefined until weights are pushed."""
+
+    def relayout(self, tp: int) -> None:
+        """Change the tensor-parallel size at a step boundary; ValueError where it cannot."""
+
+    def remember(self, histories: Sequence[History]) -> None:
+        """Earlier responses, for drafting; engines that do not draft ignore them."""
+
+    def close(self) -> None:
+        """End the engine and what it started. Safe to call twice."""
+
+
+class Learner(Protocol):
+    """The model in training. Every call is collective over the train ranks (`accumulate` over one
+    model replica only); a `Batch` is the shard of the caller's data-parallel rank."""
+
+    version: int
+
+    def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
+        """[T] float32 on the CPU, valid on every rank."""
+
+    def accumulate(self, batch: Batch, loss: Loss) -> None:
+        """Add the gradient of sum(per_token * mask * weight) of this batch. Local to one model
+        replica: no data-parallel communication."""
+
+    def apply(self, normaliser: float) -> dict[str, float]:
+        """Reduce the accumulated gradients once over the data-parallel ranks, divide by
+        `normaliser` (the global count), clip, step, zero. Returns `grad_norm`, `lr` and the global
+        means of the loss's metrics since the last call."""
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under Hugging Face names, one tensor at a time, full on every rank. Collective:
+        every rank must exhaust it."""
+
+    def offload(self) -> None:
+        """Move everything off the accelerator."""
+
+    def onload(self) -> None:
+        """Bring it back."""
+
+    def save(self, path: Path) -> None:
+        """Write model and optimizer; collective."""
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, under any layout; collective."""
+
+
+class WeightChannel(Protocol):
+    """Carries the learner's weights to the engines."""
+
+    def push(self, learner: Learner, engine: Engine | None, version: int) -> dict[str, float]:
+        """Collective: every rank enters, with its own engine or None. Returns `bytes`, `time_s`."""
+
+
+class Reward(Protocol):
+    """Scores one sample; runs in a child process, so it may block, crash or loop."""
+
+    def score(self, sample: Sample, prompt: Prompt, text: str) -> RewardResult:
+        """`text` is the decoded response without special tokens."""
+
+
+class Env(Protocol):
+    """gymnasium's interface on token ids."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]: ...
+
+
+class PhaseGate(Protocol):
+    """Lets a phase run when its turn on the shared hardware has come."""
+
+    def phase(self, name: str, resident: object | None = None) -> AbstractContextManager[None]:
+        """Enter when permitted, leave the hardware afterwards."""

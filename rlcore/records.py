@@ -1,0 +1,275 @@
+"""The records that travel between controller, replicas, rewards and trainer. No torch here.
+
+Every record is a frozen `msgspec.Struct`: cheap to make, typed on the wire, never a pickle
+(`utils/net.py` encodes them). Arrays are numpy; a `Sample` is the only record that holds tokens
+of a response, and it travels once, from the replica that made it to the rank that trains it.
+
+Letters in shapes: P prompt tokens, R response tokens.
+"""
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+IntArray = np.ndarray  # int32
+FloatArray = np.ndarray  # float32
+
+RequestId = str
+"""Stable name of one response, `t<issue>.<k>` for the k-th response of the issue-th prompt issued in
+training, `e<step>.<index>.<k>` in evaluation. Random numbers of the sampler are keyed by it."""
+GroupId = str
+"""The part of a request id before the last dot: all responses to one issue of a prompt."""
+Version = Annotated[int, Meta(ge=0)]
+"""Number of optimizer-step rounds behind the weights: 0 is the model that was loaded."""
+Finish = Literal["stop", "length", "abort"]
+
+
+def group_of(request: RequestId) -> GroupId:
+    """The group that a request belongs to: `t12.3` is in `t12`."""
+    return request.rpartition(".")[0]
+
+
+class Record(Struct, frozen=True, eq=False, kw_only=True):
+    """Base of all records: immutable, compared by identity (they may hold arrays)."""
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How to sample. The log-probs returned are of the distribution that these settings define."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    """Most tokens in a response, resumed ones included."""
+    stop_ids: tuple[int, ...] = ()
+    """A response ends with the first of these; the stop token is part of the response."""
+
+
+class Prompt(Record):
+    """One row of a data set, tokenised."""
+
+    index: int
+    """Row number in its data set, after filtering: stable over epochs and restarts."""
+    source: str
+    """Name of the data set: metrics are reported by it."""
+    tokens: IntArray  # [P]
+    answer: str = ""
+    text: str = ""
+    """The prompt as text, for rewards and for reading."""
+    fields: dict[str, Any] = {}
+    """The other columns of the row, as they came: rewards may use them."""
+
+
+class Partial(Record):
+    """What an aborted request had produced: hand it back in `Request.resume` to go on from there."""
+
+    tokens: IntArray  # [R]
+    logps: FloatArray  # [R]
+    versions: IntArray  # [R]
+
+
+class Request(Record):
+    """One response wanted from an engine."""
+
+    id: RequestId
+    prompt: IntArray  # [P]
+    sampling: Sampling
+    priority: int = 0
+    """Lower starts first; equal priorities start in order of submission."""
+    resume: Partial | None = None
+
+    @property
+    def group(self) -> GroupId:
+        """Requests of one group have the same prompt, so an engine prefills it once."""
+        return group_of(self.id)
+
+
+class Sample(Record):
+    """A finished or aborted response."""
+
+    id: RequestId
+    prompt: IntArray  # [P]
+    tokens: IntArray  # [R], the stop token included
+    logps: FloatArray  # [R], of the distribution that was sampled
+    versions: IntArray  # [R], policy version that produced each token
+    finish: Finish
+
+    @property
+    def group(self) -> GroupId:
+        return group_of(self.id)
+
+
+class SampleRef(Struct, frozen=True, kw_only=True):
+    """Names a sample without carrying it: the rank that holds it, and its id."""
+
+    owner: int
+    id: RequestId
+
+
+class RewardResult(Record):
+    """What a reward function said about one sample."""
+
+    score: float
+    details: dict[str, float] = {}
+    """Further numbers, shown as `reward/<name>`."""
+    error: str = ""
+    """Why the score is a substitute: `timeout`, `crash`, or the exception's first line."""
+    latency_s: float = 0.0
+
+
+class Group(Record):
+    """All kept responses to one prompt, in order of their ids."""
+
+    id: GroupId
+    prompt_index: int
+    source: str
+    refs: tuple[SampleRef, ...]
+    scores: tuple[float, ...]
+    lengths: tuple[int, ...]
+    prompt_length: int
+
+
+# ---- events: replicas and rewards to the controller
+
+
+class Event(Struct, frozen=True, eq=False, kw_only=True, tag=True):
+    """Something that happened at a replica. `time` is the sender's clock in seconds."""
+
+    rank: int = 0
+    time: float = 0.0
+
+
+class Ready(Event):
+    """The rank has entered the round and takes commands."""
+
+
+class Progress(Event):
+    """Lengths of the live requests of one replica; one per interval, not one per token."""
+
+    ids: tuple[RequestId, ...]
+    lengths: tuple[int, ...]
+
+
+class Finished(Event):
+    """A response ended by itself. The engine attaches the sample; on the wire it stays home."""
+
+    id: RequestId
+    num_tokens: int
+    finish: Finish
+    sample: Sample | None = None
+
+
+class Aborted(Event):
+    """A request was stopped on demand; its partial sample comes along from the engine."""
+
+    id: RequestId
+    num_tokens: int
+    sample: Sample | None = None
+
+
+class Rewarded(Event):
+    """A finished response has its score."""
+
+    id: RequestId
+    result: RewardResult
+
+
+class Preempted(Event):
+    """The engine threw a request out of its cache and will prefill it again."""
+
+    id: RequestId
+
+
+class Stats(Event):
+    """Counters of one engine since the last report."""
+
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    busy_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+
+
+class Down(Event):
+    """The engine died. `lost` are the requests that it held."""
+
+    reason: str
+    lost: tuple[RequestId, ...] = ()
+
+
+AnyEvent = Ready | Progress | Finished | Aborted | Rewarded | Preempted | Stats | Down
+
+
+# ---- commands: controller to the ranks
+
+
+class Command(Struct, frozen=True, eq=False, kw_only=True, tag=True):
+    """An order to one rank."""
+
+    rank: int
+
+
+class Submit(Command):
+    """Start these requests; `prompts` are the rows they come from, by group, for the reward."""
+
+    requests: tuple[Request, ...]
+    prompts: dict[GroupId, Prompt]
+
+
+class Abort(Command):
+    """Stop these requests."""
+
+    ids: tuple[RequestId, ...]
+
+
+class EndRound(Command):
+    """The round is over: these groups were kept."""
+
+    groups: tuple[Group, ...]
+    stats: dict[str, float] = {}
+
+
+class Fail(Command):
+    """The round cannot end; `reason` is the sentence that every rank raises."""
+
+    reason: str
+
+
+AnyCommand = Submit | Abort | EndRound | Fail
+
+
+# ---- weights
+
+
+class TensorMeta(Struct, frozen=True, kw_only=True):
+    """Where one tensor lies in a bucket."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """torch's spelling without the prefix: `float32`, `bfloat16`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the bucket, a multiple of 16."""
+
+
+class Bucket(Struct, frozen=True, kw_only=True):
+    """A piece of the weights. `transport` says what a payload is: the bytes themselves, or the name
+    of a shared-memory file that holds them."""
+
+    tensors: tuple[TensorMeta, ...]
+    num_bytes: int
+    transport: Literal["bytes", "shm"] = "bytes"
+
+
+class History(Record):
+    """An earlier response to a prompt with its reward, for drafting."""
+
+    prompt_index: int
+    tokens: IntArray
+    score: float

@@ -1,0 +1,113 @@
+"""The tensors of training: `Batch` (packed samples), `LossInputs` and `LossOutput`.
+
+One convention holds everywhere: a per-token value is indexed by the token it is about. `logp[t]` is
+log p(tokens[t] | tokens before t); it is 0 for the first token of a sequence. The learner shifts by
+one inside and nobody else does.
+
+Letters: T packed tokens, B sequences.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Samples packed one after the other, prompt then response. Tensors live on the CPU or the
+    learner's device; `cu_seqlens` always on the CPU."""
+
+    tokens: Tensor  # [T] int64
+    cu_seqlens: Tensor  # [B+1] int32, on the CPU
+    mask: Tensor  # [T] bool: tokens that are trained (the response)
+    logp_sampler: Tensor | None = None  # [T] float32: of the distribution that was sampled
+    versions: Tensor | None = None  # [T] int32: policy version of each token, -1 on the prompt
+    advantage: Tensor | None = None  # [T] float32
+    logp_old: Tensor | None = None  # [T] float32: learner, before the first update of this step
+    logp_ref: Tensor | None = None  # [T] float32: reference model
+    correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
+    weight: Tensor | None = None  # [T] float32: aggregation weight, see algos/reduce.py
+    ids: tuple[str, ...] = ()  # [B] request ids
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, prompt included."""
+        return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+
+    @property
+    def sequence_index(self) -> Tensor:
+        """[T] int64: the sequence that each token belongs to, on the CPU."""
+        lengths = torch.as_tensor(self.lengths)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
+
+    def with_(self, **changes) -> "Batch":
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    def select(self, rows: Sequence[int]) -> "Batch":
+        """The sequences `rows`, in that order, packed again."""
+        starts, lengths = self.cu_seqlens.tolist(), self.lengths
+        if rows:
+            index = torch.cat([torch.arange(starts[r], starts[r] + lengths[r]) for r in rows])
+        else:
+            index = torch.zeros(0, dtype=torch.int64)
+        changes = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and f.name != "cu_seqlens":
+                changes[f.name] = value[index.to(value.device)]
+        changes["cu_seqlens"] = cumulative([lengths[r] for r in rows])
+        changes["ids"] = tuple(self.ids[r] for r in rows) if self.ids else ()
+        return replace(self, **changes)
+
+
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    """[B+1] int32 of running sums, beginning with 0."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """What an algorithm sees of one micro-batch. All [T], float32 unless said; only `logp` and
+    `entropy` carry gradients. Tokens outside `mask` have arbitrary finite values."""
+
+    logp: Tensor
+    """Log-prob of the sampled token under the learner, with the sampling temperature applied."""
+    entropy: Tensor
+    """Entropy of the learner's distribution at that token, same temperature."""
+    mask: Tensor
+    """bool: tokens that are trained."""
+    advantage: Tensor
+    logp_old: Tensor
+    """Learner before the first update of this step; `logp.detach()` where nobody recomputed it."""
+    logp_sampler: Tensor
+    correction: Tensor
+    """Rollout-correction weight (TIS), detached; 1 where it is off."""
+    logp_ref: Tensor | None
+    sequence: Tensor
+    """int64: which sequence of the micro-batch a token belongs to."""
+    num_sequences: int
+    versions: Tensor
+    """int32: the policy version that produced each token, -1 on prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """Loss and metrics per token. The learner multiplies by mask and aggregation weight, sums, and
+    divides by the global normaliser in `apply`; metrics are averaged over all trained tokens."""
+
+    per_token: Tensor  # [T]
+    metrics: dict[str, Tensor]  # name -> [T], detached
+
+
+Loss = Callable[[LossInputs], LossOutput]

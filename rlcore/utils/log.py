@@ -1,0 +1,28 @@
+"""One logger, `rlcore`: rank 0 speaks on the terminal, every rank writes its own file."""
+
+import logging
+import sys
+from pathlib import Path
+
+log = logging.getLogger("rlcore")
+
+
+def setup(rank: int, folder: Path | None = None) -> None:
+    """Rank 0 logs to the terminal; with a folder, each rank also to `<folder>/rank<N>.log`."""
+    log.handlers.clear()
+    log.propagate = False
+    log.setLevel(logging.INFO)
+    terminal = logging.StreamHandler(sys.stdout)
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    log.addHandler(terminal)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / f"rank{rank}.log")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(file)
+
+
+def announce(what: str, choice: str) -> None:
+    """Say which implementation was chosen: a resolved backend is announced, never silent."""
+    log.info("%s: %s", what, choice)
