@@ -1,0 +1,136 @@
+"""Where a rank stands in the parallel layout: plain arithmetic, no process groups, no Megatron.
+
+Rank order is Megatron's default: tensor parallel ranks are neighbours, then context parallel, then
+data parallel, and pipeline stages are furthest apart. Expert parallel ranks are neighbours inside
+one pipeline stage (expert tensor parallel size is 1), so an expert group may span data-parallel ranks.
+"""
+
+from dataclasses import dataclass
+
+from rlcore.config.schema import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One rank of one world. Sizes are `tp pp vpp cp ep dp`, positions `*_rank`."""
+
+    world_size: int
+    rank: int
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+    dp: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    ep_rank: int
+    dp_rank: int
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert: ranks that hold the same experts of the same stage."""
+        return self.world_size // (self.ep * self.pp)
+
+    @property
+    def edp_rank(self) -> int:
+        """Which copy of its experts this rank holds."""
+        return self.rank % (self.world_size // self.pp) // self.ep
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Global ranks that get the same `Batch` as this one: TP x CP x PP, in ascending order."""
+        return tuple(
+            self._global(tp_rank, cp_rank, self.dp_rank, pp_rank)
+            for pp_rank in range(self.pp)
+            for cp_rank in range(self.cp)
+            for tp_rank in range(self.tp)
+        )
+
+    @property
+    def lockstep_ranks(self) -> tuple[int, ...]:
+        """Global ranks that must run the same number of micro-batches as this one: `replica_ranks`
+        closed under the expert groups that they touch."""
+        stage = self.world_size // self.pp
+        replica, group = self.tp * self.cp, self.ep
+        low, high = self.dp_rank * replica, (self.dp_rank + 1) * replica
+        while low % group or high % group or low % replica or high % replica:
+            low -= low % group
+            high += -high % group
+            low -= low % replica
+            high += -high % replica
+        return tuple(p * stage + r for p in range(self.pp) for r in range(low, high))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its replica: the first of `replica_ranks`."""
+        return self.tp_rank == self.pp_rank == self.cp_rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    def _global(self, tp_rank: int, cp_rank: int, dp_rank: int, pp_rank: int) -> int:
+        return tp_rank + self.tp * (cp_rank + self.cp * (dp_rank + self.dp * pp_rank))
+
+    def layers(self, num_layers: int, vpp_rank: int = 0) -> range:
+        """Global indices of the layers in this rank's model chunk `vpp_rank`."""
+        count = num_layers // (self.pp * self.vpp)
+        first = (vpp_rank * self.pp + self.pp_rank) * count
+        return range(first, first + count)
+
+    def experts(self, num_experts: int) -> range:
+        """Global indices of the experts on this rank."""
+        count = num_experts // self.ep
+        return range(self.ep_rank * count, (self.ep_rank + 1) * count)
+
+
+def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
+    """The layout of `rank` in a world of `world_size` train ranks. ValueError where it is impossible."""
+    for name in ("tp", "pp", "vpp", "cp", "ep"):
+        value = getattr(train, name)
+        if value < 1:
+            raise ValueError(f"--train.{name} {value}: must be at least 1; 1 turns it off")
+    model = train.tp * train.pp * train.cp
+    if world_size % model:
+        raise ValueError(
+            f"--train.tp {train.tp} --train.pp {train.pp} --train.cp {train.cp}: their product {model} "
+            f"must divide the {world_size} train ranks; start a multiple of {model} ranks or lower one"
+        )
+    stage = world_size // train.pp
+    if stage % train.ep:
+        raise ValueError(
+            f"--train.ep {train.ep}: must divide the {stage} ranks of a pipeline stage; "
+            f"take a divisor of {stage}"
+        )
+    if train.vpp > 1 and train.pp == 1:
+        raise ValueError(
+            f"--train.vpp {train.vpp}: interleaving needs pipeline stages; set --train.pp above 1 "
+            "or --train.vpp 1"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank}: must be in 0..{world_size - 1}; check RANK and WORLD_SIZE")
+    rest, tp_rank = divmod(rank, train.tp)
+    rest, cp_rank = divmod(rest, train.cp)
+    dp = world_size // model
+    pp_rank, dp_rank = divmod(rest, dp)
+    return Layout(
+        world_size=world_size,
+        rank=rank,
+        tp=train.tp,
+        pp=train.pp,
+        vpp=train.vpp,
+        cp=train.cp,
+        ep=train.ep,
+        dp=dp,
+        tp_rank=tp_rank,
+        pp_rank=pp_rank,
+        cp_rank=cp_rank,
+        ep_rank=rank % stage % train.ep,
+        dp_rank=dp_rank,
+    )
