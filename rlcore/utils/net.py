@@ -1,0 +1,69 @@
+"""Records as bytes: msgpack with a typed decoder, arrays as one extension type. Never a pickle.
+
+An array travels as (dtype, shape, raw bytes in C order) and comes back as a writable copy, wherever
+it stands in a record: in a typed field or deep inside a `dict[str, Any]`.
+"""
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+_ARRAY = 1  # msgpack extension code
+_KINDS = "biuf"  # bool, signed, unsigned, float: anything else would need a pickle
+
+
+class _Header(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _out(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in _KINDS:
+            raise ValueError(
+                f"array of dtype {value.dtype}: only numbers travel; convert it first"
+            )
+        head = _packer.encode(_Header(value.dtype.str, value.shape))
+        body = np.ascontiguousarray(value).tobytes()
+        return msgspec.msgpack.Ext(
+            _ARRAY, len(head).to_bytes(2, "little") + head + body
+        )
+    if isinstance(value, np.generic):
+        return value.item()
+    raise ValueError(
+        f"a {type(value).__name__} cannot be sent; send numbers, text, arrays, records"
+    )
+
+
+def _ext(code: int, data: memoryview) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"extension {code}: only {_ARRAY} (array) is known")
+    split = 2 + int.from_bytes(data[:2], "little")
+    header = _headers.decode(data[2:split])
+    dtype = np.dtype(header.dtype)
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"array of dtype {dtype}: only numbers travel")
+    return np.frombuffer(data[split:], dtype).reshape(header.shape).copy()
+
+
+_packer = msgspec.msgpack.Encoder()
+_headers = msgspec.msgpack.Decoder(_Header)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_out)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
+    return msgspec.msgpack.Decoder(kind, ext_hook=_ext)
+
+
+def encode(record: Any) -> bytes:
+    """A record (or a list, dict, tuple of records) as bytes. ValueError for what cannot travel."""
+    return _encoder.encode(record)
+
+
+def decode(data: bytes | memoryview, kind: Any) -> Any:
+    """The record that `encode` wrote; `kind` is its type or a union such as `AnyEvent`. Raises
+    `msgspec.DecodeError` (a ValueError) naming the field that does not fit."""
+    return _decoder(kind).decode(data)
