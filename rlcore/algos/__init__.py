@@ -1,0 +1,44 @@
+"""Objectives: one file each, torch only.
+
+An algorithm is a module with one config class, a subclass of `base.AlgoConfig`, and a function
+
+    loss(x: LossInputs, cfg) -> LossOutput
+
+per token; the learner multiplies by the mask, sums, and divides by the global count. `--algo NAME`
+takes a file of this folder, `--algo my_pkg.my_module` any module on PYTHONPATH.
+"""
+
+import importlib
+import inspect
+from types import ModuleType
+
+from rlcore.algos.base import AlgoConfig
+
+NAMES = ("grpo",)
+
+
+def module(name: str) -> ModuleType:
+    """The module behind a name or a dotted path. ValueError where there is none."""
+    if "." not in name and name not in NAMES:
+        raise ValueError(f"--algo {name}: allowed are {', '.join(NAMES)}, or a dotted path")
+    path = name if "." in name else f"rlcore.algos.{name}"
+    try:
+        found = importlib.import_module(path)
+    except ModuleNotFoundError as e:
+        raise ValueError(f"--algo {name}: cannot import {e.name}; is it on PYTHONPATH?") from e
+    if not callable(getattr(found, "loss", None)):
+        raise ValueError(f"--algo {name}: {path} has no function loss(x, cfg)")
+    return found
+
+
+def config_class(name: str) -> type[AlgoConfig]:
+    """The config class that the algorithm's module defines."""
+    found = module(name)
+    own = [
+        c
+        for _, c in inspect.getmembers(found, inspect.isclass)
+        if issubclass(c, AlgoConfig) and c.__module__ == found.__name__
+    ]
+    if len(own) != 1:
+        raise ValueError(f"--algo {name}: needs exactly one subclass of AlgoConfig, has {len(own)}")
+    return own[0]

@@ -7,7 +7,24 @@ command line into it and refuses combinations that cannot work.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlcore.algos.base import AlgoConfig
+
 Section = dataclass(frozen=True, kw_only=True)
+
+
+@Section
+class SelectConfig:
+    """The selectors `--algo --reward --mode --schedule`: they are read first and choose the class
+    behind the section of the same name, or the policy."""
+
+    algo: str = "grpo"
+    """A name in `algos/`, or a dotted path to a module of yours with a config class and a loss."""
+    reward: str = "exact"
+    """A name in `rewards/`, or a dotted path."""
+    mode: Literal["sync"] = "sync"
+    """The loop. `sync`: sample, then train, strictly on-policy."""
+    schedule: Literal["all"] = "all"
+    """When a round is over. `all`: every response is finished and rewarded."""
 
 
 @Section
@@ -90,35 +107,10 @@ class RolloutConfig:
     """`auto` takes model.dtype."""
     threads: int = 1
     """CPU threads of one engine."""
-    schedule: Literal["all"] = "all"
-    """When a round is over. `all`: every response is finished and rewarded."""
     progress_s: float = 0.5
     """Interval of progress events."""
     deadline_s: float = 1800.0
     """A round in which nothing happens for this long is ended with a sentence naming who is silent."""
-
-
-@Section
-class AlgoConfig:
-    """Keys that every algorithm has; each file in `algos/` adds its own."""
-
-    adv_estimator: Literal["grpo"] = "grpo"
-    norm_adv_by_std: bool = True
-    """Divide a group's advantages by its standard deviation; off is Dr. GRPO."""
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    equal_reward_groups: Literal["keep", "drop"] = "keep"
-    """A group whose rewards are all equal has no advantage. `keep` trains its rows as the other
-    frameworks do, `drop` takes them out of the batch and its denominators."""
-    rollout_is: Literal["none", "token"] = "token"
-    """Truncated importance sampling between sampler and learner (arXiv 2508.18588's companion)."""
-    rollout_is_threshold: float = 2.0
-    """Cap of the importance weight."""
-    kl_coef: float = 0.0
-    """Weight of the KL to the reference model in the loss; above 0 keeps the start weights."""
-    kl_type: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coef: float = 0.0
 
 
 @Section
@@ -239,6 +231,7 @@ class DebugConfig:
 class Config:
     """The whole configuration. `algo` and `reward` hold the class that their selector chose."""
 
+    select: SelectConfig = field(default_factory=SelectConfig)
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
