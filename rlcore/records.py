@@ -121,6 +121,15 @@ class RewardResult(Record):
     latency_s: float = 0.0
 
 
+class Work(Record):
+    """One prompt to be answered `num_samples` times under the group id `id`."""
+
+    id: GroupId
+    prompt: Prompt
+    num_samples: int
+    sampling: Sampling
+
+
 class Group(Record):
     """All kept responses to one prompt, in order of their ids."""
 
@@ -130,6 +139,10 @@ class Group(Record):
     refs: tuple[SampleRef, ...]
     scores: tuple[float, ...]
     lengths: tuple[int, ...]
+    """Tokens of each response."""
+    finishes: tuple[Finish, ...]
+    errors: tuple[str, ...]
+    """Why a score is a substitute; empty where it is genuine."""
     prompt_length: int
 
 
@@ -240,7 +253,11 @@ class Fail(Command):
     reason: str
 
 
-AnyCommand = Submit | Abort | EndRound | Fail
+class Alive(Command):
+    """The controller is there and waits for others; resets the receiver's deadline."""
+
+
+AnyCommand = Submit | Abort | EndRound | Fail | Alive
 
 
 # ---- weights

@@ -1,0 +1,239 @@
+"""The controller: one deterministic state machine per round. Events in, commands out.
+
+It decides which request starts where, when the round is over and who is aborted. It does no tensor
+work, holds no clock and no socket: `round.py` feeds it events and sends its commands, the simulator
+will do the same with virtual replicas. The same events in the same order give the same commands.
+
+    start(work) -> [Submit...]
+    handle(event, now) -> [Submit..., Abort..., EndRound... | Fail...]
+    tick(now) -> [Alive... | Fail...]        deadlines
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from rlcore.records import (
+    Abort,
+    Aborted,
+    Alive,
+    AnyCommand,
+    AnyEvent,
+    Down,
+    EndRound,
+    Fail,
+    Finished,
+    Group,
+    Preempted,
+    Progress,
+    Ready,
+    Request,
+    Rewarded,
+    SampleRef,
+    Stats,
+    Submit,
+    Work,
+    group_of,
+)
+from rlcore.sched.roles import GroupState, Place, RequestState, Stop
+
+ALIVE_INTERVAL_S = 20.0
+
+
+class Controller:
+    """One round over the replicas on `ranks`. `all_ranks` (default: the same) get the end of it."""
+
+    def __init__(
+        self,
+        *,
+        ranks: Sequence[int],
+        place: Place,
+        stop: Stop,
+        deadline_s: float,
+        all_ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._place, self._stop, self._deadline_s = place, stop, deadline_s
+        self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
+        self._up = dict.fromkeys(ranks, 0)  # rank -> live requests
+        self._ready: set[int] = set()
+        self._seen: dict[int, float] = {}  # rank -> time of its last event
+        self._groups: dict[str, GroupState] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._waiting: deque[RequestState] = deque()
+        self._reasons: dict[int, str] = {}
+        self._last_alive = 0.0
+        self._stats: dict[str, float] = {}
+        self.done = False
+
+    # ---- the interface
+
+    def start(self, work: Iterable[Work], now: float) -> list[AnyCommand]:
+        """Begin a round. Requests go out when the replicas have said Ready."""
+        for w in work:
+            state = GroupState(work=w)
+            for k in range(w.num_samples):
+                request = RequestState(id=f"{w.id}.{k}")
+                state.requests[request.id] = request
+                self._requests[request.id] = request
+                self._waiting.append(request)
+            self._groups[w.id] = state
+        self._seen = dict.fromkeys(self._all_ranks, now)
+        self._last_alive = now
+        if not self._groups:
+            return self._end([])
+        return []
+
+    def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
+        """What to do about one event."""
+        self._seen[event.rank] = now
+        if self.done:
+            return []
+        if isinstance(event, Ready):
+            self._ready.add(event.rank)
+            return self._submit()
+        if isinstance(event, Finished):
+            return self._finished(event)
+        if isinstance(event, Rewarded):
+            return self._rewarded(event)
+        if isinstance(event, Down):
+            return self._down(event)
+        if isinstance(event, Progress):
+            for i, n in zip(event.ids, event.lengths, strict=True):
+                self._requests[i].num_tokens = n
+            return []
+        if isinstance(event, Stats):
+            for key in ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s"):
+                self._count(f"sched/{key}", getattr(event, key))
+            return []
+        if isinstance(event, Preempted):
+            self._count("sched/preemptions", 1)
+            return []
+        assert isinstance(event, Aborted), event
+        self._count("sched/aborted_tokens", event.num_tokens)
+        return []
+
+    def tick(self, now: float) -> list[AnyCommand]:
+        """To be called now and then: finds silent ranks, reassures waiting ones."""
+        if self.done:
+            return []
+        silent = [r for r in self._all_ranks if now - self._seen[r] > self._deadline_s]
+        owing = [r for r in silent if r not in self._ready or self._owed_by(r)]
+        if owing:
+            return self._fail(self._verdict(owing, now))
+        if now - self._last_alive > ALIVE_INTERVAL_S:
+            self._last_alive = now
+            return [Alive(rank=r) for r in self._all_ranks]
+        return []
+
+    # ---- events
+
+    def _finished(self, event: Finished) -> list[AnyCommand]:
+        request = self._requests[event.id]
+        request.num_tokens, request.finish = event.num_tokens, event.finish
+        self._up[event.rank] -= 1
+        return self._submit()
+
+    def _rewarded(self, event: Rewarded) -> list[AnyCommand]:
+        request = self._requests[event.id]
+        if request.result is not None:
+            return []
+        request.result = event.result
+        group = self._groups[group_of(event.id)]
+        group.num_rewarded += 1
+        if not group.is_complete:
+            return []
+        kept = self._stop.kept(self._groups)
+        return [] if kept is None else self._end(kept)
+
+    def _down(self, event: Down) -> list[AnyCommand]:
+        """The replica's unfinished requests start again elsewhere, from scratch."""
+        self._reasons[event.rank] = event.reason
+        if self._up.pop(event.rank, None) is None:
+            return []
+        lost = [
+            r for r in self._requests.values() if r.rank == event.rank and not r.finish
+        ]
+        for r in lost:
+            r.rank, r.num_tokens = -1, 0
+        self._waiting.extendleft(reversed(lost))
+        self._count("sched/engines_down", 1)
+        if not self._up:
+            reasons = "; ".join(f"rank {r}: {why}" for r, why in sorted(self._reasons.items()))
+            return self._fail(f"no engine is left in this round ({reasons})")
+        return self._submit()
+
+    # ---- decisions
+
+    def _submit(self) -> list[AnyCommand]:
+        """Hand waiting requests to replicas that have room. Nothing goes out before every replica
+        has said Ready, so that placement does not depend on who came first."""
+        if any(rank not in self._ready for rank in self._up):
+            return []
+        chosen: dict[int, list[RequestState]] = {}
+        while self._waiting:
+            request = self._waiting[0]
+            rank = self._place.choose(group_of(request.id), self._up)
+            if rank is None:
+                break
+            self._waiting.popleft()
+            request.rank = rank
+            self._up[rank] += 1
+            chosen.setdefault(rank, []).append(request)
+        return [self._order(rank, requests) for rank, requests in chosen.items()]
+
+    def _order(self, rank: int, requests: list[RequestState]) -> Submit:
+        out, prompts = [], {}
+        for r in requests:
+            work = self._groups[group_of(r.id)].work
+            prompts[work.id] = work.prompt
+            out.append(Request(id=r.id, prompt=work.prompt.tokens, sampling=work.sampling))
+        return Submit(rank=rank, requests=tuple(out), prompts=prompts)
+
+    def _end(self, kept: Sequence[str]) -> list[AnyCommand]:
+        self.done = True
+        groups = tuple(self._group(self._groups[g]) for g in kept)
+        live: dict[int, list[str]] = {}
+        for r in self._requests.values():
+            if r.rank in self._up and not r.finish:
+                live.setdefault(r.rank, []).append(r.id)
+        aborts = [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
+        ends = [EndRound(rank=r, groups=groups, stats=self._stats) for r in self._all_ranks]
+        return [*aborts, *ends]
+
+    def _group(self, state: GroupState) -> Group:
+        requests = list(state.requests.values())
+        results = [r.result for r in requests]
+        assert all(r is not None for r in results), state.work.id
+        return Group(
+            id=state.work.id,
+            prompt_index=state.work.prompt.index,
+            source=state.work.prompt.source,
+            refs=tuple(SampleRef(owner=r.rank, id=r.id) for r in requests),
+            scores=tuple(r.score for r in results if r),
+            lengths=tuple(r.num_tokens for r in requests),
+            finishes=tuple(r.finish for r in requests),
+            errors=tuple(r.error for r in results if r),
+            prompt_length=len(state.work.prompt.tokens),
+        )
+
+    # ---- deadlines
+
+    def _owed_by(self, rank: int) -> list[str]:
+        return [r.id for r in self._requests.values() if r.rank == rank and r.result is None]
+
+    def _verdict(self, silent: Sequence[int], now: float) -> str:
+        parts = []
+        for rank in silent[:4]:
+            quiet = f"rank {rank}: nothing heard for {now - self._seen[rank]:.0f} s"
+            if rank not in self._ready:
+                parts.append(f"{quiet}, it never entered the rollout phase")
+                continue
+            owed = self._owed_by(rank)
+            parts.append(f"{quiet} in phase rollout, {len(owed)} open requests such as {owed[0]}")
+        return f"--rollout.deadline_s {self._deadline_s:g} is over. " + "; ".join(parts)
+
+    def _fail(self, reason: str) -> list[AnyCommand]:
+        self.done = True
+        return [Fail(rank=r, reason=reason) for r in self._all_ranks]
+
+    def _count(self, name: str, value: float) -> None:
+        self._stats[name] = self._stats.get(name, 0.0) + value

@@ -1,0 +1,145 @@
+"""The agent of one replica: carries commands to the engine, samples to the reward service, events to
+the controller. Tokens stay here until `route` sends them to the rank that trains them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from rlcore.protocols import Engine
+from rlcore.records import (
+    Abort,
+    Aborted,
+    AnyCommand,
+    AnyEvent,
+    Down,
+    EndRound,
+    Fail,
+    Finished,
+    Prompt,
+    Ready,
+    RequestId,
+    Rewarded,
+    RewardResult,
+    Sample,
+    Submit,
+)
+from rlcore.rollout.transport import Hub
+
+POLL_S = 0.02
+
+
+class Scorer(Protocol):
+    """What the agent needs of the reward service."""
+
+    num_pending: int
+
+    def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]: ...
+
+
+class Agent:
+    """One per rank; `engine` is None on ranks that only train."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        engine: Engine | None,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        deadline_s: float,
+    ) -> None:
+        self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
+        self._deadline_s = deadline_s
+        self._prompts: dict[str, Prompt] = {}
+        self._live: set[RequestId] = set()
+        self.samples: dict[RequestId, Sample] = {}
+        """Finished samples of the round, by id."""
+        self.texts: dict[RequestId, str] = {}
+
+    def run_round(self) -> EndRound:
+        """Serve the controller until it ends the round. Raises RuntimeError with the controller's
+        reason, TimeoutError when the controller is silent."""
+        self.samples.clear()
+        self.texts.clear()
+        self._prompts.clear()
+        self._send([Ready(rank=self._hub.rank, time=time.monotonic())])
+        heard = time.monotonic()
+        while True:
+            busy = self._engine is not None and bool(self._live)
+            command = self._hub.receive("agent", AnyCommand, 0.0 if busy else POLL_S)
+            while command is not None:
+                heard = time.monotonic()
+                if isinstance(command, EndRound):
+                    self._drain()
+                    return command
+                self._obey(command)
+                command = self._hub.receive("agent", AnyCommand, 0.0)
+            events = self._engine_events() + self._reward_events()
+            if events:
+                self._send(events)
+            if time.monotonic() - heard > self._deadline_s:
+                raise TimeoutError(
+                    f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} has heard "
+                    "nothing from the controller on rank 0 in phase rollout"
+                )
+
+    def _obey(self, command: AnyCommand) -> None:
+        if isinstance(command, Fail):
+            raise RuntimeError(command.reason)
+        if isinstance(command, Submit):
+            assert self._engine is not None
+            self._prompts.update(command.prompts)
+            self._live.update(r.id for r in command.requests)
+            self._engine.submit(command.requests)
+        elif isinstance(command, Abort):
+            assert self._engine is not None
+            self._engine.abort(command.ids)
+
+    def _engine_events(self) -> list[AnyEvent]:
+        if self._engine is None or not self._live:
+            return []
+        out: list[AnyEvent] = []
+        for event in self._engine.poll(POLL_S):
+            if isinstance(event, Finished):
+                sample = event.sample
+                assert sample is not None, event.id
+                self._live.discard(event.id)
+                self.samples[event.id] = sample
+                text = self._decode(sample.tokens.tolist())
+                self.texts[event.id] = text
+                self._scorer.submit(event.id, sample, self._prompts[sample.group], text)
+                event = msgspec.structs.replace(event, sample=None)
+            elif isinstance(event, Aborted):
+                self._live.discard(event.id)
+                event = msgspec.structs.replace(event, sample=None)
+            elif isinstance(event, Down):
+                self._live.clear()
+            out.append(msgspec.structs.replace(event, rank=self._hub.rank))
+        return out
+
+    def _reward_events(self) -> list[AnyEvent]:
+        wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
+        return [
+            Rewarded(rank=self._hub.rank, time=time.monotonic(), id=i, result=result)
+            for i, result in self._scorer.poll(wait)
+        ]
+
+    def _send(self, events: list[Any]) -> None:
+        self._hub.send(0, "controller", events)
+
+    def _drain(self) -> None:
+        """Wait until the engine has let go of everything that the end of the round aborted."""
+        deadline = time.monotonic() + self._deadline_s
+        while self._live and self._engine is not None:
+            self._engine_events()
+            if time.monotonic() > deadline:
+                some = min(self._live)
+                raise TimeoutError(
+                    f"rank {self._hub.rank}: the engine did not abort {len(self._live)} requests such "
+                    f"as {some} within {self._deadline_s:g} s"
+                )
+        self._live.clear()

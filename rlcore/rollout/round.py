@@ -1,0 +1,66 @@
+"""One round of sampling over all ranks: the controller's thread on rank 0, an agent on every rank."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from rlcore.records import AnyEvent, EndRound, Sample, Work
+from rlcore.rollout.controller import Controller
+from rlcore.rollout.replica import Agent
+from rlcore.rollout.transport import Hub, gather_by_owner
+
+TICK_S = 1.0
+
+
+class Rollout:
+    """Runs rounds. `make_controller` is called on rank 0, once per round."""
+
+    def __init__(
+        self, hub: Hub, agent: Agent, make_controller: Callable[[], Controller], timeout_s: float
+    ) -> None:
+        self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
+        self._make_controller = make_controller
+
+    def run(self, work: Sequence[Work]) -> EndRound:
+        """Sample and score `work` (read on rank 0 only). Every rank gets the same groups."""
+        if self._hub.rank != 0:
+            return self.agent.run_round()
+        thread = threading.Thread(
+            target=_control, args=(self._make_controller(), self._hub, work), daemon=True
+        )
+        thread.start()
+        try:
+            return self.agent.run_round()
+        finally:
+            thread.join(timeout=10 * TICK_S)
+
+    def route(self, destination: dict[str, Sequence[int]], owners: dict[str, int]) -> dict[str, Sample]:
+        """Send every sample from its owner to the ranks that train it; the samples of this rank come
+        back by id. `destination` and `owners` are the same on every rank."""
+        mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
+        outbox: dict[int, list[Sample]] = {}
+        for i, ranks in destination.items():
+            if owners[i] == self._hub.rank:
+                for rank in ranks:
+                    outbox.setdefault(rank, []).append(self.agent.samples[i])
+        local = {s.id: s for s in outbox.pop(self._hub.rank, [])}
+        for rank, samples in outbox.items():
+            self._hub.send(rank, "samples", samples)
+        expected = [i for i in mine if i not in local]
+        return local | gather_by_owner(self._hub, Sample, expected, self._timeout_s, owners)
+
+
+def _control(controller: Controller, hub: Hub, work: Sequence[Work]) -> None:
+    """The controller's loop: its own thread, so that an abort never waits for a decode."""
+    commands = controller.start(work, time.monotonic())
+    while True:
+        for command in commands:
+            hub.send(command.rank, "agent", command)
+        if controller.done:
+            return
+        commands = []
+        events = hub.receive("controller", list[AnyEvent], TICK_S)
+        now = time.monotonic()
+        for event in events or []:
+            commands += controller.handle(event, now)
+        commands += controller.tick(now)

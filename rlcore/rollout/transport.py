@@ -1,0 +1,144 @@
+"""Messages between ranks: one inbox per rank and channel, ZeroMQ between processes, queues within one.
+
+Addresses go through torchrun's own store. Sockets listen on the interface that reaches the master (the
+loopback for a job on one node) and drop messages that do not carry the job's token. Bodies are msgpack
+(`utils/net.py`).
+"""
+
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlcore.utils import net
+
+Channel = Literal["controller", "agent", "samples"]
+CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples")
+
+
+class LocalHub:
+    """The hub of a world of one: queues."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self._queues: dict[str, queue.SimpleQueue] = {c: queue.SimpleQueue() for c in CHANNELS}
+
+    def send(self, rank: int, channel: Channel, record: Any) -> None:
+        """Put a record into the inbox `channel` of `rank`."""
+        assert rank == 0, rank
+        self._queues[channel].put(record)
+
+    def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
+        """The next record of this rank's inbox, or None after `timeout_s`."""
+        try:
+            return self._queues[channel].get(timeout=timeout_s) if timeout_s else self._now(channel)
+        except queue.Empty:
+            return None
+
+    def _now(self, channel: Channel) -> Any:
+        return self._queues[channel].get_nowait()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class ZmqHub:
+    """Inboxes of one rank as PULL sockets; PUSH sockets to others open when first used. A socket must be
+    used by one thread: "controller" is received by the controller's thread, the others by the main
+    thread, and every thread sends through sockets of its own."""
+
+    def __init__(self, rank: int, world_size: int, store: Any, host: str) -> None:
+        """`store` has set(key, str) and get(key), which waits, as torch's stores do."""
+        import threading
+
+        import zmq
+
+        self.rank, self.world_size = rank, world_size
+        self._zmq, self._store = zmq, store
+        self._context = zmq.Context()
+        self._local = threading.local()
+        self._push: list[Any] = []
+        self._pull: dict[str, Any] = {}
+        if rank == 0:
+            store.set("rlcore/token", secrets.token_hex(16))
+        self._token = _text(store.get("rlcore/token")).encode()
+        for channel in CHANNELS:
+            pull = self._context.socket(zmq.PULL)
+            pull.setsockopt(zmq.RCVHWM, 0)
+            port = pull.bind_to_random_port(f"tcp://{host}")
+            self._pull[channel] = pull
+            store.set(f"rlcore/{channel}/{rank}", f"tcp://{host}:{port}")
+
+    def send(self, rank: int, channel: Channel, record: Any) -> None:
+        """Put a record into the inbox `channel` of `rank`."""
+        self._socket(rank, channel).send_multipart([self._token, net.encode(record)])
+
+    def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
+        """The next record of this rank's inbox as `kind`, or None after `timeout_s`."""
+        pull, deadline = self._pull[channel], time.monotonic() + timeout_s
+        while pull.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            frames = pull.recv_multipart()
+            if len(frames) == 2 and secrets.compare_digest(frames[0], self._token):
+                return net.decode(frames[1], kind)
+        return None
+
+    def close(self) -> None:
+        """Close every socket; unsent messages are dropped after a second."""
+        for s in [*self._pull.values(), *self._push]:
+            s.close(linger=1000)
+        self._context.term()
+
+    def _socket(self, rank: int, channel: str) -> Any:
+        mine = self._local.__dict__.setdefault("push", {})
+        if (rank, channel) not in mine:
+            push = self._context.socket(self._zmq.PUSH)
+            push.setsockopt(self._zmq.SNDHWM, 0)
+            push.connect(_text(self._store.get(f"rlcore/{channel}/{rank}")))
+            mine[rank, channel] = push
+            self._push.append(push)
+        return mine[rank, channel]
+
+
+Hub = LocalHub | ZmqHub
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def listening_host(master: str, interface: str = "") -> str:
+    """The address of this machine that other ranks can reach: `interface` if given, the loopback if the
+    master is there, else the one that the route to the master leaves from."""
+    if interface:
+        return interface
+    if master in ("", "localhost") or master.startswith("127."):
+        return "127.0.0.1"
+    if master in (socket.gethostname(), socket.getfqdn()):
+        return socket.gethostbyname(master)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def gather_by_owner(
+    hub: Hub, kind: Any, expected: Sequence[str], timeout_s: float, owners: dict[str, int]
+) -> dict[str, Any]:
+    """Receive records with an `id` from the samples inbox until all of `expected` are here. Raises
+    TimeoutError that names the ranks that still owe some."""
+    got: dict[str, Any] = {}
+    missing = set(expected)
+    deadline = time.monotonic() + timeout_s
+    while missing:
+        batch = hub.receive("samples", list[kind], max(0.0, deadline - time.monotonic()))
+        if batch is None:
+            owing = sorted({owners[i] for i in missing})
+            raise TimeoutError(
+                f"--cluster.timeout_s {timeout_s:g} is over: rank {hub.rank} waits in phase route for "
+                f"{len(missing)} samples such as {min(missing)} from ranks {owing}"
+            )
+        for record in batch:
+            got[record.id] = record
+            missing.discard(record.id)
+    return got
