@@ -1,0 +1,178 @@
+"""Every metric, declared once: name, unit, meaning. The names are verl's where verl has the metric.
+
+A name may contain fields: `<phase>` stands for one part of the name, `<set>` for the name of a data
+set, `<k>` for a number. An exact name wins over one with fields. Writing a metric that is not
+declared here is an error, so a misspelt name fails in the first test that runs a step.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One declaration."""
+
+    name: str
+    unit: str
+    """"" for plain numbers and fractions of one."""
+    meaning: str
+
+
+def _spread(prefix: str, unit: str, meaning: str, parts: str = "/mean /max /min") -> list[Metric]:
+    return [Metric(prefix + p, unit, f"{p[1:]} of {meaning}") for p in parts.split()]
+
+
+PHASES = {
+    "gen": "sampling, from the first request to the last response",
+    "reward": "waiting for rewards after the last response",
+    "route": "moving samples from the ranks that made them to those that train them",
+    "old_log_prob": "log-probs of the learner before the first update",
+    "ref": "log-probs of the reference model",
+    "adv": "advantages, correction and aggregation weights",
+    "update_actor": "forward, backward and optimizer steps",
+    "sync": "pushing weights to the engines",
+}
+"""The phases of a step in order; they do not overlap. `timing_s/step` is their sum and the rest."""
+
+BETWEEN = {
+    "eval": "evaluation; not part of the step",
+    "save": "writing a checkpoint; not part of the step",
+}
+"""Phases between the steps."""
+
+METRICS = [
+    # where the run is
+    Metric("training/global_step", "steps", "steps done, this one included"),
+    Metric("training/epoch", "epochs", "passes over the training prompts"),
+    Metric("training/version", "updates", "policy version after this step"),
+    # what was sampled
+    *_spread("critic/score", "", "the scores that the rewards gave"),
+    Metric("critic/score/std_err", "", "standard error of the mean score, prompts as clusters"),
+    *_spread("critic/rewards", "", "the scores after shaping and penalties"),
+    *_spread("critic/advantages", "", "the advantages of trained tokens"),
+    *_spread("response_length", "tokens", "the lengths of kept responses"),
+    Metric("response_length/clip_ratio", "", "share of responses cut at rollout.max_tokens"),
+    *_spread("prompt_length", "tokens", "the lengths of prompts"),
+    Metric("prompt_length/clip_ratio", "", "share of prompts of data.max_prompt_tokens tokens"),
+    Metric("response/aborted_ratio", "", "share of started responses that were aborted"),
+    Metric("training/equal_reward_groups", "", "share of groups whose rewards are all equal"),
+    Metric("training/trained_rows", "samples", "samples that had a gradient in this step"),
+    # the update
+    Metric("actor/pg_loss", "", "policy-gradient loss, averaged as algo.loss_agg_mode says"),
+    Metric("actor/pg_clipfrac", "", "share of trained tokens where the clip cut the gradient"),
+    Metric("actor/pg_clipfrac_lower", "", "share of trained tokens under the lower (dual) clip"),
+    Metric(
+        "actor/ppo_kl", "nats", "k1 from the old to the new learner: mean of old - new log-prob"
+    ),
+    Metric("actor/kl_loss", "nats", "KL to the reference model, before its coefficient"),
+    Metric("actor/entropy", "nats", "mean entropy of the learner at trained tokens"),
+    Metric("actor/grad_norm", "", "global gradient norm before clipping, mean over updates"),
+    Metric("actor/lr", "", "learning rate of the last update"),
+    Metric("actor/skipped", "updates", "updates left out because the gradient was not finite"),
+    Metric("actor/updates", "updates", "optimizer steps of this round"),
+    Metric("actor/moe_aux_loss", "", "load-balancing loss of MoE models"),
+    Metric("algo/<name>", "", "further number of an algorithm, averaged over trained tokens"),
+    # sampler against learner
+    Metric("rollout_corr/kl", "nats", "k1 from sampler to learner: mean of sampler - old log-prob"),
+    Metric("rollout_corr/k3_kl", "nats", "k3 estimate of the same"),
+    Metric("rollout_corr/chi2_token", "", "mean of the squared probability ratio, minus 1"),
+    Metric("rollout_corr/training_ppl", "", "perplexity of the responses under the learner"),
+    Metric("rollout_corr/rollout_ppl", "", "perplexity of the responses under the sampler"),
+    Metric("rollout_corr/log_ppl_diff", "nats", "mean over samples of sampler - learner log-prob"),
+    Metric("rollout_corr/log_ppl_abs_diff", "nats", "mean of the absolute value of the same"),
+    *_spread(
+        "rollout_corr/rollout_is", "", "the rollout-correction weight", "_mean _std _min _max"
+    ),
+    Metric("rollout_corr/rollout_is_eff_sample_size", "", "effective share of the trained tokens"),
+    Metric("rollout_corr/rollout_is_ratio_fraction_high", "", "share of weights at the upper cap"),
+    Metric("rollout_corr/rollout_is_ratio_fraction_low", "", "share of weights at the lower cap"),
+    Metric("rollout_corr/rollout_rs_masked_fraction", "", "share of tokens rejected for mismatch"),
+    *_spread(
+        "training/rollout_probs_diff",
+        "",
+        "|p_learner - p_sampler| over trained tokens",
+        "_mean _max _std",
+    ),
+    Metric("training/rollout_actor_probs_pearson_corr", "", "correlation of the two probabilities"),
+    # staleness, in policy versions
+    *_spread("training/off_policy/trajectory_staleness", "versions", "the age of samples"),
+    *_spread("training/off_policy/trajectory_spans", "versions", "the versions within a sample"),
+    *_spread("training/off_policy/token_staleness", "versions", "the age of trained tokens"),
+    # speed and memory
+    Metric("perf/throughput", "tokens/s/rank", "prompt and response tokens by step time and rank"),
+    Metric("perf/time_per_step", "s", "the same as timing_s/step"),
+    Metric("perf/total_num_tokens", "tokens", "prompt and response tokens of the kept samples"),
+    Metric("perf/samples_per_s", "samples/s", "kept samples by step time"),
+    Metric("perf/gen_tokens_per_s", "tokens/s", "response tokens by the seconds of gen"),
+    Metric("perf/train_tokens_per_s", "tokens/s", "trained rows' tokens by seconds of the update"),
+    Metric("perf/mfu/actor", "", "share of the hardware's peak that the update reached"),
+    Metric("perf/max_memory_allocated_gb", "GB", "most accelerator memory in tensors, any rank"),
+    Metric("perf/max_memory_reserved_gb", "GB", "most accelerator memory reserved, any rank"),
+    Metric("perf/cpu_memory_gb", "GB", "resident memory of rank 0 and its children"),
+    Metric("global_seqlen/minmax_diff", "tokens", "most minus fewest tokens of a train rank"),
+    *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in (PHASES | BETWEEN).items()],
+    Metric("timing_s/step", "s", "one step from rollout to sync, without eval and save"),
+    *[Metric(f"timing_per_token_ms/{p}", "ms", f"{p}, by token") for p in (*PHASES, "eval")],
+    # evaluation
+    Metric("val-core/<set>/acc/mean@<k>", "", "score, mean over prompts and k samples of each"),
+    Metric("val-core/<set>/acc/pass@<k>", "", "chance that one of k samples is right, unbiased"),
+    Metric("val-core/<set>/acc/best@<k>", "", "expected best score of k samples, unbiased"),
+    Metric("val-core/<set>/acc/maj@<k>", "", "score of the most frequent answer of k"),
+    Metric("val-core/<set>/acc/greedy", "", "score of the most likely response"),
+    Metric("val-aux/<set>/acc/std_err@<k>", "", "standard error of mean@k over prompts"),
+    Metric("val-aux/<set>/acc/<stat>", "", "further numbers about the scores of a set"),
+    Metric("val-aux/<set>/response_length/<stat>", "tokens", "lengths of responses in evaluation"),
+    Metric("val-aux/<set>/num_prompts", "prompts", "prompts evaluated"),
+    Metric("val-aux/<set>/reward/<name>", "", "mean of a reward's detail in evaluation"),
+    # the parts
+    Metric("reward/latency_s/mean", "s", "mean time of one score"),
+    Metric("reward/latency_s/max", "s", "longest time of one score"),
+    Metric("reward/timeouts", "samples", "scores that took longer than reward.timeout_s"),
+    Metric("reward/errors", "samples", "scores replaced by reward.on_error, timeouts included"),
+    Metric("reward/<name>", "", "mean of a detail that the reward function returned"),
+    Metric("sched/<name>", "", "counter of the round's policies, see sched/"),
+    Metric("sync/bytes", "bytes", "weights that one push carried to one engine"),
+    Metric("sync/time_s", "s", "time of one push"),
+    Metric("sync/transient_gb", "GB", "extra memory that a push took at its peak"),
+    Metric("spec/acceptance_rate", "", "share of drafted tokens that were accepted"),
+    Metric("spec/mean_accept_len", "tokens", "tokens gained by one verification"),
+    Metric("judge/<name>", "", "counter of the judge service"),
+    Metric("mux/<name>", "", "counter of the multiplexed job"),
+    Metric("env/<name>", "", "number of the environments"),
+    # the end of a run: summary.json only
+    Metric("val/accuracy_start", "", "mean@k before training, mean over data sets"),
+    Metric("val/accuracy_end", "", "mean@k at the last evaluation, mean over data sets"),
+    Metric("val/accuracy_start/<set>", "", "mean@k of one data set before training"),
+    Metric("val/accuracy_end/<set>", "", "mean@k of one data set at the last evaluation"),
+]
+
+_FIELDS = {"<k>": r"\d+", "<set>": r"[^/]+(?:/[^/]+)*?"}
+_EXACT = {m.name: m for m in METRICS if "<" not in m.name}
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
+    def pattern(name: str) -> re.Pattern[str]:
+        parts = re.split(r"(<\w+>)", name)
+        texts = [
+            _FIELDS.get(p, "[^/]+") if i % 2 else re.escape(p) for i, p in enumerate(parts)
+        ]  # odd parts are fields
+        return re.compile("".join(texts))
+
+    return [(pattern(m.name), m) for m in METRICS if "<" in m.name]
+
+
+@lru_cache(maxsize=4096)
+def check(name: str) -> Metric:
+    """The declaration of a metric; ValueError with the nearest declared names if there is none."""
+    if name in _EXACT:
+        return _EXACT[name]
+    for pattern, metric in _patterns():
+        if pattern.fullmatch(name):
+            return metric
+    near = difflib.get_close_matches(name, [m.name for m in METRICS], n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else "see rlcore/metrics/names.py"
+    raise ValueError(f"metric {name}: not declared in metrics/names.py; {hint}")

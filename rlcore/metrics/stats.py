@@ -1,0 +1,124 @@
+"""Small statistics: summaries, pass@k, standard errors, KL estimators. Pure numpy.
+
+Whoever has the numbers on several ranks gathers them first: a mean of local means is not a mean.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def summary(prefix: str, values: ArrayLike) -> dict[str, float]:
+    """`{prefix/mean, prefix/max, prefix/min}`; nothing for no values."""
+    x = _flat(values)
+    if x.size == 0:
+        return {}
+    return {
+        f"{prefix}/mean": float(x.mean()),
+        f"{prefix}/max": float(x.max()),
+        f"{prefix}/min": float(x.min()),
+    }
+
+
+def percentile(values: ArrayLike, q: float) -> float:
+    """The value below which q percent of the values lie, linear between two; NaN for none."""
+    x = _flat(values)
+    return float(np.percentile(x, q)) if x.size else math.nan
+
+
+def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None) -> float:
+    """Standard error of the mean. `clusters` names what each value belongs to, for values that are
+    not independent: samples of one prompt. NaN for fewer than two values or clusters."""
+    x = _flat(values)
+    if clusters is None:
+        return float(x.std(ddof=1) / math.sqrt(x.size)) if x.size > 1 else math.nan
+    if len(clusters) != x.size:
+        raise ValueError(f"{x.size} values but {len(clusters)} cluster names: give one per value")
+    sums: dict[Hashable, float] = {}
+    mean = x.mean() if x.size else 0.0
+    for cluster, deviation in zip(clusters, x - mean, strict=True):
+        sums[cluster] = sums.get(cluster, 0.0) + float(deviation)
+    num = len(sums)
+    if num < 2:
+        return math.nan
+    # the ratio estimator's variance: clusters of unequal sizes weigh by their size
+    return math.sqrt(num / (num - 1) * sum(s * s for s in sums.values())) / x.size
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that k of the n samples, drawn without replacement, contain a right one: unbiased for
+    pass@k (arXiv:2107.03374). ValueError unless 1 <= k <= n and 0 <= right <= n."""
+    _check_k(num_samples, k)
+    if not 0 <= num_right <= num_samples:
+        raise ValueError(f"{num_right} right of {num_samples} samples: not possible")
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def best_at_k(scores: ArrayLike, k: int) -> float:
+    """Expected best score of k of these samples, drawn without replacement; `pass_at_k` where scores
+    are 0 or 1."""
+    x = np.sort(_flat(scores))
+    _check_k(x.size, k)
+    # the i-th smallest is the best of k in comb(i, k - 1) of the subsets
+    ways = [math.comb(i, k - 1) for i in range(x.size)]
+    return float(sum(w * v for w, v in zip(ways, x.tolist(), strict=True)) / math.comb(x.size, k))
+
+
+def evaluation(
+    name: str, scores: Mapping[Hashable, Sequence[float]], right: float = 0.5
+) -> dict[str, float]:
+    """Metrics of one data set from the scores of its prompts, k samples of each: mean@k with its
+    standard error; for k > 1 also best@k and pass@j for j = 1, 2, 4, ... k. A score of `right` or
+    more passes. ValueError where prompts have different numbers of samples."""
+    counts = {len(s) for s in scores.values()}
+    if len(counts) != 1 or counts == {0}:
+        raise ValueError(
+            f"evaluation of {name}: samples per prompt {sorted(counts)}; give one count"
+        )
+    k = counts.pop()
+    core, aux = f"val-core/{name}/acc", f"val-aux/{name}"
+    means = [sum(s) / k for s in scores.values()]
+    out = {f"{core}/mean@{k}": sum(means) / len(means), f"{aux}/num_prompts": float(len(means))}
+    if len(means) > 1:
+        out[f"{aux}/acc/std_err@{k}"] = standard_error(means)
+    if k > 1:
+        num_right = [sum(v >= right for v in s) for s in scores.values()]
+        for j in _powers(k):
+            out[f"{core}/pass@{j}"] = float(np.mean([pass_at_k(k, c, j) for c in num_right]))
+        out[f"{core}/best@{k}"] = float(np.mean([best_at_k(s, k) for s in scores.values()]))
+    return out
+
+
+def k1(logp: ArrayLike, logp_other: ArrayLike) -> np.ndarray:
+    """Per token log p - log q, samples from p: unbiased for KL(p || q), of either sign."""
+    return _flat(logp) - _flat(logp_other)
+
+
+def k3(logp: ArrayLike, logp_other: ArrayLike) -> np.ndarray:
+    """Per token r - 1 - log r with r = q / p, samples from p: unbiased for KL(p || q), never
+    negative (joschu.net/blog/kl-approx.html)."""
+    log_ratio = -k1(logp, logp_other)
+    return np.expm1(log_ratio) - log_ratio
+
+
+def effective_sample_size(weights: ArrayLike) -> float:
+    """(sum w)^2 / (n sum w^2): the share of n samples that weighted averages are worth, in (0, 1];
+    NaN for none."""
+    w = _flat(weights)
+    squares = float((w * w).sum())
+    return float(w.sum()) ** 2 / (w.size * squares) if squares > 0 else math.nan
+
+
+def _powers(k: int) -> list[int]:
+    return sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
+
+
+def _check_k(num_samples: int, k: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k {k}: from 1 to the number of samples, {num_samples}")
+
+
+def _flat(values: ArrayLike) -> np.ndarray:
+    return np.asarray(values, dtype=np.float64).reshape(-1)

@@ -1,0 +1,50 @@
+"""Where time comes from. Whatever waits or measures takes a clock, so that tests and the simulator
+can hand it one that they move themselves."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that only grow; the zero point means nothing."""
+
+    def now(self) -> float:
+        """Seconds since some fixed moment."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+
+
+class RealClock:
+    """The machine's monotonic clock: the same zero for all processes of one machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))
+
+
+class VirtualClock:
+    """A clock that stands still until it is moved; sleeping moves it."""
+
+    def __init__(self, start: float = 0.0):
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(max(0.0, seconds))
+
+    def advance(self, seconds: float) -> None:
+        """Move forward by `seconds`; ValueError where that is backwards."""
+        if seconds < 0:
+            raise ValueError(f"advance {seconds:g}: a clock does not run backwards")
+        self._now += seconds
+
+    def advance_to(self, time_s: float) -> None:
+        """Move forward to `time_s`; ValueError where that lies in the past."""
+        if time_s < self._now:
+            raise ValueError(f"advance_to {time_s:g}: the clock is at {self._now:g} already")
+        self._now = time_s

@@ -1,0 +1,156 @@
+"""What this machine and this installation are: the report of `rlcore env`, kept with every run."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "tyro",
+    "msgspec",
+    "pyzmq",
+    "math-verify",
+    "sglang",
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "triton",
+)
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "SLURM_JOB_ID",
+)
+
+
+def report() -> dict[str, Any]:
+    """Versions, devices, CPU and memory as plain data. Imports torch, and nothing else of the
+    packages that it lists."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "commit": _commit(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "cpu": {"model": _cpu_model(), "cores": num_cores()},
+        "memory_gb": round(memory_bytes() / 2**30, 1),
+        "cuda": _cuda(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def describe(facts: dict[str, Any] | None = None) -> list[str]:
+    """The report as lines for people."""
+    facts = facts or report()
+    cuda = facts["cuda"]
+    devices = Counter(f"{d['name']}, {d['memory_gb']:g} GB" for d in cuda["devices"])
+    gpus = "; ".join(f"{count} x {name}" for name, count in devices.items())
+    lines = [
+        f"python    {facts['python']} on {facts['platform']}",
+        f"rlcore    {facts['commit'] or 'no git commit'}",
+        f"cpu       {facts['cpu']['model']}, {facts['cpu']['cores']} cores usable",
+        f"memory    {facts['memory_gb']:g} GB",
+        f"gpu       {gpus or 'none'}",
+    ]
+    if devices:
+        lines.append(f"cuda      {cuda['version']}, driver {cuda['driver'] or 'unknown'}")
+    lines += [f"package   {name} {version}" for name, version in facts["packages"].items()]
+    return lines + [f"variable  {name}={value}" for name, value in facts["variables"].items()]
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use: affinity and the container's quota count."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or the container's limit if lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"version": torch.version.cuda, "driver": "", "devices": []}
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "version": torch.version.cuda,
+        "driver": _driver(),
+        "devices": [
+            {"name": p.name, "memory_gb": round(p.total_memory / 2**30, 1)} for p in properties
+        ],
+    }
+
+
+def _driver() -> str:
+    for line in _read("/proc/driver/nvidia/version").splitlines():
+        words = [w for w in line.split() if w[:1].isdigit() and "." in w]
+        if line.startswith("NVRM") and words:
+            return words[0]
+    return ""
+
+
+def _cpu_model() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """Commit of the tree that this file is in, with `+` if it has changes; "" outside git."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({error})"
+    return found.stdout.strip()
+
+
+def _read(path: str) -> str:
+    """A file of the kernel; "" where this system does not have it."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(describe()) + "\n")

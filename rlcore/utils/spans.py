@@ -1,0 +1,53 @@
+"""Phase timer: `with spans.phase("gen"):` adds the seconds of the block to `gen`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlcore.utils.clock import Clock, RealClock
+
+
+class Spans:
+    """Seconds by phase since the last `take`. Phases may nest: each counts in full, so an inner
+    phase's seconds are part of the outer one's. Calls come from one thread.
+
+    `listener` hears the name of the innermost open phase whenever that changes, "" for none: the
+    screen shows it, the watchdog watches it.
+    """
+
+    def __init__(self, clock: Clock | None = None, listener: Callable[[str], None] | None = None):
+        self._clock = clock or RealClock()
+        self._listener = listener
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def current(self) -> str:
+        """Innermost open phase, "" for none."""
+        return self._open[-1] if self._open else ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block under `name`; what it raises passes through and is timed too."""
+        self._open.append(name)
+        self._tell()
+        start = self._clock.now()
+        try:
+            yield
+        finally:
+            self.add(name, self._clock.now() - start)
+            self._open.pop()
+            self._tell()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase in order of first use; starts again at zero. A phase still open is
+        counted in the next take, with its whole time."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener(self.current)
