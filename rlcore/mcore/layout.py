@@ -2,7 +2,7 @@
 
 Rank order is Megatron's default: tensor parallel ranks are neighbours, then context parallel, then
 data parallel, and pipeline stages are furthest apart. Expert parallel ranks are neighbours inside
-one pipeline stage (expert tensor parallel size is 1), so an expert group may span data-parallel ranks.
+one pipeline stage (expert tensor parallel size is 1): an expert group may span data-parallel ranks.
 """
 
 from dataclasses import dataclass
@@ -91,7 +91,11 @@ class Layout:
 
 
 def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
-    """The layout of `rank` in a world of `world_size` train ranks. ValueError where it is impossible."""
+    """The layout of `rank` in a world of `world_size` train ranks.
+
+    Raises:
+        ValueError: the sizes do not fit the world.
+    """
     for name in ("tp", "pp", "vpp", "cp", "ep"):
         value = getattr(train, name)
         if value < 1:
@@ -99,8 +103,9 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
     model = train.tp * train.pp * train.cp
     if world_size % model:
         raise ValueError(
-            f"--train.tp {train.tp} --train.pp {train.pp} --train.cp {train.cp}: their product {model} "
-            f"must divide the {world_size} train ranks; start a multiple of {model} ranks or lower one"
+            f"--train.tp {train.tp} --train.pp {train.pp} --train.cp {train.cp}: their product "
+            f"{model} must divide the {world_size} train ranks; start a multiple of {model} ranks "
+            "or lower one of them"
         )
     stage = world_size // train.pp
     if stage % train.ep:
