@@ -1,0 +1,259 @@
+"""A model's config.json as one frozen record, read without transformers.
+
+Both spellings are taken: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`,
+`num_experts`) and 5 (`rope_parameters`, `dtype`, `num_local_experts`). What we do not compute is
+refused, not ignored.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Arch = Literal["qwen2", "qwen3", "llama", "qwen3_moe"]
+
+ARCHITECTURES: dict[str, Arch] = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+
+# What transformers assumes where a config.json is silent.
+_DEFAULT_HEAD_DIM = {"qwen3": 128}
+_DEFAULT_MAX_POSITIONS = {"llama": 2048}
+_LLAMA3_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+# HFConfig field -> its keys in config.json, for the fields that `with_` may change.
+_KEYS = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("intermediate_size",),
+    "num_layers": ("num_hidden_layers",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "tie_word_embeddings": ("tie_word_embeddings",),
+    "max_positions": ("max_position_embeddings",),
+    "num_experts": ("num_experts", "num_local_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "moe_intermediate_size": ("moe_intermediate_size",),
+    "norm_topk_prob": ("norm_topk_prob",),
+    "initializer_range": ("initializer_range",),
+    "dtype": ("dtype", "torch_dtype"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFConfig:
+    """Sizes and switches of one decoder-only model."""
+
+    path: Path | None
+    """Folder that it was read from; None for a config made in memory."""
+    arch: Arch
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Of the dense MLP; an MoE model has none and uses `moe_intermediate_size`."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, float] | None
+    """Llama 3's scaling (factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings), or None for plain RoPE."""
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_positions: int
+    num_experts: int = 0
+    """0 is a dense model."""
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    initializer_range: float = 0.02
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    dtype: str = ""
+    """Of the tensors on disk as the folder says it, without `torch.`; empty where it is silent."""
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+    """config.json as it came."""
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "HFConfig":
+        """Read `<path>/config.json`. ValueError: missing, not JSON, or unsupported."""
+        path = Path(path)
+        if not path.is_dir():
+            raise ValueError(
+                f"--model.path {path}: no such folder; give the folder of a Hugging Face model"
+                " (config.json, *.safetensors, tokenizer)"
+            )
+        file = path / "config.json"
+        if not file.is_file():
+            raise ValueError(
+                f"--model.path {path}: has no config.json; give the folder of a Hugging Face model"
+            )
+        return cls.from_dict(read_json(file), path)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], path: Path | None = None) -> "HFConfig":
+        """The record of a parsed config.json. ValueError where it is unsupported."""
+        where = str(path / "config.json") if path is not None else "model config"
+        arch = _arch(raw, where)
+        _refuse_unsupported(raw, arch, where)
+
+        def need(key: str) -> Any:
+            if raw.get(key) is None:
+                raise ValueError(f"{where}: `{key}` is missing; take the model's config.json")
+            return raw[key]
+
+        heads, hidden = need("num_attention_heads"), need("hidden_size")
+        theta, scaling = _rope(raw, where)
+        moe = arch == "qwen3_moe"
+        experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
+        if moe and not experts:
+            raise ValueError(f"{where}: `num_experts` is missing; take the model's config.json")
+        config = cls(
+            path=path,
+            arch=arch,
+            vocab_size=need("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=need("intermediate_size"),
+            num_layers=need("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(arch, hidden // heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=arch == "qwen2",
+            qk_norm=arch in ("qwen3", "qwen3_moe"),
+            max_positions=raw.get("max_position_embeddings")
+            or _DEFAULT_MAX_POSITIONS.get(arch, 32768),
+            num_experts=experts if moe else 0,
+            experts_per_token=need("num_experts_per_tok") if moe else 0,
+            moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
+            norm_topk_prob=moe and bool(raw.get("norm_topk_prob", False)),
+            initializer_range=float(raw.get("initializer_range", 0.02)),
+            bos_id=raw.get("bos_token_id"),
+            eos_ids=as_ids(raw.get("eos_token_id")),
+            pad_id=raw.get("pad_token_id"),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
+            raw=raw,
+        )
+        config._check(where)
+        return config
+
+    def with_(self, **changes: Any) -> "HFConfig":
+        """A copy with some sizes replaced, such as `num_layers`; `to_dict` says the same.
+        ValueError for a field that `to_dict` could not write down."""
+        unknown = sorted(set(changes) - set(_KEYS))
+        if unknown:
+            raise ValueError(f"model config: cannot change {unknown[0]}; can {', '.join(_KEYS)}")
+        config = replace(self, **changes)
+        config._check("model config")
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json holds for this record: as it came, with the changed sizes written in."""
+        raw, before = dict(self.raw), HFConfig.from_dict(self.raw)
+        for name, keys in _KEYS.items():
+            value = getattr(self, name)
+            if value != getattr(before, name):
+                raw[next((key for key in keys if key in raw), keys[0])] = value
+        if raw.get("layer_types"):
+            raw["layer_types"] = ["full_attention"] * self.num_layers
+        return raw
+
+    def _check(self, where: str) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{where}: {name} {getattr(self, name)}: must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{where}: num_attention_heads {self.num_heads}: must be a multiple of"
+                f" num_key_value_heads {self.num_kv_heads}"
+            )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. ValueError where it is not one."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not valid JSON ({error}); fetch the file again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: not a JSON object; fetch the file again")
+    return value
+
+
+def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids as config.json and generation_config.json write them: none, one or a list."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _arch(raw: dict[str, Any], where: str) -> Arch:
+    names = raw.get("architectures") or []
+    if names and names[0] in ARCHITECTURES:
+        return ARCHITECTURES[names[0]]
+    kind = raw.get("model_type")
+    if not names and kind in ARCHITECTURES.values():
+        return kind
+    raise ValueError(
+        f"{where}: architecture {names[0] if names else kind!r} is not supported;"
+        f" use a model of {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
+    """Settings that change the computation and that neither the learner nor the engine has."""
+    sliding = "sliding_attention" in (raw.get("layer_types") or ())
+    refused = {
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        # Qwen2 has its query, key and value bias whatever the key says, and no other.
+        "attention_bias": arch != "qwen2" and bool(raw.get("attention_bias")),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
+        "decoder_sparse_step": arch == "qwen3_moe" and raw.get("decoder_sparse_step", 1) != 1,
+        "mlp_only_layers": arch == "qwen3_moe" and bool(raw.get("mlp_only_layers")),
+        "partial_rotary_factor": (raw.get("partial_rotary_factor") or 1.0) != 1.0,
+        "quantization_config": raw.get("quantization_config") is not None,
+    }
+    for key, bad in refused.items():
+        if bad:
+            raise ValueError(
+                f"{where}: `{key}` {raw.get(key)!r} is not supported;"
+                " use a model without it (dense bfloat16 or float32 weights, full attention, SiLU)"
+            )
+
+
+def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | None]:
+    """RoPE base and Llama 3's scaling from either spelling."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError(f"{where}: `partial_rotary_factor` is not supported; use a model without")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(
+            f"{where}: RoPE scaling {kind!r} is not supported; only llama3's is -"
+            " take `rope_scaling` out of config.json to use the model's original context length"
+        )
+    missing = [key for key in _LLAMA3_KEYS if rope.get(key) is None]
+    if missing:
+        raise ValueError(f"{where}: RoPE scaling llama3 lacks `{missing[0]}`")
+    return theta, {key: float(rope[key]) for key in _LLAMA3_KEYS}

@@ -1,0 +1,68 @@
+"""Names and shapes of every tensor of a model as it lies on disk, in one fixed order.
+
+Order: embedding, layers by number, final norm, lm_head (absent where it is tied); inside a layer
+that of `layer_shapes`. Qwen3-MoE has one tensor per expert and projection, as transformers writes.
+"""
+
+import math
+
+from rlcore.hf.config import HFConfig
+
+Shape = tuple[int, ...]
+
+EMBED = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    """`model.layers.3.` for layer 3."""
+    return f"model.layers.{layer}."
+
+
+def layer_shapes(hf: HFConfig) -> dict[str, Shape]:
+    """Tensors of one layer: name after the layer's prefix -> shape; matrices are [out, in]."""
+    hidden = hf.hidden_size
+    queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
+    for name, out in (("q", queries), ("k", keys), ("v", keys)):
+        shapes[f"self_attn.{name}_proj.weight"] = (out, hidden)
+        if hf.qkv_bias:
+            shapes[f"self_attn.{name}_proj.bias"] = (out,)
+    if hf.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (hf.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (hf.head_dim,)
+    shapes["self_attn.o_proj.weight"] = (hidden, queries)
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    if not hf.num_experts:
+        return shapes | _mlp("mlp.", hidden, hf.intermediate_size)
+    shapes["mlp.gate.weight"] = (hf.num_experts, hidden)
+    for expert in range(hf.num_experts):
+        shapes |= _mlp(f"mlp.experts.{expert}.", hidden, hf.moe_intermediate_size)
+    return shapes
+
+
+def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}gate_proj.weight": (inner, hidden),
+        f"{prefix}up_proj.weight": (inner, hidden),
+        f"{prefix}down_proj.weight": (hidden, inner),
+    }
+
+
+def expected(hf: HFConfig) -> dict[str, Shape]:
+    """Every tensor of the model, name -> shape, in the order in which weights are exported."""
+    shapes: dict[str, Shape] = {EMBED: (hf.vocab_size, hf.hidden_size)}
+    layer = layer_shapes(hf)
+    for number in range(hf.num_layers):
+        prefix = layer_prefix(number)
+        shapes |= {prefix + name: shape for name, shape in layer.items()}
+    shapes[NORM] = (hf.hidden_size,)
+    if not hf.tie_word_embeddings:
+        shapes[HEAD] = (hf.vocab_size, hf.hidden_size)
+    return shapes
+
+
+def num_parameters(hf: HFConfig) -> int:
+    """Parameters of the model; a tied head counts once."""
+    return sum(math.prod(shape) for shape in expected(hf).values())

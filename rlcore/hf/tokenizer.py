@@ -1,0 +1,268 @@
+"""Tokenizers of Hugging Face folders on the `tokenizers` library alone, chat templates included.
+
+transformers takes seconds to import and is asked only where a folder has no tokenizer.json. Unlike
+transformers, decoding never "cleans up" spaces: the text is what the ids say.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from rlcore.hf.config import as_ids, read_json
+from rlcore.utils.log import announce
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Our chat template, for tokenizers that bring none: the format of Qwen's models."""
+
+_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Made by `load_tokenizer`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        specials: Mapping[str, str],
+        template: str | None,
+        eos_ids: Sequence[int] = (),
+        name: str = "tokenizer",
+    ) -> None:
+        """`specials`: role (`eos_token`, ...) -> token; `eos_ids`: further ids that end a response,
+        besides that of `eos_token`."""
+        self._backend = backend
+        self._specials = dict(specials)
+        self._template = template
+        self._name = name
+        own = [self.token_id(specials["eos_token"])] if "eos_token" in specials else []
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
+        """Ids that end a response; the first is the tokenizer's own."""
+        self.pad_id: int | None = (
+            self.token_id(specials["pad_token"]) if "pad_token" in specials else None
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id; the model's vocabulary may be larger."""
+        added = self._backend.get_added_tokens_decoder()
+        return max(
+            self._backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder brought a chat template; `render_chat` works either way."""
+        return self._template is not None
+
+    def token_id(self, token: str) -> int:
+        """Id of one token, written as the vocabulary has it. ValueError where it has not."""
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise ValueError(f"{self._name}: has no token {token!r}; use the model's own tokenizer")
+        return found
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a text. Special tokens written in the text become their ids; none are added unless
+        asked. ValueError: a character that the vocabulary cannot express."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises nothing more precise
+            raise ValueError(
+                f"{self._name}: cannot encode {text[:40]!r} ({error}); use text of its vocabulary"
+            ) from error
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; special tokens are left out, ids outside the vocabulary too."""
+        listed = [int(i) for i in ids]
+        return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
+
+    def decode_batch(
+        self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Text of each row of ids."""
+        # One by one: the library's own batch starts a thread pool, which does not survive a fork.
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Messages (`role`, `content`) as the text that the model was trained on, up to where the
+        assistant answers. `variables` go to the template, such as `enable_thinking=False`.
+        ValueError with the template's own words where it refuses the messages."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._compiled.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._specials, **variables},
+            )
+        except TemplateError as error:
+            raise ValueError(f"{self._name}: chat template: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> Any:
+        if self._template is None:
+            announce("chat template", f"{self._name} has none, using ours (ChatML)")
+        return _compile(self._template or CHATML)
+
+
+def load_tokenizer(folder: str | Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
+    """The tokenizer of a folder. `eos_ids` are further ids that end a response, such as those of
+    the model's config.json when the tokenizer lies elsewhere; the folder's own config.json and
+    generation_config.json are always read. ValueError: no folder, or no tokenizer in it."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"--model.tokenizer {folder}: no such folder; give one with tokenizer.json"
+        )
+    settings = _optional(folder / "tokenizer_config.json")
+    backend = _backend(folder, settings)
+    specials = _special_tokens(_optional(folder / "special_tokens_map.json"))
+    specials |= _special_tokens(settings)
+    ends = []
+    for file in ("generation_config.json", "config.json"):
+        ends += as_ids(_optional(folder / file).get("eos_token_id"))
+    return Tokenizer(
+        backend, specials, _template(folder, settings), [*ends, *eos_ids], f"tokenizer {folder}"
+    )
+
+
+def make_char_tokenizer(
+    folder: str | Path, chars: Iterable[str], pad: str = "<pad>", eos: str = "<eos>"
+) -> Tokenizer:
+    """Write a tokenizer with one token per character: `pad` is 0, `eos` 1, then `chars` in order.
+    transformers and SGLang load the folder too. Other characters are refused, not replaced."""
+    vocabulary = {token: number for number, token in enumerate([pad, eos, *chars])}
+    # The library does not ask for an unknown token until one is met, and then raises.
+    backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([pad, eos])
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": pad,
+        "eos_token": eos,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1 << 20,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    return load_tokenizer(folder)
+
+
+def _backend(folder: Path, settings: Mapping[str, Any]) -> Backend:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return _converted(folder)
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"{file}: not a tokenizer ({error}); fetch the file again") from error
+    backend.no_padding()
+    backend.no_truncation()
+    # Tokens that only tokenizer_config.json has, in the order of the ids that they must get.
+    listed = settings.get("added_tokens_decoder") or {}
+    for number, token in sorted((int(key), value) for key, value in listed.items()):
+        if backend.token_to_id(token["content"]) is None:
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            backend.add_tokens(
+                [AddedToken(token["content"], **{k: token.get(k, False) for k in flags})]
+            )
+            if backend.token_to_id(token["content"]) != number:
+                raise ValueError(
+                    f"{folder}: token {token['content']!r} has id {number} in"
+                    " tokenizer_config.json, which does not follow on tokenizer.json;"
+                    " fetch both files again"
+                )
+    return backend
+
+
+def _converted(folder: Path) -> Backend:
+    """A tokenizer kept in another format (vocab.json, tokenizer.model), read by transformers."""
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        backend = tokenizer.backend_tokenizer
+    except Exception as error:  # transformers raises whatever the format's reader does
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"--model.tokenizer {folder}: no tokenizer.json in it, and transformers cannot make one"
+            f" ({reason[0] if reason else type(error).__name__}); give a folder with tokenizer.json"
+        ) from error
+    announce("tokenizer", f"{folder} has no tokenizer.json, read through transformers")
+    return backend
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Role -> token, from either way of writing one: a string, or an object with `content`."""
+    found = {}
+    for role in _SPECIALS:
+        token = settings.get(role)
+        if token is not None:
+            found[role] = token["content"] if isinstance(token, dict) else token
+    return found
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template: a file of its own goes before the settings, as in transformers."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    legacy = _optional(folder / "chat_template.json").get("chat_template")
+    template = legacy or settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _compile(template: str) -> Any:
+    """A template compiled with the environment that transformers gives to chat templates: templates
+    come with downloaded models, so they run in a sandbox."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant says; the text inside is kept as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)

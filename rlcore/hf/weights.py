@@ -1,0 +1,278 @@
+"""Safetensors folders, one tensor at a time: read whole or in slices, written in shards.
+
+A folder has `model.safetensors`, or shards with `model.safetensors.index.json`. Reading maps the
+files, so a rank that needs a tenth of a tensor reads a tenth of it.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlcore.hf.config import HFConfig, read_json
+from rlcore.hf.names import Shape, expected
+
+Index = tuple[slice, ...]
+"""One slice per leading dimension; dimensions that are left out are taken whole."""
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 4 << 30
+
+# Everything beside the weights that a folder needs in order to be served.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# transformers 5 keeps the experts of a layer in two stacked tensors; files may hold them like that.
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+class WeightReader:
+    """Tensors of one folder by name. Files are opened when first needed and stay mapped."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """ValueError: no safetensors in the folder, or a shard that the index names is missing."""
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
+        self._file_of = self._find()
+        self._stacked = self._unstack()
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted; stacked experts appear one by one."""
+        return sorted({*self._file_of, *self._stacked} - self._stacks())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of or name in self._stacked
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a tensor without reading it. ValueError where it is missing."""
+        if name in self._stacked:
+            stored, index = self._stacked[name]
+            _, *shape = self._slice(stored).get_shape()
+            rows = index[1].indices(shape[0])
+            return (rows[1] - rows[0], *shape[1:])
+        return tuple(self._slice(name).get_shape())
+
+    def get(self, name: str, index: Index = ()) -> Tensor:
+        """A tensor on the CPU in the file's dtype, or the part of it that `index` names.
+        ValueError where it is missing."""
+        if name in self._stacked:
+            stored, (expert, rows) = self._stacked[name]
+            tensor = self._slice(stored)[expert, rows][0]
+            return tensor[index].contiguous() if index else tensor
+        if not index:
+            return self._file(name).get_tensor(name)
+        return self._slice(name)[index]
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """ValueError naming the first tensor that is missing or has another shape."""
+        for name, shape in shapes.items():
+            found = self.shape(name)
+            if found != tuple(shape):
+                raise ValueError(
+                    f"{self.folder}: tensor {name} has shape {list(found)} and config.json asks for"
+                    f" {list(shape)}; config.json and weights are of different models"
+                )
+
+    def _find(self) -> dict[str, str]:
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if index.is_file():
+            file_of = read_json(index)["weight_map"]
+            for file in sorted(set(file_of.values())):
+                if not (self.folder / file).is_file():
+                    raise ValueError(
+                        f"{self.folder}: shard {file} is missing, which {INDEX} names;"
+                        " fetch the model again"
+                    )
+            return file_of
+        if single.is_file():
+            return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
+        raise ValueError(
+            f"{self.folder}: neither {SINGLE} nor {INDEX} in it; give a folder with safetensors"
+            " weights, or start from random ones with --model.random_init"
+        )
+
+    def _stacks(self) -> set[str]:
+        return {name for name in self._file_of if _STACKED.fullmatch(name)}
+
+    def _unstack(self) -> dict[str, tuple[str, Index]]:
+        """Name of one expert's matrix -> the stored stack and where it lies in it."""
+        where: dict[str, tuple[str, Index]] = {}
+        for stored in self._stacks():
+            prefix, kind = _STACKED.fullmatch(stored).groups()
+            experts, rows, _ = self._slice(stored).get_shape()
+            half = rows // 2
+            parts = (
+                {"down_proj": slice(0, rows)}
+                if kind == "down_proj"
+                else {"gate_proj": slice(0, half), "up_proj": slice(half, rows)}
+            )
+            for expert in range(experts):
+                for part, take in parts.items():
+                    index = (slice(expert, expert + 1), take)
+                    where[f"{prefix}.{expert}.{part}.weight"] = (stored, index)
+        return where
+
+    def _shard(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{self.folder / file}: not a whole safetensors file ({error});"
+                    " fetch the model again"
+                ) from error
+        return self._open[file]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise ValueError(
+                f"{self.folder}: tensor {name} is missing; config.json and weights are of"
+                " different models, or the download is incomplete"
+            )
+        return self._shard(self._file_of[name])
+
+    def _slice(self, name: str) -> Any:
+        file = self._file(name)
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self.folder}: tensor {name} is not in {self._file_of[name]}, where {INDEX} has"
+                " it; fetch the model again"
+            ) from error
+
+
+def read_folder(folder: str | Path, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model in the order of `names.expected`, checked for completeness."""
+    reader, shapes = WeightReader(folder), expected(hf)
+    reader.check(shapes)
+    for name in shapes:
+        yield name, reader.get(name)
+
+
+def save_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    hf: HFConfig,
+    tokenizer_folder: str | Path | None,
+    path: str | Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face folder: weights in shards, config.json, tokenizer files.
+
+    `tensors` is exhausted whatever happens, since it may be collective; the other ranks of such an
+    export pass `path=None` and write nothing. The folder appears, or replaces an older one, only
+    when it is whole. At most one shard is in memory. ValueError: a tensor is missing or has another
+    shape; OSError in one sentence: the disk is full or not writable.
+    """
+    tensors = iter(tensors)
+    try:
+        if path is not None:
+            _write(tensors, hf, tokenizer_folder, Path(path), max_shard_bytes)
+    finally:
+        for _ in tensors:
+            continue
+
+
+def _write(
+    tensors: Iterator[tuple[str, Tensor]],
+    hf: HFConfig,
+    tokenizer_folder: str | Path | None,
+    path: Path,
+    max_shard_bytes: int,
+) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        dtype = _write_shards(tensors, expected(hf), part, max_shard_bytes)
+        _write_rest(hf.with_(dtype=dtype), tokenizer_folder, part)
+        _replace(part, path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path}: could not be written ({error}); make room or give another folder"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_shards(
+    tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[str, Shape], part: Path, limit: int
+) -> str:
+    """Write all tensors and the index; returns the dtype of the first."""
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+    missing, dtype = dict(shapes), ""
+
+    def flush() -> None:
+        save_file(shard, part / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if missing.pop(name, None) != tuple(tensor.shape):
+            raise ValueError(
+                f"tensor {name} {list(tensor.shape)}: config.json asks for"
+                f" {list(shapes[name]) if name in shapes else 'no tensor of that name'}"
+            )
+        if shard and size + tensor.nbytes > limit:
+            flush()
+            size = 0
+        shard[name] = _own(tensor)
+        size += tensor.nbytes
+        total += tensor.nbytes
+        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
+    if missing:
+        raise ValueError(f"tensor {next(iter(missing))} was not given, so the folder is incomplete")
+    flush()
+    if len(shards) == 1:
+        (part / "0.safetensors").rename(part / SINGLE)
+        return dtype
+    file_of = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (part / f"{number}.safetensors").rename(part / file)
+        file_of |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    (part / INDEX).write_text(json.dumps(index, indent=1))
+    return dtype
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU with a storage of its own: views of one storage cannot share a file."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+
+def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -> None:
+    (part / "config.json").write_text(json.dumps(hf.to_dict(), indent=2) + "\n")
+    copies = [(tokenizer_folder, name) for name in _TOKENIZER_FILES]
+    for folder, name in [*copies, (hf.path, "generation_config.json")]:
+        if folder is not None and (Path(folder) / name).is_file():
+            shutil.copyfile(Path(folder) / name, part / name)
+
+
+def _replace(part: Path, path: Path) -> None:
+    """Put the finished folder in place; an older one leaves only after that."""
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.replace(path, old)
+    os.replace(part, path)
+    shutil.rmtree(old, ignore_errors=True)
