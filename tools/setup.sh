@@ -1,0 +1,229 @@
+#!/usr/bin/env bash
+# Sets this checkout up: a virtual environment of its own, torch, the packages, the native build.
+# Run it again whenever you like: what is already there is left alone.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: bash tools/setup.sh [flags]
+
+  --test         also what the tests need
+  --te           also Transformer Engine (builds against CUDA; minutes)
+  --apex SOURCE  also NVIDIA Apex, built from SOURCE: a folder or a git URL (builds; many minutes)
+  --cuda         insist on a CUDA build of torch
+  --cpu          accept a CPU build of torch on a machine with an NVIDIA GPU
+  --quiet        say nothing when there is nothing to do
+
+environment
+  RLCORE_VENV         the virtual environment; default .venv in the checkout
+  RLCORE_PYTHON       the Python (3.11 to 3.14) that makes it; default: the first one found
+  RLCORE_TORCH_INDEX  package index to take torch from, for another CUDA version or a CPU-only build;
+                      default: the index that pip is configured for
+  RLCORE_NATIVE       0 leaves the C++ part out, 1 insists on it
+TEXT
+}
+
+die() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 1
+}
+
+EXTRAS=() APEX='' TORCH=auto QUIET=0
+while (($#)); do
+  case $1 in
+    --test | --te) EXTRAS+=("${1#--}") ;;
+    --apex)
+      APEX=${2:-}
+      [[ -n $APEX ]] || die '--apex needs a source: a folder with the Apex sources, or its git URL'
+      shift
+      ;;
+    --cuda | --cpu) TORCH=${1#--} ;;
+    --quiet) QUIET=1 ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    *)
+      usage >&2
+      die "$1: there is no such flag"
+      ;;
+  esac
+  shift
+done
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+VENV=${RLCORE_VENV:-$ROOT/.venv}
+[[ $VENV == /* ]] || VENV=$ROOT/$VENV
+LOG=$ROOT/build/setup.log
+
+# ---- what is there: a stamp per part holds the hash of all that the part depends on
+
+digest() { sha256sum | cut -c1-32; }
+
+packages_key() {
+  {
+    cat pyproject.toml tools/setup.sh "$VENV/pyvenv.cfg"
+    echo "$1 ${RLCORE_TORCH_INDEX:-}"
+  } | digest
+}
+
+native_key() {
+  {
+    find csrc CMakeLists.txt setup.py pyproject.toml -type f -print0 | sort -z | xargs -0 sha256sum
+    cat "$VENV/pyvenv.cfg"
+    echo "$ROOT ${RLCORE_NATIVE:-} ${CXX:-} $(command -v c++ g++ clang++ | tr '\n' ' ')"
+  } | digest
+}
+
+stamped() { # part key
+  [[ -f $VENV/rlcore-$1.stamp && $(<"$VENV/rlcore-$1.stamp") == "$2" ]]
+}
+
+native_ready() {
+  local version
+  version=$(sed -n 's/^version[^=]*= *\([0-9]*\)\.\([0-9]*\).*/\1\2/p' "$VENV/pyvenv.cfg")
+  stamped native "$(native_key) python" ||
+    { stamped native "$(native_key) native" && compgen -G "rlcore/_C.cpython-$version-*" >/dev/null; }
+}
+
+ready() {
+  local part
+  [[ -f $VENV/pyvenv.cfg && -x $VENV/bin/python ]] || return 1
+  for part in base "${EXTRAS[@]}"; do
+    stamped "$part" "$(packages_key "$part")" || return 1
+  done
+  [[ -z $APEX ]] || stamped apex "$APEX" || return 1
+  native_ready
+}
+
+# ---- the parts
+
+step() { # what command...: run it, into the log, and say how long it took
+  local what=$1 start=$SECONDS
+  shift
+  printf 'setup: %s ...' "$what"
+  printf '\n==== %s\n%s\n' "$what" "$*" >>"$LOG"
+  if ! "$@" >>"$LOG" 2>&1; then
+    printf ' failed after %d s; the last lines of %s:\n' $((SECONDS - start)) "${LOG#"$ROOT"/}"
+    tail -n 25 "$LOG" >&2
+    exit 1
+  fi
+  printf ' %d s\n' $((SECONDS - start))
+}
+
+good_python() {
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null
+}
+
+find_python() {
+  local candidate
+  if [[ -n ${RLCORE_PYTHON:-} ]]; then
+    good_python "$RLCORE_PYTHON" ||
+      die "RLCORE_PYTHON=$RLCORE_PYTHON: this is no Python 3.11 to 3.14"
+    echo "$RLCORE_PYTHON"
+    return
+  fi
+  for candidate in python3 python3.{12,11,13,14}; do
+    if good_python "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  die 'no Python 3.11 to 3.14 found; install one, or name it: RLCORE_PYTHON=/path/to/python'
+}
+
+make_venv() {
+  local python
+  if [[ -e $VENV ]]; then
+    good_python "$VENV/bin/python" ||
+      die "$VENV is there, but is no environment of Python 3.11 to 3.14; move it away"
+    return
+  fi
+  python=$(find_python)
+  "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    die "$python cannot make environments (no venv or ensurepip): install its venv package," \
+      "on Debian and Ubuntu python3-venv, or set RLCORE_PYTHON to another Python"
+  step "virtual environment ${VENV/#"$ROOT"\//} ($("$python" -V))" "$python" -m venv "$VENV"
+}
+
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"; }
+
+pyproject() { # expression over the parsed file, lines out
+  "$VENV/bin/python" -c "
+import tomllib
+p = tomllib.load(open('pyproject.toml', 'rb'))
+print(*$1, sep='\n')"
+}
+
+install_base() {
+  local torch index=() requirements
+  torch=$(pyproject '[d for d in p["project"]["dependencies"] if d.startswith("torch==")]')
+  [[ -z ${RLCORE_TORCH_INDEX:-} ]] || index=(--index-url "$RLCORE_TORCH_INDEX")
+  step "$torch" pip_install "${index[@]}" "$torch"
+  [[ $TORCH == cuda ]] || check_torch
+  mapfile -t requirements < <(pyproject 'p["build-system"]["requires"], *p["project"]["dependencies"]')
+  step 'packages' pip_install "${requirements[@]}"
+  packages_key base >"$VENV/rlcore-base.stamp"
+}
+
+check_torch() {
+  local cuda fix='move the environment away and set RLCORE_TORCH_INDEX to an index of CUDA builds'
+  cuda=$("$VENV/bin/python" -W ignore -c 'import torch; print(torch.version.cuda or "")')
+  if [[ -n $cuda ]]; then
+    echo "setup: torch is a build for CUDA $cuda"
+  elif [[ $TORCH == cuda ]]; then
+    die "--cuda: torch came as a CPU build; $fix"
+  elif [[ $TORCH == auto ]] && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    echo "setup: WARNING: this machine has an NVIDIA GPU, but torch is a CPU build; $fix" >&2
+  else
+    echo 'setup: torch is a CPU build'
+  fi
+}
+
+install_extra() { # extra
+  local requirements
+  mapfile -t requirements < <(pyproject "p['project']['optional-dependencies']['$1']")
+  step "packages for --$1" pip_install --no-build-isolation "${requirements[@]}"
+  packages_key "$1" >"$VENV/rlcore-$1.stamp"
+}
+
+install_apex() {
+  command -v nvcc >/dev/null || die '--apex: building Apex needs nvcc (the CUDA toolkit) on PATH'
+  export APEX_CPP_EXT=1 APEX_CUDA_EXT=1
+  step "Apex from $APEX" pip_install -v --no-build-isolation --no-deps "$APEX"
+  echo "$APEX" >"$VENV/rlcore-apex.stamp"
+}
+
+install_native() {
+  local said built=python
+  step 'rlcore, with its native build' pip_install -v --no-deps --no-build-isolation -e .
+  said=$(grep -o 'native build: .*' "$LOG" | tail -n 1) || die "no word of the native build in $LOG"
+  echo "setup: $said"
+  [[ $said == *'left out'* ]] || built=native
+  echo "$(native_key) $built" >"$VENV/rlcore-native.stamp"
+}
+
+# ---- go
+
+if ready; then
+  [[ $TORCH != cuda ]] || check_torch
+  ((QUIET)) || echo "setup: ${VENV/#"$ROOT"\//} is up to date"
+  exit 0
+fi
+mkdir -p build
+exec 9>build/setup.lock
+if ! flock -n 9; then
+  echo 'setup: waiting for another set-up of this checkout'
+  flock -w 3600 9 || die 'the other set-up still runs after an hour; look at build/setup.log'
+fi
+: >"$LOG"
+make_venv
+stamped base "$(packages_key base)" || install_base
+[[ $TORCH != cuda ]] || check_torch
+for extra in "${EXTRAS[@]}"; do
+  stamped "$extra" "$(packages_key "$extra")" || install_extra "$extra"
+done
+[[ -z $APEX ]] || stamped apex "$APEX" || install_apex
+native_ready || install_native
+echo "setup: ready after $SECONDS s; the log is build/setup.log"
