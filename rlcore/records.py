@@ -152,6 +152,8 @@ class Group(Record):
 class Event(Struct, frozen=True, eq=False, kw_only=True, tag=True):
     """Something that happened at a replica. `time` is the sender's clock in seconds."""
 
+    round: int = 0
+    """Number of the sender's round: what comes late is dropped."""
     rank: int = 0
     time: float = 0.0
 

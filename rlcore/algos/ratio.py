@@ -12,6 +12,9 @@ from torch import Tensor
 
 LOG_LIMIT = 20.0  # |log w| beyond this is clamped before exp, as in verl
 
+NO_SUMS = dict.fromkeys(("count", "k1", "k3", "diff", "max_diff", "w", "w2", "high", "max_w"), 0.0)
+NO_SUMS["min_w"] = float("inf")
+
 
 def token_tis(logp_old: Tensor, logp_sampler: Tensor, cap: float) -> Tensor:
     """[T] detached weights in (0, cap]."""
@@ -59,8 +62,3 @@ def mismatch_metrics(s: dict[str, float]) -> dict[str, float]:
         "training/rollout_probs_diff_mean": s["diff"] / n,
         "training/rollout_probs_diff_max": s["max_diff"],
     }
-
-
-def ones_like(logp: Tensor) -> Tensor:
-    """The weight of a run without correction."""
-    return torch.ones_like(logp)

@@ -11,6 +11,8 @@
 N is handed to `Learner.apply`; nothing here averages over what one rank happens to hold.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,9 +30,6 @@ def weights(mode: str, batch: Batch, max_tokens: int) -> Tensor:
     return 1.0 / count.clamp(min=1)[index]
 
 
-def local_count(mode: str, batch: Batch) -> float:
-    """This batch's part of N; add the parts of all data-parallel ranks."""
-    if mode == "token-mean":
-        return float(batch.mask.sum())
-    index = batch.sequence_index[batch.mask]
-    return float(index.unique().numel())
+def count(mode: str, lengths: Sequence[int]) -> float:
+    """N of an update whose sequences have these numbers of trained tokens, over all ranks."""
+    return float(sum(lengths)) if mode == "token-mean" else float(len(lengths))

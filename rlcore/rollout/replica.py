@@ -4,7 +4,7 @@ the controller. Tokens stay here until `route` sends them to the rank that train
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -54,8 +54,10 @@ class Agent:
     ) -> None:
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
         self._deadline_s = deadline_s
-        self._prompts: dict[str, Prompt] = {}
+        self.prompts: dict[str, Prompt] = {}
+        """Rows of the round's groups that this replica took part in."""
         self._live: set[RequestId] = set()
+        self._round = 0
         self.samples: dict[RequestId, Sample] = {}
         """Finished samples of the round, by id."""
         self.texts: dict[RequestId, str] = {}
@@ -63,10 +65,11 @@ class Agent:
     def run_round(self) -> EndRound:
         """Serve the controller until it ends the round. Raises RuntimeError with the controller's
         reason, TimeoutError when the controller is silent."""
+        self._round += 1
         self.samples.clear()
         self.texts.clear()
-        self._prompts.clear()
-        self._send([Ready(rank=self._hub.rank, time=time.monotonic())])
+        self.prompts.clear()
+        self._send([Ready()])
         heard = time.monotonic()
         while True:
             busy = self._engine is not None and bool(self._live)
@@ -92,7 +95,7 @@ class Agent:
             raise RuntimeError(command.reason)
         if isinstance(command, Submit):
             assert self._engine is not None
-            self._prompts.update(command.prompts)
+            self.prompts.update(command.prompts)
             self._live.update(r.id for r in command.requests)
             self._engine.submit(command.requests)
         elif isinstance(command, Abort):
@@ -111,25 +114,26 @@ class Agent:
                 self.samples[event.id] = sample
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
-                self._scorer.submit(event.id, sample, self._prompts[sample.group], text)
+                self._scorer.submit(event.id, sample, self.prompts[sample.group], text)
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Down):
                 self._live.clear()
-            out.append(msgspec.structs.replace(event, rank=self._hub.rank))
+            out.append(event)
         return out
 
     def _reward_events(self) -> list[AnyEvent]:
         wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
         return [
-            Rewarded(rank=self._hub.rank, time=time.monotonic(), id=i, result=result)
+            Rewarded(id=i, result=result)
             for i, result in self._scorer.poll(wait)
         ]
 
-    def _send(self, events: list[Any]) -> None:
-        self._hub.send(0, "controller", events)
+    def _send(self, events: list[AnyEvent]) -> None:
+        stamp = {"rank": self._hub.rank, "round": self._round, "time": time.monotonic()}
+        self._hub.send(0, "controller", [msgspec.structs.replace(e, **stamp) for e in events])
 
     def _drain(self) -> None:
         """Wait until the engine has let go of everything that the end of the round aborted."""

@@ -4,10 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from rlcore.records import AnyEvent, EndRound, Sample, Work
+from rlcore.records import AnyEvent, EndRound, Fail, Sample, Work
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.transport import Hub, gather_by_owner
+from rlcore.utils.log import log
 
 TICK_S = 1.0
 
@@ -20,13 +21,17 @@ class Rollout:
     ) -> None:
         self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
         self._make_controller = make_controller
+        self._round = 0
 
     def run(self, work: Sequence[Work]) -> EndRound:
         """Sample and score `work` (read on rank 0 only). Every rank gets the same groups."""
         if self._hub.rank != 0:
             return self.agent.run_round()
+        self._round += 1
         thread = threading.Thread(
-            target=_control, args=(self._make_controller(), self._hub, work), daemon=True
+            target=_control,
+            args=(self._make_controller(), self._hub, work, self._round),
+            daemon=True,
         )
         thread.start()
         try:
@@ -50,8 +55,18 @@ class Rollout:
         return local | gather_by_owner(self._hub, Sample, expected, self._timeout_s, owners)
 
 
-def _control(controller: Controller, hub: Hub, work: Sequence[Work]) -> None:
-    """The controller's loop: its own thread, so that an abort never waits for a decode."""
+def _control(controller: Controller, hub: Hub, work: Sequence[Work], round_: int) -> None:
+    """The controller's thread, so that an abort never waits for a decode. An error here ends the
+    round on every rank with its reason."""
+    try:
+        _serve(controller, hub, work, round_)
+    except Exception as e:
+        log.exception("the controller failed")
+        for rank in range(hub.world_size):
+            hub.send(rank, "agent", Fail(rank=rank, reason=f"the controller failed: {e!r}"))
+
+
+def _serve(controller: Controller, hub: Hub, work: Sequence[Work], round_: int) -> None:
     commands = controller.start(work, time.monotonic())
     while True:
         for command in commands:
@@ -62,5 +77,6 @@ def _control(controller: Controller, hub: Hub, work: Sequence[Work]) -> None:
         events = hub.receive("controller", list[AnyEvent], TICK_S)
         now = time.monotonic()
         for event in events or []:
-            commands += controller.handle(event, now)
+            if event.round == round_:
+                commands += controller.handle(event, now)
         commands += controller.tick(now)

@@ -1,0 +1,54 @@
+"""Evaluation: every prompt of the validation sets, through the same controller and engines."""
+
+from rlcore.metrics import stats
+from rlcore.records import Group, Sampling, Work
+from rlcore.trainer.run import Run
+
+
+def run(run: Run) -> dict[str, float]:
+    """Evaluate all sets; adds `val-core/*` and `val-aux/*` to the step's metrics (rank 0)."""
+    cfg = run.cfg.eval
+    found = evaluate(run, f"e{run.step}", cfg.temperature, cfg.samples_per_prompt)
+    if cfg.greedy:
+        for name, value in evaluate(run, f"g{run.step}", 0.0, 1).items():
+            if name.endswith("/acc/mean@1"):
+                found[name.replace("/acc/mean@1", "/acc/greedy")] = value
+    run.pending |= found
+    return found
+
+
+def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[str, float]:
+    """One pass over the sets; metrics on rank 0, nothing on the others."""
+    cfg = run.cfg
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=cfg.eval.top_p if temperature else 1.0,
+        top_k=cfg.eval.top_k if temperature else 0,
+        max_tokens=run.sampling.max_tokens,
+        stop_ids=run.sampling.stop_ids,
+    )
+    work = [
+        Work(id=f"{tag}.{s}.{i}", prompt=prompt, num_samples=num_samples, sampling=sampling)
+        for s, (_, prompts) in enumerate(run.eval_sets)
+        for i, prompt in enumerate(prompts)
+    ]
+    end = run.rollout.run(work)
+    if run.rank:
+        return {}
+    out: dict[str, float] = {}
+    for s, (name, _) in enumerate(run.eval_sets):
+        groups = [g for g in end.groups if g.id.split(".")[1] == str(s)]
+        out |= metrics_of(name, groups)
+    return out
+
+
+def metrics_of(name: str, groups: list[Group]) -> dict[str, float]:
+    """Accuracy and lengths of one set."""
+    if not groups:
+        return {}
+    lengths = [n for g in groups for n in g.lengths]
+    out = stats.evaluation(name, {g.id: g.scores for g in groups})
+    out[f"val-aux/{name}/num_prompts"] = float(len(groups))
+    out[f"val-aux/{name}/response_length/mean"] = sum(lengths) / len(lengths)
+    out[f"val-aux/{name}/response_length/max"] = float(max(lengths))
+    return out

@@ -1,0 +1,66 @@
+"""The phases of a step between rollout and update: batches, old and reference log-probs, the turns of
+engine and learner on shared memory."""
+
+from rlcore.algos import reduce
+from rlcore.data.packing import pack_samples, per_token
+from rlcore.records import Sample
+from rlcore.tensors import Batch
+from rlcore.trainer.plan import Plan
+from rlcore.trainer.run import Run
+
+
+def batches(run: Run, plan: Plan, samples: dict[str, Sample]) -> list[Batch]:
+    """This data-parallel rank's batch of every update, with advantages and aggregation weights."""
+    out = []
+    for update in plan.updates:
+        rows = update[run.dp_rank]
+        batch = pack_samples([samples[r.id] for r in rows])
+        out.append(
+            batch.with_(
+                advantage=per_token([r.advantage for r in rows], batch),
+                weight=reduce.weights(
+                    run.cfg.algo.loss_agg_mode, batch, run.cfg.rollout.max_tokens
+                ),
+            )
+        )
+    return out
+
+
+def normaliser(run: Run, plan: Plan, update: int) -> float:
+    """N of the update over all ranks; every rank knows it from the plan."""
+    return reduce.count(run.cfg.algo.loss_agg_mode, plan.lengths(update))
+
+
+def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
+    """Log-probs of the learner before the first update. The first update trains with the weights that
+    are being asked about, so unless it comes round again its own log-probs are the old ones and
+    nothing is computed for it."""
+    skip_first = run.cfg.train.epochs == 1
+    out = []
+    for u, batch in enumerate(batches):
+        if u == 0 and skip_first:
+            out.append(batch)
+        else:
+            out.append(batch.with_(logp_old=run.learner.logprobs(batch, "actor")))
+    return out
+
+
+def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
+    """Log-probs of the start weights."""
+    return [b.with_(logp_ref=run.learner.logprobs(b, "reference")) for b in batches]
+
+
+def engine_sleeps(run: Run) -> None:
+    """With --train.offload the engine gives its memory to the learner."""
+    if run.cfg.train.offload:
+        if run.engine is not None:
+            run.engine.sleep(["weights", "kv_cache"])
+        run.learner.onload()
+
+
+def engine_wakes(run: Run) -> None:
+    """The learner gives it back. The cache wakes last: weights and cache together are the peak."""
+    if run.cfg.train.offload:
+        run.learner.offload()
+        if run.engine is not None:
+            run.engine.wake(["kv_cache"])

@@ -1,0 +1,160 @@
+"""What a step tells the user: metrics of the samples, the step line, rollouts, the end of the run."""
+
+import os
+import resource
+
+import psutil
+
+from rlcore.algos import advantage
+from rlcore.metrics import stats
+from rlcore.records import Group
+from rlcore.trainer.plan import Plan
+from rlcore.trainer.run import Run
+
+
+def add_update(run: Run, metrics: dict[str, float]) -> None:
+    """Collect the metrics of one optimizer step: means over the updates, the last learning rate, the
+    sum of skipped updates."""
+    n = run.pending.get("actor/updates", 0.0)
+    for name, value in metrics.items():
+        old = run.pending.get(name, 0.0)
+        if name == "actor/lr":
+            run.pending[name] = value
+        elif name == "actor/skipped":
+            run.pending[name] = old + value
+        else:
+            run.pending[name] = (old * n + value) / (n + 1)
+    run.pending["actor/updates"] = n + 1
+
+
+def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, float]:
+    """Scores, lengths and rewards of a step's samples."""
+    cfg = run.cfg
+    scores = [s for g in groups for s in g.scores]
+    lengths = [n for g in groups for n in g.lengths]
+    prompts = [g.prompt_length for g in groups]
+    finishes = [f for g in groups for f in g.finishes]
+    errors = [e for g in groups for e in g.errors if e]
+    clusters = [g.id for g in groups for _ in g.scores]
+    rows = [r for update in plan.updates for part in update for r in part]
+    loads = [
+        sum(r.num_tokens + r.prompt_length for u in plan.updates for r in u[d])
+        for d in range(len(run.replicas))
+    ]
+    return {
+        **stats.summary("critic/score", scores),
+        "critic/score/std_err": stats.standard_error(scores, clusters),
+        **stats.summary("critic/rewards", [r.score for r in rows]),
+        **stats.summary("critic/advantages", [r.advantage for r in rows]),
+        **stats.summary("response_length", lengths),
+        "response_length/clip_ratio": finishes.count("length") / len(finishes),
+        **stats.summary("prompt_length", prompts),
+        "prompt_length/clip_ratio": sum(n >= cfg.data.max_prompt_tokens for n in prompts)
+        / len(prompts),
+        "training/equal_reward_groups": sum(advantage.is_equal(g.scores) for g in groups)
+        / len(groups),
+        "training/trained_rows": float(len(rows)),
+        "global_seqlen/minmax_diff": float(max(loads) - min(loads)),
+        "reward/errors": float(len(errors)),
+        "reward/timeouts": float(sum(e.startswith("timeout") for e in errors)),
+        "perf/total_num_tokens": float(
+            sum(lengths) + sum(g.prompt_length * len(g.lengths) for g in groups)
+        ),
+        "sched/response_tokens": float(sum(lengths)),
+    }
+
+
+def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
+    """Some samples of the step for people to read: those whose responses rank 0 holds."""
+    if run.writer is None or run.cfg.log.rollouts == 0:
+        return
+    agent, rows = run.rollout.agent, []
+    for g in groups:
+        for k, (ref, score, error) in enumerate(zip(g.refs, g.scores, g.errors, strict=True)):
+            if ref.owner != run.rank or (run.cfg.log.rollouts > 0 and k > 0):
+                continue
+            prompt = agent.prompts[g.id]
+            rows.append(
+                {
+                    "id": ref.id,
+                    "source": g.source,
+                    "prompt": prompt.text,
+                    "answer": prompt.answer,
+                    "response": agent.texts[ref.id],
+                    "score": score,
+                    "error": error,
+                    "num_tokens": g.lengths[k],
+                    "finish": g.finishes[k],
+                }
+            )
+    limit = run.cfg.log.rollouts
+    run.writer.rollouts(run.step, rows if limit < 0 else rows[:limit])
+
+
+def evaluation(run: Run) -> None:
+    """The evaluation before the first step, as step 0."""
+    pending, run.pending = run.pending, {}
+    timings = run.spans.take()
+    if run.writer is None or run.screen is None:
+        return
+    metrics = pending | {f"timing_s/{k}": v for k, v in timings.items() if k in ("eval", "sync")}
+    run.writer.write(run.step, metrics)
+    run.screen.evaluation(run.step, metrics)
+
+
+def step(run: Run) -> None:
+    """Write the step's metrics and print its line."""
+    metrics, run.pending = run.pending, {}
+    timings = run.spans.take()
+    if run.writer is None or run.screen is None:
+        return
+    metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
+    metrics |= speeds(run, metrics)
+    metrics["training/global_step"] = float(run.step)
+    metrics["training/version"] = float(run.learner.version)
+    if run.sampler is not None:
+        metrics["training/epoch"] = float(run.sampler.epoch)
+    run.writer.write(run.step, metrics)
+    run.screen.step(run.step, metrics)
+    if any(name.startswith("val-core/") for name in metrics):
+        run.screen.evaluation(run.step, metrics)
+
+
+def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
+    """Rates of the step."""
+    seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
+    samples *= run.cfg.rollout.samples_per_prompt
+    trained = m["perf/total_num_tokens"] * m["training/trained_rows"] / samples
+    out = {
+        "perf/time_per_step": seconds,
+        "perf/samples_per_s": samples / seconds,
+        "perf/throughput": m["perf/total_num_tokens"] / seconds / run.world_size,
+        "perf/gen_tokens_per_s": m.pop("sched/response_tokens") / m["timing_s/gen"],
+        "perf/train_tokens_per_s": trained / m["timing_s/update_actor"],
+        "perf/cpu_memory_gb": memory_gb(),
+    }
+    return out
+
+
+def memory_gb() -> float:
+    """Resident memory of this process and its children."""
+    me = psutil.Process(os.getpid())
+    total = me.memory_info().rss
+    for child in me.children(recursive=True):
+        try:
+            total += child.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue  # ended between the listing and the look
+    return total / 1e9
+
+
+def end(run: Run) -> None:
+    """The table, the picture and summary.json."""
+    if run.writer is None or run.screen is None:
+        return
+    from rlcore.metrics import plots  # matplotlib: only now
+
+    further = {"perf/max_rss_gb_rank0": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    summary = run.writer.summary(further)
+    picture = plots.curve(run.folder)
+    run.screen.end(summary, picture)

@@ -1,0 +1,104 @@
+"""Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed, so a
+kill at any moment leaves the previous one whole.
+
+    <run>/checkpoints/step_000040/{learner/, state.json}
+"""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlcore.trainer.run import Run
+from rlcore.utils import collective
+from rlcore.utils.log import log
+
+FORMAT = 1
+
+
+def folder_of(run_folder: Path) -> Path:
+    return run_folder / "checkpoints"
+
+
+def newest(run_folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    found = sorted(p for p in folder_of(run_folder).glob("step_*") if (p / "state.json").is_file())
+    found = [p for p in found if p.suffix == ""]
+    return found[-1] if found else None
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of the step just done. Collective. A full disk is one sentence, and the
+    checkpoints that exist stay."""
+    final = folder_of(run.folder) / f"step_{run.step:06d}"
+    aside = final.with_suffix(".partial")
+    error = ""
+    if run.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    collective.barrier()
+    try:
+        run.learner.save(aside / "learner")
+        if run.rank == 0:
+            (aside / "state.json").write_text(json.dumps(_state(run), indent=1))
+    except OSError as e:
+        error = e.strerror or str(e)
+        if e.errno == errno.ENOSPC:
+            error = "the disk is full"
+    if collective.any_rank(bool(error)):
+        if run.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise RuntimeError(
+            f"checkpoint of step {run.step} could not be written to {final.parent} "
+            f"({error or 'another rank failed'}); earlier checkpoints are untouched. "
+            "Free space or set --run.dir elsewhere and start again: the run goes on from the last one"
+        )
+    if run.rank == 0:
+        if run.writer is not None:
+            run.writer.sync()
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        prune(run)
+    collective.barrier()
+
+
+def _state(run: Run) -> dict[str, Any]:
+    assert run.source is not None
+    assert run.sampler is not None
+    return {
+        "format": FORMAT,
+        "step": run.step,
+        "issued": run.source.issued,
+        "sampler": run.sampler.state(),
+    }
+
+
+def prune(run: Run) -> None:
+    """Keep the newest `checkpoint.keep`."""
+    keep = run.cfg.checkpoint.keep
+    found = sorted(p for p in folder_of(run.folder).glob("step_*") if p.suffix == "")
+    for old in found[:-keep] if keep else []:
+        shutil.rmtree(old)
+
+
+def read_step(path: Path) -> int:
+    """The step of a checkpoint. ValueError where it is none."""
+    state = path / "state.json"
+    if not state.is_file():
+        raise ValueError(f"--run.resume {path}: is no checkpoint (no state.json in it)")
+    return int(json.loads(state.read_text())["step"])
+
+
+def load(run: Run, path: Path) -> None:
+    """Restore everything. Collective."""
+    state = json.loads((path / "state.json").read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"{path}: checkpoint format {state['format']}, this version reads {FORMAT}")
+    run.learner.load(path / "learner")
+    run.step = state["step"]
+    if run.source is not None and run.sampler is not None:
+        run.source.issued = state["issued"]
+        run.sampler.restore(state["sampler"])
+    if run.rank == 0:
+        log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)

@@ -1,0 +1,68 @@
+"""What a loop works with: everything that one rank of a run holds. Built by `cli/assemble.py`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from rlcore.config.schema import Config
+from rlcore.metrics.screen import Screen
+from rlcore.metrics.sinks import MetricsWriter
+from rlcore.protocols import Engine, Learner, WeightChannel
+from rlcore.records import Prompt, Sampling
+from rlcore.rollout.round import Rollout
+from rlcore.sched.source import EpochOrder
+from rlcore.utils.spans import Spans
+
+
+class Sampler(Protocol):
+    """The resumable order of the training prompts."""
+
+    epoch: int
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One rank of one run. `source`, `sampler`, `eval_sets`, `writer`, `screen` are rank 0's alone."""
+
+    cfg: Config
+    folder: Path
+    rank: int
+    world_size: int
+    replicas: Sequence[Sequence[int]]
+    """Global ranks of every data-parallel rank's model replica."""
+    dp_rank: int
+    algo: ModuleType
+    learner: Learner
+    engine: Engine | None
+    channel: WeightChannel
+    rollout: Rollout
+    sampling: Sampling
+    spans: Spans
+    source: EpochOrder | None = None
+    sampler: Sampler | None = None
+    eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
+    writer: MetricsWriter | None = None
+    screen: Screen | None = None
+    step: int = 0
+    """Steps done."""
+    pending: dict[str, float] = field(default_factory=dict)
+    """Metrics of the current step so far."""
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps per rollout and epoch."""
+        total = self.cfg.data.prompts_per_step * self.cfg.rollout.samples_per_prompt
+        return total // (self.cfg.train.samples_per_update or total)
+
+    def close(self) -> None:
+        """End what was started, last first."""
+        for close in reversed(self.on_close):
+            close()
+        self.on_close.clear()

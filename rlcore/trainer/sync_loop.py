@@ -1,0 +1,105 @@
+"""The synchronous loop: rollout, reward, log-probs, update, sync. Strictly on-policy.
+
+Every rank runs this program; lines marked C are collective over the train ranks. The phases have the
+papers' names, and the metrics `timing_s/<phase>` are their seconds.
+"""
+
+import os
+import signal
+
+from rlcore.records import Group
+from rlcore.tensors import Batch
+from rlcore.trainer import evaluate, phases, plan, report, resume
+from rlcore.trainer.objective import Objective
+from rlcore.trainer.run import Run
+from rlcore.utils import collective
+from rlcore.utils import seed as seeds
+
+
+def train(run: Run) -> None:
+    """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint."""
+    cfg = run.cfg
+    push_weights(run)
+    if run.step == 0 and cfg.eval.at_start:
+        evaluate.run(run)
+        report.evaluation(run)
+    while run.step < cfg.run.steps:
+        run.step += 1
+        with run.spans.phase("step"):
+            one_step(run)
+        last = run.step == cfg.run.steps
+        if (cfg.eval.at_end and last) or (cfg.eval.every and run.step % cfg.eval.every == 0):
+            with run.spans.phase("eval"):
+                evaluate.run(run)
+        report.step(run)
+        every = cfg.checkpoint.every
+        if (cfg.checkpoint.at_end and last) or (every and run.step % every == 0):
+            with run.spans.phase("save"):
+                resume.save(run)  # C
+        if cfg.debug.die_at_step == run.step and run.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    report.end(run)
+
+
+def one_step(run: Run) -> None:
+    """One rollout and everything that is learned from it."""
+    cfg, spans = run.cfg, run.spans
+    with spans.phase("gen"):
+        work = []
+        if run.source is not None:
+            work = run.source.next_round(cfg.data.prompts_per_step, run.sampling)
+        end = run.rollout.run(work)
+    with spans.phase("route"):
+        todo = plan.make(
+            end.groups,
+            cfg.algo,
+            num_updates=run.num_updates,
+            num_ranks=len(run.replicas),
+            seed=seeds.derive(cfg.run.seed, "step", run.step),
+            shuffle_rewards=cfg.debug.shuffle_rewards,
+        )
+        samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
+    with spans.phase("adv"):
+        batches = phases.batches(run, todo, samples)
+    phases.engine_sleeps(run)
+    update(run, todo, batches)
+    with spans.phase("sync"):
+        push_weights(run)
+    rollout_metrics(run, end.groups, end.stats, todo)
+
+
+def update(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
+    """Log-probs of the old and the reference policy, then the optimizer steps of this rollout."""
+    cfg, spans = run.cfg, run.spans
+    with spans.phase("old_log_prob"):
+        batches = phases.old_logprobs(run, batches)  # C
+    if cfg.algo.kl_coef:
+        with spans.phase("ref"):
+            batches = phases.reference_logprobs(run, batches)  # C
+    objective = Objective(run.algo, cfg.algo)
+    with spans.phase("update_actor"):
+        for epoch in range(cfg.train.epochs):
+            objective.watch_mismatch = epoch == 0
+            for u, batch in enumerate(batches):
+                if not todo.lengths(u):
+                    continue
+                run.learner.accumulate(batch, objective)
+                metrics = run.learner.apply(phases.normaliser(run, todo, u))  # C
+                report.add_update(run, metrics)
+    run.pending |= objective.mismatch(collective.reduce_floats)
+
+
+def push_weights(run: Run) -> None:
+    """The learner's weights to every engine, under the number of optimizer rounds behind them."""
+    if run.cfg.train.offload and run.engine is not None:
+        run.engine.wake(["weights"])
+    moved = run.channel.push(run.learner, run.engine, run.learner.version)  # C
+    run.pending |= {f"sync/{name}": value for name, value in moved.items()}
+    phases.engine_wakes(run)
+
+
+def rollout_metrics(run: Run, groups: tuple[Group, ...], stats: dict[str, float], todo: plan.Plan) -> None:
+    """Everything that rank 0 knows of the samples of this step."""
+    if run.rank == 0:
+        run.pending |= report.of_groups(run, groups, todo) | stats
+        report.write_rollouts(run, groups)

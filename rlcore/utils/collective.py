@@ -1,0 +1,46 @@
+"""Small collectives over the default process group; on a world of one they return at once."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Op = Literal["sum", "max", "min"]
+
+
+def is_alone() -> bool:
+    """No other rank to talk to."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def reduce_floats(values: list[float], op: Op = "sum") -> list[float]:
+    """Element-wise over all ranks, in float64, on the CPU."""
+    if is_alone() or not values:
+        return values
+    t = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(t, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
+    return t.tolist()
+
+
+def barrier() -> None:
+    """Wait for every rank; the process group's deadline applies."""
+    if not is_alone():
+        reduce_floats([0.0])
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set anywhere."""
+    return reduce_floats([float(flag)], "max")[0] > 0
+
+
+def broadcast_text(text: str) -> str:
+    """Rank 0's text on every rank."""
+    if is_alone():
+        return text
+    data = text.encode()
+    size = int(reduce_floats([float(len(data)) if dist.get_rank() == 0 else 0.0])[0])
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.tolist()).decode()
