@@ -57,8 +57,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def best_at_k(scores: ArrayLike, k: int) -> float:
-    """Expected best score of k of these samples, drawn without replacement; `pass_at_k` where scores
-    are 0 or 1."""
+    """Expected best score of k of these samples, drawn without replacement: `pass_at_k` where
+    scores are 0 or 1."""
     x = np.sort(_flat(scores))
     _check_k(x.size, k)
     # the i-th smallest is the best of k in comb(i, k - 1) of the subsets

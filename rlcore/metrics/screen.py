@@ -1,0 +1,222 @@
+"""What rank 0 shows: one line per step and evaluation, a progress bar on a terminal, a table at the
+end. Lines go through the logger, so the rank's file has them too."""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.metrics.names import BETWEEN, PHASES
+from rlcore.metrics.sinks import accuracies, summarise
+from rlcore.utils.clock import Clock, RealClock
+from rlcore.utils.log import log
+
+LABELS = {"old_log_prob": "old", "update_actor": "update"}
+QUIET_S = 30.0
+
+
+class Screen:
+    """The terminal of a run. `phase` fits `Spans(listener=...)`. Without a terminal, or with
+    `progress` off, there are lines only, and a line of progress when a phase takes long."""
+
+    def __init__(self, total_steps: int, progress: bool = True, clock: Clock | None = None):
+        self._total_steps = total_steps
+        self._clock = clock or RealClock()
+        self._step, self._phase = 0, ""
+        self._spoke = self._clock.now()
+        self._bar = _Bar(total_steps) if progress and sys.stdout.isatty() else None
+
+    def phase(self, name: str) -> None:
+        """The run is now in this phase, "" for none."""
+        self._phase = LABELS.get(name, name)
+        if self._bar is not None:
+            self._bar.phase(self._phase)
+
+    def advance(self, done: int, total: int) -> None:
+        """So much of the phase is done, in responses or rows."""
+        if self._bar is not None:
+            self._bar.advance(done, total)
+        elif self._clock.now() - self._spoke >= QUIET_S:
+            self._say(f"step {self._step + 1}/{self._total_steps}  {self._phase} {done}/{total}")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+        self._step = step
+        self._say(step_line(step, self._total_steps, metrics))
+        if self._bar is not None:
+            self._bar.step(step)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation is done: a line for each data set."""
+        for line in evaluation_lines(step, self._total_steps, metrics):
+            self._say(line)
+
+    def finish(self, rows: Sequence[Mapping[str, Any]], run_dir: Path) -> None:
+        """The run is over: the table of its `metrics.jsonl` rows."""
+        self.close()
+        for line in ["", *final_table(rows), "", f"everything about this run: {run_dir}"]:
+            self._say(line)
+
+    def close(self) -> None:
+        """Give the terminal back. Safe to call twice."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _say(self, line: str) -> None:
+        log.info(line)
+        self._spoke = self._clock.now()
+
+
+def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    """One step in about 110 columns; what was not measured is left out."""
+    parts = [_position(step, total_steps)]
+    shown = (
+        ("reward", "critic/score/mean", ".3f"),
+        ("loss", "actor/pg_loss", "+.4f"),
+        ("kl", "actor/kl_loss" if "actor/kl_loss" in metrics else "actor/ppo_kl", ".1e"),
+        ("len", "response_length/mean", ".0f"),
+    )
+    parts += [f"{label} {metrics[name]:{form}}" for label, name, form in shown if name in metrics]
+    time_s = metrics.get("timing_s/step", 0.0)
+    if time_s > 0:
+        if "perf/total_num_tokens" in metrics:
+            parts.append(f"{_rate(metrics['perf/total_num_tokens'] / time_s)} tok/s")
+        parts.append(f"{_seconds(time_s)} s{_phases(metrics, time_s)}")
+    for label, name in (("skipped", "actor/skipped"), ("reward errors", "reward/errors")):
+        if metrics.get(name):
+            parts.append(f"{label} {metrics[name]:.0f}")
+    return "  ".join(parts)
+
+
+def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) -> list[str]:
+    """A line for each data set: mean score with its standard error, and what else was measured."""
+    lines = []
+    for name, points in accuracies([{"step": step, **metrics}]).items():
+        _, mean, error = points[-1]
+        parts = [_position(step, total_steps), f"{name} accuracy {mean:.3f}{_plus_minus(error)}"]
+        core = f"val-core/{name}/acc/"
+        parts += [
+            f"{key.removeprefix(core)} {value:.3f}"
+            for key, value in metrics.items()
+            if key.startswith(core) and "/mean@" not in key
+        ]
+        prompts = metrics.get(f"val-aux/{name}/num_prompts")
+        lines.append("  ".join(parts) + (f"  ({prompts:.0f} prompts)" if prompts else ""))
+    return lines
+
+
+def final_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Accuracy before and after by data set, where the time went, and speeds, as lines."""
+    lines = []
+    for name, points in accuracies(rows).items():
+        lines += [] if lines else _heading("accuracy", "before", "after", "change")
+        (_, before, error_0), (_, after, error_1) = points[0], points[-1]
+        change = _plus_minus(math.hypot(error_0, error_1))
+        lines.append(
+            _columns(name, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}{change}")
+        )
+    summary = summarise(rows)
+    steps = sum("timing_s/step" in row for row in rows)
+    if not steps:
+        return lines
+    seconds = {p: summary.get(f"timing_s/{p}", 0.0) for p in (*PHASES, *BETWEEN)}
+    step_s = summary["timing_s/step"]
+    whole = step_s + sum(seconds[p] for p in BETWEEN)
+    seconds["other"] = max(0.0, step_s - sum(seconds[p] for p in PHASES))
+    lines += ["", *_heading("time", "s per step", "share", "total s")]
+    for phase, value in sorted(seconds.items(), key=lambda item: -item[1]):
+        if value >= 0.0005 * whole:
+            share = f"{100 * value / whole:.1f} %"
+            lines.append(_columns(phase, f"{value:.3f}", share, f"{value * steps:.1f}"))
+    lines.append(_columns("all", f"{whole:.3f}", "100 %", f"{whole * steps:.1f}"))
+    rates = (
+        ("samples/s", "perf/samples_per_s"),
+        ("tokens/s sampled", "perf/gen_tokens_per_s"),
+        ("tokens/s trained", "perf/train_tokens_per_s"),
+    )
+    speeds = [f"{_rate(summary[name])} {label}" for label, name in rates if name in summary]
+    return [*lines, "", f"{steps} steps: {', '.join(speeds)}" if speeds else f"{steps} steps"]
+
+
+def _phases(metrics: Mapping[str, float], time_s: float) -> str:
+    """The phases that take 2 % of the step or more."""
+    parts = [
+        f"{LABELS.get(phase, phase)} {_seconds(seconds)}"
+        for phase in PHASES
+        if (seconds := metrics.get(f"timing_s/{phase}", 0.0)) >= 0.02 * time_s
+    ]
+    return f" ({' '.join(parts)})" if parts else ""
+
+
+def _position(step: int, total_steps: int) -> str:
+    return f"step {step:>{len(str(total_steps))}}/{total_steps}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _plus_minus(error: float) -> str:
+    return "" if math.isnan(error) else f" +- {error:.3f}"
+
+
+def _columns(first: str, *others: str) -> str:
+    return (
+        f"{first:<24}" + "".join(f"{text:>12}" for text in others[:2]) + "  " + others[2].rjust(16)
+    )
+
+
+def _heading(*texts: str) -> list[str]:
+    line = _columns(*texts)
+    return [line, "-" * len(line)]
+
+
+class _Bar:
+    """rich's progress display; the logger's lines pass above it."""
+
+    def __init__(self, total_steps: int):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=40),
+            TextColumn("{task.fields[count]}"),
+            TimeRemainingColumn(),
+            transient=True,
+            refresh_per_second=4,
+        )
+        total = total_steps or None
+        self._steps = self._progress.add_task("steps", total=total, count=f"0/{total_steps}")
+        self._part = self._progress.add_task("", total=None, count="", visible=False)
+        self._total_steps = total_steps
+        terminal = sys.stdout
+        self._progress.start()  # replaces sys.stdout by one that prints above the bar
+        self._handlers = [
+            (handler, handler.setStream(sys.stdout))
+            for handler in log.handlers
+            if isinstance(handler, logging.StreamHandler) and handler.stream is terminal
+        ]
+
+    def step(self, step: int) -> None:
+        self._progress.update(self._steps, completed=step, count=f"{step}/{self._total_steps}")
+
+    def phase(self, name: str) -> None:
+        # a short phase must not flash: only those that report progress are shown
+        self._progress.reset(self._part, description=name, total=None, visible=False, count="")
+
+    def advance(self, done: int, total: int) -> None:
+        self._progress.update(
+            self._part, completed=done, total=total, count=f"{done}/{total}", visible=True
+        )
+
+    def close(self) -> None:
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+        self._progress.stop()
