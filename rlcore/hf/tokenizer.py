@@ -23,6 +23,8 @@ CHATML = (
 )
 """Our chat template, for tokenizers that bring none: the format of Qwen's models."""
 
+_OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -182,10 +184,8 @@ def _backend(folder: Path, settings: Mapping[str, Any]) -> Backend:
     listed = settings.get("added_tokens_decoder") or {}
     for number, token in sorted((int(key), value) for key, value in listed.items()):
         if backend.token_to_id(token["content"]) is None:
-            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            backend.add_tokens(
-                [AddedToken(token["content"], **{k: token.get(k, False) for k in flags})]
-            )
+            flags = {key: token.get(key, False) for key in _FLAGS}
+            backend.add_tokens([AddedToken(token["content"], **flags)])
             if backend.token_to_id(token["content"]) != number:
                 raise ValueError(
                     f"{folder}: token {token['content']!r} has id {number} in"
@@ -197,6 +197,10 @@ def _backend(folder: Path, settings: Mapping[str, Any]) -> Backend:
 
 def _converted(folder: Path) -> Backend:
     """A tokenizer kept in another format (vocab.json, tokenizer.model), read by transformers."""
+    if not any((folder / name).is_file() for name in _OTHER_FORMATS):
+        raise ValueError(
+            f"--model.tokenizer {folder}: no tokenizer.json in it; give a folder with a tokenizer"
+        )
     try:
         from transformers import AutoTokenizer
 
