@@ -210,7 +210,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _patch_tensor_methods() -> None:
-    """For callers in `megatron.core`, `tensor.type()` answers a CUDA name and `tensor.cuda()` stays."""
+    """To callers in `megatron.core`, `type()` answers a CUDA name and `cuda()` returns the tensor."""
 
     def from_megatron() -> bool:
         name = sys._getframe(2).f_globals.get("__name__", "")

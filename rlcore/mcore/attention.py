@@ -1,0 +1,336 @@
+"""Causal self-attention on packed tokens, on torch alone, with RoPE and context parallelism.
+
+It is plugged into Megatron's layer spec as the core attention and gets q, k, v as [T, heads, dim].
+What depends on the lengths only is planned once per micro-batch (`plan`) and travels with Megatron's
+`PackedSeqParams` (`Packed`), so that all layers share it.
+
+    CUDA, half precision   torch's variable-length flash attention
+    otherwise              sequences of similar length, padded to one dense batch per bucket; padding
+                           lies to the right, where a causal mask keeps it from every real token
+
+Context parallel ranks hold chunks r and 2 cp - 1 - r of every sequence (zigzag), each sequence padded
+to a multiple of 2 cp. Keys and values are gathered; each chunk then attends to its prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from rlcore.mcore.rope import rotate
+
+SHRINK = 0.8
+"""A bucket takes lengths down to this part of its longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """`count` units padded to `query` by `key` tokens; `mask` where queries are not the first."""
+
+    count: int
+    query: int
+    key: int
+    mask: Tensor | None  # [count, 1, query, key] bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where every token goes. A unit is what attends together: a sequence, or a chunk of one."""
+
+    buckets: tuple[Bucket, ...]
+    query_index: Tensor  # [P] local token of each padded query row
+    key_index: Tensor  # [K] gathered token of each padded key row
+    query_rows: Tensor  # [T] padded query row of each local token
+    key_rows: Tensor | None  # [T] padded key row of each token; None: a token has several (cp > 1)
+    gathered: Tensor | None  # [cp*T] rank-major rows in sequence order (cp > 1)
+    cu_query: Tensor  # [U+1] int32, units in local order
+    cu_key: Tensor  # [U+1] int32
+    prefix: Tensor | None  # [.] gathered token of each row of cu_key (cp > 1)
+    max_query: int
+    max_key: int
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """Megatron's description of packed sequences, with our plan and RoPE tables."""
+
+    plan: Plan | None = None
+    cos: Tensor | None = None  # [T, 1, dim / 2]
+    sin: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    rows: range  # local tokens
+    start: int  # first token of the sequence, in sequence order
+    first: int  # position of the first query in its sequence
+    key: int  # keys that it sees
+
+    @property
+    def query(self) -> int:
+        return len(self.rows)
+
+
+def local_positions(lengths: Sequence[int], cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+    """Packed index and position in its sequence of every token of one context-parallel rank.
+
+    `lengths` are multiples of 2 cp (of anything when cp is 1). Returns two [T/cp] int64 tensors.
+    """
+    index, position = [], []
+    for unit in _units(lengths, cp, cp_rank):
+        here = torch.arange(unit.first, unit.first + unit.query)
+        position.append(here)
+        index.append(here + unit.start)
+    return torch.cat(index), torch.cat(position)
+
+
+def _units(lengths: Sequence[int], cp: int, cp_rank: int) -> list[_Unit]:
+    units, row, start = [], 0, 0
+    for length in lengths:
+        if cp == 1:
+            units.append(_Unit(range(row, row + length), start, 0, length))
+            row += length
+        else:
+            chunk = length // (2 * cp)
+            assert chunk * 2 * cp == length, (length, cp)
+            for part in (cp_rank, 2 * cp - 1 - cp_rank):
+                first = part * chunk
+                units.append(_Unit(range(row, row + chunk), start, first, first + chunk))
+                row += chunk
+        start += length
+    return units
+
+
+def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
+    """Units of similar size together, longest first."""
+    buckets: list[list[_Unit]] = []
+    for unit in sorted(units, key=lambda u: (-u.key, -u.query, u.rows.start)):
+        head = buckets[-1][0] if buckets else None
+        if head and unit.key >= SHRINK * head.key - 4 and 2 * unit.query >= head.query:
+            buckets[-1].append(unit)
+        else:
+            buckets.append([unit])
+    return buckets
+
+
+def plan(
+    lengths: Sequence[int], *, cp: int = 1, cp_rank: int = 0, device: torch.device | None = None
+) -> Plan:
+    """The plan of packed sequences of these lengths (each a multiple of 2 cp when cp > 1)."""
+    units = _units(lengths, cp, cp_rank)
+    total = sum(unit.query for unit in units)
+    query_index, key_index, buckets = [], [], []
+    query_rows = torch.empty(total, dtype=torch.int64)
+    key_rows = torch.empty(total, dtype=torch.int64) if cp == 1 else None
+    queries = keys = 0
+    for group in _bucketed(units):
+        query = max(unit.query for unit in group)
+        key = max(unit.key for unit in group)
+        at_query, at_key = torch.arange(query), torch.arange(key)
+        rows = torch.tensor([unit.rows.start for unit in group]).unsqueeze(1)
+        starts = torch.tensor([unit.start for unit in group]).unsqueeze(1)
+        firsts = torch.tensor([unit.first for unit in group]).unsqueeze(1)
+        q_len = torch.tensor([unit.query for unit in group]).unsqueeze(1)
+        k_len = torch.tensor([unit.key for unit in group]).unsqueeze(1)
+        # Padding repeats the last real token: finite numbers that no real token sees.
+        query_index.append((rows + at_query.minimum(q_len - 1)).flatten())
+        key_index.append((starts + at_key.minimum(k_len - 1)).flatten())
+        real = (at_query < q_len).flatten()
+        padded = torch.arange(len(group) * query)[real] + queries
+        query_rows[query_index[-1][real]] = padded
+        if key_rows is not None:
+            key_rows[query_index[-1][real]] = padded
+        mask = None
+        if cp > 1:
+            # A padded query sees at least key 0, so that no row is empty.
+            mask = at_key <= (firsts + at_query.minimum(q_len - 1)).unsqueeze(-1)
+            mask = mask.unsqueeze(1)
+        buckets.append(Bucket(len(group), query, key, mask))
+        queries += len(group) * query
+        keys += len(group) * key
+    gathered = prefix = None
+    if cp > 1:
+        order = torch.cat([local_positions(lengths, cp, rank)[0] for rank in range(cp)])
+        gathered = torch.empty_like(order)
+        gathered[order] = torch.arange(order.numel())
+        prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
+    made = Plan(
+        buckets=tuple(buckets),
+        query_index=torch.cat(query_index),
+        key_index=torch.cat(key_index),
+        query_rows=query_rows,
+        key_rows=key_rows,
+        gathered=gathered,
+        cu_query=_cumulative([unit.query for unit in units]),
+        cu_key=_cumulative([unit.key for unit in units]),
+        prefix=prefix,
+        max_query=max(unit.query for unit in units),
+        max_key=max(unit.key for unit in units),
+    )
+    return made if device is None or device.type == "cpu" else _to(made, device)
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+
+
+def _to(made: Plan, device: torch.device) -> Plan:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    buckets = tuple(Bucket(b.count, b.query, b.key, move(b.mask)) for b in made.buckets)
+    names = [name for name in Plan.__slots__ if name != "buckets"]
+    return Plan(buckets=buckets, **{name: move(getattr(made, name)) for name in names})
+
+
+class CoreAttention(MegatronModule):
+    """RoPE and attention; see the module's docstring."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        /,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Packed | None = None,
+    ) -> Tensor:
+        """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
+        packed = packed_seq_params
+        assert packed is not None and packed.plan is not None, "packed input with a plan is needed"
+        if packed.cos is not None:
+            query = rotate(query, packed.cos, packed.sin)
+            key = rotate(key, packed.cos, packed.sin)
+        if self.cp_group is not None:
+            key = _GatherTokens.apply(key, self.cp_group, packed.plan.gathered)
+            value = _GatherTokens.apply(value, self.cp_group, packed.plan.gathered)
+        return attend(query, key, value, packed.plan, self.scale).flatten(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None = None) -> Tensor:
+    """q [T, heads, dim], k and v [cp*T, groups, dim] in sequence order -> [T, heads, dim]."""
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        return _attend_varlen(q, k, v, made, scale)
+    rows = made.query_rows
+    q_all = _Spread.apply(q, made.query_index, rows)
+    k_all = _Spread.apply(k, made.key_index, made.key_rows)
+    v_all = _Spread.apply(v, made.key_index, made.key_rows)
+    queries = q_all.split([b.count * b.query for b in made.buckets])
+    keys = k_all.split([b.count * b.key for b in made.buckets])
+    values = v_all.split([b.count * b.key for b in made.buckets])
+    outs = []
+    for bucket, query, key, value in zip(made.buckets, queries, keys, values, strict=True):
+        out = F.scaled_dot_product_attention(
+            _dense(query, bucket.count),
+            _dense(key, bucket.count),
+            _dense(value, bucket.count),
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
+            scale=scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return _Collect.apply(outs[0] if len(outs) == 1 else torch.cat(outs), rows)
+
+
+def _dense(x: Tensor, count: int) -> Tensor:
+    """[count * length, heads, dim] -> [count, heads, length, dim]."""
+    return x.view(count, -1, x.size(1), x.size(2)).transpose(1, 2)
+
+
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if made.prefix is not None:
+        k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
+    # The causal window is aligned to the last key, which is what a chunk's prefix needs.
+    return varlen_attn(
+        q,
+        k,
+        v,
+        made.cu_query,
+        made.cu_key,
+        made.max_query,
+        made.max_key,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=q.size(1) != k.size(1),
+    )
+
+
+class _Spread(torch.autograd.Function):
+    """Rows to their padded places. Padding has no gradient: no real token attends to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, rows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index, rows)
+        ctx.size = x.size(0)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        index, rows = ctx.saved_tensors
+        if rows is not None:
+            return grad.index_select(0, rows), None, None
+        out = grad.new_zeros(ctx.size, *grad.shape[1:])
+        return out.index_add_(0, index, grad), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Real rows out of the padded ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = x.size(0)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        out = grad.new_zeros(ctx.size, *grad.shape[1:])
+        return out.index_copy_(0, rows, grad), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Tokens of all context-parallel ranks in sequence order; backward sums and keeps our own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gathered: Tensor) -> Tensor:
+        ctx.group, ctx.size = group, x.size(0)
+        ctx.save_for_backward(gathered)
+        out = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out.index_select(0, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gathered,) = ctx.saved_tensors
+        ranks = torch.empty_like(grad).index_copy_(0, gathered, grad)
+        out = grad.new_empty(ctx.size, *grad.shape[1:])
+        dist.reduce_scatter_tensor(out, ranks, group=ctx.group)
+        return out, None, None

@@ -1,0 +1,230 @@
+"""Megatron's model from a Hugging Face config: one factory for settings, layers and chunks.
+
+The same layers run on CPU and GPU: Megatron's local ones with our RMSNorm and core attention.
+`train.spec te` takes Transformer Engine's layers instead, where it is installed.
+"""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.mcore.activation import SwiGLU
+from rlcore.mcore.attention import CoreAttention
+from rlcore.mcore.layout import Layout
+from rlcore.mcore.norm import RMSNorm
+from rlcore.mcore.parallel import check_model
+from rlcore.mcore.shim import patch_moe_utils
+from rlcore.utils.log import announce
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size.
+    The rows beyond the vocabulary are never looked up and have probability 0."""
+    return -(-vocab_size // tp) * tp
+
+
+def dtype_of(model: ModelConfig) -> torch.dtype:
+    """The parameters' dtype."""
+    return getattr(torch, model.dtype)
+
+
+def check(model: ModelConfig, train: TrainConfig, hf: HFConfig) -> None:
+    """Refuse what cannot work, before anything is built. No process groups are needed.
+
+    Raises:
+        ValueError: names the key, its value and what to do.
+    """
+    check_model(train, hf)
+    cuda = torch.cuda.is_available()
+    if model.dtype == "float64" and train.distributed_optimizer:
+        raise ValueError(
+            "--model.dtype float64: Megatron's distributed optimizer keeps fp32 states; "
+            "use --no-train.distributed_optimizer or another dtype"
+        )
+    if train.spec == "te":
+        if not cuda or importlib.util.find_spec("transformer_engine") is None:
+            raise ValueError(
+                "--train.spec te: Transformer Engine is not installed here (it needs CUDA); "
+                "install it with tools/setup.sh or use --train.spec local"
+            )
+        if hf.rope_scaling and not _megatron_scales(hf):
+            raise ValueError(
+                "--train.spec te: Megatron's RoPE scaling has fixed frequency factors that are "
+                "not this model's; use --train.spec local"
+            )
+    if train.apex and (
+        not cuda or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
+    ):
+        raise ValueError(
+            "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
+            "build it with tools/setup.sh --apex or leave --train.apex off"
+        )
+
+
+def _megatron_scales(hf: HFConfig) -> bool:
+    scaling = hf.rope_scaling or {}
+    fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    return all(scaling.get(key) == value for key, value in fixed.items())
+
+
+def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> TransformerConfig:
+    """Megatron's settings for this model under this layout."""
+    dtype = dtype_of(model)
+    cuda = torch.cuda.is_available()
+    local = train.spec == "local"
+    settings: dict = {
+        "num_layers": hf.num_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_heads,
+        "num_query_groups": hf.num_kv_heads,
+        "kv_channels": hf.head_dim,
+        "ffn_hidden_size": hf.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.qkv_bias,
+        "qk_layernorm": hf.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": hf.initializer_range,
+        "tensor_model_parallel_size": train.tp,
+        "pipeline_model_parallel_size": train.pp,
+        "context_parallel_size": train.cp,
+        "expert_model_parallel_size": train.ep,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": train.sp and train.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Sums of token losses: the learner divides once, by the global count.
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": train.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        # The weights are always loaded or initialised by name afterwards.
+        "perform_initialization": False,
+        "use_cpu_initialization": not cuda,
+        "gradient_accumulation_fusion": train.apex,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": not local,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": cuda,
+        "use_te_activation_func": not cuda,
+        "cross_entropy_loss_fusion": False,
+        "attention_softmax_in_fp32": True,
+        "cuda_graph_scope": [],
+    }
+    if train.vpp > 1:
+        settings |= {
+            "virtual_pipeline_model_parallel_size": train.vpp,
+            "microbatch_group_size_per_vp_stage": train.pp,
+            # With batched sends, two stages and two chunks per stage compute a wrong loss silently.
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    if train.recompute != "none":
+        settings["recompute_granularity"] = train.recompute
+        if train.recompute == "full":
+            settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if hf.num_experts:
+        aux = train.moe_aux_loss_coef
+        settings |= {
+            "num_moe_experts": hf.num_experts,
+            "moe_router_topk": hf.experts_per_token,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_dtype": "fp32" if dtype is not torch.float64 else "fp64",
+            "moe_router_load_balancing_type": "aux_loss" if aux else "none",
+            "moe_aux_loss_coeff": aux,
+            "moe_grouped_gemm": not local,
+            "moe_permute_fusion": False,
+        }
+    return TransformerConfig(**settings)
+
+
+def _block_spec(
+    config: TransformerConfig, train: TrainConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules | ModuleSpec:
+    if train.spec == "te":
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.use_te_activation_func:
+        mlp = parts.mlp.submodules
+        if config.num_moe_experts:
+            mlp.experts.submodules.activation_func = SwiGLU
+        else:
+            mlp.activation_func = SwiGLU
+    # The final norm is the block's, not a layer's: only a block spec can replace it.
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def build(
+    hf: HFConfig,
+    model: ModelConfig,
+    train: TrainConfig,
+    layout: Layout,
+    device: torch.device,
+) -> list[GPTModel]:
+    """This rank's model chunks, weights undefined. Needs the process groups of `layout`."""
+    check(model, train, hf)
+    if hf.num_experts:
+        patch_moe_utils()
+    config = transformer_config(hf, model, train)
+    announce("layers", "Transformer Engine" if train.spec == "te" else "Megatron local")
+    if train.apex:
+        announce("weight gradients", "Apex fused accumulation")
+    chunks = []
+    for stage in range(layout.vpp):
+        vp_stage = stage if layout.vpp > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_block_spec(config, train, vp_stage),
+            vocab_size=padded_vocab(hf.vocab_size, train.tp),
+            max_sequence_length=hf.max_positions,
+            pre_process=layout.is_first_stage and stage == 0,
+            post_process=layout.is_last_stage and stage == layout.vpp - 1,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            # The local layers rotate inside the core attention (rope.py).
+            position_embedding_type="rope" if train.spec == "te" else "none",
+            rotary_base=hf.rope_theta,
+            rope_scaling=hf.rope_scaling is not None,
+            rope_scaling_factor=(hf.rope_scaling or {}).get("factor", 8.0),
+            parallel_output=True,
+            vp_stage=vp_stage,
+        )
+        chunks.append(chunk.to(device))
+    assert parallel_state.model_parallel_is_initialized()
+    return chunks

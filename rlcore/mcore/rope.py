@@ -1,0 +1,65 @@
+"""Rotary position embedding on packed tokens: tables once per micro-batch, one pass per tensor.
+
+Megatron's own packed path cuts the tokens into sequences in Python, per layer and per tensor.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: Mapping[str, float] | None = None
+) -> Tensor:
+    """[head_dim / 2] float32 on the CPU; `scaling` is Llama 3's."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inverse = 1.0 / (theta**exponent)
+    if scaling is None:
+        return inverse
+    factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    smooth = (context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inverse / factor + smooth * inverse
+    scaled = torch.where(wavelength > context / low, inverse / factor, inverse)
+    medium = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(medium, blended, scaled)
+
+
+def tables(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, [T, 1, head_dim / 2] each, of positions [T]."""
+    angles = positions.to(inverse.dtype).unsqueeze(-1) * inverse
+    return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] turned by its angle; the halves of head_dim are the coordinates."""
+    return _Rotate.apply(x, cos, sin)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    half = x.size(-1) // 2
+    a, b = x[..., :half], x[..., half:]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = out[..., :half], out[..., half:]
+    sign = -1.0 if back else 1.0
+    torch.mul(a, cos, out=first)
+    first.addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=second)
+    second.addcmul_(a, sin, value=sign)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, back=True), None, None

@@ -1,0 +1,28 @@
+"""The learning rate of an update."""
+
+import math
+
+from rlcore.config.schema import TrainConfig
+
+
+def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> float:
+    """Learning rate of update number `update`, counted from 0.
+
+    Warm-up rises linearly from lr / warmup to lr; then the schedule falls to `min_lr`, reached at
+    `lr_decay_updates`, or with 0 at `total_updates`, and stays there.
+    """
+    warmup = train.lr_warmup_updates
+    if update < warmup:
+        return train.lr * (update + 1) / warmup
+    if train.lr_schedule == "constant":
+        return train.lr
+    end = train.lr_decay_updates or total_updates
+    if end <= 0:
+        raise ValueError(
+            f"--train.lr_schedule {train.lr_schedule}: needs to know when it ends; "
+            "set --train.lr_decay_updates"
+        )
+    done = min(1.0, (update - warmup) / max(1, end - warmup))
+    if train.lr_schedule == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return train.lr + (train.min_lr - train.lr) * done
