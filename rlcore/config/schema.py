@@ -37,8 +37,8 @@ class RunConfig:
     steps: int = 200
     """Rollout-and-train rounds."""
     resume: str = "auto"
-    """`auto` goes on from the newest checkpoint of this run if there is one; `no` refuses to start
-    in a folder that has one; a path loads that checkpoint."""
+    """`auto` goes on from the newest checkpoint of this run if there is one; `fresh` starts anew and
+    moves the older run aside; a path starts from that checkpoint."""
 
 
 @Section

@@ -28,6 +28,38 @@ def newest(run_folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def choose(run: Run) -> Path | None:
+    """The checkpoint to start from, as --run.resume says; the same on every rank. `fresh` moves an
+    older run of this name aside, it deletes nothing. ValueError on every rank where the path is no
+    checkpoint."""
+    wanted = run.cfg.run.resume
+    found = ""
+    if run.rank == 0:
+        if wanted == "auto":
+            found = str(newest(run.folder) or "")
+        elif wanted == "fresh":
+            move_aside(run.folder)
+        else:
+            found = wanted
+        run.folder.mkdir(parents=True, exist_ok=True)
+    found = collective.broadcast_text(found)
+    if found:
+        read_step(Path(found))
+    return Path(found) if found else None
+
+
+def move_aside(folder: Path) -> None:
+    """Rename the folder of an older run to the first free `<name>.old<k>`."""
+    if not any(folder.glob("*.jsonl")) and not folder_of(folder).exists():
+        return
+    k = 1
+    while folder.with_name(f"{folder.name}.old{k}").exists():
+        k += 1
+    target = folder.with_name(f"{folder.name}.old{k}")
+    folder.rename(target)
+    log.info("the older run of this name is now %s", target)
+
+
 def save(run: Run) -> None:
     """Write a checkpoint of the step just done. Collective. A full disk is one sentence, and the
     checkpoints that exist stay."""

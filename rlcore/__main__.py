@@ -1,0 +1,29 @@
+"""`python -m rlcore COMMAND`. Light on purpose: Megatron's checkpoint helper re-imports this module."""
+
+import sys
+
+COMMANDS = {
+    "train": "train a model; --dry-run shows what would run",
+    "sft": "make and warm-start the tiny model",
+    "plot": "draw runs: python -m rlcore plot RUN...",
+    "env": "what is installed here, to paste into a report",
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("python -m rlcore COMMAND [--section.key value ...]\n")
+        for name, what in COMMANDS.items():
+            print(f"  {name:8} {what}")
+        print("\n  train --help lists every key.")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"rlcore {argv[0]}: there is no such command; known: {', '.join(COMMANDS)}")
+        return 2
+    import importlib
+
+    return importlib.import_module(f"rlcore.cli.{argv[0]}").main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""`--dry-run`: what would run, without running it. One process, whatever the world size."""
+
+import os
+import sys
+
+from rlcore.config import resolve, rules
+from rlcore.config.schema import Config
+
+
+def world_size(cfg: Config) -> int:
+    """Ranks of the real run: nodes times processes per node as the recipe says, else torchrun's."""
+    nodes = int(os.environ.get("NODES", 1))
+    per_node = cfg.cluster.gpus_per_node or int(os.environ.get("GPUS_PER_NODE", 1))
+    return nodes * per_node
+
+
+def show(cfg: Config) -> int:
+    """Print the resolved configuration, the batch arithmetic and the layout. 2 where a rule is broken."""
+    from rlcore.mcore.layout import layout_of
+
+    world = world_size(cfg)
+    problems, notes = rules.broken(cfg), []
+    layout = None
+    try:
+        layout = layout_of(cfg.train, world, 0)
+    except ValueError as e:
+        problems.append(str(e))
+    if cfg.model.path:
+        try:
+            from rlcore.hf.config import HFConfig
+
+            hf = HFConfig.from_folder(cfg.model.path)
+            if layout is not None:
+                from rlcore.mcore.layout import check_model
+
+                check_model(hf, cfg.train)
+            notes.append(f"model        {hf.arch}, {hf.num_layers} layers, hidden {hf.hidden_size}")
+        except ValueError as e:
+            notes.append(f"model        not checked: {e}")
+    print(resolve.to_json(cfg))
+    total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
+    per_update = cfg.train.samples_per_update or total
+    print(
+        f"\nstep         {cfg.data.prompts_per_step} prompts x {cfg.rollout.samples_per_prompt} samples "
+        f"= {total} samples, {max(1, total // per_update)} updates of {per_update}, "
+        f"{cfg.train.epochs} epoch(s); {cfg.run.steps} steps"
+    )
+    if layout is not None:
+        print(
+            f"world        {world} ranks: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {layout.dp}"
+            f", ep {layout.ep}, vpp {layout.vpp}; {world} engines of one rank"
+        )
+    for line in notes:
+        print(line)
+    for line in problems:
+        print(f"cannot run: {line}", file=sys.stderr)
+    print("dry run: " + ("refused" if problems else "this would run"))
+    return 2 if problems else 0

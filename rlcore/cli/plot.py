@@ -1,0 +1,31 @@
+"""`python -m rlcore plot RUN...`: the curves of one run, or several runs over each other."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """One run: `<run>/curve.png`. Several: `compare.png` beside the first, or `--out FILE`."""
+    from rlcore.metrics import plots
+
+    words = list(argv)
+    out = None
+    if "--out" in words:
+        i = words.index("--out")
+        if i + 1 == len(words):
+            print("--out: needs a file name", file=sys.stderr)
+            return 2
+        out = Path(words[i + 1])
+        del words[i : i + 2]
+    runs = [Path(w) for w in words]
+    missing = [str(r) for r in runs if not (r / "metrics.jsonl").is_file()]
+    if not runs or missing:
+        what = f"no metrics.jsonl in {', '.join(missing)}" if missing else "give run folders"
+        print(f"rlcore plot: {what}", file=sys.stderr)
+        return 2
+    if len(runs) == 1:
+        print(plots.curve(runs[0], out))
+    else:
+        print(plots.compare(runs, out or runs[0].parent / "compare.png"))
+    return 0

@@ -1,0 +1,15 @@
+"""Command line to configuration, with the registries of this installation."""
+
+from collections.abc import Sequence
+
+from rlcore import algos
+from rlcore.config import resolve
+from rlcore.config.schema import Config
+from rlcore.rewards import registry
+
+SECTIONS = {"algo": algos.config_class, "reward": registry.config_class}
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The configuration that the command line describes. ValueError in one sentence."""
+    return resolve.parse(argv, SECTIONS)

@@ -1,0 +1,128 @@
+"""What cannot work together, found before anything starts. One sentence each: key, value, what is
+allowed, what to do."""
+
+from rlcore.config.schema import Config
+
+POSITIVE = (
+    "data.prompts_per_step",
+    "data.max_prompt_tokens",
+    "rollout.samples_per_prompt",
+    "rollout.max_tokens",
+    "rollout.max_running",
+    "rollout.threads",
+    "rollout.deadline_s",
+    "train.tokens_per_micro_batch",
+    "train.epochs",
+    "train.lr",
+    "train.clip_grad",
+    "eval.samples_per_prompt",
+    "cluster.timeout_s",
+    "reward.workers",
+    "reward.timeout_s",
+    "algo.rollout_is_threshold",
+)
+NOT_NEGATIVE = (
+    "run.steps",
+    "data.num_prompts",
+    "data.num_val_prompts",
+    "rollout.temperature",
+    "rollout.top_k",
+    "rollout.min_p",
+    "train.samples_per_update",
+    "train.lr_warmup_updates",
+    "train.lr_decay_updates",
+    "train.weight_decay",
+    "eval.every",
+    "eval.temperature",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "algo.kl_coef",
+)
+
+
+def broken(cfg: Config) -> list[str]:
+    """Every rule that the configuration breaks; empty when it can run."""
+    return [*_ranges(cfg), *_data(cfg), *_batch(cfg), *_algo(cfg), *_train(cfg)]
+
+
+def check(cfg: Config) -> None:
+    """ValueError with the broken rules, one a line."""
+    found = broken(cfg)
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _get(cfg: Config, key: str) -> float:
+    section, _, name = key.partition(".")
+    return getattr(getattr(cfg, section), name)
+
+
+def _ranges(cfg: Config) -> list[str]:
+    out = []
+    for key in POSITIVE:
+        if not _get(cfg, key) > 0:
+            out.append(f"--{key} {_get(cfg, key)}: must be above 0")
+    for key in NOT_NEGATIVE:
+        if not _get(cfg, key) >= 0:
+            out.append(f"--{key} {_get(cfg, key)}: must be 0 or more")
+    for key in ("rollout.top_p", "eval.top_p"):
+        if not 0 < _get(cfg, key) <= 1:
+            out.append(f"--{key} {_get(cfg, key)}: must be above 0 and at most 1; 1 turns it off")
+    if not cfg.rollout.min_p < 1:
+        out.append(f"--rollout.min_p {cfg.rollout.min_p}: must be below 1; 0 turns it off")
+    return out
+
+
+def _data(cfg: Config) -> list[str]:
+    out = []
+    if not cfg.model.path:
+        out.append("--model.path: is empty; give the Hugging Face folder of the start model")
+    if not cfg.data.train:
+        out.append("--data.train: is empty; give prompt files (.jsonl, .parquet) or the task label")
+    if cfg.eval.every and not cfg.data.val:
+        out.append("--data.val: is empty; give validation prompts, or --eval.every 0 for none")
+    return out
+
+
+def _batch(cfg: Config) -> list[str]:
+    total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
+    per_update = cfg.train.samples_per_update
+    if per_update > 0 and total % per_update:
+        return [
+            f"--train.samples_per_update {per_update}: must divide the {total} samples of a step "
+            f"(data.prompts_per_step {cfg.data.prompts_per_step} x rollout.samples_per_prompt "
+            f"{cfg.rollout.samples_per_prompt}); 0 takes them all"
+        ]
+    return []
+
+
+def _algo(cfg: Config) -> list[str]:
+    out = []
+    if cfg.algo.adv_estimator == "grpo" and cfg.rollout.samples_per_prompt < 2:
+        out.append(
+            f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: {cfg.select.algo} needs "
+            "at least 2, a group of one has no baseline"
+        )
+    if cfg.rollout.temperature == 0:
+        out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; take 1")
+    if cfg.algo.equal_reward_groups == "drop" and (cfg.algo.kl_coef or cfg.algo.entropy_coef):
+        out.append(
+            "--algo.equal_reward_groups drop: leaves out rows that algo.kl_coef and "
+            "algo.entropy_coef would train; set it to keep, or the coefficients to 0"
+        )
+    return out
+
+
+def _train(cfg: Config) -> list[str]:
+    t, out = cfg.train, []
+    if t.min_lr > t.lr:
+        out.append(f"--train.min_lr {t.min_lr}: must not be above train.lr {t.lr}")
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(t, key) < 1:
+            out.append(f"--train.{key} {getattr(t, key)}: must be at least 0 and below 1")
+    if cfg.rollout.process == "inline" and cfg.train.tp * cfg.train.pp > 1:
+        out.append(
+            "--rollout.process inline: with several ranks the engine lives in a child process; "
+            "set it to auto"
+        )
+    return out

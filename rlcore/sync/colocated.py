@@ -1,0 +1,46 @@
+"""Weights from the learner to the engine of the same rank.
+
+`learner.export()` gathers one tensor at a time from all tensor-, pipeline- and expert-parallel shards, so
+every rank sees the full weights once, in buckets of bounded size, and hands them to its own engine.
+"""
+
+import time
+from pathlib import Path
+
+from rlcore.protocols import Engine, Learner
+from rlcore.utils import buckets
+
+
+class ColocatedChannel:
+    """A `WeightChannel` for engines of tensor-parallel size 1, one per rank."""
+
+    def __init__(self, max_bucket_bytes: int = 256 * 2**20, shared_memory: bool = False) -> None:
+        """With `shared_memory` buckets go through a file that another process maps; without it they
+        are handed over as they are."""
+        self._max_bytes, self._shared = max_bucket_bytes, shared_memory
+
+    def push(self, learner: Learner, engine: Engine | None, version: int) -> dict[str, float]:
+        """Collective: every rank exhausts the export, also one without an engine."""
+        start, total = time.monotonic(), 0
+        if engine is not None:
+            engine.begin_load(version)
+        for bucket, buffer in buckets.pack(learner.export(), self._max_bytes):
+            total += bucket.num_bytes
+            if engine is not None:
+                self._load(engine, bucket, buffer)
+        if engine is not None:
+            engine.end_load()
+        return {"bytes": float(total), "time_s": time.monotonic() - start}
+
+    def _load(self, engine: Engine, bucket: buckets.Bucket, buffer: memoryview) -> None:
+        if not self._shared:
+            engine.load_bucket(bucket, [buffer])
+            return
+        path = buckets.share(buffer)
+        try:
+            shared = buckets.Bucket(
+                tensors=bucket.tensors, num_bytes=bucket.num_bytes, transport="shm"
+            )
+            engine.load_bucket(shared, [path.encode()])
+        finally:
+            Path(path).unlink()
