@@ -53,7 +53,7 @@ def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
             label_of = label if len(sets) == 1 else f"{label}, {name}"
             _accuracy(axes[1], points, color, label_of, style=("-", "--", ":", "-.")[j % 4])
         _line(axes[2], rows, "response_length/mean", color, label)
-        _line(axes[3], rows, "timing_s/step", color, label, average=np.nanmedian)
+        _line(axes[3], rows, "timing_s/step", color, label, average=np.median)
     axes[2].set(title="Mean response length", ylabel="tokens")
     axes[3].set(title="Time of a step (running median)", ylabel="seconds")
     return _save(figure, axes, out)
@@ -98,7 +98,7 @@ def _save(figure: Any, axes: Sequence["Axes"], out: Path) -> Path:
 
 
 def _series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
-    points = [(row["step"], row[name]) for row in rows if name in row]
+    points = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
@@ -110,11 +110,11 @@ def _windows(values: np.ndarray) -> list[np.ndarray]:
 
 
 def _line(
-    ax: "Axes", rows: Rows, name: str, color: str, label: str, average: Any = np.nanmean
+    ax: "Axes", rows: Rows, name: str, color: str, label: str, average: Any = np.mean
 ) -> None:
     """A measured line, faint, and its running average."""
     steps, values = _series(rows, name)
-    if not np.isfinite(values).any():
+    if not len(values):
         return
     ax.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
     smooth = [average(window) for window in _windows(values)]
@@ -124,15 +124,15 @@ def _line(
 def _reward(ax: "Axes", rows: Rows, color: str, label: str) -> None:
     ax.set(title="Training reward", ylabel="mean score of the step's samples")
     steps, values = _series(rows, "critic/score/mean")
-    if not np.isfinite(values).any():
+    if not len(values):
         return
     longest = max(len(window) for window in _windows(values))
     _line(ax, rows, "critic/score/mean", color, label or f"mean of {longest} steps")
     error_steps, errors = _series(rows, "critic/score/std_err")
     if len(errors) == len(values) and (error_steps == steps).all():
-        center = np.array([np.nanmean(window) for window in _windows(values)])
+        center = np.array([np.mean(window) for window in _windows(values)])
         # steps draw their prompts independently, so the errors of a window add in squares
-        half = [math.sqrt(np.nansum(w**2)) / len(w) for w in _windows(errors)]
+        half = [math.sqrt(np.sum(w**2)) / len(w) for w in _windows(errors)]
         band = "" if label else "+- 1 standard error"
         low, high = center - half, center + half
         ax.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0, label=band)
@@ -171,17 +171,15 @@ def _times(ax: "Axes", rows: Rows) -> None:
         for p in PHASES
     }
     parts["other"] = np.maximum(0.0, total - sum(parts.values()))
-    parts = dict(sorted(parts.items(), key=lambda item: -np.nansum(item[1])))
-    whole = np.nansum(total)
+    parts = dict(sorted(parts.items(), key=lambda item: -np.sum(item[1])))
+    whole = np.sum(total)
     # medians: one slow step, such as the first, must not set the scale
     shown = {
-        phase: np.array([np.nanmedian(window) for window in _windows(values)])
+        phase: np.array([np.median(window) for window in _windows(values)])
         for phase, values in parts.items()
-        if np.nansum(values) >= 0.01 * whole
+        if np.sum(values) >= 0.01 * whole
     }
-    labels = [
-        f"{PHASE_LABELS.get(p, p)} ({100 * np.nansum(parts[p]) / whole:.0f} %)" for p in shown
-    ]
+    labels = [f"{PHASE_LABELS.get(p, p)} ({100 * np.sum(parts[p]) / whole:.0f} %)" for p in shown]
     ax.stackplot(steps, *shown.values(), labels=labels, colors=COLORS, alpha=0.8, linewidth=0)
-    ax.set_ylim(0, 1.4 * np.nanmax(sum(shown.values())))  # room for the legend
+    ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # room for the legend
     ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)

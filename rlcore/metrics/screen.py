@@ -71,7 +71,7 @@ class Screen:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """One step in about 110 columns; what was not measured is left out."""
+    """One step in at most 120 columns; what was not measured is left out."""
     parts = [_position(step, total_steps)]
     shown = (
         ("reward", "critic/score/mean", ".3f"),
@@ -142,11 +142,13 @@ def final_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _phases(metrics: Mapping[str, float], time_s: float) -> str:
-    """The phases that take 2 % of the step or more."""
+    """The longest four phases of those that take 2 % of the step or more, in their order."""
+    seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
+    longest = sorted(PHASES, key=lambda phase: -seconds[phase])[:4]
     parts = [
-        f"{LABELS.get(phase, phase)} {_seconds(seconds)}"
+        f"{LABELS.get(phase, phase)} {_seconds(seconds[phase])}"
         for phase in PHASES
-        if (seconds := metrics.get(f"timing_s/{phase}", 0.0)) >= 0.02 * time_s
+        if phase in longest and seconds[phase] >= 0.02 * time_s
     ]
     return f" ({' '.join(parts)})" if parts else ""
 

@@ -1,0 +1,123 @@
+"""What a run prints."""
+
+import io
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlcore.metrics.screen import Screen, evaluation_lines, final_table, step_line
+from rlcore.utils import log as rl_log
+from rlcore.utils.clock import VirtualClock
+
+STEP = {
+    "critic/score/mean": 0.53,
+    "actor/pg_loss": -0.0123,
+    "actor/ppo_kl": 1.23e-4,
+    "response_length/mean": 26.4,
+    "perf/total_num_tokens": 9300.0,
+    "timing_s/step": 0.62,
+    "timing_s/gen": 0.3,
+    "timing_s/update_actor": 0.25,
+    "timing_s/sync": 0.02,
+    "timing_s/adv": 0.001,
+}
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    monkeypatch.setattr(rl_log.log, "propagate", True)
+    caplog.set_level(logging.INFO, logger="rlcore")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_a_step_is_one_line():
+    assert step_line(12, 200, STEP) == (
+        "step  12/200  reward 0.530  loss -0.0123  kl 1.2e-04  len 26  15.0k tok/s  "
+        "0.62 s (gen 0.30 update 0.25 sync 0.02)"
+    )
+
+
+def test_what_was_not_measured_is_left_out_and_trouble_is_shown():
+    assert step_line(1, 2, {"critic/score/mean": 1.0, "actor/skipped": 1.0}) == (
+        "step 1/2  reward 1.000  skipped 1"
+    )
+
+
+def test_the_line_of_a_slow_step_with_every_phase_fits_120_columns():
+    phases = ("gen", "reward", "route", "old_log_prob", "ref", "adv", "update_actor", "sync")
+    times = {f"timing_s/{phase}": 123.4 for phase in phases}
+    line = step_line(1000, 1000, STEP | times | {"timing_s/step": 987.2, "actor/kl_loss": 0.001})
+    assert len(line) <= 120 and line.count("123") == 4
+
+
+def test_an_evaluation_is_a_line_for_each_data_set():
+    metrics = {
+        "val-core/a/acc/mean@4": 0.5,
+        "val-core/a/acc/pass@4": 0.75,
+        "val-aux/a/acc/std_err@4": 0.014,
+        "val-aux/a/num_prompts": 1024.0,
+        "val-core/b/acc/mean@4": 0.25,
+    }
+    assert evaluation_lines(20, 200, metrics) == [
+        "step  20/200  a accuracy 0.500 +- 0.014  pass@4 0.750  (1024 prompts)",
+        "step  20/200  b accuracy 0.250",
+    ]
+
+
+def test_the_final_table_shows_accuracy_and_where_the_time_went():
+    rows = [
+        {"step": 0, "val-core/label/acc/mean@1": 0.5, "timing_s/eval": 1.0},
+        {"step": 1, "timing_s/step": 6.0, "timing_s/gen": 4.0, "perf/samples_per_s": 50.0},
+        {"step": 2, "timing_s/step": 4.0, "timing_s/gen": 3.0, "perf/samples_per_s": 50.0},
+        {"step": 3, "val-core/label/acc/mean@1": 0.75, "timing_s/eval": 1.0},
+    ]
+    table = [" ".join(line.split()) for line in final_table(rows)]
+    assert "label 0.500 0.750 +0.250" in table
+    # 12 s in all: 7 sampling, 2 evaluating, 3 that no phase accounts for
+    assert table[table.index("time s per step share total s") + 2 :][:4] == [
+        "gen 3.500 58.3 % 7.0",
+        "other 1.500 25.0 % 3.0",
+        "eval 1.000 16.7 % 2.0",
+        "all 6.000 100 % 12.0",
+    ]
+    assert table[-1] == "2 steps: 50 samples/s"
+
+
+def test_the_final_table_of_a_run_without_steps_is_short():
+    assert final_table([]) == []
+    assert len(final_table([{"step": 0, "val-core/label/acc/mean@1": 0.5}])) == 3
+
+
+def test_without_a_terminal_a_long_phase_speaks_every_half_minute(lines):
+    clock = VirtualClock()
+    screen = Screen(10, progress=False, clock=clock)
+    screen.phase("gen")
+    for second in range(70):
+        clock.advance(1.0)
+        screen.advance(second, 256)
+    assert lines() == ["step 1/10  gen 29/256", "step 1/10  gen 59/256"]
+
+
+def test_on_a_terminal_lines_pass_above_the_bar_and_the_logger_gets_its_stream_back(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    handlers = list(rl_log.log.handlers)
+    try:
+        rl_log.setup(0)
+        screen = Screen(2)
+        screen.phase("gen")
+        screen.advance(3, 8)
+        screen.step(1, {"critic/score/mean": 0.5})
+        screen.finish([], Path("runs/x"))
+        assert rl_log.log.handlers[0].stream is terminal and sys.stdout is terminal
+    finally:
+        rl_log.log.handlers[:] = handlers
+    assert "step 1/2  reward 0.500" in terminal.getvalue()
+    assert "3/8" in terminal.getvalue() and "\x1b[" in terminal.getvalue()

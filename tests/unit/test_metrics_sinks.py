@@ -1,0 +1,177 @@
+"""The log files of a run: whole lines, no step twice after a resume, summaries that add up."""
+
+import json
+import math
+import resource
+
+import numpy as np
+import pytest
+
+from rlcore.metrics.jsonl import JsonLines, read_lines, write_atomic
+from rlcore.metrics.sinks import MetricsWriter, accuracies, read_metrics, summarise
+
+
+def _steps(path):
+    return [row["step"] for row in read_lines(path)]
+
+
+def test_resume_drops_the_steps_that_will_be_written_again(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(6):
+        writer.write(step, {"actor/lr": step / 10})
+        writer.rollouts(step, [{"id": f"t{step}.0"}, {"id": f"t{step}.1"}])
+    # no close: a killed run does not close either
+    resumed = MetricsWriter(tmp_path, tensorboard=False, next_step=4)
+    for step in (4, 5):
+        resumed.write(step, {"actor/lr": 0.9})
+        resumed.rollouts(step, [{"id": "new"}])
+    resumed.close()
+    assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+    assert [row["actor/lr"] for row in read_metrics(tmp_path)] == [0, 0.1, 0.2, 0.3, 0.9, 0.9]
+    assert _steps(tmp_path / "rollouts.jsonl") == [0, 0, 1, 1, 2, 2, 3, 3, 4, 5]
+
+
+def test_a_torn_last_line_is_dropped_on_resume_and_skipped_by_readers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "actor/l')
+    assert _steps(path) == [1]
+    lines = JsonLines(path, next_step=2)
+    lines.append(2, [{"x": 1}])
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "x": 1}\n'
+
+
+def test_a_whole_last_line_without_its_line_end_is_torn_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    JsonLines(path, next_step=9).append(9, [{}])
+    assert _steps(path) == [1, 9]
+
+
+def test_a_damaged_line_in_the_middle_costs_only_itself(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\0\0\0\n{"step": 2}\n{"step": 3}\n')
+    JsonLines(path, next_step=3).close()
+    assert _steps(path) == [1, 2]
+
+
+def test_a_full_disk_leaves_whole_lines_and_names_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path, next_step=0)
+    lines.append(0, [{"x": 1}])
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
+    try:
+        with pytest.raises(OSError, match=r"cannot write step 1 .*metrics\.jsonl"):
+            lines.append(1, [{"x": "a line that is longer than what is left"}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    lines.append(1, [{"x": 2}])
+    assert _steps(path) == [0, 1]
+
+
+def test_steps_only_grow(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(3, {})
+    with pytest.raises(ValueError, match="metrics of step 3 after those of 3"):
+        writer.write(3, {})
+    with pytest.raises(ValueError, match="step 2 after step 3"):
+        JsonLines(tmp_path / "x.jsonl", next_step=4).append(2, [{}])
+
+
+def test_an_undeclared_metric_is_refused_and_leaves_no_line(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    with pytest.raises(ValueError, match="not declared"):
+        writer.write(1, {"actor/lr": 1.0, "actor/nonsense": 1.0})
+    with pytest.raises(ValueError, match="metric actor/lr: 'x' is not a number"):
+        writer.write(1, {"actor/lr": "x"})
+    assert read_metrics(tmp_path) == []
+
+
+def test_numbers_of_numpy_are_plain_and_nan_is_null(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, {"actor/lr": np.float32(0.5), "actor/grad_norm": math.inf})
+    writer.rollouts(1, [{"tokens": np.arange(3, dtype=np.int32), "score": np.float64("nan")}])
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 1,
+        "actor/lr": 0.5,
+        "actor/grad_norm": None,
+    }
+    assert list(read_lines(tmp_path / "rollouts.jsonl")) == [
+        {"step": 1, "tokens": [0, 1, 2], "score": None}
+    ]
+    assert math.isnan(read_metrics(tmp_path)[0]["actor/grad_norm"])
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path)
+    for step in range(4):
+        writer.write(step, {"actor/lr": float(step)})
+    writer.close()
+    writer = MetricsWriter(tmp_path, next_step=2)
+    writer.write(2, {"actor/lr": 20.0})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("actor/lr")]
+    assert found == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+ROWS = [
+    {"step": 0, "val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.1, "timing_s/eval": 3.0},
+    {"step": 1, "timing_s/step": 1.0, "timing_s/gen": 0.5, "perf/samples_per_s": 10.0},
+    {
+        "step": 2,
+        "timing_s/step": 3.0,
+        "timing_s/gen": 1.5,
+        "timing_s/save": 1.0,
+        "perf/samples_per_s": 2.0,
+        "val-core/a/acc/mean@1": 0.7,
+        "val-aux/a/acc/std_err@1": 0.02,
+        "val-core/b/acc/mean@1": 0.3,
+    },
+]
+
+
+def test_the_summary_of_a_run_worked_by_hand():
+    assert summarise(ROWS) == {
+        "steps": 2,
+        "val/accuracy_start": pytest.approx(0.3),
+        "val/accuracy_start/a": 0.5,
+        "val/accuracy_start/b": 0.1,
+        "val/accuracy_end": pytest.approx(0.5),
+        "val/accuracy_end/a": 0.7,
+        "val/accuracy_end/b": 0.3,
+        "perf/samples_per_s": pytest.approx(4.0),  # 10 + 6 samples in 4 s
+        "timing_s/step": 2.0,
+        "timing_s/gen": 1.0,
+        "timing_s/save": 0.5,
+        "timing_s/eval": 1.5,
+    }
+
+
+def test_accuracies_carry_their_standard_errors():
+    found = accuracies(ROWS)["a"]
+    assert found[1] == (2, 0.7, 0.02)
+    assert found[0][:2] == (0, 0.5) and math.isnan(found[0][2])
+
+
+def test_summary_json_holds_the_summary_and_what_the_caller_adds(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for row in ROWS:
+        writer.write(row["step"], {name: value for name, value in row.items() if name != "step"})
+    writer.summary({"seed": 3})
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["steps"] == 2 and found["seed"] == 3
+    assert found["val/accuracy_end"] == pytest.approx(0.5)
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "summary.json"
+    write_atomic(path, "old")
+    write_atomic(path, "new")
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
