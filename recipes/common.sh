@@ -1,0 +1,155 @@
+# shellcheck shell=bash
+# Sourced by every recipe: helpers, and `launch`, which makes the processes. Knobs, all optional:
+#   NODES GPUS_PER_NODE (processes per node on a machine without GPUs) PYTHON MAX_RESTARTS
+#   NODE_RANK and HEAD_ADDR: start a node by hand; HEAD_ADDR, HEAD_PORT: override the head everywhere
+set -euo pipefail
+
+RECIPES=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(dirname "$RECIPES")
+
+die() { # sentence: exit 2
+  printf 'rlcore: %s\n' "$*" >&2
+  exit 2
+}
+
+option() { # key default "$@": the value that a key has on the command line
+  local key=--$1 value=$2
+  shift 2
+  while (($#)); do
+    case $1 in
+      "$key") value=${2:-} ;;
+      "$key"=*) value=${1#*=} ;;
+    esac
+    shift
+  done
+  printf '%s\n' "$value"
+}
+
+processes() { # gpus cpus: processes on this node, one per GPU and at most `gpus`; `cpus` without GPUs
+  local found=0
+  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    found=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^ ]' || true)
+  elif command -v nvidia-smi >/dev/null; then
+    found=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+  fi
+  if ((found == 0)); then
+    echo "$2"
+  else
+    echo $((found < $1 ? found : $1))
+  fi
+}
+
+in_srun() { # the batch and interactive steps of Slurm are not srun: their ids are at the top end
+  [[ -n ${SLURM_STEP_ID:-} ]] && ((SLURM_STEP_ID < 4294967290))
+}
+
+find_python() { # sets PYTHON; installs only when a person started the recipe with bash
+  local missing
+  if [[ -z ${PYTHON:-} && -z ${LOCAL_WORLD_SIZE:-} ]] && ! in_srun; then
+    bash "$ROOT/tools/setup.sh" --quiet
+  fi
+  PYTHON=${PYTHON:-${RLCORE_VENV:-$ROOT/.venv}/bin/python}
+  command -v "$PYTHON" >/dev/null ||
+    die "there is no $PYTHON: run bash tools/setup.sh once, where this node can see it"
+  missing=$("$PYTHON" -c '
+from importlib.util import find_spec
+needed = "torch megatron transformers msgspec zmq tyro".split()
+print(*[name for name in needed if find_spec(name) is None])')
+  [[ -z $missing ]] ||
+    die "$PYTHON has no ${missing// /, }: run bash tools/setup.sh once, where this node can see it," \
+      "and start with the .venv/bin/torchrun that it makes"
+  export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$ROOT"
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+}
+
+forget_torchrun() { # what torchrun told this process is not for the processes that it starts
+  unset RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
+  unset ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "${!TORCHELASTIC_@}"
+}
+
+torch_run() { # torchrun's own flags, then -m module arguments: the command, in COMMAND
+  COMMAND=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" "$@")
+}
+
+ONE_NODE=(--standalone --local-addr localhost)
+
+make_once() { # folder, arguments of rlcore: makes the folder with `--out`; the first process does it
+  local folder=$1 child
+  shift
+  [[ ! -d $folder ]] || return 0
+  mkdir -p "$(dirname "$folder")"
+  exec 8>"$folder.lock"
+  flock -w 3600 8 || die "another process holds $folder.lock for an hour; is it alive?"
+  if [[ ! -d $folder ]]; then
+    torch_run "${ONE_NODE[@]}" -m rlcore "$@" --out "$folder.part-$$"
+    (forget_torchrun && exec "${COMMAND[@]}") &
+    child=$!
+    trap 'kill -TERM "$child"; wait "$child"; exit 143' TERM INT
+    wait "$child"
+    trap - TERM INT
+    mv -T "$folder.part-$$" "$folder" || [[ -d $folder ]]
+  fi
+  exec 8>&-
+}
+
+dry_run() { # one process, told the full world size
+  local world=$((NODES * GPUS_PER_NODE))
+  if [[ -n ${LOCAL_WORLD_SIZE:-} ]]; then
+    ((RANK == 0)) || exit 0
+    world=$((LOCAL_WORLD_SIZE == 1 ? WORLD_SIZE * GPUS_PER_NODE : WORLD_SIZE))
+  fi
+  forget_torchrun
+  export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$world LOCAL_WORLD_SIZE=$GPUS_PER_NODE
+  exec "$PYTHON" -u -m rlcore "$@"
+}
+
+launch() { # "${ARRAY[@]}"... "$@": train with these settings, on as many processes as there should be
+  local args=(train --run.name "$(basename "$0" .sh)" "$@") arg
+  local nodes=1 rank=0 head=${HEAD_ADDR:-} port=${HEAD_PORT:-29500}
+  : "${NODES:=1}" "${GPUS_PER_NODE:=8}"
+  find_python
+  for arg in "$@"; do
+    case $arg in --dry-run | --help | -h) dry_run "${args[@]}" ;; esac
+  done
+
+  if [[ -n ${LOCAL_WORLD_SIZE:-} ]]; then
+    if ((LOCAL_WORLD_SIZE != GPUS_PER_NODE && LOCAL_WORLD_SIZE != 1)); then
+      ((LOCAL_RANK == 0)) || exit 2
+      die "torchrun started $LOCAL_WORLD_SIZE processes on this node and GPUS_PER_NODE is" \
+        "$GPUS_PER_NODE: give torchrun --nproc-per-node $GPUS_PER_NODE, or leave the flag out," \
+        "or set GPUS_PER_NODE=$LOCAL_WORLD_SIZE"
+    fi
+    nodes=$WORLD_SIZE rank=$RANK head=${HEAD_ADDR:-$MASTER_ADDR} port=${HEAD_PORT:-$((MASTER_PORT + 1))}
+  elif in_srun; then
+    nodes=${SLURM_STEP_NUM_NODES:-$SLURM_NNODES} rank=$SLURM_NODEID
+    [[ ${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS} == "$nodes" ]] ||
+      die "srun started ${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS} tasks on $nodes nodes: give it" \
+        "--ntasks-per-node=1, the recipe makes the processes of a node itself"
+    head=${head:-$(slurm_head)} port=${HEAD_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+  elif [[ -n ${NODE_RANK:-} ]]; then
+    [[ -n $head ]] ||
+      die "NODE_RANK=$NODE_RANK without HEAD_ADDR: set HEAD_ADDR to the host name of node 0"
+    nodes=$NODES rank=$NODE_RANK
+  fi
+
+  if declare -F prepare >/dev/null; then
+    prepare "$@"
+  fi
+  if [[ ${LOCAL_WORLD_SIZE:-} == "$GPUS_PER_NODE" ]]; then # torchrun made one process per GPU
+    exec "$PYTHON" -u -m rlcore "${args[@]}"
+  fi
+  forget_torchrun
+  local where=("${ONE_NODE[@]}")
+  if ((nodes > 1)); then
+    where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$head" --master-port "$port")
+  fi
+  torch_run "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" -m rlcore "${args[@]}"
+  exec "${COMMAND[@]}"
+}
+
+slurm_head() { # first host of this step
+  local hosts
+  hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}") ||
+    die "scontrol cannot tell the hosts of this step: set HEAD_ADDR to the first one"
+  printf '%s\n' "${hosts%%$'\n'*}"
+}

@@ -1,0 +1,16 @@
+# shellcheck shell=bash
+# 0.4 M parameters, Qwen3 architecture, 34 tokens, made here: no download. The first run of a seed
+# warm-starts it by supervised training (rlcore sft) and keeps it in the folder of the runs.
+SEED=$(option run.seed 0 "$@")
+MODEL_PATH=${MODEL_PATH:-$(option run.dir runs "$@")/models/label-s$SEED}
+
+prepare() {
+  [[ $(option model.path "$MODEL_PATH" "$@") == "$MODEL_PATH" ]] || return 0 # the user has another
+  make_once "$MODEL_PATH" sft --seed "$SEED"
+}
+
+# shellcheck disable=SC2034 # the recipe reads it
+MODEL=(
+  --model.path "$MODEL_PATH"
+  --model.dtype float32
+)
