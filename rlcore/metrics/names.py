@@ -147,6 +147,8 @@ METRICS = [
     Metric("val/accuracy_end", "", "mean@k at the last evaluation, mean over data sets"),
     Metric("val/accuracy_start/<set>", "", "mean@k of one data set before training"),
     Metric("val/accuracy_end/<set>", "", "mean@k of one data set at the last evaluation"),
+    Metric("val/std_err_start/<set>", "", "standard error of val/accuracy_start/<set>"),
+    Metric("val/std_err_end/<set>", "", "standard error of val/accuracy_end/<set>"),
 ]
 
 _FIELDS = {"<k>": r"\d+", "<set>": r"[^/]+(?:/[^/]+)*?"}

@@ -4,12 +4,12 @@ end. Lines go through the logger, so the rank's file has them too."""
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlcore.metrics.names import BETWEEN, PHASES
-from rlcore.metrics.sinks import accuracies, summarise
+from rlcore.metrics.sinks import accuracies
 from rlcore.utils.clock import Clock, RealClock
 from rlcore.utils.log import log
 
@@ -53,10 +53,10 @@ class Screen:
         for line in evaluation_lines(step, self._total_steps, metrics):
             self._say(line)
 
-    def finish(self, rows: Sequence[Mapping[str, Any]], run_dir: Path) -> None:
-        """The run is over: the table of its `metrics.jsonl` rows."""
+    def end(self, summary: Mapping[str, Any], picture: Path) -> None:
+        """The run is over: the table of its summary, and where everything lies."""
         self.close()
-        for line in ["", *final_table(rows), "", f"everything about this run: {run_dir}"]:
+        for line in ["", *final_table(summary), "", f"curves: {picture}", f"all: {picture.parent}"]:
             self._say(line)
 
     def close(self) -> None:
@@ -108,19 +108,12 @@ def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) 
     return lines
 
 
-def final_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Accuracy before and after by data set, where the time went, and speeds, as lines."""
-    lines = []
-    for name, points in accuracies(rows).items():
-        lines += [] if lines else _heading("accuracy", "before", "after", "change")
-        (_, before, error_0), (_, after, error_1) = points[0], points[-1]
-        change = _plus_minus(math.hypot(error_0, error_1))
-        lines.append(
-            _columns(name, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}{change}")
-        )
-    summary = summarise(rows)
-    steps = sum("timing_s/step" in row for row in rows)
-    if not steps:
+def final_table(summary: Mapping[str, Any]) -> list[str]:
+    """Accuracy before and after by data set, where the time went, and speeds, as lines. `summary` is
+    what `sinks.summarise` makes."""
+    lines = _accuracy_table(summary)
+    steps = summary["steps"]
+    if "timing_s/step" not in summary:
         return lines
     seconds = {p: summary.get(f"timing_s/{p}", 0.0) for p in (*PHASES, *BETWEEN)}
     step_s = summary["timing_s/step"]
@@ -139,6 +132,18 @@ def final_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     )
     speeds = [f"{_rate(summary[name])} {label}" for label, name in rates if name in summary]
     return [*lines, "", f"{steps} steps: {', '.join(speeds)}" if speeds else f"{steps} steps"]
+
+
+def _accuracy_table(summary: Mapping[str, Any]) -> list[str]:
+    prefix = "val/accuracy_start/"
+    names = [key.removeprefix(prefix) for key in summary if key.startswith(prefix)]
+    lines = _heading("accuracy", "before", "after", "change") if names else []
+    for name in names:
+        before, after = (summary[f"val/accuracy_{which}/{name}"] for which in ("start", "end"))
+        error = math.hypot(*(summary[f"val/std_err_{which}/{name}"] for which in ("start", "end")))
+        change = f"{after - before:+.3f}{_plus_minus(error)}"
+        lines.append(_columns(name, f"{before:.3f}", f"{after:.3f}", change))
+    return lines
 
 
 def _phases(metrics: Mapping[str, float], time_s: float) -> str:

@@ -109,11 +109,12 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {"steps": max((row["step"] for row in rows), default=0)}
     evaluations = accuracies(rows)
     for which, at in (("start", 0), ("end", -1)):
-        values = {name: points[at][1] for name, points in evaluations.items()}
+        values = [points[at][1] for points in evaluations.values()]
         if values:
-            out[f"val/accuracy_{which}"] = sum(values.values()) / len(values)
-        if len(values) > 1:
-            out |= {f"val/accuracy_{which}/{name}": value for name, value in values.items()}
+            out[f"val/accuracy_{which}"] = sum(values) / len(values)
+        for name, points in evaluations.items():
+            out[f"val/accuracy_{which}/{name}"] = points[at][1]
+            out[f"val/std_err_{which}/{name}"] = points[at][2]
     if steps:
         for rate, phase in RATES.items():
             weighted = [(r[rate], r[phase]) for r in steps if rate in r and r.get(phase, 0.0) > 0]

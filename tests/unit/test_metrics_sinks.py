@@ -145,6 +145,10 @@ def test_the_summary_of_a_run_worked_by_hand():
         "val/accuracy_end": pytest.approx(0.5),
         "val/accuracy_end/a": 0.7,
         "val/accuracy_end/b": 0.3,
+        "val/std_err_start/a": pytest.approx(math.nan, nan_ok=True),
+        "val/std_err_start/b": pytest.approx(math.nan, nan_ok=True),
+        "val/std_err_end/a": 0.02,
+        "val/std_err_end/b": pytest.approx(math.nan, nan_ok=True),
         "perf/samples_per_s": pytest.approx(4.0),  # 10 + 6 samples in 4 s
         "timing_s/step": 2.0,
         "timing_s/gen": 1.0,
