@@ -1,0 +1,92 @@
+"""Supervised warm start of the tiny model, on generated demonstrations, through the same learner.
+
+The learning rate decays linearly; sampled accuracy on a probe set, disjoint from training and from the
+held-out set, is measured every few steps, and the loop ends when it reaches the target. A decayed rate
+and close probes keep the end near the target.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rlcore.data.packing import pack_samples
+from rlcore.records import Sample
+from rlcore.tensors import Batch, LossInputs, LossOutput
+from rlcore.trainer import evaluate
+from rlcore.trainer.run import Run
+from rlcore.trainer.sync_loop import push_weights
+from rlcore.utils import collective
+
+Demonstrations = Callable[[int], tuple[list[int], list[int]]]
+"""Index -> prompt tokens, response tokens with the end of sequence."""
+
+
+def nll(x: LossInputs) -> LossOutput:
+    """Negative log-likelihood of the demonstration."""
+    return LossOutput(per_token=-x.logp, metrics={"actor/sft_nll": -x.logp.detach()})
+
+
+def train(
+    run: Run,
+    demonstrations: Demonstrations,
+    *,
+    rows_per_step: int,
+    probe_every: int,
+    probe_from: int,
+    target: float,
+) -> float:
+    """Train until the probe's accuracy reaches `target` or the steps are used up; returns it."""
+    accuracy = 0.0
+    for step in range(1, run.cfg.run.steps + 1):
+        run.step = step
+        with run.spans.phase("step"), run.spans.phase("update_actor"):
+            rows = [demonstrations((step - 1) * rows_per_step + i) for i in range(rows_per_step)]
+            num_tokens = sum(len(response) for _, response in rows)
+            run.learner.accumulate(batch_of(rows[run.dp_rank :: len(run.replicas)]), nll)
+            run.pending |= run.learner.apply(float(num_tokens))
+        done = step == run.cfg.run.steps
+        if step >= probe_from and (step % probe_every == 0 or done):
+            with run.spans.phase("eval"):
+                push_weights(run)
+                accuracy = probe(run)
+            done = done or accuracy >= target
+        if run.writer is not None and run.screen is not None:
+            metrics, run.pending = run.pending, {}
+            metrics |= {f"timing_s/{k}": s for k, s in run.spans.take().items()}
+            run.writer.write(step, metrics)
+            if "timing_s/eval" in metrics:
+                run.screen.step(step, metrics)
+                run.screen.evaluation(step, metrics)
+        else:
+            run.pending = {}
+            run.spans.take()
+        if done:
+            break
+    return accuracy
+
+
+def probe(run: Run) -> float:
+    """Sampled accuracy on the probe set; the same on every rank."""
+    found = evaluate.evaluate(run, f"p{run.step}", 1.0, 1)
+    run.pending |= found
+    name = run.eval_sets[0][0] if run.eval_sets else ""
+    mine = found.get(f"val-core/{name}/acc/mean@1", 0.0)
+    return collective.reduce_floats([mine], "max")[0]
+
+
+def batch_of(rows: list[tuple[list[int], list[int]]]) -> Batch:
+    """Demonstrations as if they had been sampled."""
+    samples = []
+    for i, (prompt, response) in enumerate(rows):
+        n = len(response)
+        samples.append(
+            Sample(
+                id=f"d.{i}",
+                prompt=np.array(prompt, np.int32),
+                tokens=np.array(response, np.int32),
+                logps=np.zeros(n, np.float32),
+                versions=np.zeros(n, np.int32),
+                finish="stop",
+            )
+        )
+    return pack_samples(samples)

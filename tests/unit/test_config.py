@@ -1,0 +1,101 @@
+"""Command line to configuration: selectors, overrides, one-sentence errors."""
+
+import dataclasses
+import json
+
+import pytest
+
+from rlcore.cli.settings import parse
+from rlcore.config import resolve, rules
+from rlcore.config.schema import Config
+
+
+def test_the_last_occurrence_of_a_key_wins():
+    cfg = parse(["--run.seed", "1", "--train.lr", "1e-3", "--run.seed=7"])
+    assert (cfg.run.seed, cfg.train.lr) == (7, 1e-3)
+
+
+def test_lists_are_replaced_not_extended():
+    assert parse(["--data.train", "a", "b", "--data.train", "c"]).data.train == ("c",)
+
+
+def test_flags_take_true_false_no_or_nothing():
+    assert parse(["--debug.shuffle_rewards"]).debug.shuffle_rewards
+    assert parse(["--debug.shuffle_rewards", "true"]).debug.shuffle_rewards
+    assert not parse(["--train.sp", "false"]).train.sp
+    assert not parse(["--train.no_sp"]).train.sp
+    assert parse(["--train.no_sp", "--train.sp"]).train.sp
+
+
+def test_selectors_choose_the_class_of_their_section():
+    cfg = parse(["--algo", "grpo", "--algo.clip_high", "0.3", "--reward", "math"])
+    assert type(cfg.algo).__name__ == "GRPOConfig" and cfg.algo.clip_high == 0.3
+    assert type(cfg.reward).__name__ == "MathRewardConfig"
+    assert cfg.select.reward == "math"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--algo.clip_hihg", "1"], ["--algo.clip_hihg", "did you mean --algo.clip_high?"]),
+        (["--lr", "1"], ["--lr", "did you mean --train.lr?"]),
+        (["--train.lr", "fast"], ["--train.lr fast", "float"]),
+        (["--algo.loss_agg_mode", "mean"], ["--algo.loss_agg_mode mean", "token-mean"]),
+        (["--mode", "asink"], ["--mode asink", "allowed are"]),
+        (["--algo"], ["--algo", "needs a value"]),
+        (["--run.seed"], ["--run.seed"]),
+        (["7"], ["7", "expected a key"]),
+        (["--algo", "nonesuch"], ["--algo nonesuch", "allowed are"]),
+    ],
+)
+def test_a_bad_command_line_is_one_sentence(argv, words):
+    with pytest.raises(ValueError) as e:
+        parse(argv)
+    for word in words:
+        assert word in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_the_resolved_configuration_is_saved_as_json(tmp_path):
+    cfg = parse(["--run.seed", "3"])
+    resolve.save(cfg, tmp_path / "config.json")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["run"]["seed"] == 3 and saved["algo"]["clip_low"] == 0.2
+
+
+def good() -> Config:
+    return parse(["--model.path", "m", "--data.train", "label", "--data.val", "label"])
+
+
+def test_a_good_configuration_breaks_no_rule():
+    assert rules.broken(good()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train", ()),
+        ("model.path", ""),
+        ("data.val", ()),
+        ("rollout.samples_per_prompt", 1),
+        ("train.samples_per_update", 7),
+        ("rollout.max_tokens", 0),
+        ("train.lr", -1.0),
+        ("rollout.top_p", 0.0),
+        ("rollout.temperature", 0.0),
+        ("algo.rollout_is_threshold", 0.0),
+        ("reward.timeout_s", 0.0),
+        ("train.min_lr", 1.0),
+        ("train.beta2", 1.0),
+    ],
+)
+def test_every_rule_names_its_key(key, value):
+    cfg = good()
+    section, _, name = key.partition(".")
+    part = dataclasses.replace(getattr(cfg, section), **{name: value})
+    found = rules.broken(dataclasses.replace(cfg, **{section: part}))
+    assert any(line.startswith(f"--{key}") for line in found), found
+
+
+def test_every_key_has_a_meaning_or_a_plain_name():
+    assert len(resolve.keys(good())) > 80

@@ -1,0 +1,210 @@
+"""The controller: events in, commands out, under a clock of numbers."""
+
+import numpy as np
+
+from rlcore.records import (
+    Abort,
+    Aborted,
+    Alive,
+    Down,
+    EndRound,
+    Fail,
+    Finished,
+    Prompt,
+    Ready,
+    Rewarded,
+    RewardResult,
+    Sampling,
+    Submit,
+    Work,
+)
+from rlcore.rollout.controller import Controller
+from rlcore.sched.place import LeastLoaded
+from rlcore.sched.stop import All
+
+
+def work(num_groups: int, num_samples: int) -> list[Work]:
+    return [
+        Work(
+            id=f"t{g}",
+            prompt=Prompt(index=g, source="s", tokens=np.arange(3, dtype=np.int32)),
+            num_samples=num_samples,
+            sampling=Sampling(),
+        )
+        for g in range(num_groups)
+    ]
+
+
+def controller(ranks, max_running=64, deadline_s=10.0, stop=None) -> Controller:
+    return Controller(
+        ranks=ranks, place=LeastLoaded(max_running), stop=stop or All(), deadline_s=deadline_s
+    )
+
+
+def submitted(commands) -> dict[int, list[str]]:
+    return {c.rank: [r.id for r in c.requests] for c in commands if isinstance(c, Submit)}
+
+
+def finish(c: Controller, rank: int, id: str, score: float = 1.0, now: float = 1.0):
+    out = c.handle(Finished(rank=rank, id=id, num_tokens=5, finish="stop"), now)
+    return out + c.handle(Rewarded(rank=rank, id=id, result=RewardResult(score=score)), now)
+
+
+def test_nothing_starts_before_every_replica_is_ready():
+    c = controller([0, 1])
+    c.start(work(2, 2), 0.0)
+    assert submitted(c.handle(Ready(rank=1), 0.0)) == {}
+    assert submitted(c.handle(Ready(rank=0), 0.0)) == {
+        0: ["t0.0", "t0.1"],
+        1: ["t1.0", "t1.1"],
+    }
+
+
+def test_placement_does_not_depend_on_who_was_ready_first():
+    placed = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        c = controller([0, 1, 2])
+        c.start(work(7, 3), 0.0)
+        out = [c.handle(Ready(rank=r), 0.0) for r in order]
+        placed.append(submitted(out[-1]))
+    assert placed[0] == placed[1]
+
+
+def test_a_group_goes_on_elsewhere_when_its_replica_is_full():
+    c = controller([0, 1], max_running=2)
+    c.start(work(1, 3), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    assert submitted(c.handle(Ready(rank=1), 0.0)) == {0: ["t0.0", "t0.1"], 1: ["t0.2"]}
+
+
+def test_a_waiting_request_starts_when_one_finishes():
+    c = controller([0], max_running=1)
+    c.start(work(1, 2), 0.0)
+    assert submitted(c.handle(Ready(rank=0), 0.0)) == {0: ["t0.0"]}
+    assert submitted(finish(c, 0, "t0.0")) == {0: ["t0.1"]}
+
+
+def test_the_round_ends_when_the_last_response_is_rewarded_not_when_it_is_finished():
+    c = controller([0])
+    c.start(work(1, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    finish(c, 0, "t0.0", 0.25)
+    assert c.handle(Finished(rank=0, id="t0.1", num_tokens=9, finish="length"), 1.0) == []
+    (end,) = c.handle(Rewarded(rank=0, id="t0.1", result=RewardResult(score=0.5, error="x")), 1.0)
+    assert isinstance(end, EndRound)
+    (group,) = end.groups
+    assert group.scores == (0.25, 0.5)
+    assert group.lengths == (5, 9)
+    assert group.finishes == ("stop", "length")
+    assert group.errors == ("", "x")
+    assert [r.owner for r in group.refs] == [0, 0]
+    assert c.done
+
+
+def test_a_second_reward_for_the_same_response_is_ignored():
+    c = controller([0])
+    c.start(work(1, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    finish(c, 0, "t0.0", 1.0)
+    assert c.handle(Rewarded(rank=0, id="t0.0", result=RewardResult(score=7.0)), 1.0) == []
+    (end,) = finish(c, 0, "t0.1", 0.0)
+    assert end.groups[0].scores == (1.0, 0.0)
+
+
+def test_requests_of_a_dead_engine_start_again_on_another():
+    c = controller([0, 1])
+    c.start(work(2, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    finish(c, 1, "t1.0")
+    assert submitted(c.handle(Down(rank=1, reason="killed"), 2.0)) == {0: ["t1.1"]}
+    finish(c, 0, "t0.0")
+    finish(c, 0, "t0.1")
+    out = finish(c, 0, "t1.1")
+    assert {type(o) for o in out} == {EndRound}
+    assert [r.owner for r in out[0].groups[1].refs] == [1, 0]
+
+
+def test_the_last_engine_to_die_ends_the_round_with_the_reason():
+    c = controller([0])
+    c.start(work(1, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    (fail,) = c.handle(Down(rank=0, reason="signal 9"), 2.0)
+    assert isinstance(fail, Fail)
+    assert "signal 9" in fail.reason
+
+
+def test_a_silent_rank_is_named_with_what_it_owes():
+    c = controller([0, 1], deadline_s=10.0)
+    c.start(work(2, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    finish(c, 0, "t0.0", now=15.0)
+    out = c.tick(15.0)
+    assert [type(o) for o in out] == [Fail, Fail]
+    assert "rank 1" in out[0].reason and "t1.0" in out[0].reason
+    assert "rank 0:" not in out[0].reason
+
+
+def test_a_rank_that_never_came_is_named():
+    c = controller([0, 1], deadline_s=10.0)
+    c.start(work(1, 2), 0.0)
+    c.handle(Ready(rank=0), 9.0)
+    (fail, _) = c.tick(11.0)
+    assert "rank 1" in fail.reason and "never entered the rollout" in fail.reason
+
+
+def test_a_rank_that_owes_nothing_may_be_silent():
+    c = controller([0, 1], deadline_s=10.0)
+    c.start(work(1, 2), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    finish(c, 0, "t0.0", now=11.0)
+    assert all(isinstance(o, Alive) for o in c.tick(11.0) + c.tick(12.0))
+
+
+def test_waiting_ranks_are_reassured():
+    c = controller([0, 1], deadline_s=100.0)
+    c.start(work(1, 2), 0.0)
+    assert c.tick(5.0) == []
+    assert [o.rank for o in c.tick(21.0)] == [0, 1]
+
+
+def test_an_empty_round_ends_at_once():
+    c = controller([0, 1])
+    out = c.start([], 0.0)
+    assert [type(o) for o in out] == [EndRound, EndRound]
+
+
+class FirstGroup:
+    """Ends the round with the first complete group: surplus requests must be aborted."""
+
+    def kept(self, groups):
+        return [g for g, s in groups.items() if s.is_complete]
+
+
+def test_live_requests_are_aborted_at_the_end_and_late_events_change_nothing():
+    c = controller([0, 1], stop=FirstGroup())
+    c.start(work(2, 1), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    out = finish(c, 0, "t0.0")
+    aborts = [o for o in out if isinstance(o, Abort)]
+    assert [(a.rank, a.ids) for a in aborts] == [(1, ("t1.0",))]
+    assert [type(o) for o in out].index(Abort) < [type(o) for o in out].index(EndRound)
+    assert c.handle(Aborted(rank=1, id="t1.0", num_tokens=3), 2.0) == []
+
+
+def test_the_same_events_give_the_same_commands():
+    def play():
+        c = controller([0, 1], max_running=3)
+        out = list(c.start(work(4, 2), 0.0))
+        events = [Ready(rank=0), Ready(rank=1)]
+        log = []
+        for e in events:
+            log.append(submitted(c.handle(e, 0.0)))
+        for rank, id in ((0, "t0.0"), (1, "t1.0"), (0, "t0.1"), (1, "t1.1")):
+            log.append(submitted(finish(c, rank, id)))
+        return out, log
+
+    assert play() == play()

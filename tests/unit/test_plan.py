@@ -1,0 +1,87 @@
+"""Which sample is trained where: the rows of an update do not depend on the number of ranks."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlcore.algos.base import AlgoConfig
+from rlcore.records import Group, SampleRef
+from rlcore.trainer import plan
+
+
+def groups(scores: list[list[float]], lengths: int = 5) -> list[Group]:
+    return [
+        Group(
+            id=f"t{g}",
+            prompt_index=g,
+            source="s",
+            refs=tuple(SampleRef(owner=g % 2, id=f"t{g}.{k}") for k in range(len(row))),
+            scores=tuple(row),
+            lengths=tuple(lengths + 3 * g + k for k in range(len(row))),
+            finishes=("stop",) * len(row),
+            errors=("",) * len(row),
+            prompt_length=4,
+        )
+        for g, row in enumerate(scores)
+    ]
+
+
+def rows(p: plan.Plan, update: int) -> list[str]:
+    return sorted(r.id for part in p.updates[update] for r in part)
+
+
+MIXED = [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4]
+
+
+def test_every_sample_is_trained_exactly_once():
+    p = plan.make(groups(MIXED), AlgoConfig(), num_updates=2, num_ranks=3, seed=1)
+    assert sorted(rows(p, 0) + rows(p, 1)) == sorted(
+        f"t{g}.{k}" for g in range(4) for k in range(4)
+    )
+    assert len(rows(p, 0)) == len(rows(p, 1)) == 8
+    assert p.num_equal_groups == 2
+
+
+@given(st.integers(1, 5), st.integers(0, 99))
+def test_the_rows_of_an_update_do_not_depend_on_the_number_of_ranks(num_ranks, seed):
+    one = plan.make(groups(MIXED), AlgoConfig(), num_updates=2, num_ranks=1, seed=seed)
+    many = plan.make(groups(MIXED), AlgoConfig(), num_updates=2, num_ranks=num_ranks, seed=seed)
+    assert [rows(one, u) for u in (0, 1)] == [rows(many, u) for u in (0, 1)]
+    assert sorted(one.lengths(0)) == sorted(many.lengths(0))
+
+
+def test_equal_groups_leave_the_batch_when_asked():
+    cfg = AlgoConfig(equal_reward_groups="drop")
+    p = plan.make(groups(MIXED), cfg, num_updates=2, num_ranks=2, seed=1)
+    kept = rows(p, 0) + rows(p, 1)
+    assert {i.split(".")[0] for i in kept} == {"t0", "t2"}
+    assert len(rows(p, 0)) == len(rows(p, 1)) == 4
+
+
+def test_a_step_of_equal_groups_only_has_empty_updates():
+    cfg = AlgoConfig(equal_reward_groups="drop")
+    p = plan.make(groups([[1.0, 1.0]]), cfg, num_updates=2, num_ranks=2, seed=1)
+    assert p.lengths(0) == [] and len(p.updates) == 2 and len(p.updates[0]) == 2
+
+
+def test_destinations_are_all_ranks_of_the_replica_that_trains_a_sample():
+    p = plan.make(groups(MIXED), AlgoConfig(), num_updates=1, num_ranks=2, seed=3)
+    where = p.destination([(0, 1), (2, 3)])
+    for d, part in enumerate(p.updates[0]):
+        assert all(where[r.id] == [(0, 1), (2, 3)][d] for r in part)
+    assert p.owners()["t1.0"] == 1
+
+
+def test_shuffled_rewards_are_the_same_multiset_in_another_order():
+    g = groups([[float(4 * i + k) for k in range(4)] for i in range(4)])
+    shuffled = plan.scores_of(g, 5)
+    flat = [s for row in shuffled for s in row]
+    assert sorted(flat) == [float(i) for i in range(16)] and flat != sorted(flat)
+    assert plan.scores_of(g, 5) == shuffled
+    assert plan.scores_of(g, None) == [list(x.scores) for x in g]
+
+
+def test_advantages_belong_to_their_samples():
+    g = groups([[1.0, 0.0], [0.0, 1.0]])
+    p = plan.make(g, AlgoConfig(), num_updates=1, num_ranks=1, seed=0)
+    sign = {r.id: r.advantage > 0 for r in p.updates[0][0]}
+    assert sign == {"t0.0": True, "t0.1": False, "t1.0": False, "t1.1": True}
