@@ -1,0 +1,97 @@
+"""The KV cache: one dense slab per layer, a slot per running row, as long as the longest row.
+
+A slab grows by copying and is never larger than the budget, counted in tokens as slots x capacity.
+Rows are left-aligned: column t of a slot is position t of its sequence. Columns past a row's length
+hold stale but finite numbers, which the attention mask hides.
+
+Letters: S slots, K key-value heads, C capacity (columns), D head dimension.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_STEP = 16  # columns are added in multiples of it; also what GPU attention kernels want of a mask
+
+
+def columns(length: int, budget: int) -> int:
+    """Columns that a row of `length` tokens takes."""
+    return min(-(-length // _STEP) * _STEP, budget)
+
+
+class Cache:
+    """Keys and values of all layers. `slots` and `capacity` are what is allocated now."""
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_slots: int,
+        max_columns: int,
+        budget: int,
+    ):
+        self.num_layers = layers
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = device
+        self.max_slots = max_slots
+        self.max_columns = max_columns
+        self.budget = budget
+        self.slots = 0
+        self.capacity = 0
+        self.layers: list[Tensor] = []  # each [2, S, K, C, D]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.numel() * slab.element_size() for slab in self.layers)
+
+    def fits(self, rows: int, longest: int) -> bool:
+        """May `rows` rows, the longest of `longest` tokens, be held at once?"""
+        return rows * columns(longest, self.budget) <= self.budget
+
+    def reserve(self, rows: int, longest: int, used: int) -> None:
+        """Make room for `rows` rows of up to `longest` tokens; the first `used` slots keep their
+        contents. The caller has asked `fits`."""
+        if rows <= self.slots and longest <= self.capacity:
+            return
+        need = columns(longest, self.budget)
+        # Grow in large strides where the budget has room: each growth copies the slab.
+        roomy = min(max(need, self.capacity * 3 // 2), columns(self.max_columns, self.budget))
+        wide = min(max(rows, self.slots, 1 << (rows - 1).bit_length()), self.max_slots)
+        for slots, capacity in ((wide, roomy), (wide, need), (rows, need)):
+            if slots * capacity <= self.budget:
+                break
+        else:
+            raise ValueError(f"cache of {self.budget} tokens: {rows} x {longest} do not fit")
+        keep = min(capacity, self.capacity)
+        old = self.layers or [None] * self.num_layers
+        self.layers = []
+        for index in range(self.num_layers):
+            shape = (2, slots, self.kv_heads, capacity, self.head_dim)
+            slab = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            if used:
+                slab[:, :used, :, :keep] = old[index][:, :used, :, :keep]
+            old[index] = None  # so that only one layer is held twice
+            self.layers.append(slab)
+        self.slots, self.capacity = slots, capacity
+
+    def move(self, target: Sequence[int], source: Sequence[int], length: int) -> None:
+        """Copy the first `length` columns of slots `source` to slots `target`, all at once."""
+        if not len(target) or not length:
+            return
+        to = torch.as_tensor(target, device=self.device)
+        come = torch.as_tensor(source, device=self.device)
+        for slab in self.layers:
+            # Indexing, not index_select: that one would first copy the whole slab.
+            slab[:, to, :, :length] = slab[:, come, :, :length]
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.layers = []
+        self.slots = self.capacity = 0

@@ -1,0 +1,781 @@
+"""Continuous batching over `Model`: the `Engine` that runs wherever torch does.
+
+A request waits, then runs in a row of the decode batch, then ends. Rows are compact: row i owns
+cache slot i, and when rows end the last ones move into their places. Everything but a request's
+last token is prefilled; the last one goes through the decode step like any generated token, so that
+sampling happens in one place. Members of a group share a prefill: as long as one of them runs, the
+others copy the prompt's keys and values from it.
+
+Everything per token is done for all rows at once; Python loops run over requests that start or end.
+"""
+
+import heapq
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from rlcore.hf.config import HFConfig
+from rlcore.protocols import PauseMode, Tag
+from rlcore.records import (
+    Aborted,
+    AnyEvent,
+    Bucket,
+    Finish,
+    Finished,
+    History,
+    Preempted,
+    Progress,
+    Request,
+    RequestId,
+    Sample,
+    Sampling,
+    Stats,
+)
+from rlcore.rollout.torch_engine.cache import Cache
+from rlcore.rollout.torch_engine.model import Model, Span, Step
+from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
+from rlcore.utils.buckets import open_payload, unpack
+from rlcore.utils.seed import derive
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+_PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}  # padded tokens of one prefill
+_IDLE_S = 0.002  # an inline engine with nothing to do gives the caller's thread back this soon
+_SPAN = 64  # rows that share an attended length when lengths differ a lot
+_WASTE = 1.25  # attended columns over needed ones at which rows are sorted by length
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request from submission to its end."""
+
+    request: Request
+    arrival: int
+    key: int
+    """Key of the random numbers, a signed 64-bit number."""
+    prompt: np.ndarray  # [P] int32
+    prefix: bytes
+    """The prompt as bytes: with the group, it names the shared prefill."""
+    tokens: np.ndarray  # [R] int32, what it has while it does not run
+    logps: np.ndarray
+    versions: np.ndarray
+    seat: int = -1
+    """Row of the per-request tables while it runs."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.request.priority, self.arrival
+
+
+@dataclass(slots=True)
+class _Seats:
+    """Tables of running requests, one fixed seat each; numpy, on the host."""
+
+    prompt: np.ndarray  # prompt tokens
+    count: np.ndarray  # response tokens
+    limit: np.ndarray  # most response tokens
+    last: np.ndarray  # newest token, not yet in the cache
+    key: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    stops: np.ndarray  # [seats, stops], padded with -1
+    tokens: np.ndarray  # [seats, columns]
+    logps: np.ndarray
+    versions: np.ndarray
+    free: list[int] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, num: int) -> "_Seats":
+        def table(dtype: type, *shape: int) -> np.ndarray:
+            return np.zeros((num, *shape), dtype)
+
+        ints, floats = np.int64, np.float64
+        return cls(
+            prompt=table(ints),
+            count=table(ints),
+            limit=table(ints),
+            last=table(ints),
+            key=table(ints),
+            temperature=table(floats),
+            top_k=table(ints),
+            top_p=table(floats),
+            min_p=table(floats),
+            stops=np.full((num, 1), -1),
+            tokens=table(np.int32, 64),
+            logps=table(np.float32, 64),
+            versions=table(np.int32, 64),
+            free=list(range(num - 1, -1, -1)),
+        )
+
+    def take(self, job: _Job) -> None:
+        """Give a job a seat and fill in its tables."""
+        seat, sampling, count = self.free.pop(), job.request.sampling, len(job.tokens)
+        job.seat = seat
+        self._widen(count + 1, len(sampling.stop_ids))
+        self.prompt[seat] = len(job.prompt)
+        self.count[seat] = count
+        self.limit[seat] = sampling.max_tokens
+        self.last[seat] = job.tokens[-1] if count else job.prompt[-1]
+        self.key[seat] = job.key
+        self.temperature[seat] = sampling.temperature
+        self.top_k[seat] = sampling.top_k
+        self.top_p[seat] = sampling.top_p
+        self.min_p[seat] = sampling.min_p
+        self.stops[seat] = -1
+        self.stops[seat, : len(sampling.stop_ids)] = sampling.stop_ids
+        self.tokens[seat, :count] = job.tokens
+        self.logps[seat, :count] = job.logps
+        self.versions[seat, :count] = job.versions
+
+    def leave(self, job: _Job) -> None:
+        """Take back the seat; the job keeps what was generated."""
+        seat, count = job.seat, self.count[job.seat]
+        job.tokens = self.tokens[seat, :count].copy()
+        job.logps = self.logps[seat, :count].copy()
+        job.versions = self.versions[seat, :count].copy()
+        job.seat = -1
+        self.free.append(seat)
+
+    def _widen(self, tokens: int, stops: int) -> None:
+        if tokens > self.tokens.shape[1]:
+            more = ((0, 0), (0, max(tokens, 2 * self.tokens.shape[1]) - self.tokens.shape[1]))
+            self.tokens = np.pad(self.tokens, more)
+            self.logps = np.pad(self.logps, more)
+            self.versions = np.pad(self.versions, more)
+        if stops > self.stops.shape[1]:
+            more = ((0, 0), (0, stops - self.stops.shape[1]))
+            self.stops = np.pad(self.stops, more, constant_values=-1)
+
+    def write(
+        self, seats: np.ndarray, tokens: np.ndarray, logps: np.ndarray, version: int
+    ) -> np.ndarray:
+        """Append one token to each seat; returns which of them end with it, [N] bool."""
+        at = self.count[seats]
+        self._widen(int(at.max()) + 1, 0)
+        self.tokens[seats, at] = tokens
+        self.logps[seats, at] = logps
+        self.versions[seats, at] = version
+        self.last[seats] = tokens
+        at += 1
+        self.count[seats] = at
+        stopped = (tokens[:, None] == self.stops[seats]).any(-1)
+        return stopped | (at >= self.limit[seats])
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What a decode step reads, on the device, while the same rows run."""
+
+    tokens: torch.Tensor  # [N, 1]
+    positions: torch.Tensor  # [N, 1]
+    counter: torch.Tensor  # [N]
+    settings: Settings
+    spans: list[Span]
+
+
+class TorchEngine:
+    """One replica on one device. See `protocols.Engine`; beyond it:
+
+    - `poll` does the work: it runs steps until there are events or the time is over, at least one
+      step, and returns early when there is nothing to do.
+    - An engine decodes only while it is loaded, awake and not paused; otherwise requests wait.
+    - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0.
+    - Progress and Stats come every `progress_s`, and Stats once more when the last request ends.
+
+    `cache_tokens` bounds rows x longest row, 0 takes max_running full-length rows or what memory
+    allows. When the cache is full the latest request of the lowest priority is preempted and
+    prefilled again later. `decode_floor_ms` makes every decode step last at least that long.
+    """
+
+    def __init__(
+        self,
+        hf: HFConfig,
+        *,
+        max_model_tokens: int,
+        dtype: Dtype = "float32",
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        max_running: int = 256,
+        cache_tokens: int = 0,
+        threads: int = 1,
+        progress_s: float = 0.5,
+        decode_floor_ms: float = 0.0,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if max_running < 1:
+            raise ValueError(f"max_running {max_running}: at least 1")
+        if cache_tokens and cache_tokens < 2:
+            raise ValueError(f"cache_tokens {cache_tokens}: at least 2, or 0 for as many as fit")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.hf = hf
+        self.version = -1
+        """Of the weights; -1 before the first push."""
+        self._device = torch.device(device)
+        self._dtype = getattr(torch, dtype)
+        self._seed = seed
+        self._max_running = max_running
+        self._cache_tokens = cache_tokens
+        self._max_tokens = max_model_tokens
+        self._threads = threads
+        self._progress_s = progress_s
+        self._floor_s = decode_floor_ms / 1000
+        self._rank = rank
+        self._clock = clock
+        self._model = Model(hf, dtype=self._dtype, device=self._device, max_tokens=max_model_tokens)
+        self._model.allocate()
+        self._cache: Cache | None = self._make_cache()
+        self._seats = _Seats.make(max_running)
+        self._jobs: dict[RequestId, _Job] = {}
+        self._waiting: list[tuple[tuple[int, int], _Job]] = []  # heap; ended jobs are skipped
+        self._rows: list[_Job] = []
+        self._groups: dict[tuple[str, bytes], dict[_Job, None]] = {}  # running, by prefix, in order
+        self._batch: _Batch | None = None
+        self._events: list[AnyEvent] = []
+        self._arrivals = 0
+        self._loaded = False
+        self._missing: set[str] | None = None  # of the load in progress
+        self._next_version = 0
+        self._paused = False
+        self._closed = False
+        self._totals = {"decode_steps": 0, "decode_tokens": 0, "prefill_tokens": 0, "busy_s": 0.0}
+        self._reported = clock()
+
+    # ---- requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests: all of them, or none with a ValueError that names the bad one."""
+        seen: set[RequestId] = set()
+        for request in requests:
+            if request.id in self._jobs or request.id in seen:
+                raise ValueError(f"request {request.id}: is already here; ids are used once")
+            seen.add(request.id)
+            self._check(request)
+        for request in requests:
+            prompt = np.ascontiguousarray(request.prompt, np.int32)
+            part = request.resume
+            key = derive(self._seed, "sample", request.id)
+            job = _Job(
+                request=request,
+                arrival=self._arrivals,
+                key=key,
+                prompt=prompt,
+                prefix=prompt.tobytes(),
+                tokens=np.zeros(0, np.int32) if part is None else np.array(part.tokens, np.int32),
+                logps=np.zeros(0, np.float32) if part is None else np.array(part.logps, np.float32),
+                versions=np.zeros(0, np.int32)
+                if part is None
+                else np.array(part.versions, np.int32),
+            )
+            self._arrivals += 1
+            self._jobs[request.id] = job
+            heapq.heappush(self._waiting, (job.order, job))
+
+    def _check(self, request: Request) -> None:
+        where, length = f"request {request.id}", len(request.prompt)
+        check_sampling(where, request.sampling)
+        if length < 1:
+            raise ValueError(f"{where}: the prompt is empty")
+        most = self._max_tokens
+        if length + request.sampling.max_tokens > most:
+            raise ValueError(
+                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
+                f" exceed the engine's {most}; shorten one of them"
+            )
+        if self._cache_tokens and length + request.sampling.max_tokens > self._cache_tokens:
+            raise ValueError(
+                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
+                f" exceed --rollout.cache_tokens {self._cache_tokens}; raise it"
+            )
+        if request.prompt.min() < 0 or request.prompt.max() >= self.hf.vocab_size:
+            raise ValueError(f"{where}: has a token outside the vocabulary of {self.hf.vocab_size}")
+        part = request.resume
+        if part is None:
+            return
+        if not len(part.tokens) == len(part.logps) == len(part.versions):
+            raise ValueError(f"{where}: tokens, logps and versions to resume differ in length")
+        if len(part.tokens) >= request.sampling.max_tokens:
+            raise ValueError(
+                f"{where}: resumes with {len(part.tokens)} tokens, of at most"
+                f" {request.sampling.max_tokens}; there is nothing left to generate"
+            )
+        if len(part.tokens) and int(part.tokens[-1]) in request.sampling.stop_ids:
+            raise ValueError(f"{where}: resumes behind a stop token; it is finished")
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        """Stop requests; their partial samples come as `Aborted` events."""
+        jobs = [self._jobs[i] for i in ids if i in self._jobs]
+        self._unseat([job for job in jobs if job.seat >= 0])
+        for job in jobs:
+            self._end(job, "abort")
+        if jobs and not self._jobs:
+            self._report()
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        """Work until there are events, the time is over or there is nothing to do; at least one
+        step, so that a timeout of 0 makes progress too."""
+        end = self._clock() + timeout_s
+        if not self._events:
+            with self._own_threads():
+                while self._step() and not self._events and self._clock() < end:
+                    pass
+            if not self._events and not self.can_work and timeout_s > 0:
+                time.sleep(min(timeout_s, _IDLE_S))
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def can_work(self) -> bool:
+        """Would a step do something?"""
+        ready = self._loaded and self._missing is None and not self._paused and not self._closed
+        return ready and self._cache is not None and bool(self._jobs)
+
+    # ---- pausing, weights, memory
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop decoding; see the protocol for the modes. Requests may still be submitted."""
+        self._paused = True
+        if mode == "abort":
+            self.abort(list(self._jobs))
+        elif mode == "recompute":
+            self._requeue(list(self._rows))
+        elif mode != "in_place":
+            raise ValueError(f"pause mode {mode}: in_place, recompute or abort")
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+
+    def begin_load(self, version: int) -> None:
+        """Start a push; a second call starts over."""
+        if not self._model.allocated:
+            raise RuntimeError("the engine's weights are asleep; call wake(['weights']) first")
+        self._missing = set(self._model.shapes)
+        self._next_version = version
+        self._loaded = False
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+        """Copy the tensors of a bucket into place. ValueError: unknown name, wrong shape, short."""
+        if self._missing is None:
+            raise RuntimeError("load_bucket outside of begin_load and end_load")
+        if len(payloads) != 1:
+            raise ValueError(f"{len(payloads)} payloads: this engine has tensor-parallel size 1")
+        with torch.inference_mode():
+            for name, tensor in unpack(bucket, open_payload(bucket, payloads[0])):
+                self._model.load(name, tensor)
+                self._missing.discard(name)
+
+    def end_load(self) -> None:
+        """Tokens from now on are of the new version. RuntimeError naming missing tensors."""
+        if self._missing is None:
+            raise RuntimeError("end_load without begin_load")
+        if self._missing:
+            names = sorted(self._missing)
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise RuntimeError(f"{len(names)} tensors did not come: {shown}; push all weights")
+        self._missing = None
+        self._loaded = True
+        self.version = self._next_version
+
+    def sleep(self, tags: Collection[Tag]) -> None:
+        """Free the weights or the cache. Rows of a paused engine are prefilled again later."""
+        _check_tags(tags)
+        if self._rows and not self._paused:
+            raise RuntimeError(f"{len(self._rows)} requests are running; pause the engine first")
+        if "kv_cache" in tags and self._cache is not None:
+            self._requeue(list(self._rows))
+            self._cache.free()
+            self._cache = None
+        if "weights" in tags:
+            self._model.free()
+            self._loaded, self._missing = False, None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        """Take the memory again. Weights must be pushed before the engine decodes."""
+        _check_tags(tags)
+        if "weights" in tags:
+            self._model.allocate()
+        if "kv_cache" in tags and self._cache is None:
+            self._cache = self._make_cache()
+
+    def relayout(self, tp: int) -> None:
+        """Only 1 is possible."""
+        if tp != 1:
+            raise ValueError(f"tensor-parallel size {tp}: the torch engine has size 1")
+
+    def remember(self, histories: Sequence[History]) -> None:
+        """Ignored: this engine does not draft."""
+
+    def close(self) -> None:
+        """Free everything; requests are dropped without events."""
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs, self._waiting, self._rows, self._groups = {}, [], [], {}
+        self._batch = None
+        self._model.free()
+        if self._cache is not None:
+            self._cache.free()
+            self._cache = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the KV cache holds now."""
+        return self._cache.num_bytes if self._cache is not None else 0
+
+    def _make_cache(self) -> Cache:
+        hf = self.hf
+        full = self._max_running * self._max_tokens
+        budget = self._cache_tokens
+        if not budget:
+            per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * self._dtype.itemsize
+            budget = max(self._max_tokens, min(full, _free_bytes(self._device) // per_token))
+        return Cache(
+            hf.num_layers,
+            hf.num_kv_heads,
+            hf.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+            max_slots=self._max_running,
+            max_columns=self._max_tokens,
+            budget=budget,
+        )
+
+    # ---- the step
+
+    @contextmanager
+    def _own_threads(self):
+        """This engine's number of threads, and the caller's again afterwards."""
+        before = torch.get_num_threads()
+        if before != self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            if before != self._threads:
+                torch.set_num_threads(before)
+
+    @torch.inference_mode()
+    def _step(self) -> bool:
+        """Start what may start, decode one token per row; False when there is nothing to do."""
+        if not self.can_work:
+            return False
+        start = self._clock()
+        self._admit()
+        self._make_room()
+        self._decode()
+        took = self._clock() - start
+        if took < self._floor_s:
+            time.sleep(self._floor_s - took)
+            took = self._floor_s
+        self._totals["busy_s"] += took
+        self._report()
+        return True
+
+    def _longest(self) -> int:
+        """Tokens of the longest row."""
+        seats = self._row_seats()
+        return int((self._seats.prompt[seats] + self._seats.count[seats]).max(initial=0))
+
+    def _row_seats(self) -> np.ndarray:
+        return np.fromiter((job.seat for job in self._rows), np.int64, len(self._rows))
+
+    def _admit(self) -> None:
+        """Move waiting requests into rows while rows, cache and this step's prefill allow."""
+        picked: list[_Job] = []
+        longest, work = self._longest(), 0
+        limit = _PREFILL_TOKENS.get(self._device.type, 2048) * 4
+        while self._waiting and len(self._rows) + len(picked) < self._max_running:
+            job = self._waiting[0][1]
+            if self._jobs.get(job.request.id) is not job:
+                heapq.heappop(self._waiting)
+                continue
+            length = len(job.prompt) + len(job.tokens)
+            rows = len(self._rows) + len(picked) + 1
+            if rows > 1 and not self._cache.fits(rows, max(longest, length)):
+                break
+            if picked and work + length > limit:
+                break
+            heapq.heappop(self._waiting)
+            picked.append(job)
+            longest, work = max(longest, length), work + length
+        if picked:
+            self._start(picked, longest)
+
+    def _start(self, picked: list[_Job], longest: int) -> None:
+        """Give rows to requests and fill the cache with all but their last tokens."""
+        leaders: list[_Job] = []
+        followers: list[tuple[_Job, _Job]] = []
+        for job in picked:
+            group = self._groups.setdefault((job.request.group, job.prefix), {})
+            if group:
+                followers.append((job, next(iter(group))))
+            else:
+                leaders.append(job)
+            group[job] = None
+        # Sorted, so that prefills of similar length share a batch.
+        leaders.sort(key=lambda job: len(job.prompt) + len(job.tokens), reverse=True)
+        followers.sort(key=lambda pair: len(pair[0].tokens), reverse=True)
+        first = len(self._rows)
+        self._cache.reserve(first + len(picked), longest, first)
+        self._rows += leaders + [job for job, _ in followers]
+        slot = {job: number for number, job in enumerate(self._rows)}
+        for job in self._rows[first:]:
+            self._seats.take(job)
+        self._batch = None
+        self._fill(leaders, first, [0] * len(leaders))
+        if not followers:
+            return
+        shared = [len(job.prompt) - 1 for job, _ in followers]
+        jobs = [job for job, _ in followers]
+        self._cache.move([slot[j] for j in jobs], [slot[s] for _, s in followers], max(shared))
+        resumed = sum(bool(len(job.tokens)) for job in jobs)
+        self._fill(jobs[:resumed], first + len(leaders), shared[:resumed])
+
+    def _fill(self, jobs: list[_Job], slot: int, starts: list[int]) -> None:
+        """Prefill rows from `slot` on: from `starts` to before the last token. Longest first."""
+        budget = _PREFILL_TOKENS.get(self._device.type, 2048)
+        parts = [
+            np.concatenate((job.prompt, job.tokens))[start:-1]
+            for job, start in zip(jobs, starts, strict=True)
+        ]
+        done = 0
+        while done < len(parts) and len(parts[done]):
+            width = len(parts[done])
+            size = max(1, budget // width)
+            batch = [part for part in parts[done : done + size] if 2 * len(part) >= width]
+            tokens = np.zeros((len(batch), width), np.int64)
+            for row, part in enumerate(batch):
+                tokens[row, : len(part)] = part
+            begin = np.array(starts[done : done + len(batch)])
+            # Padding is written too: behind the row's end, where nothing looks before it is
+            # overwritten, and never past the last column.
+            positions = np.minimum(begin[:, None] + np.arange(width), self._cache.capacity - 1)
+            step = Step(
+                tokens=torch.from_numpy(tokens).to(self._device),
+                positions=torch.from_numpy(positions).to(self._device),
+                slot=slot + done,
+                spans=[(0, len(batch), min(int(begin.max()) + width, self._cache.capacity))],
+                causal=not begin.any(),
+            )
+            self._model.fill(step, self._cache)
+            self._totals["prefill_tokens"] += sum(map(len, batch))
+            done += len(batch)
+
+    def _make_room(self) -> None:
+        """See that every row can write its next token; preempt the last in order until it fits."""
+        longest = self._longest()
+        lost: list[_Job] = []
+        while not self._cache.fits(len(self._rows) - len(lost), longest):
+            rest = [job for job in self._rows if job not in lost]
+            lost.append(max(rest, key=lambda job: job.order))
+            seats = [job.seat for job in rest if job is not lost[-1]]
+            longest = int((self._seats.prompt[seats] + self._seats.count[seats]).max())
+        self._requeue(lost)
+        for job in lost:
+            self._emit(Preempted, id=job.request.id)
+        self._cache.reserve(len(self._rows), longest, len(self._rows))
+
+    def _decode(self) -> None:
+        if self._batch is None:
+            self._batch = self._make_batch()
+        batch = self._batch
+        step = Step(batch.tokens, batch.positions, 0, batch.spans, False)
+        hidden = self._model.forward(step, self._cache)
+        logits = self._model.logits(hidden[:, 0])
+        tokens, logps = sample(logits, batch.counter, batch.settings)
+        host = torch.stack((tokens.double(), logps)).cpu().numpy()  # the step's one transfer
+        if not np.isfinite(host[1]).all():
+            bad = self._rows[int(np.argmin(np.isfinite(host[1])))].request.id
+            raise RuntimeError(f"request {bad}: the logits are not finite; check the weights")
+        seats = self._row_seats()
+        done = self._seats.write(seats, host[0].astype(np.int64), host[1], self.version)
+        self._totals["decode_steps"] += 1
+        self._totals["decode_tokens"] += len(seats)
+        if done.any():
+            self._finish([self._rows[i] for i in np.flatnonzero(done)])
+            return
+        batch.tokens = tokens[:, None]
+        batch.positions += 1
+        batch.counter += GOLDEN
+        batch.spans = [(a, b, length + 1) for a, b, length in batch.spans]
+
+    def _finish(self, jobs: list[_Job]) -> None:
+        self._unseat(jobs)
+        for job in jobs:
+            stopped = int(job.tokens[-1]) in job.request.sampling.stop_ids
+            self._end(job, "stop" if stopped else "length")
+
+    def _make_batch(self) -> _Batch:
+        """The decode step's inputs, after rows came or went."""
+        seats, table = self._row_seats(), self._seats
+        lengths = table.prompt[seats] + table.count[seats]
+        if self._sort_rows(lengths):
+            seats = self._row_seats()
+            lengths = table.prompt[seats] + table.count[seats]
+        with np.errstate(over="ignore"):
+            counter = table.key[seats] + table.count[seats] * np.int64(GOLDEN)
+        ints = np.stack((table.last[seats], lengths - 1, counter))
+        device = torch.from_numpy(ints).to(self._device)
+        return _Batch(
+            tokens=device[0][:, None],
+            positions=device[1][:, None],
+            counter=device[2],
+            settings=self._settings(seats),
+            spans=_spans(lengths),
+        )
+
+    def _settings(self, seats: np.ndarray) -> Settings:
+        table, device = self._seats, self._device
+        temperature = table.temperature[seats]
+        greedy = temperature == 0
+        scale = 1 / np.where(greedy, 1, temperature)
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        settings = Settings(
+            scale=torch.from_numpy(scale).to(device, dtype),
+            greedy=torch.from_numpy(greedy).to(device) if greedy.any() else None,
+            filtered=None,
+            plain=bool((scale == 1).all()),
+        )
+        top_k, top_p, min_p = table.top_k[seats], table.top_p[seats], table.min_p[seats]
+        rows = np.flatnonzero(((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~greedy)
+        if len(rows):
+            settings.filtered = torch.from_numpy(rows).to(device)
+            settings.top_k = torch.from_numpy(top_k[rows]).to(device)
+            settings.top_p = torch.from_numpy(top_p[rows]).to(device)
+            settings.min_p = torch.from_numpy(min_p[rows]).to(device)
+        return settings
+
+    def _sort_rows(self, lengths: np.ndarray) -> bool:
+        """Sort rows by length when short ones pay too much for long ones; True when moved."""
+        if len(lengths) <= _SPAN:
+            return False
+        order = np.argsort(-lengths, kind="stable")
+        if _attended(lengths) < _WASTE * _attended(lengths[order]):
+            return False
+        target = np.flatnonzero(order != np.arange(len(order)))
+        self._cache.move(target, order[target], int(lengths.max()))
+        self._rows = [self._rows[i] for i in order]
+        return True
+
+    # ---- rows and events
+
+    def _unseat(self, jobs: Collection[_Job]) -> None:
+        """Take jobs out of their rows and close the gaps with the last rows."""
+        if not jobs:
+            return
+        self._batch = None
+        gone = set(jobs)
+        longest = self._longest()
+        keep = len(self._rows) - len(gone)
+        holes = [i for i in range(keep) if self._rows[i] in gone]
+        movers = [i for i in range(keep, len(self._rows)) if self._rows[i] not in gone]
+        if self._cache is not None:
+            with torch.inference_mode():
+                self._cache.move(holes, movers, longest)
+        for hole, mover in zip(holes, movers, strict=True):
+            self._rows[hole] = self._rows[mover]
+        del self._rows[keep:]
+        for job in jobs:
+            self._seats.leave(job)
+            key = (job.request.group, job.prefix)
+            del self._groups[key][job]
+            if not self._groups[key]:
+                del self._groups[key]
+
+    def _requeue(self, jobs: Collection[_Job]) -> None:
+        """Take jobs out of their rows; they wait, in their old place, to be prefilled again."""
+        self._unseat(jobs)
+        for job in jobs:
+            heapq.heappush(self._waiting, (job.order, job))
+
+    def _end(self, job: _Job, finish: Finish) -> None:
+        del self._jobs[job.request.id]
+        sample = Sample(
+            id=job.request.id,
+            prompt=job.prompt,
+            tokens=job.tokens,
+            logps=job.logps,
+            versions=job.versions,
+            finish=finish,
+        )
+        count = len(job.tokens)
+        if finish == "abort":
+            self._emit(Aborted, id=job.request.id, num_tokens=count, sample=sample)
+            return
+        self._emit(Finished, id=job.request.id, num_tokens=count, finish=finish, sample=sample)
+
+    def _emit(self, kind: type, **fields) -> None:
+        self._events.append(kind(rank=self._rank, time=self._clock(), **fields))
+
+    def _report(self) -> None:
+        """Progress and Stats at intervals, Stats when nothing is left."""
+        due = self._clock() - self._reported >= self._progress_s
+        if not due and self._jobs:
+            return
+        self._reported = self._clock()
+        if self._rows:
+            counts = self._seats.count[self._row_seats()].tolist()
+            ids = tuple(job.request.id for job in self._rows)
+            self._emit(Progress, ids=ids, lengths=tuple(counts))
+        waiting = len(self._jobs) - len(self._rows)
+        self._emit(Stats, **self._totals, running=len(self._rows), waiting=waiting)
+        self._totals = dict.fromkeys(self._totals, 0) | {"busy_s": 0.0}
+
+
+def check_sampling(where: str, sampling: Sampling) -> None:
+    """ValueError for settings that define no distribution."""
+    if not 0 <= sampling.temperature < float("inf"):
+        raise ValueError(f"{where}: temperature {sampling.temperature}: 0 (greedy) or above")
+    if sampling.top_k < 0:
+        raise ValueError(f"{where}: top_k {sampling.top_k}: 0 (all tokens) or above")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"{where}: top_p {sampling.top_p}: above 0, at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        raise ValueError(f"{where}: min_p {sampling.min_p}: from 0 to 1")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"{where}: max_tokens {sampling.max_tokens}: at least 1")
+
+
+def _check_tags(tags: Collection[Tag]) -> None:
+    for tag in tags:
+        if tag not in ("weights", "kv_cache"):
+            raise ValueError(f"tag {tag}: weights or kv_cache")
+
+
+def _spans(lengths: np.ndarray) -> list[Span]:
+    """Row ranges with the length that each attends to: one, unless several save a lot."""
+    rows, longest = len(lengths), int(lengths.max())
+    if rows <= _SPAN or rows * longest < _WASTE * _attended(lengths):
+        return [(0, rows, longest)]
+    starts = range(0, rows, _SPAN)
+    ends = [*starts[1:], rows]
+    return [(a, b, int(lengths[a:b].max())) for a, b in zip(starts, ends, strict=True)]
+
+
+def _attended(lengths: np.ndarray) -> int:
+    """Columns that attention reads when every _SPAN rows have their own length."""
+    starts = np.arange(0, len(lengths), _SPAN)
+    sizes = np.diff(np.append(starts, len(lengths)))
+    return int((np.maximum.reduceat(lengths, starts) * sizes).sum())
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that a cache may take: what is free, less room for growth and activations."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // 2
+    raise RuntimeError("/proc/meminfo does not say MemAvailable; set --rollout.cache_tokens")

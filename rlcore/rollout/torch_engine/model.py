@@ -1,0 +1,333 @@
+"""Decoder-only transformer in plain torch for Qwen2, Qwen3, Llama 3 and Qwen3-MoE, with a KV cache.
+
+Weights live in fused buffers (query-key-value, gate-up, experts), transposed to [in, out] because
+small batches multiply faster that way. `views` maps every Hugging Face name to the part of a buffer
+that holds it, so that loading copies each tensor once, to where it is used.
+
+The head dimension of queries and keys is stored interleaved: dimensions i and i + D/2, which RoPE
+rotates together, lie side by side and are rotated as one complex number. Dot products of queries
+and keys do not notice.
+
+Letters: B rows, S new tokens of a row, H query heads, K key-value heads, D head dimension.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import EMBED, HEAD, NORM, expected, layer_prefix
+from rlcore.rollout.torch_engine.cache import Cache
+
+Span = tuple[int, int, int]
+"""Rows from, rows to, columns that they attend to."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward: where new tokens go and what they see."""
+
+    tokens: Tensor  # [B, S] int64
+    positions: Tensor  # [B, S] int64
+    slot: int
+    """Slot of the first row; the others follow."""
+    spans: list[Span]
+    """Row ranges with their own attended length; one range unless lengths differ a lot."""
+    causal: bool
+    """The new tokens are the whole sequence: no mask is needed."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    norm1: Tensor
+    qkv: Tensor  # [hidden, (H + 2K) D]
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + K, D]
+    out: Tensor  # [H D, hidden]
+    norm2: Tensor
+    gate_up: Tensor  # [hidden, 2 inner], or [E, 2 inner, hidden]
+    down: Tensor  # [inner, hidden], or [E, hidden, inner]
+    router: Tensor | None = None  # [hidden, E]
+
+
+@dataclass(slots=True)
+class _Weights:
+    embed: Tensor  # [vocab, hidden]
+    head: Tensor  # [vocab, hidden]
+    norm: Tensor
+    layers: list[_Layer] = field(default_factory=list)
+
+
+class Model:
+    """Weights and forward. Not loaded until every name of `views` has been copied."""
+
+    def __init__(self, hf: HFConfig, *, dtype: torch.dtype, device: torch.device, max_tokens: int):
+        self.hf = hf
+        self.dtype = dtype
+        self.device = device
+        self.shapes = expected(hf)
+        self.views: dict[str, Tensor] = {}
+        self._weights: _Weights | None = None
+        # RoPE angles in float32, as transformers and Megatron compute them, whatever the dtype.
+        angles = torch.outer(torch.arange(max_tokens).float(), inverse_frequencies(hf))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        cos_sin = torch.stack((angles.cos(), angles.sin()), -1).to(device, wide)
+        self._rope = torch.view_as_complex(cos_sin)  # [max_tokens, D/2]
+
+    @property
+    def allocated(self) -> bool:
+        return self._weights is not None
+
+    def allocate(self) -> None:
+        """Take the memory of the weights; contents are undefined."""
+        if self._weights is not None:
+            return
+        hf, new = self.hf, self._empty
+        views = {EMBED: new(hf.vocab_size, hf.hidden_size), NORM: new(hf.hidden_size)}
+        if not hf.tie_word_embeddings:
+            views[HEAD] = new(hf.vocab_size, hf.hidden_size)
+        weights = _Weights(views[EMBED], views.get(HEAD, views[EMBED]), views[NORM])
+        for number in range(hf.num_layers):
+            weights.layers.append(self._allocate_layer(layer_prefix(number), views))
+        assert views.keys() == self.shapes.keys()
+        self.views, self._weights = views, weights
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _allocate_layer(self, prefix: str, views: dict[str, Tensor]) -> _Layer:
+        hf, new = self.hf, self._empty
+        queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+        hidden, half = hf.hidden_size, hf.head_dim // 2
+        qkv = new(hidden, queries + 2 * keys)
+        bias = new(queries + 2 * keys) if hf.qkv_bias else None
+        start = 0
+        for name, size in (("q", queries), ("k", keys), ("v", keys)):
+            part = slice(start, start + size)
+            start += size
+            weight = qkv.T[part]
+            if name != "v":
+                weight = weight.view(-1, half, 2, hidden).transpose(1, 2)
+            views[f"{prefix}self_attn.{name}_proj.weight"] = weight
+            if bias is not None:
+                view = bias[part]
+                if name != "v":
+                    view = view.view(-1, half, 2).transpose(1, 2)
+                views[f"{prefix}self_attn.{name}_proj.bias"] = view
+        qk_norm = None
+        if hf.qk_norm:
+            # One row per head, all equal: queries and keys are normalised by one multiplication.
+            qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
+            pairs = qk_norm.view(-1, half, 2).transpose(1, 2)
+            views[f"{prefix}self_attn.q_norm.weight"] = pairs[: hf.num_heads]
+            views[f"{prefix}self_attn.k_norm.weight"] = pairs[hf.num_heads :]
+        layer = _Layer(
+            norm1=new(hidden),
+            qkv=qkv,
+            qkv_bias=bias,
+            qk_norm=qk_norm,
+            out=new(queries, hidden),
+            norm2=new(hidden),
+            gate_up=torch.empty(0),
+            down=torch.empty(0),
+        )
+        views[f"{prefix}input_layernorm.weight"] = layer.norm1
+        views[f"{prefix}post_attention_layernorm.weight"] = layer.norm2
+        views[f"{prefix}self_attn.o_proj.weight"] = layer.out.T
+        if hf.num_experts:
+            inner = hf.moe_intermediate_size
+            layer.router = new(hidden, hf.num_experts)
+            layer.gate_up = new(hf.num_experts, 2 * inner, hidden)
+            layer.down = new(hf.num_experts, hidden, inner)
+            views[f"{prefix}mlp.gate.weight"] = layer.router.T
+            for expert in range(hf.num_experts):
+                name = f"{prefix}mlp.experts.{expert}."
+                views[f"{name}gate_proj.weight"] = layer.gate_up[expert, :inner]
+                views[f"{name}up_proj.weight"] = layer.gate_up[expert, inner:]
+                views[f"{name}down_proj.weight"] = layer.down[expert]
+        else:
+            inner = hf.intermediate_size
+            layer.gate_up = new(hidden, 2 * inner)
+            layer.down = new(inner, hidden)
+            views[f"{prefix}mlp.gate_proj.weight"] = layer.gate_up.T[:inner]
+            views[f"{prefix}mlp.up_proj.weight"] = layer.gate_up.T[inner:]
+            views[f"{prefix}mlp.down_proj.weight"] = layer.down.T
+        return layer
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Copy one tensor, converted to the model's dtype. ValueError: unknown name or shape."""
+        if name not in self.shapes:
+            raise ValueError(f"tensor {name}: the model has none of that name")
+        if tuple(tensor.shape) != self.shapes[name]:
+            want = list(self.shapes[name])
+            raise ValueError(f"tensor {name}: shape {list(tensor.shape)}, the model has {want}")
+        view = self.views[name]
+        if view.dim() == 3 and name.endswith("_norm.weight"):
+            tensor = tensor.view(1, 2, -1).expand(view.shape)
+        view.copy_(tensor.reshape(view.shape))
+
+    def free(self) -> None:
+        """Give the memory of the weights back."""
+        self.views, self._weights = {}, None
+
+    def forward(self, step: Step, cache: Cache) -> Tensor:
+        """Write keys and values of the new tokens and return the last hidden states [B, S, h]."""
+        hidden = self._run(step, cache, fill=False)
+        assert hidden is not None
+        return F.rms_norm(hidden, hidden.shape[-1:], self._weights.norm, self.hf.rms_norm_eps)
+
+    def fill(self, step: Step, cache: Cache) -> None:
+        """Write keys and values of the new tokens; nothing is predicted from them."""
+        self._run(step, cache, fill=True)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., vocab] of hidden states, in float32 (float64 stays)."""
+        logits = F.linear(hidden, self._weights.head)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _run(self, step: Step, cache: Cache, fill: bool) -> Tensor | None:
+        hf, weights = self.hf, self._weights
+        rows, new = step.tokens.shape
+        heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
+        x = weights.embed[step.tokens].view(rows * new, hf.hidden_size)
+        rope = self._rope[step.positions].view(rows * new, 1, dim // 2)
+        key_index = cache_index(step, cache).view(rows * new, kv)
+        value_index = key_index + cache.slots * kv * cache.capacity
+        masks = self._masks(step)
+        for number, layer in enumerate(weights.layers):
+            h = F.rms_norm(x, (hf.hidden_size,), layer.norm1, hf.rms_norm_eps)
+            if layer.qkv_bias is None:
+                qkv = h @ layer.qkv
+            else:
+                qkv = torch.addmm(layer.qkv_bias, h, layer.qkv)
+            qkv = qkv.view(rows * new, heads + 2 * kv, dim)
+            qk, value = qkv[:, : heads + kv], qkv[:, heads + kv :]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (dim,), None, hf.rms_norm_eps) * layer.qk_norm
+            qk = self._rotate(qk, rope)
+            slab = cache.layers[number]
+            flat = slab.view(-1, dim)
+            flat[key_index] = qk[:, heads:]
+            flat[value_index] = value
+            if fill and number + 1 == hf.num_layers:
+                return None
+            query = qk[:, :heads].view(rows, new, heads, dim)
+            mixed = self._attend(query, slab, step, masks)
+            x = torch.addmm(x, mixed, layer.out)
+            h = F.rms_norm(x, (hf.hidden_size,), layer.norm2, hf.rms_norm_eps)
+            if layer.router is not None:
+                x = x + self._experts(h, layer)
+                continue
+            gate, up = (h @ layer.gate_up).chunk(2, -1)
+            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+        return x.view(rows, new, hf.hidden_size)
+
+    def _rotate(self, qk: Tensor, rope: Tensor) -> Tensor:
+        """RoPE on interleaved pairs; in float32 where the model is narrower."""
+        wide = qk if qk.dtype in (torch.float32, torch.float64) else qk.float()
+        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rope).flatten(-2).to(self.dtype)
+
+    def _masks(self, step: Step) -> list[Tensor]:
+        """Per span [B, 1, repeats * S, T]: 0 where a query may look, -inf elsewhere."""
+        if step.causal:
+            return []
+        repeats = self.hf.num_heads // self.hf.num_kv_heads
+        longest = max(length for _, _, length in step.spans)
+        column = torch.arange(longest, device=self.device)
+        hidden = column > step.positions.unsqueeze(-1)  # [B, S, T]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(hidden, -math.inf)
+        if step.tokens.shape[1] == 1:
+            mask = mask.unsqueeze(1).expand(-1, -1, repeats, -1)
+        else:
+            mask = mask.repeat(1, repeats, 1).unsqueeze(1)
+        return [mask[a:b, :, :, :length] for a, b, length in step.spans]
+
+    def _attend(self, query: Tensor, slab: Tensor, step: Step, masks: list[Tensor]) -> Tensor:
+        """[B * S, H D]: attention over the cached columns. The queries that share a key-value head
+        are laid along the query axis, so keys are never repeated."""
+        rows, new, heads, dim = query.shape
+        kv = slab.shape[2]
+        keys, values = slab[:, step.slot : step.slot + rows]
+        if step.causal:
+            mixed = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                keys[:, :, :new],
+                values[:, :, :new],
+                is_causal=True,
+                enable_gqa=heads != kv,
+            )
+            return mixed.transpose(1, 2).reshape(rows * new, heads * dim)
+        # [B, S, K, r, D] -> [B, K, r, S, D]
+        query = query.view(rows, new, kv, heads // kv, dim).permute(0, 2, 3, 1, 4)
+        query = query.reshape(rows, kv, heads // kv * new, dim)
+        parts = [
+            F.scaled_dot_product_attention(
+                query[a:b], keys[a:b, :, :length], values[a:b, :, :length], attn_mask=mask
+            )
+            for (a, b, length), mask in zip(step.spans, masks, strict=True)
+        ]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        mixed = (
+            mixed.view(rows, kv, heads // kv, new, dim)
+            if new == 1
+            else mixed.unflatten(2, (heads // kv, new))
+        )
+        return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
+
+    def _experts(self, h: Tensor, layer: _Layer) -> Tensor:
+        """Mixture of experts: tokens sorted by expert, one matrix product per expert."""
+        hf = self.hf
+        scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
+        weight, chosen = scores.topk(hf.experts_per_token, -1)  # [N, k]
+        if hf.norm_topk_prob:
+            weight = weight / weight.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        token = order // hf.experts_per_token
+        ends = torch.bincount(chosen.flatten(), minlength=hf.num_experts).cumsum(0)
+        gate, up = grouped(h[token], layer.gate_up, ends).chunk(2, -1)
+        out = grouped(F.silu(gate) * up, layer.down, ends)
+        out = out * weight.flatten()[order, None].to(out.dtype)
+        return torch.zeros_like(h).index_add_(0, token, out)
+
+
+def cache_index(step: Step, cache: Cache) -> Tensor:
+    """[B, S, K] rows of the flattened key half of a slab that the new tokens take."""
+    rows = step.tokens.shape[0]
+    device = step.tokens.device
+    slot = torch.arange(step.slot, step.slot + rows, device=device) * cache.kv_heads
+    head = slot[:, None] + torch.arange(cache.kv_heads, device=device)  # [B, K]
+    return (head * cache.capacity)[:, None] + step.positions.unsqueeze(-1)
+
+
+def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """x [N, in] sorted by group, weights [E, out, in], ends [E]: each group by its own matrix."""
+    if x.dtype != torch.float64:
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends.to(torch.int32))
+    out = x.new_empty(x.shape[0], weights.shape[1])
+    start = 0
+    for index, end in enumerate(ends.tolist()):
+        if end > start:
+            out[start:end] = x[start:end] @ weights[index].T
+        start = end
+    return out
+
+
+def inverse_frequencies(hf: HFConfig) -> Tensor:
+    """[D/2] float32 angles per position, with Llama 3's scaling where the model has it."""
+    inverse = 1.0 / hf.rope_theta ** (torch.arange(0, hf.head_dim, 2).float() / hf.head_dim)
+    scaling = hf.rope_scaling
+    if scaling is None:
+        return inverse
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    old = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    scaled = torch.where(wavelength > old / low, inverse / scaling["factor"], inverse)
+    smooth = (old / wavelength - low) / (high - low)
+    between = (1 - smooth) * scaled / scaling["factor"] + smooth * scaled
+    medium = ~(wavelength < old / high) & ~(wavelength > old / low)
+    return torch.where(medium, between, scaled)

@@ -1,0 +1,105 @@
+"""From logits to tokens: filters, inverse-CDF sampling and log-probs of what was sampled.
+
+Random numbers come from a counter-based generator: a hash of (request key + position), so a sample
+depends on nothing else in the batch. Log-probs are of the distribution that was sampled, after
+temperature and filters; greedy decoding samples a point mass, hence its log-probs are 0.
+
+Filters act one after the other: temperature, the `top_k` most likely tokens (ties by lower id), the
+smallest set of those whose renormalised mass reaches `top_p`, tokens at least `min_p` times as
+likely as the best.
+
+Letters: N rows, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""Distance between the counters of neighbouring positions, as a signed 64-bit number."""
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
+_BITS = 48
+_BLOCK = 512  # a large vocabulary is searched in blocks
+
+
+@dataclass(slots=True)
+class Settings:
+    """How each row is sampled. All [N]; the filters are None where no row uses them."""
+
+    scale: Tensor
+    """1 / temperature, 1 for greedy rows."""
+    greedy: Tensor | None  # bool
+    filtered: Tensor | None  # int64, the rows with filters; the next three are about those
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    plain: bool = False
+    """Every scale is 1."""
+
+
+def uniform(counter: Tensor) -> Tensor:
+    """[N] float64 in (0, 1) from int64 counters, by splitmix64's finaliser."""
+    z = counter
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * _MIX1
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * _MIX2
+    z = z ^ ((z >> 31) & (2**33 - 1))
+    return ((z >> (64 - _BITS)) & (2**_BITS - 1)).double().add_(0.5).mul_(2.0**-_BITS)
+
+
+def sample(logits: Tensor, counter: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Tokens [N] int64 and their log-probs [N] float64. Logits that are not finite give a log-prob
+    that is not finite, for the caller to refuse."""
+    best = logits.amax(-1, keepdim=True)
+    shifted = logits - best
+    if not settings.plain:
+        shifted.mul_(settings.scale[:, None])
+    weights = shifted.exp()
+    if settings.filtered is not None:
+        rows = settings.filtered
+        kept = filters(weights[rows], settings.top_k, settings.top_p, settings.min_p)
+        weights[rows] = torch.where(kept, weights[rows], 0)
+    tokens, total = inverse_cdf(weights, uniform(counter))
+    logps = shifted.gather(-1, tokens[:, None])[:, 0].double() - total.log()
+    if settings.greedy is not None:
+        tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
+        logps = torch.where(settings.greedy, 0 * logps, logps)
+    return tokens, logps
+
+
+def inverse_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulated weight exceeds u times the total, and the total [N] float64.
+    Sums are in float64, and a token of weight 0 is never taken."""
+    rows, vocab = weights.shape
+    if vocab <= 8 * _BLOCK:
+        return _search(weights, u)
+    padded = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    sums = padded.sum(-1, dtype=torch.float64)
+    block, total = _search(sums, u)
+    before = sums.cumsum(-1).gather(-1, block[:, None])[:, 0]
+    inside = sums.gather(-1, block[:, None])[:, 0]
+    u = ((u * total - (before - inside)) / inside).clamp(0, 1 - 2.0**-_BITS)
+    chosen = padded.gather(1, block[:, None, None].expand(-1, 1, _BLOCK))[:, 0]
+    token, _ = _search(chosen, u)
+    return (block * _BLOCK + token).clamp_(max=vocab - 1), total
+
+
+def _search(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1]
+    token = torch.searchsorted(cdf, (u * total)[:, None], right=True)[:, 0]
+    return token.clamp_(max=weights.shape[-1] - 1), total
+
+
+def filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[N, V] bool: tokens that may be sampled. `top_k` 0 keeps all; weights are not normalised,
+    their largest is 1."""
+    ordered, index = weights.double().sort(-1, descending=True, stable=True)
+    rank = torch.arange(weights.shape[-1], device=weights.device)
+    keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    ordered = torch.where(keep, ordered, 0)
+    cdf = ordered.cumsum(-1)
+    keep &= (cdf - ordered < top_p[:, None] * cdf[:, -1:]) | (top_p[:, None] >= 1)
+    keep &= ordered >= min_p[:, None] * ordered[:, :1]
+    return torch.zeros_like(keep).scatter_(-1, index, keep)
