@@ -1,0 +1,166 @@
+"""The process that runs a reward function: jobs in, one reply each, as they are done.
+
+    python -m rlcore.rewards.child FD PARENT
+
+Started by `pool.Worker` only. It dies with its parent, and after each sample it kills the processes
+that the sample left behind. No torch, no transformers: it must start fast. User code owns stdout
+and stderr; the channel is a descriptor of its own, closed in every fork.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+import msgspec
+
+from rlcore.records import RewardResult
+from rlcore.rewards.registry import resolve
+from rlcore.rewards.wire import READY, Frames, Job, Reply, Start, frame
+from rlcore.utils import net, seed
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ERROR_CHARS = 300
+_READ_BYTES = 1 << 18
+
+
+def main() -> None:
+    channel, parent = int(sys.argv[1]), int(sys.argv[2])
+    _tie_to(parent)
+    os.set_inheritable(channel, False)
+    os.register_at_fork(after_in_child=lambda: os.close(channel))
+    frames = Frames()
+    reward = None
+    while data := os.read(channel, _READ_BYTES):
+        for body in frames.feed(data):
+            if reward is None:
+                start = net.decode(body, Start)
+                reward = _start(start, channel)
+                own = _children()
+            else:
+                reply = _run(net.decode(body, Job), reward, start.seed)
+                if own is not None:
+                    _sweep(own)
+                _send(channel, reply)
+
+
+def _tie_to(parent: int) -> None:
+    """Die when the parent's thread that started us dies; adopt the processes that samples
+    orphan."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
+        if libc.prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl {option}")
+    if os.getppid() != parent:  # it died before we could ask to be told
+        sys.exit(1)
+
+
+def _start(start: Start, channel: int) -> Any:
+    """Build the reward and say so; a reward that cannot be built is the end of this process."""
+    sys.path[:] = start.sys_path
+    try:
+        resolved = resolve(start.reward)
+        reward = resolved.build(msgspec.convert(start.config, resolved.config))
+    except BaseException as error:
+        traceback.print_exc()
+        _send(channel, Reply(READY, RewardResult(score=0.0, error=_sentence(error))))
+        sys.exit(1)
+    _send(channel, Reply(READY, RewardResult(score=0.0)))
+    return reward
+
+
+def _run(job: Job, reward: Any, run_seed: int) -> Reply:
+    """Score one sample. Whatever the function raises becomes the reply's error; `random` starts at
+    a state that depends on the sample alone, not on what this process scored before."""
+    pid = os.getpid()
+    random.seed(seed.derive(run_seed, "reward", job.sample.id))
+    retire, begin = False, time.monotonic()
+    try:
+        result = to_result(reward.score(job.sample, job.prompt, job.text))
+    except BaseException as error:  # the process boundary: user code may raise anything
+        if os.getpid() == pid:
+            traceback.print_exc()
+        retire = isinstance(error, MemoryError)
+        result = RewardResult(score=0.0, error=_sentence(error))
+    if os.getpid() != pid:  # the function forked, and this is the copy
+        os._exit(0)
+    latency = time.monotonic() - begin
+    return Reply(job.key, msgspec.structs.replace(result, latency_s=latency), retire)
+
+
+def to_result(value: Any) -> RewardResult:
+    """What a reward function returned, checked. TypeError or ValueError for what is no score."""
+    if not isinstance(value, RewardResult):
+        return RewardResult(score=_number("score", value))
+    details = {str(k): _number(f"details[{k!r}]", v) for k, v in value.details.items()}
+    score = _number("score", value.score)
+    return RewardResult(score=score, details=details, error=str(value.error)[:_ERROR_CHARS])
+
+
+def _number(what: str, value: Any) -> float:
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is a {type(value).__name__}; return a number or a RewardResult")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}; return a finite number")
+    return number
+
+
+def _sentence(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero`: type and first line."""
+    try:
+        text = str(error)
+    except Exception:  # an exception whose own __str__ fails
+        text = ""
+    first = text.strip().partition("\n")[0].encode("utf-8", "replace").decode()
+    name = type(error).__name__
+    return f"{name}: {first}"[:_ERROR_CHARS] if first else name
+
+
+def _send(channel: int, reply: Reply) -> None:
+    data = memoryview(frame(reply))
+    while data:
+        data = data[os.write(channel, data) :]
+
+
+def _children() -> set[int] | None:
+    """Our direct children, orphans of dead children included; None where the kernel does not
+    say."""
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                found.update(map(int, file.read().split()))
+        except FileNotFoundError:
+            if task == str(os.getpid()):
+                return None
+    return found
+
+
+def _sweep(own: set[int]) -> None:
+    """Kill what the last sample started and did not end, and what that started, until none is left.
+    `own` are the processes that the reward started when it was built."""
+    while True:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # no child at all: the usual case, one system call
+            return
+        strays = (_children() or set()) - own
+        if not strays:
+            return
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in strays:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Exact match: 1 where the response, or the part after a marker, is the answer; else 0."""
+
+from typing import Any, Literal
+
+from rlcore.config.schema import RewardConfig, Section
+from rlcore.records import Prompt
+
+
+@Section
+class ExactRewardConfig(RewardConfig):
+    after: str = ""
+    """Compare only what follows this marker; a response without it scores 0. Empty: all of it."""
+    which: Literal["first", "last"] = "first"
+    """Which occurrence of the marker."""
+
+
+class ExactReward:
+    def __init__(self, config: ExactRewardConfig) -> None:
+        self._after, self._first = config.after, config.which == "first"
+
+    def score(self, sample: Any, prompt: Prompt, text: str) -> float:
+        """White space at both ends does not count."""
+        if self._after:
+            cut = text.partition if self._first else text.rpartition
+            _, marker, text = cut(self._after)
+            if not marker:
+                return 0.0
+        return float(text.strip() == prompt.answer.strip())

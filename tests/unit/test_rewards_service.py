@@ -1,0 +1,341 @@
+"""Reward functions that loop, raise, exit, fork, print, leak: each costs its own sample and no
+other.
+
+Not covered: a process that escapes by a new session, an emptied environment and a dead parent at
+once.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rlcore.config.schema import RewardConfig
+from rlcore.rewards.service import RewardService
+from tests.contracts.reward_contract import prompt_of, sample_of, score_all
+
+USER_CODE = '''
+import ctypes, os, random, subprocess, sys, time
+from rlcore.records import RewardResult
+
+LEAK = []
+
+def run_away(path, session):
+    """A grandchild that writes its pid and sleeps."""
+    code = f"import os,time; open({path!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=session)
+    while not (os.path.exists(path) and open(path).read()):
+        time.sleep(0.005)
+
+def score(sample, prompt, text):
+    kind, _, arg = text.partition(" ")
+    if kind == "loop":
+        while True: pass
+    if kind == "sleep": time.sleep(float(arg))
+    if kind == "raise": return 1 / 0
+    if kind == "exit": os._exit(3)
+    if kind == "sys.exit": sys.exit("enough")
+    if kind == "segfault": ctypes.string_at(0)
+    if kind == "print":
+        piece = "x" * (1 << 20)
+        for _ in range(int(arg)): print(piece)
+    if kind == "say":
+        print(arg)
+        print(arg, file=sys.stderr)
+    if kind == "nan": return float("nan")
+    if kind == "none": return None
+    if kind == "str": return "1.0"
+    if kind == "details": return RewardResult(score=1, details={"a": 2})
+    if kind == "bad_details": return RewardResult(score=1.0, details={"a": "b"})
+    if kind == "fork": os.fork()
+    if kind == "leave": run_away(arg, False)
+    if kind == "leave_session": run_away(arg, True)
+    if kind == "hang_with": run_away(arg, True); time.sleep(300)
+    if kind == "exit_with": run_away(arg, True); os._exit(4)
+    if kind == "leak":
+        while True:
+            LEAK.append(bytearray(8 << 20))
+            time.sleep(0.01)
+    if kind == "memory_error": raise MemoryError
+    if kind == "pid": return os.getpid()
+    if kind == "random": return random.random()
+    if kind == "junk":
+        for fd in range(3, 64):
+            try: os.write(fd, b"\\xff" * 64)
+            except OSError: pass
+    if kind == "close": os.closerange(3, 256)
+    return 1.0
+'''
+WAIT_S = 30.0
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """A service around USER_CODE; keyword arguments go to it."""
+    (tmp_path / "hostile.py").write_text(textwrap.dedent(USER_CODE))
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("hostile", None)
+    made = []
+
+    def build(**settings):
+        settings = {"timeout_s": 10.0, "on_error": -1.0} | settings
+        made.append(RewardService("hostile.score", config=RewardConfig(), **settings))
+        return made[-1]
+
+    yield build
+    for service in made:
+        service.close()
+    assert not _children_of(os.getpid(), "rlcore.rewards.child"), "children survive close()"
+
+
+def _children_of(pid, command):
+    out = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_bytes().rpartition(b") ")[2].split()
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(stat[1]) == pid and stat[0] != b"Z" and command.encode() in words:
+                out.append(int(entry.name))
+    return out
+
+
+def _score(service, *texts):
+    """Results of these texts, in their order."""
+    ids = [f"t{i}.0" for i in range(len(texts))]
+    for id, text in zip(ids, texts, strict=True):
+        service.submit(id, sample_of(id), prompt_of("7"), text)
+    got = score_all(service, WAIT_S)
+    assert sorted(got) == sorted(ids)
+    return [got[id] for id in ids]
+
+
+def _gone(path):
+    """Whether the process that wrote its pid there has ended."""
+    pid = int(path.read_text())
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == b"Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_loop_times_out_alone_and_those_behind_it_are_scored(make):
+    texts = ["ok"] * 40 + ["loop"] + ["ok"] * 40
+    results = _score(make(timeout_s=0.5), *texts)
+    assert [r.score for r in results] == [1.0] * 40 + [-1.0] + [1.0] * 40
+    assert results[40].error == "timeout after 0.5 s"
+    assert all(r.error == "" for i, r in enumerate(results) if i != 40)
+    assert 0.5 <= results[40].latency_s < 5
+
+
+def test_the_deadline_counts_from_a_samples_own_start_not_from_its_submission(make):
+    results = _score(make(timeout_s=1.0), *["sleep 0.3"] * 4)
+    assert [r.score for r in results] == [1.0] * 4, "1.2 s of work in all, 0.3 s each"
+    assert all(0.3 <= r.latency_s < 1 for r in results)
+
+
+def test_other_workers_go_on_while_one_hangs(make):
+    service = make(timeout_s=2.0, workers=2)
+    _score(service, *["sleep 0.05"] * 8)
+    service.submit("t9.0", sample_of("t9.0"), prompt_of("7"), "loop")
+    for i in range(6):
+        service.submit(f"t8.{i}", sample_of("x"), prompt_of("7"), "sleep 0.05")
+    begin, early = time.monotonic(), []
+    while len(early) < 6:
+        early += service.poll(WAIT_S)
+    assert time.monotonic() - begin < 2.0
+    assert "t9.0" not in dict(early)
+    assert score_all(service)["t9.0"].error == "timeout after 2 s"
+
+
+def test_what_a_function_raises_or_wrongly_returns_is_named_and_scores_on_error(make, caplog):
+    texts = ["raise", "sys.exit", "nan", "none", "str", "bad_details", "ok", "details"]
+    with caplog.at_level(logging.WARNING, logger="rlcore"):
+        results = _score(make(), *texts)
+    assert [r.error for r in results] == [
+        "ZeroDivisionError: division by zero",
+        "SystemExit: enough",
+        "ValueError: score is nan; return a finite number",
+        "TypeError: score is a NoneType; return a number or a RewardResult",
+        "TypeError: score is a str; return a number or a RewardResult",
+        "TypeError: details['a'] is a str; return a number or a RewardResult",
+        "",
+        "",
+    ]
+    assert [r.score for r in results] == [-1.0] * 6 + [1.0, 1.0]
+    assert results[7].details == {"a": 2.0}
+    for i in range(6):
+        said = [m for m in caplog.messages if f"sample t{i}.0 scores -1: {results[i].error}" in m]
+        assert len(said) == 1, "each failure is logged once, with its id"
+    assert "line" in caplog.messages[0] and "hostile.py" in caplog.messages[0], "with a traceback"
+
+
+def test_a_crash_costs_its_own_sample(make):
+    results = _score(make(), "ok", "exit", "ok", "segfault", "ok")
+    assert [r.score for r in results] == [1.0, -1.0, 1.0, -1.0, 1.0]
+    assert results[1].error == "crash: exit code 3"
+    assert results[3].error == "crash: signal SIGSEGV"
+
+
+def test_a_hundred_megabytes_of_print_change_nothing_but_a_bounded_log(make, tmp_path):
+    log = tmp_path / "logs" / "rewards.log"
+    results = _score(make(log_file=log), "say first words", "print 100", "ok")
+    assert [(r.score, r.error) for r in results] == [(1.0, "")] * 3
+    assert log.read_text().startswith("first words\nfirst words\n")
+    assert 4 << 20 <= log.stat().st_size < 5 << 20
+
+
+def test_a_fork_that_returns_does_not_score_twice(make):
+    results = _score(make(), "fork", "ok", "fork", "ok")
+    assert [(r.score, r.error) for r in results] == [(1.0, "")] * 4
+
+
+@pytest.mark.parametrize("kind", ["leave", "leave_session", "hang_with", "exit_with"])
+def test_processes_that_a_sample_leaves_behind_are_killed(make, tmp_path, kind):
+    path = tmp_path / "pid"
+    result, after = _score(make(timeout_s=1.5), f"{kind} {path}", "ok")
+    errors = {"hang_with": "timeout after 1.5 s", "exit_with": "crash: exit code 4"}
+    assert result.error == errors.get(kind, "")
+    assert _gone(path)
+    assert after.score == 1.0
+
+
+def test_a_child_that_eats_memory_is_replaced(make):
+    leak, after = _score(make(memory_gb=0.2), "leak", "ok")
+    assert leak.error.startswith("memory: the child grew by 0.")
+    assert after.score == 1.0
+
+
+def test_a_child_out_of_memory_answers_and_is_replaced(make):
+    first, error, second = _score(make(), "pid", "memory_error", "pid")
+    assert error.error == "MemoryError"
+    assert first.score != second.score
+
+
+def test_a_function_that_writes_to_or_closes_the_channel_costs_its_own_sample(make):
+    results = _score(make(), "ok", "junk", "ok", "close", "ok")
+    assert [r.score for r in results] == [1.0, -1.0, 1.0, -1.0, 1.0]
+    assert all(r.error.startswith("crash: ") for r in (results[1], results[3]))
+
+
+def test_random_numbers_depend_on_seed_and_sample_not_on_worker_or_order(make):
+    texts = ["random"] * 12
+    one, two = (_score(make(seed=5, workers=w), *texts) for w in (1, 2))
+    other = _score(make(seed=6), *texts)
+    assert [r.score for r in one] == [r.score for r in two]
+    assert len({r.score for r in one}) == 12
+    assert [r.score for r in one] != [r.score for r in other]
+
+
+def test_a_text_that_is_no_utf8_is_scored_and_a_row_that_cannot_travel_is_refused(make):
+    service = make()
+    (result,) = _score(service, "ok \ud800")
+    assert result.score == 1.0
+    row = prompt_of("7")
+    bad = type(row)(**{f: getattr(row, f) for f in row.__struct_fields__} | {"fields": {"a": {1j}}})
+    with pytest.raises(ValueError, match="row 0 of test cannot be sent to the reward"):
+        service.submit("t1.0", sample_of("t1.0"), bad, "ok")
+    assert service.num_pending == 0
+
+
+def test_misuse_is_refused(make):
+    service = make(max_pending=2)
+    service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "sleep 0.2")
+    with pytest.raises(ValueError, match="t0.0 is pending already"):
+        service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "ok")
+    service.submit("t0.1", sample_of("t0.1"), prompt_of("7"), "ok")
+    with pytest.raises(RuntimeError, match="2 samples are pending; poll first"):
+        service.submit("t0.2", sample_of("t0.2"), prompt_of("7"), "ok")
+    service.close()
+    service.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        service.submit("t0.3", sample_of("t0.3"), prompt_of("7"), "ok")
+    with pytest.raises(ValueError, match="--reward.workers 0: must be above 0"):
+        make(workers=0)
+    with pytest.raises(ValueError, match="--reward nothing: allowed are"):
+        RewardService("nothing", config=RewardConfig())
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("raise OSError('no model here')", "cannot start in a child process: .*no model here"),
+        ("os._exit(9)", "failed before scoring: crash: exit code 9, 3 times in a row"),
+    ],
+)
+def test_a_reward_that_cannot_start_in_the_child_ends_the_wait_with_a_sentence(
+    tmp_path, monkeypatch, source, sentence
+):
+    module = f"only_here_{len(source)}"
+    (tmp_path / f"{module}.py").write_text(
+        "import os, sys\n"
+        "if 'rlcore.rewards.child' in sys.orig_argv:\n"
+        f"    {source}\n"
+        "def score(sample, prompt, text): return 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with RewardService(f"{module}.score", config=RewardConfig()) as service:
+        service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "x")
+        with pytest.raises(RuntimeError, match=sentence):
+            service.poll(WAIT_S)
+
+
+@pytest.mark.usefixtures("make")
+def test_children_die_with_their_parent_even_in_a_loop(tmp_path):
+    code = """
+    import sys, time
+    sys.path.insert(0, {folder!r})
+    from rlcore.config.schema import RewardConfig
+    from rlcore.rewards.service import RewardService
+    from tests.contracts.reward_contract import prompt_of, sample_of
+    service = RewardService("hostile.score", config=RewardConfig(), timeout_s=600, workers=2)
+    for i in range(2):
+        service.submit(f"t{{i}}.0", sample_of("x"), prompt_of("7"), "loop")
+    while not all(w.inflight for w in service._workers) or len(service._workers) < 2:
+        time.sleep(0.01)
+    print("looping", flush=True)
+    time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code.format(folder=str(tmp_path)))],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert parent.stdout.readline() == "looping\n"
+        children = _children_of(parent.pid, "rlcore.rewards.child")
+        assert len(children) == 2
+    finally:
+        parent.kill()
+        parent.wait(WAIT_S)
+    for _ in range(500):
+        if not any(Path(f"/proc/{c}").exists() for c in children):
+            return
+        time.sleep(0.01)
+    pytest.fail(f"children {children} outlive their parent")
+
+
+def test_a_child_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys, rlcore.rewards.child, rlcore.rewards.exact\n"
+        "heavy = {'torch', 'transformers', 'sympy', 'math_verify'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
