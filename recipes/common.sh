@@ -1,13 +1,14 @@
 # shellcheck shell=bash
 # Sourced by every recipe: helpers, and `launch`, which makes the processes. Knobs, all optional:
 #   NODES GPUS_PER_NODE (processes per node on a machine without GPUs) PYTHON MAX_RESTARTS
-#   NODE_RANK and HEAD_ADDR: start a node by hand; HEAD_ADDR, HEAD_PORT: override the head everywhere
+#   NODE_RANK and HEAD_ADDR: a node started by hand; HEAD_ADDR and HEAD_PORT win everywhere
 set -euo pipefail
 
 RECIPES=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$RECIPES")
 
-die() { # sentence: exit 2
+die() { # sentence: exit 2; local rank 0 speaks first, and torchrun then ends the others
+  sleep $((${LOCAL_RANK:-0} > 0 ? 5 : 0))
   printf 'rlcore: %s\n' "$*" >&2
   exit 2
 }
@@ -25,7 +26,7 @@ option() { # key default "$@": the value that a key has on the command line
   printf '%s\n' "$value"
 }
 
-processes() { # gpus cpus: processes on this node, one per GPU and at most `gpus`; `cpus` without GPUs
+processes() { # gpus cpus: one process per GPU, at most `gpus`; without GPUs `cpus`
   local found=0
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
     found=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^ ]' || true)
@@ -56,8 +57,8 @@ from importlib.util import find_spec
 needed = "torch megatron transformers msgspec zmq tyro".split()
 print(*[name for name in needed if find_spec(name) is None])')
   [[ -z $missing ]] ||
-    die "$PYTHON has no ${missing// /, }: run bash tools/setup.sh once, where this node can see it," \
-      "and start with the .venv/bin/torchrun that it makes"
+    die "$PYTHON has no ${missing// /, }: run bash tools/setup.sh once, where this node can" \
+      "see it, and start with the .venv/bin/torchrun that it makes"
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$ROOT"
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 }
@@ -73,7 +74,7 @@ torch_run() { # torchrun's own flags, then -m module arguments: the command, in 
 
 ONE_NODE=(--standalone --local-addr localhost)
 
-make_once() { # folder, arguments of rlcore: makes the folder with `--out`; the first process does it
+make_once() { # folder, arguments of rlcore: the first process makes the folder with `--out`
   local folder=$1 child
   shift
   [[ ! -d $folder ]] || return 0
@@ -84,7 +85,7 @@ make_once() { # folder, arguments of rlcore: makes the folder with `--out`; the 
     torch_run "${ONE_NODE[@]}" -m rlcore "$@" --out "$folder.part-$$"
     (forget_torchrun && exec "${COMMAND[@]}") &
     child=$!
-    trap 'kill -TERM "$child"; wait "$child"; exit 143' TERM INT
+    trap 'kill -TERM "$child"; wait "$child" || exit 143' TERM INT
     wait "$child"
     trap - TERM INT
     mv -T "$folder.part-$$" "$folder" || [[ -d $folder ]]
@@ -103,7 +104,7 @@ dry_run() { # one process, told the full world size
   exec "$PYTHON" -u -m rlcore "$@"
 }
 
-launch() { # "${ARRAY[@]}"... "$@": train with these settings, on as many processes as there should be
+launch() { # "${ARRAY[@]}"... "$@": train with these settings
   local args=(train --run.name "$(basename "$0" .sh)" "$@") arg
   local nodes=1 rank=0 head=${HEAD_ADDR:-} port=${HEAD_PORT:-29500}
   : "${NODES:=1}" "${GPUS_PER_NODE:=8}"
@@ -114,12 +115,12 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings, on as many proces
 
   if [[ -n ${LOCAL_WORLD_SIZE:-} ]]; then
     if ((LOCAL_WORLD_SIZE != GPUS_PER_NODE && LOCAL_WORLD_SIZE != 1)); then
-      ((LOCAL_RANK == 0)) || exit 2
       die "torchrun started $LOCAL_WORLD_SIZE processes on this node and GPUS_PER_NODE is" \
         "$GPUS_PER_NODE: give torchrun --nproc-per-node $GPUS_PER_NODE, or leave the flag out," \
         "or set GPUS_PER_NODE=$LOCAL_WORLD_SIZE"
     fi
-    nodes=$WORLD_SIZE rank=$RANK head=${HEAD_ADDR:-$MASTER_ADDR} port=${HEAD_PORT:-$((MASTER_PORT + 1))}
+    nodes=$WORLD_SIZE rank=$RANK # of the fan-out: one process is one node
+    head=${HEAD_ADDR:-$MASTER_ADDR} port=${HEAD_PORT:-$((MASTER_PORT + 1))}
   elif in_srun; then
     nodes=${SLURM_STEP_NUM_NODES:-$SLURM_NNODES} rank=$SLURM_NODEID
     [[ ${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS} == "$nodes" ]] ||

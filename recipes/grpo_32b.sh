@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on Qwen3-32B, 4 nodes of 8 H200, colocated. Not run at full size yet: no number to expect.
+__doc__=r'''GRPO on Qwen3-32B, 4 nodes of 8 H200. Not run at full size yet: no number known.
 
     torchrun --nnodes 4 ... recipes/grpo_32b.sh                         # your own torchrun
     sbatch --nodes 4 recipes/slurm/job.sbatch recipes/grpo_32b.sh       # Slurm
     NODE_RANK=0 HEAD_ADDR=node0 bash recipes/grpo_32b.sh                # by hand, on every node
-    bash recipes/grpo_32b.sh --algo.clip_high 0.3                       # one node; the last key wins
+    bash recipes/grpo_32b.sh --algo.clip_high 0.3                      # one node; the last key wins
 
 Set MODEL_PATH, TRAIN_DATA and VAL_DATA, or give --model.path, --data.train and --data.val.
 The layout fits one node too: the four data-parallel replicas of TP 8 become one.
@@ -56,7 +56,8 @@ RUN=(
   --cluster.timeout_s 1800
 )
 
-launch "${MODEL[@]}" "${LAYOUT[@]}" "${DATA[@]}" "${ROLLOUT[@]}" "${REWARD[@]}" "${ALGO[@]}" "${TRAIN[@]}" "${RUN[@]}" "$@"
+launch "${MODEL[@]}" "${LAYOUT[@]}" "${DATA[@]}" "${ROLLOUT[@]}" "${REWARD[@]}" "${ALGO[@]}" \
+  "${TRAIN[@]}" "${RUN[@]}" "$@"
 : '''
 import os, sys; os.environ["PYTHON"] = sys.executable
 os.execvp("bash", ["bash", __file__, *sys.argv[1:]])

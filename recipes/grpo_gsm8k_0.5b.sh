@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on GSM8K with Qwen2.5-0.5B, one node. Not run at full size yet: no number to expect.
+__doc__=r'''GRPO on GSM8K with Qwen2.5-0.5B, one node. Not run at full size yet: no number known.
 
     export MODEL_PATH=~/models/Qwen2.5-0.5B TRAIN_DATA=train.jsonl VAL_DATA=test.jsonl
     bash recipes/grpo_gsm8k_0.5b.sh                         # all GPUs of this node
@@ -43,7 +43,8 @@ RUN=(
   --eval.every 20
 )
 
-launch "${MODEL[@]}" "${DATA[@]}" "${ROLLOUT[@]}" "${REWARD[@]}" "${ALGO[@]}" "${TRAIN[@]}" "${RUN[@]}" "$@"
+launch "${MODEL[@]}" "${DATA[@]}" "${ROLLOUT[@]}" "${REWARD[@]}" "${ALGO[@]}" "${TRAIN[@]}" \
+  "${RUN[@]}" "$@"
 : '''
 import os, sys; os.environ["PYTHON"] = sys.executable
 os.execvp("bash", ["bash", __file__, *sys.argv[1:]])

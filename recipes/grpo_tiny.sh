@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on the tiny task: sums of labelled digits, 0.4 M parameters, minutes on 2 CPU cores.
+__doc__=r'''GRPO on the tiny task: sums of labelled digits, 0.4 M weights, minutes on 2 CPU cores.
 
     bash recipes/grpo_tiny.sh                               # sets itself up, then trains
     bash recipes/grpo_tiny.sh --run.seed 1 --run.name s1    # any key; the last one wins
@@ -42,7 +42,8 @@ RUN=(
   --eval.every 20
 )
 
-launch "${MODEL[@]}" "${DATA[@]}" "${ROLLOUT[@]}" "${REWARD[@]}" "${ALGO[@]}" "${TRAIN[@]}" "${RUN[@]}" "$@"
+launch "${MODEL[@]}" "${DATA[@]}" "${ROLLOUT[@]}" "${REWARD[@]}" "${ALGO[@]}" "${TRAIN[@]}" \
+  "${RUN[@]}" "$@"
 : '''
 import os, sys; os.environ["PYTHON"] = sys.executable
 os.execvp("bash", ["bash", __file__, *sys.argv[1:]])
