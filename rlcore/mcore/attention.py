@@ -1,15 +1,15 @@
 """Causal self-attention on packed tokens, on torch alone, with RoPE and context parallelism.
 
-It is plugged into Megatron's layer spec as the core attention and gets q, k, v as [T, heads, dim].
-What depends on the lengths only is planned once per micro-batch (`plan`) and travels with Megatron's
-`PackedSeqParams` (`Packed`), so that all layers share it.
+It is plugged into Megatron's layer spec as the core attention: q, k, v come as [T, heads, dim].
+What depends on the lengths only is planned once per micro-batch (`plan`) and travels with
+Megatron's `PackedSeqParams` (`Packed`), so that all layers share it.
 
     CUDA, half precision   torch's variable-length flash attention
-    otherwise              sequences of similar length, padded to one dense batch per bucket; padding
-                           lies to the right, where a causal mask keeps it from every real token
+    otherwise              sequences of similar length, padded to one dense batch per bucket;
+                           padding lies right, where the causal mask hides it from real tokens
 
-Context parallel ranks hold chunks r and 2 cp - 1 - r of every sequence (zigzag), each sequence padded
-to a multiple of 2 cp. Keys and values are gathered; each chunk then attends to its prefix.
+Context parallel ranks hold chunks r and 2 cp - 1 - r of every sequence (zigzag), each sequence
+padded to a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
 """
 
 from collections.abc import Sequence
@@ -324,7 +324,7 @@ class _GatherTokens(torch.autograd.Function):
         ctx.group, ctx.size = group, x.size(0)
         ctx.save_for_backward(gathered)
         out = x.new_empty(group.size() * x.size(0), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        dist.all_gather_single(out, x.contiguous(), group=group)
         return out.index_select(0, gathered)
 
     @staticmethod
@@ -332,5 +332,5 @@ class _GatherTokens(torch.autograd.Function):
         (gathered,) = ctx.saved_tensors
         ranks = torch.empty_like(grad).index_copy_(0, gathered, grad)
         out = grad.new_empty(ctx.size, *grad.shape[1:])
-        dist.reduce_scatter_tensor(out, ranks, group=ctx.group)
+        dist.reduce_scatter_single(out, ranks, group=ctx.group)
         return out, None, None

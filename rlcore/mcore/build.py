@@ -25,9 +25,8 @@ from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.attention import CoreAttention
-from rlcore.mcore.layout import Layout
+from rlcore.mcore.layout import Layout, check_model
 from rlcore.mcore.norm import RMSNorm
-from rlcore.mcore.parallel import check_model
 from rlcore.mcore.shim import patch_moe_utils
 from rlcore.utils.log import announce
 
@@ -43,13 +42,13 @@ def dtype_of(model: ModelConfig) -> torch.dtype:
     return getattr(torch, model.dtype)
 
 
-def check(model: ModelConfig, train: TrainConfig, hf: HFConfig) -> None:
+def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
     """Refuse what cannot work, before anything is built. No process groups are needed.
 
     Raises:
         ValueError: names the key, its value and what to do.
     """
-    check_model(train, hf)
+    check_model(hf, train)
     cuda = torch.cuda.is_available()
     if model.dtype == "float64" and train.distributed_optimizer:
         raise ValueError(
@@ -199,7 +198,7 @@ def build(
     device: torch.device,
 ) -> list[GPTModel]:
     """This rank's model chunks, weights undefined. Needs the process groups of `layout`."""
-    check(model, train, hf)
+    check(hf, model, train)
     if hf.num_experts:
         patch_moe_utils()
     config = transformer_config(hf, model, train)

@@ -8,6 +8,7 @@ one pipeline stage (expert tensor parallel size is 1): an expert group may span 
 from dataclasses import dataclass
 
 from rlcore.config.schema import TrainConfig
+from rlcore.hf.config import HFConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,3 +140,54 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
         ep_rank=rank % stage % train.ep,
         dp_rank=dp_rank,
     )
+
+
+def replicas(train: TrainConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Global ranks of every model replica, by data-parallel rank."""
+    layouts = [layout_of(train, world_size, rank) for rank in range(world_size)]
+    leaders = sorted((x for x in layouts if x.is_leader), key=lambda x: x.dp_rank)
+    return tuple(x.replica_ranks for x in leaders)
+
+
+def check_model(hf: HFConfig, train: TrainConfig) -> None:
+    """Refuse layouts that this model does not fit.
+
+    Raises:
+        ValueError: names the key, its value and what to do.
+    """
+    if hf.num_heads % train.tp:
+        raise ValueError(
+            f"--train.tp {train.tp}: must divide the model's {hf.num_heads} attention heads; "
+            f"take a divisor of {hf.num_heads}"
+        )
+    if hf.num_kv_heads % train.tp:
+        raise ValueError(
+            f"--train.tp {train.tp}: must divide the model's {hf.num_kv_heads} key-value heads; "
+            f"take a divisor of {hf.num_kv_heads} and use --train.pp or --train.cp for the rest"
+        )
+    width = hf.moe_intermediate_size if hf.num_experts else hf.intermediate_size
+    if not hf.num_experts and width % train.tp:
+        raise ValueError(
+            f"--train.tp {train.tp}: must divide the model's MLP width {width}; "
+            f"take a divisor of {width}"
+        )
+    stages = train.pp * train.vpp
+    if hf.num_layers % stages:
+        raise ValueError(
+            f"--train.pp {train.pp} --train.vpp {train.vpp}: their product {stages} must divide "
+            f"the model's {hf.num_layers} layers; lower one of them"
+        )
+    if train.ep > 1 and not hf.num_experts:
+        raise ValueError(
+            f"--train.ep {train.ep}: the model has no experts to distribute; use --train.ep 1"
+        )
+    if hf.num_experts and hf.num_experts % train.ep:
+        raise ValueError(
+            f"--train.ep {train.ep}: must divide the model's {hf.num_experts} experts; "
+            f"take a divisor of {hf.num_experts}"
+        )
+    if hf.num_experts and train.tp > 1 and not train.sp:
+        raise ValueError(
+            f"--train.sp False: a model with experts under --train.tp {train.tp} needs sequence "
+            "parallel; leave --train.sp on"
+        )

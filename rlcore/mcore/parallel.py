@@ -9,7 +9,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlcore.config.schema import TrainConfig
-from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import Layout, layout_of
 
 
@@ -19,50 +18,6 @@ class Groups:
 
     lockstep: dist.ProcessGroup | None
     """Ranks that run the same number of micro-batches; None where they share their batch anyway."""
-
-
-def check_model(train: TrainConfig, hf: HFConfig) -> None:
-    """Refuse layouts that this model does not fit.
-
-    Raises:
-        ValueError: names the key, its value and what to do.
-    """
-    if hf.num_heads % train.tp:
-        raise ValueError(
-            f"--train.tp {train.tp}: must divide the model's {hf.num_heads} attention heads; "
-            f"take a divisor of {hf.num_heads}"
-        )
-    if hf.num_kv_heads % train.tp:
-        raise ValueError(
-            f"--train.tp {train.tp}: must divide the model's {hf.num_kv_heads} key-value heads; "
-            f"take a divisor of {hf.num_kv_heads} and use --train.pp or --train.cp for the rest"
-        )
-    width = hf.moe_intermediate_size if hf.num_experts else hf.intermediate_size
-    if not hf.num_experts and width % train.tp:
-        raise ValueError(
-            f"--train.tp {train.tp}: must divide the model's MLP width {width}; "
-            f"take a divisor of {width}"
-        )
-    stages = train.pp * train.vpp
-    if hf.num_layers % stages:
-        raise ValueError(
-            f"--train.pp {train.pp} --train.vpp {train.vpp}: their product {stages} must divide "
-            f"the model's {hf.num_layers} layers; lower one of them"
-        )
-    if train.ep > 1 and not hf.num_experts:
-        raise ValueError(
-            f"--train.ep {train.ep}: the model has no experts to distribute; use --train.ep 1"
-        )
-    if hf.num_experts and hf.num_experts % train.ep:
-        raise ValueError(
-            f"--train.ep {train.ep}: must divide the model's {hf.num_experts} experts; "
-            f"take a divisor of {hf.num_experts}"
-        )
-    if hf.num_experts and train.tp > 1 and not train.sp:
-        raise ValueError(
-            f"--train.sp False: a model with experts under --train.tp {train.tp} needs sequence "
-            "parallel; leave --train.sp on"
-        )
 
 
 def initialise(

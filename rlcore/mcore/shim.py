@@ -38,6 +38,11 @@ def prepare() -> None:
         message=r"(Apex|Transformer Engine and Apex) (is|are) not installed",
         module=r"megatron\.core",
     )
+    warnings.filterwarnings(
+        "ignore",
+        message=r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+        category=FutureWarning,
+    )
     if torch.cuda.is_available():
         # Megatron orders its kernels by this; CUDA reads it when the first context is made.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -210,7 +215,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _patch_tensor_methods() -> None:
-    """To callers in `megatron.core`, `type()` answers a CUDA name and `cuda()` returns the tensor."""
+    """To callers in `megatron.core`, `type()` answers a CUDA name and `cuda()` does nothing."""
 
     def from_megatron() -> bool:
         name = sys._getframe(2).f_globals.get("__name__", "")

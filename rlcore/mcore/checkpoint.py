@@ -1,0 +1,242 @@
+"""Model and optimizer on disk in Megatron's `torch_dist` format, loadable under any layout.
+
+The format is `fully_reshardable`, always said aloud: Megatron's default cannot be written, and
+`dp_reshardable` loads wrong moments without an error. Three faults of the distributed optimizer
+without TE or Apex (0.16.1) are worked round here. Files are written by this process itself, not by
+forked or spawned helpers, into a folder aside that is renamed when complete.
+"""
+
+import errno
+import os
+import queue
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+WRITERS = 2
+"""Files that one rank writes at a time."""
+
+
+def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
+    """Write to the folder `path`, replacing what is there when everything is on disk. Collective.
+
+    Raises:
+        OSError: on every rank, where one could not write; what was at `path` stays.
+    """
+    aside = path.with_name(path.name + ".writing")
+    leader = dist.get_rank() == 0
+    problem: BaseException | None = None
+    if leader:
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        except OSError as error:
+            problem = error
+    _agree(problem, aside)
+    fill_empty_states(optimizer)
+    sharded = _sharded(models, optimizer, loading=False) | {"rlcore": dict(state)}
+    try:
+        _check_space(aside, models, optimizer)
+        _write(sharded, aside)
+    except OSError:
+        if leader:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if leader:
+        shutil.rmtree(path, ignore_errors=True)
+        aside.rename(path)
+    dist.barrier()
+
+
+def load(path: Path, models: Sequence[Any], optimizer: Any) -> dict[str, Any]:
+    """Read what `save` wrote into model and optimizer; returns its `state`. Collective.
+
+    Raises:
+        ValueError: `path` holds no checkpoint.
+    """
+    if not (path / "metadata.json").is_file():
+        raise ValueError(f"{path}: holds no complete checkpoint; choose another or start afresh")
+    _patch_loading()
+    fill_empty_states(optimizer)
+    found = dist_checkpointing.load(_sharded(models, optimizer, loading=True), str(path))
+    for key, model in zip(_keys(models), models, strict=True):
+        model.module.load_state_dict(found[key])
+    optimizer.load_state_dict(found["optimizer"])
+    _unshare_steps(optimizer)
+    return found["rlcore"]
+
+
+def _keys(models: Sequence[Any]) -> list[str]:
+    return ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+
+
+def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        # Dense and expert optimizers under one name, so that any expert layout finds them.
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {
+        key: model.module.sharded_state_dict(metadata=metadata)
+        for key, model in zip(_keys(models), models, strict=True)
+    }
+    of_models = state if len(models) > 1 else state["model"]
+    optimizer_state = optimizer.sharded_state_dict(
+        dict(of_models), is_loading=loading, metadata=metadata
+    )
+    return state | {"optimizer": optimizer_state}
+
+
+# ---- writing
+
+
+def _write(sharded: dict[str, Any], folder: Path) -> None:
+    # Results come back through a queue of this process: Megatron's own starts a manager process.
+    results: queue.Queue = queue.Queue()
+    filesystem_async._results_queue = results
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
+    request = dist_checkpointing.save(sharded, str(folder), strategy, async_sharded_save=True)
+    problem = None
+    if request.async_fn is not None:
+        buckets = request.preload_fn()
+        transforms = request.async_fn.args[0]
+        with ThreadPoolExecutor(WRITERS) as pool:
+            jobs = [pool.submit(_write_file, transforms, i, b) for i, b in enumerate(buckets)]
+            written = [job.result() for job in jobs]
+        problem = next((w for w in written if isinstance(w, BaseException)), None)
+        results.put(dict(enumerate(written)))
+    _agree(problem, folder)
+    for finish in request.finalize_fns:
+        finish()
+
+
+def _write_file(transforms: list, number: int, bucket: Any) -> list | BaseException:
+    """One file of this rank: the list of write results, or why it could not be written."""
+    done: queue.Queue = queue.Queue()
+    count: queue.Queue = queue.Queue()
+    count.put(number)
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+        transforms, number, bucket, done, count, use_fsync=True
+    )
+    return done.get_nowait()[1]
+
+
+def _agree(problem: BaseException | None, folder: Path) -> None:
+    """Raise on every rank if one has a problem: nobody waits for a rank that gave up."""
+    failed = torch.tensor([problem is not None], dtype=torch.int32)
+    failed = failed.to("cuda") if _needs_cuda() else failed
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if problem is None and not int(failed):
+        return
+    number = getattr(problem, "errno", None) or errno.EIO
+    if number == errno.ENOSPC:
+        reason = "the disk is full; free some space or choose another --run.dir"
+    else:
+        reason = (
+            str(problem) if problem is not None else "another rank could not write, see its log"
+        )
+    raise OSError(number, f"checkpoint not written to {folder}: {reason}") from problem
+
+
+def _needs_cuda() -> bool:
+    return dist.get_backend() == "nccl"
+
+
+def _check_space(folder: Path, models: Sequence[Any], optimizer: Any) -> None:
+    """Refuse before writing where the folder's disk cannot hold the checkpoint. A rank counts what
+    it will write; replicas of the model are counted by one of them."""
+    mine = sum(t.numel() * t.element_size() for t in _optimizer_tensors(optimizer))
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        mine += sum(p.numel() * p.element_size() for m in models for p in m.parameters())
+    elif not _is_distributed(optimizer):
+        mine = 0
+    total = torch.tensor([mine], dtype=torch.int64)
+    total = total.to("cuda") if _needs_cuda() else total
+    dist.all_reduce(total)
+    problem = None
+    if dist.get_rank() == 0:
+        free = os.statvfs(folder)
+        have = free.f_bavail * free.f_frsize
+        if have < int(total):
+            problem = OSError(errno.ENOSPC, f"{int(total)} bytes needed, {have} free")
+    _agree(problem, folder)
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+
+
+def _inner(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """torch's optimizers inside Megatron's."""
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "optimizer", None) is not None:
+            yield part.optimizer
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    for inner in _inner(optimizer):
+        for parameter, state in inner.state.items():
+            yield parameter
+            yield from (v for v in state.values() if isinstance(v, Tensor))
+
+
+# ---- the distributed optimizer without TE or Apex
+
+
+def fill_empty_states(optimizer: Any) -> None:
+    """Give torch's AdamW the state of a parameter that it never stepped: Megatron asserts on it."""
+    for inner in _inner(optimizer):
+        if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
+            continue  # TE's and Apex' make their own
+        for group in inner.param_groups:
+            for p in group["params"]:
+                if not inner.state[p]:
+                    inner.state[p] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+
+
+def _patch_loading() -> None:
+    """Upstream copies a `step` per parameter that the checkpoint lacks, and writes a leaf in place
+    outside no_grad."""
+
+    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        ours = {"param": main, **self.optimizer.state[main]}
+        with torch.no_grad():
+            for key, value in tensors.items():
+                if key in ours:
+                    ours[key].copy_(value)
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    if original.__name__ == "set_states" or not _plain_torch():
+        return
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _plain_torch() -> bool:
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+def _unshare_steps(optimizer: Any) -> None:
+    """Upstream loads one `step` tensor into all parameters: AdamW would advance it for each."""
+    for inner in _inner(optimizer):
+        for state in inner.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()

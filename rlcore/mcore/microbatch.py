@@ -1,0 +1,184 @@
+"""Cuts a batch into micro-batches and lays each out as the model wants it.
+
+Sequences are sorted by length, so that those of one micro-batch are alike; results are put back by
+their index. Context parallelism pads every sequence to a multiple of 2 cp; sequence parallelism
+fills the tokens up to a multiple of tp with a dummy sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlcore.mcore import attention, rope
+from rlcore.mcore.attention import Packed
+from rlcore.mcore.layout import Layout
+from rlcore.tensors import Batch, cumulative
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass. T tokens of the batch; L tokens that this rank's model sees."""
+
+    batch: Batch  # T tokens, on the learner's device; no tokens in a dummy
+    tokens: Tensor  # [1, L] model input
+    positions: Tensor  # [1, L]
+    targets: Tensor  # [L] the token that each row predicts; 0 where there is none
+    packed: Packed
+    take: Tensor  # [T] gathered row that predicts each token; arbitrary for first tokens
+    predicted: Tensor  # [T] bool: has a token before it
+    sequence: Tensor  # [T] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The micro-batches of one batch."""
+
+    micro_batches: list[MicroBatch]
+    order: Tensor = field(repr=False)  # [T] token of the batch at each place of the micro-batches
+
+
+def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows of each micro-batch: at most `budget` tokens, a longer sequence alone; longest first."""
+    found: list[list[int]] = []
+    tokens = 0
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        if not found or tokens + lengths[row] > budget:
+            found.append([])
+            tokens = 0
+        found[-1].append(row)
+        tokens += lengths[row]
+    return found
+
+
+def rounded_count(count: int, layout: Layout) -> int:
+    """Micro-batches that the schedule needs at least: one, one per stage, and a multiple of the
+    stages when it is interleaved."""
+    count = max(count, layout.pp)
+    if layout.vpp > 1:
+        count = -(-count // layout.pp) * layout.pp
+    return count
+
+
+class Cutter:
+    """Lays out micro-batches for one rank."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        sequence_parallel: bool,
+        inverse_frequencies: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: int,
+    ) -> None:
+        self._layout = layout
+        self._fill = layout.tp if sequence_parallel else 1
+        self._device, self._dtype, self._budget = device, dtype, budget
+        self._inverse = inverse_frequencies.to(
+            torch.float64 if dtype is torch.float64 else torch.float32
+        )
+        self._cos, self._sin = rope.tables(self._inverse, torch.arange(0), dtype)
+
+    def groups(self, batch: Batch) -> list[list[int]]:
+        """Rows of each micro-batch of this batch."""
+        return groups(batch.lengths, self._budget)
+
+    def cut(self, batch: Batch, rows: list[list[int]], count: int) -> Cut:
+        """The micro-batches of `rows`, filled up with dummies to `count`."""
+        flat = [row for group in rows for row in group]
+        starts, lengths = batch.cu_seqlens.tolist(), batch.lengths
+        pieces = [torch.arange(starts[r], starts[r] + lengths[r]) for r in flat]
+        order = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+        whole = batch.select(flat)
+        made, token, row = [], 0, 0
+        for group in rows:
+            size = [lengths[r] for r in group]
+            part = _slice(whole, token, token + sum(size), size, row)
+            made.append(self._lay_out(part))
+            token += sum(size)
+            row += len(group)
+        empty = _slice(whole, 0, 0, [], 0)
+        made += [self._lay_out(empty) for _ in range(count - len(made))]
+        return Cut(made, order)
+
+    def _lay_out(self, batch: Batch) -> MicroBatch:
+        layout, multiple = self._layout, 2 * self._layout.cp if self._layout.cp > 1 else 1
+        lengths = batch.lengths
+        padded = [-(-n // multiple) * multiple for n in lengths]
+        rest = -(sum(padded) // layout.cp) % self._fill
+        while rest % (2 if layout.cp > 1 else 1):
+            rest += self._fill
+        filler = rest * layout.cp or (0 if padded else multiple * self._fill)
+        full = [*padded, filler] if filler else padded
+        total = sum(full)
+        # Where the tokens of the batch lie among the padded ones, in sequence order.
+        count = torch.tensor(lengths, dtype=torch.int64)
+        shift = torch.tensor(padded, dtype=torch.int64).cumsum(0) - torch.tensor(padded)
+        shift = shift - (count.cumsum(0) - count)
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), count)
+        place = torch.arange(batch.num_tokens) + shift[sequence]
+        predicted = torch.ones(batch.num_tokens, dtype=torch.bool)
+        predicted[batch.cu_seqlens[:-1].long()] = False
+        tokens = batch.tokens.cpu()
+        inputs = torch.zeros(total, dtype=torch.int64)
+        inputs[place] = tokens
+        take = (place - 1).clamp_(min=0)
+        targets = torch.zeros(total, dtype=torch.int64)
+        targets[take[predicted]] = tokens[predicted]
+        index, positions = attention.local_positions(full, layout.cp, layout.cp_rank)
+        if layout.cp > 1:
+            inputs, targets = inputs[index], targets[index]
+        plan = attention.plan(full, cp=layout.cp, cp_rank=layout.cp_rank, device=self._device)
+        cos, sin = self._rope(positions, max(full))
+        device = self._device
+        cu = cumulative(full).to(device)
+        packed = Packed(
+            qkv_format="thd",
+            cu_seqlens_q=cu,
+            cu_seqlens_kv=cu,
+            max_seqlen_q=max(full),
+            max_seqlen_kv=max(full),
+            plan=plan,
+            cos=cos,
+            sin=sin,
+        )
+        return MicroBatch(
+            batch=_moved(batch, device),
+            tokens=inputs.to(device).unsqueeze(0),
+            positions=positions.to(device).unsqueeze(0),
+            targets=targets.to(device),
+            packed=packed,
+            take=take.to(device),
+            predicted=predicted.to(device),
+            sequence=sequence.to(device),
+        )
+
+    def _rope(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        if self._cos.size(0) < longest:
+            every = torch.arange(max(longest, 2 * self._cos.size(0)))
+            cos, sin = rope.tables(self._inverse, every, self._dtype)
+            self._cos, self._sin = cos.to(self._device), sin.to(self._device)
+        where = positions.to(self._device)
+        return self._cos.index_select(0, where), self._sin.index_select(0, where)
+
+
+def _fields(batch: Batch) -> dict[str, Tensor]:
+    names = "tokens mask logp_sampler versions advantage logp_old logp_ref correction weight"
+    values = {name: getattr(batch, name) for name in names.split()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _slice(batch: Batch, start: int, stop: int, lengths: Sequence[int], row: int) -> Batch:
+    cut = {name: value[start:stop] for name, value in _fields(batch).items()}
+    ids = batch.ids[row : row + len(lengths)]
+    return batch.with_(**cut, cu_seqlens=cumulative(lengths), ids=ids)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    moved = {name: value.to(device, non_blocking=True) for name, value in _fields(batch).items()}
+    return batch.with_(**moved)
