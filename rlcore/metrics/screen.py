@@ -109,8 +109,8 @@ def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) 
 
 
 def final_table(summary: Mapping[str, Any]) -> list[str]:
-    """Accuracy before and after by data set, where the time went, and speeds, as lines. `summary` is
-    what `sinks.summarise` makes."""
+    """Accuracy before and after by data set, where the time went, and speeds, as lines; `summary`
+    is what `sinks.summarise` makes."""
     lines = _accuracy_table(summary)
     steps = summary["steps"]
     if "timing_s/step" not in summary:
