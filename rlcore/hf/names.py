@@ -25,10 +25,10 @@ def layer_shapes(hf: HFConfig) -> dict[str, Shape]:
     hidden = hf.hidden_size
     queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-    for name, out in (("q", queries), ("k", keys), ("v", keys)):
-        shapes[f"self_attn.{name}_proj.weight"] = (out, hidden)
-        if hf.qkv_bias:
-            shapes[f"self_attn.{name}_proj.bias"] = (out,)
+    projections = (("q", queries), ("k", keys), ("v", keys))
+    shapes |= {f"self_attn.{name}_proj.weight": (out, hidden) for name, out in projections}
+    if hf.qkv_bias:
+        shapes |= {f"self_attn.{name}_proj.bias": (out,) for name, out in projections}
     if hf.qk_norm:
         shapes["self_attn.q_norm.weight"] = (hf.head_dim,)
         shapes["self_attn.k_norm.weight"] = (hf.head_dim,)

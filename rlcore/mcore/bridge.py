@@ -1,0 +1,352 @@
+"""Weights between Megatron's parameters and Hugging Face's tensors, both ways, streamed.
+
+Megatron fuses query, key and value (by query group) and gate and up, and splits over tensor,
+pipeline and expert parallel ranks. One `Piece` ties a Megatron parameter, named as if one rank had
+the whole model, to the tensors that it is made of; loading and exporting walk the same list.
+
+    load     each rank reads its slice of each tensor, and nothing else
+    export   bundle by bundle: the owners gather over TP and undo the fusing, then broadcast over EP
+             and PP; every rank yields every tensor in the order of `hf.names.expected`
+
+The vocabulary may be padded to a multiple of the tensor-parallel size: the model's parameter says
+by how much, padded rows are zero and never leave.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import EMBED, HEAD, NORM, Shape, expected, layer_prefix
+from rlcore.hf.weights import Index, WeightReader
+from rlcore.mcore.layout import Layout
+from rlcore.utils.seed import derive
+
+BUNDLE_BYTES = 256 << 20
+"""Weights that one round of collectives exports; larger tensors travel alone."""
+
+Kind = Literal["copy", "vocab", "columns", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One Megatron parameter and the tensors that it is made of."""
+
+    name: str
+    """Megatron's name in a model that is neither split nor fused with its norms."""
+    tensors: tuple[str, ...]
+    kind: Kind
+    layer: int
+    """Layer that it belongs to; -1 before the first, `num_layers` after the last."""
+    expert: int = -1
+
+
+class Source(Protocol):
+    """Where `load` takes tensors from."""
+
+    def get(self, name: str, index: Index = ()) -> Tensor:
+        """A tensor on the CPU, or the part of it that `index` names."""
+
+
+def load_hf(models: Sequence[Module], hf: HFConfig, folder: str | Path, layout: Layout) -> None:
+    """Fill the model chunks of this rank from a Hugging Face folder. Not collective.
+
+    ValueError, the same on every rank: a shard or tensor is missing, or has another shape than
+    config.json asks for.
+    """
+    reader = WeightReader(folder)
+    reader.check(expected(hf))
+    _fill(models, hf, layout, reader)
+
+
+def init_random(models: Sequence[Module], hf: HFConfig, layout: Layout, seed: int) -> None:
+    """Random weights that depend on (seed, tensor name) only, so every layout gets the same model:
+    normal with `initializer_range` for matrices, norms 1, biases 0."""
+    _fill(models, hf, layout, _Random(hf, seed))
+
+
+def export_hf(
+    models: Sequence[Module], hf: HFConfig, layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in full on every rank, on the model's device and in its dtype, in the order of
+    `hf.names.expected`. Collective: every rank must exhaust it, in step with the others.
+
+    Nothing is copied that need not be: a tensor may be a view of the live parameter, or of a bundle
+    of `BUNDLE_BYTES`. Copy what you keep.
+    """
+    params = _parameters(models, hf, layout)
+    like = next(iter(params.values()))
+    shapes = expected(hf)
+    for bundle in _bundles(hf, layout, like.element_size()):
+        names = [name for piece in bundle for name in piece.tensors]
+        with torch.no_grad():
+            full = _export(bundle, params, hf, layout, [shapes[name] for name in names], like)
+        yield from zip(names, full, strict=True)
+
+
+# ---- which parameter is made of what
+
+
+def pieces(hf: HFConfig) -> list[Piece]:
+    """All parameters of the model, in the order of `hf.names.expected`."""
+    found = [Piece("embedding.word_embeddings.weight", (EMBED,), "vocab", -1)]
+    for layer in range(hf.num_layers):
+        found += _layer_pieces(hf, layer)
+    found.append(Piece("decoder.final_layernorm.weight", (NORM,), "copy", hf.num_layers))
+    if not hf.tie_word_embeddings:
+        found.append(Piece("output_layer.weight", (HEAD,), "vocab", hf.num_layers))
+    return found
+
+
+def _layer_pieces(hf: HFConfig, layer: int) -> list[Piece]:
+    ours, theirs = f"layers.{layer}.", layer_prefix(layer)
+
+    def piece(name: str, tensors: Sequence[str], kind: Kind, expert: int = -1) -> Piece:
+        return Piece(ours + name, tuple(theirs + t for t in tensors), kind, layer, expert)
+
+    def qkv(what: str) -> Piece:
+        names = [f"self_attn.{x}_proj.{what}" for x in "qkv"]
+        return piece(f"self_attention.linear_qkv.{what}", names, "qkv")
+
+    found = [piece("input_layernorm.weight", ["input_layernorm.weight"], "copy"), qkv("weight")]
+    if hf.qkv_bias:
+        found.append(qkv("bias"))
+    if hf.qk_norm:
+        for x in "qk":
+            name = f"self_attention.{x}_layernorm.weight"
+            found.append(piece(name, [f"self_attn.{x}_norm.weight"], "copy"))
+    found.append(piece("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], "columns"))
+    found.append(piece("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"], "copy"))
+    if not hf.num_experts:
+        gate_up = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+        found.append(piece("mlp.linear_fc1.weight", gate_up, "gate_up"))
+        found.append(piece("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], "columns"))
+        return found
+    found.append(piece("mlp.router.weight", ["mlp.gate.weight"], "copy"))
+    for e in range(hf.num_experts):
+        name = f"mlp.experts.{e}."
+        gate_up = [f"{name}gate_proj.weight", f"{name}up_proj.weight"]
+        down = [f"{name}down_proj.weight"]
+        found.append(piece(f"{name}linear_fc1.weight", gate_up, "gate_up", e))
+        found.append(piece(f"{name}linear_fc2.weight", down, "copy", e))
+    return found
+
+
+def _parameters(models: Sequence[Module], hf: HFConfig, layout: Layout) -> dict[str, Parameter]:
+    """Parameters of this rank under the names that `Piece` uses."""
+    first_expert = layout.experts(hf.num_experts).start if hf.num_experts else 0
+    found = {}
+    for model in models:
+        while hasattr(model, "module"):  # DDP and mixed precision wrap it
+            model = model.module
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for name, param in model.named_parameters():
+            found[_whole_name(name, numbers, first_expert)] = param
+    return found
+
+
+def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
+    """The name that a parameter of this rank has in the whole model. Transformer Engine keeps a
+    norm inside the projection after it, and numbers grouped experts at the end of the name."""
+    name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"layers.{numbers[int(m[1])]}", name)
+    name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    name = re.sub(r"experts\.(linear_fc\d)\.weight(\d+)$", r"local_experts.\2.\1.weight", name)
+    name = name.replace("experts.local_experts", "local_experts")
+    return re.sub(r"local_experts\.(\d+)", lambda m: f"experts.{first_expert + int(m[1])}", name)
+
+
+# ---- loading
+
+
+def _fill(models: Sequence[Module], hf: HFConfig, layout: Layout, source: Source) -> None:
+    params = _parameters(models, hf, layout)
+    todo = [piece for piece in pieces(hf) if piece.name in params]
+    head = "output_layer.weight"
+    if hf.tie_word_embeddings and head in params:  # the last pipeline stage has a copy of its own
+        todo.append(Piece(head, (EMBED,), "vocab", hf.num_layers))
+    unknown = sorted(params.keys() - {piece.name for piece in todo})
+    assert not unknown, f"the bridge does not know the parameters {unknown[:3]}"
+    with torch.no_grad():
+        for piece in todo:
+            param = params[piece.name]
+            local = _read(piece, source, hf, layout, param.shape)
+            assert local.shape == param.shape, (piece.name, local.shape, param.shape)
+            param.copy_(local)
+
+
+def _read(piece: Piece, source: Source, hf: HFConfig, layout: Layout, shape: Shape) -> Tensor:
+    """This rank's part of a parameter; `shape` is that of the part."""
+    names, rank = piece.tensors, layout.tp_rank
+    match piece.kind:
+        case "copy":
+            return source.get(names[0])
+        case "columns":
+            return source.get(names[0], (slice(None), _nth(rank, shape[1])))
+        case "vocab":
+            start, stop = (min(i * shape[0], hf.vocab_size) for i in (rank, rank + 1))
+            part = source.get(names[0], (slice(start, stop),))
+            return torch.nn.functional.pad(part, (0, 0, 0, shape[0] - (stop - start)))
+        case "gate_up" if piece.expert >= 0:
+            return torch.cat([source.get(name) for name in names])
+        case "gate_up":
+            return torch.cat([source.get(name, (_nth(rank, shape[0] // 2),)) for name in names])
+        case "qkv":
+            return _read_qkv(names, source, hf, layout)
+
+
+def _nth(rank: int, size: int) -> slice:
+    return slice(rank * size, (rank + 1) * size)
+
+
+def _read_qkv(names: Sequence[str], source: Source, hf: HFConfig, layout: Layout) -> Tensor:
+    heads = (hf.num_heads // layout.tp, *[hf.num_kv_heads // layout.tp] * 2)
+    parts = [
+        source.get(name, (_nth(layout.tp_rank, count * hf.head_dim),))
+        for name, count in zip(names, heads, strict=True)
+    ]
+    return _fuse_qkv(parts, heads[1])
+
+
+def _fuse_qkv(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """Rows of q, k, v -> rows by query group: its queries, its key, its value."""
+    return torch.cat([p.unflatten(0, (groups, -1)) for p in parts], 1).flatten(0, 1)
+
+
+class _Random:
+    """A source of random tensors, each from a generator of its own."""
+
+    def __init__(self, hf: HFConfig, seed: int) -> None:
+        self._std, self._seed, self._shapes = hf.initializer_range, seed, expected(hf)
+
+    def get(self, name: str, index: Index = ()) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)[index]
+        if name.endswith(".bias"):
+            return torch.zeros(shape)[index]
+        generator = torch.Generator().manual_seed(derive(self._seed, name))
+        return torch.empty(shape).normal_(0.0, self._std, generator=generator)[index]
+
+
+# ---- exporting
+
+
+def _bundles(hf: HFConfig, layout: Layout, element_size: int) -> Iterator[list[Piece]]:
+    """Runs of pieces with one owner, of at most `BUNDLE_BYTES` unless a single one is larger."""
+    shapes = expected(hf)
+    bundle: list[Piece] = []
+    size = 0
+    for piece in pieces(hf):
+        more = sum(math.prod(shapes[name]) for name in piece.tensors) * element_size
+        same = bundle and _owner(bundle[0], hf, layout) == _owner(piece, hf, layout)
+        if bundle and not (same and size + more <= BUNDLE_BYTES):
+            yield bundle
+            bundle, size = [], 0
+        bundle.append(piece)
+        size += more
+    yield bundle
+
+
+def _owner(piece: Piece, hf: HFConfig, layout: Layout) -> tuple[int, int]:
+    """Pipeline stage that has a piece, and the expert-parallel rank, -1 where all have it."""
+    if piece.layer < 0:
+        return 0, -1
+    if piece.layer == hf.num_layers:
+        return layout.pp - 1, -1
+    stage = piece.layer // (hf.num_layers // (layout.pp * layout.vpp)) % layout.pp
+    if piece.expert < 0:
+        return stage, -1
+    return stage, piece.expert // (hf.num_experts // layout.ep)
+
+
+def _export(
+    bundle: Sequence[Piece],
+    params: dict[str, Parameter],
+    hf: HFConfig,
+    layout: Layout,
+    shapes: Sequence[Shape],
+    like: Tensor,
+) -> list[Tensor]:
+    """The tensors of a bundle in full on every rank; `like` gives dtype and device."""
+    stage, expert_rank = _owner(bundle[0], hf, layout)
+    here = layout.pp_rank == stage
+    owner = here and expert_rank in (-1, layout.ep_rank)
+    over_ep = expert_rank >= 0 and layout.ep > 1
+    full = _gather(bundle, params, hf, layout, like.dtype) if owner else []
+    if layout.pp == 1 and not over_ep:
+        return full
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = _flat(full) if owner else like.new_empty(sum(sizes))
+    if over_ep and here:
+        dist.broadcast(flat, group=_group("expert_model"), group_src=expert_rank)
+    if layout.pp > 1:
+        dist.broadcast(flat, group=_group("pipeline_model"), group_src=stage)
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def _gather(
+    bundle: Sequence[Piece],
+    params: dict[str, Parameter],
+    hf: HFConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The tensors of a bundle from the tensor-parallel parts. Experts are not split."""
+    local = [params[piece.name].detach().to(dtype) for piece in bundle]
+    if layout.tp == 1 or bundle[0].expert >= 0:
+        parts = [[tensor] for tensor in local]
+    else:
+        flat = _flat(local)
+        every = flat.new_empty(layout.tp * flat.numel())
+        dist.all_gather_single(every, flat, group=_group("tensor_model"))
+        rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(layout.tp)]
+        parts = [[row[i].view(tensor.shape) for row in rows] for i, tensor in enumerate(local)]
+    return [
+        tensor
+        for piece, part in zip(bundle, parts, strict=True)
+        for tensor in _split(piece, part, hf)
+    ]
+
+
+def _group(kind: str) -> dist.ProcessGroup:
+    """Megatron's group of this rank over `tensor_model`, `pipeline_model` or `expert_model`."""
+    # Imported late: the shim must come before it, and one rank alone needs no groups.
+    from megatron.core import parallel_state
+
+    return getattr(parallel_state, f"get_{kind}_parallel_group")()
+
+
+def _split(piece: Piece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
+    """The tensors that a parameter is made of, from its tensor-parallel parts."""
+    match piece.kind:
+        case "copy":
+            return [parts[0]]
+        case "columns":
+            return [_cat(parts, 1)]
+        case "vocab":
+            return [_cat(parts)[: hf.vocab_size]]
+        case "gate_up":
+            gates, ups = zip(*[part.chunk(2) for part in parts], strict=True)
+            return [_cat(gates), _cat(ups)]
+        case "qkv":
+            groups, width = hf.num_kv_heads, hf.head_dim
+            sizes = [hf.num_heads // groups * width, width, width]
+            grouped = _cat(parts).unflatten(0, (groups, -1)).split(sizes, 1)
+            return [tensor.flatten(0, 1) for tensor in grouped]
+
+
+def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return _cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,0 +1,156 @@
+"""config.json in both spellings, what is refused, and how it is written back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import expected, num_parameters
+
+# As transformers 4 wrote it for Qwen2.5-0.5B-Instruct.
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {**LLAMA3_SCALING, "rope_type": "llama3"},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+
+
+def test_the_spelling_of_transformers_4_is_read() -> None:
+    hf = HFConfig.from_dict(QWEN2)
+    assert (hf.arch, hf.head_dim, hf.qkv_bias, hf.qk_norm) == ("qwen2", 64, True, False)
+    assert (hf.rope_theta, hf.rope_scaling, hf.dtype) == (1e6, None, "bfloat16")
+    assert (hf.eos_ids, hf.pad_id, hf.tie_word_embeddings) == ((151645,), None, True)
+
+
+def test_the_spelling_of_transformers_5_says_the_same() -> None:
+    new = {**QWEN3_MOE, "num_local_experts": 128, "dtype": "bfloat16"}
+    new["rope_parameters"] = {"rope_theta": 1000000.0, "rope_type": "default"}
+    for key in ("num_experts", "rope_theta", "rope_scaling"):
+        del new[key]
+    old = HFConfig.from_dict({**QWEN3_MOE, "torch_dtype": "bfloat16"})
+    assert vars(HFConfig.from_dict(new)) | {"raw": 0} == vars(old) | {"raw": 0}
+
+
+def test_llama_3_scaling_is_kept_and_other_scalings_are_refused() -> None:
+    assert HFConfig.from_dict(LLAMA).rope_scaling == LLAMA3_SCALING
+    yarn = {"type": "yarn", "factor": 4.0}
+    with pytest.raises(ValueError, match="'yarn' is not supported; only llama3's is"):
+        HFConfig.from_dict({**QWEN2, "rope_scaling": yarn})
+
+
+@pytest.mark.parametrize(
+    ("raw", "parameters"),
+    [(QWEN2, 494_032_768), (LLAMA, 8_030_261_248), (QWEN3_MOE, 30_532_122_624)],
+)
+def test_the_expected_tensors_hold_the_published_number_of_parameters(
+    raw: dict, parameters: int
+) -> None:
+    assert num_parameters(HFConfig.from_dict(raw)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; use a model"),
+        ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
+        ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported"),
+        ({"use_sliding_window": True}, "`use_sliding_window` True is not supported"),
+        ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
+        ({"hidden_size": None}, "`hidden_size` is missing"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 14: must be a multiple of"),
+    ],
+)
+def test_what_is_not_computed_is_refused(change: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        HFConfig.from_dict(QWEN2 | change)
+
+
+def test_dense_layers_between_experts_are_refused() -> None:
+    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
+        with pytest.raises(ValueError, match="is not supported"):
+            HFConfig.from_dict(QWEN3_MOE | change)
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gone: no such folder"):
+        HFConfig.from_folder(tmp_path / "gone")
+    with pytest.raises(ValueError, match="has no config.json"):
+        HFConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+        HFConfig.from_folder(tmp_path)
+
+
+def test_changed_sizes_are_written_back_and_the_rest_stays() -> None:
+    layers = {"layer_types": ["full_attention"] * 24}
+    hf = HFConfig.from_dict(QWEN2 | layers).with_(num_layers=2, dtype="float32")
+    expect = QWEN2 | {"num_hidden_layers": 2, "torch_dtype": "float32"}
+    assert hf.to_dict() == expect | {"layer_types": ["full_attention"] * 2}
+    again = HFConfig.from_dict(json.loads(json.dumps(hf.to_dict())))
+    assert vars(again) | {"raw": 0} == vars(hf) | {"raw": 0}
+    assert list(expected(hf))[-1] == "model.norm.weight"
+
+
+def test_a_change_that_config_json_cannot_say_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot change qkv_bias"):
+        HFConfig.from_dict(QWEN2).with_(qkv_bias=False)
