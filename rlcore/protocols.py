@@ -78,7 +78,8 @@ class Learner(Protocol):
     """The model in training. Every call is collective over the train ranks (`accumulate` over one
     model replica only); a `Batch` is the shard of the caller's data-parallel rank."""
 
-    version: int
+    replicas: Sequence[Sequence[int]]
+    """Global ranks that get the same batch, for every data-parallel rank."""
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
         """[T] float32 on the CPU, valid on every rank."""

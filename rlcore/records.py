@@ -21,7 +21,7 @@ training, `e<step>.<index>.<k>` in evaluation. Random numbers of the sampler are
 GroupId = str
 """The part of a request id before the last dot: all responses to one issue of a prompt."""
 Version = Annotated[int, Meta(ge=0)]
-"""Number of optimizer-step rounds behind the weights: 0 is the model that was loaded."""
+"""Number of training steps (rounds) behind the weights: 0 is the model that was loaded."""
 Finish = Literal["stop", "length", "abort"]
 
 

@@ -5,6 +5,7 @@ the generated task `label` about half of the time, so that reinforcement has som
 folder that is complete is left as it is.
 """
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ def run(cfg: SFTConfig) -> int:
     from rlcore.trainer import sft_loop
     from rlcore.utils import collective, log
 
-    start = cfg.out.with_name(cfg.out.name + ".init")
+    start = cfg.out.with_name(cfg.out.name + ".start")
     settings = settings_of(cfg, start)
     here = world.join(settings.cluster.timeout_s)
     log.setup(here.rank, assemble.run_folder(settings) / "logs")
@@ -86,14 +87,11 @@ def run(cfg: SFTConfig) -> int:
         probe_from=cfg.probe_from,
         target=cfg.target,
     )
-    weights = built.learner.export()
+    hf = assemble.model_config(settings)
+    save_folder(built.learner.export(), hf, start, None if here.rank else cfg.out)
     if here.rank == 0:
-        hf = assemble.model_config(settings)
-        save_folder(weights, hf, start, cfg.out)
         log.log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
-    else:
-        for _ in weights:
-            continue
+        shutil.rmtree(start)
     built.close()
     world.leave()
     if accuracy < cfg.target:
@@ -119,7 +117,7 @@ def settings_of(cfg: SFTConfig, start: Path):
         base,
         run=RunConfig(
             dir=str(cfg.out.parent),
-            name=cfg.out.name + ".sft",
+            name=f"warm_start-s{cfg.seed}",
             seed=cfg.seed,
             steps=cfg.steps,
             resume="fresh",

@@ -61,7 +61,9 @@ METRICS = [
     Metric("training/equal_reward_groups", "", "share of groups whose rewards are all equal"),
     Metric("training/trained_rows", "samples", "samples that had a gradient in this step"),
     # the update
-    Metric("actor/pg_loss", "", "policy-gradient loss, averaged as algo.loss_agg_mode says"),
+    Metric("actor/loss", "", "the whole loss, averaged as algo.loss_agg_mode says"),
+    Metric("actor/pg_loss", "", "policy-gradient loss, mean over trained tokens"),
+    Metric("actor/sft_nll", "nats", "negative log-prob of a demonstration's token"),
     Metric("actor/pg_clipfrac", "", "share of trained tokens where the clip cut the gradient"),
     Metric("actor/pg_clipfrac_lower", "", "share of trained tokens under the lower (dual) clip"),
     Metric(
@@ -111,6 +113,7 @@ METRICS = [
     Metric("perf/mfu/actor", "", "share of the hardware's peak that the update reached"),
     Metric("perf/max_memory_allocated_gb", "GB", "most accelerator memory in tensors, any rank"),
     Metric("perf/max_memory_reserved_gb", "GB", "most accelerator memory reserved, any rank"),
+    Metric("perf/max_rss_gb_rank0", "GB", "most resident memory of rank 0; summary.json only"),
     Metric("perf/cpu_memory_gb", "GB", "resident memory of rank 0 and its children"),
     Metric("global_seqlen/minmax_diff", "tokens", "most minus fewest tokens of a train rank"),
     *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in (PHASES | BETWEEN).items()],

@@ -75,7 +75,7 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
     parts = [_position(step, total_steps)]
     shown = (
         ("reward", "critic/score/mean", ".3f"),
-        ("loss", "actor/pg_loss", "+.4f"),
+        ("loss", "actor/loss" if "actor/loss" in metrics else "actor/pg_loss", "+.4f"),
         ("kl", "actor/kl_loss" if "actor/kl_loss" in metrics else "actor/ppo_kl", ".1e"),
         ("len", "response_length/mean", ".0f"),
     )

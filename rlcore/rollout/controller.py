@@ -149,9 +149,7 @@ class Controller:
         self._reasons[event.rank] = event.reason
         if self._up.pop(event.rank, None) is None:
             return []
-        lost = [
-            r for r in self._requests.values() if r.rank == event.rank and not r.finish
-        ]
+        lost = [r for r in self._requests.values() if r.rank == event.rank and not r.finish]
         for r in lost:
             r.rank, r.num_tokens = -1, 0
         self._waiting.extendleft(reversed(lost))

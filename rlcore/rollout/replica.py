@@ -126,10 +126,7 @@ class Agent:
 
     def _reward_events(self) -> list[AnyEvent]:
         wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
-        return [
-            Rewarded(id=i, result=result)
-            for i, result in self._scorer.poll(wait)
-        ]
+        return [Rewarded(id=i, result=result) for i, result in self._scorer.poll(wait)]
 
     def _send(self, events: list[AnyEvent]) -> None:
         stamp = {"rank": self._hub.rank, "round": self._round, "time": time.monotonic()}

@@ -39,7 +39,9 @@ class Rollout:
         finally:
             thread.join(timeout=10 * TICK_S)
 
-    def route(self, destination: dict[str, Sequence[int]], owners: dict[str, int]) -> dict[str, Sample]:
+    def route(
+        self, destination: dict[str, Sequence[int]], owners: dict[str, int]
+    ) -> dict[str, Sample]:
         """Send every sample from its owner to the ranks that train it; the samples of this rank come
         back by id. `destination` and `owners` are the same on every rank."""
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]

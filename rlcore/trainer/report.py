@@ -111,9 +111,11 @@ def step(run: Run) -> None:
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
     metrics |= speeds(run, metrics)
     metrics["training/global_step"] = float(run.step)
-    metrics["training/version"] = float(run.learner.version)
+    metrics["training/version"] = float(run.step)
     if run.sampler is not None:
-        metrics["training/epoch"] = float(run.sampler.epoch)
+        state = run.sampler.state()
+        if state["num_rows"]:
+            metrics["training/epoch"] = state["position"] / state["num_rows"]
     run.writer.write(run.step, metrics)
     run.screen.step(run.step, metrics)
     if any(name.startswith("val-core/") for name in metrics):

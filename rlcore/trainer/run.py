@@ -17,9 +17,7 @@ from rlcore.utils.spans import Spans
 
 
 class Sampler(Protocol):
-    """The resumable order of the training prompts."""
-
-    epoch: int
+    """The resumable order of the training prompts; its state holds `num_rows` and `position`."""
 
     def state(self) -> dict[str, Any]: ...
 

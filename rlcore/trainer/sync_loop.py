@@ -90,10 +90,10 @@ def update(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
 
 
 def push_weights(run: Run) -> None:
-    """The learner's weights to every engine, under the number of optimizer rounds behind them."""
+    """The learner's weights to every engine. Their version is the number of steps behind them."""
     if run.cfg.train.offload and run.engine is not None:
         run.engine.wake(["weights"])
-    moved = run.channel.push(run.learner, run.engine, run.learner.version)  # C
+    moved = run.channel.push(run.learner, run.engine, run.step)  # C
     run.pending |= {f"sync/{name}": value for name, value in moved.items()}
     phases.engine_wakes(run)
 

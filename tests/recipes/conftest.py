@@ -66,13 +66,14 @@ class Bench:
     def commands(self, *command: object, **env: str) -> list[list[str]]:
         """The Python commands that a start comes to; none is run but the check of the packages."""
         echo = self.folder / "python"
+        check = f'[ "$1" != -c ] || exec {sys.executable} "$@"'
         echo.write_text(
-            f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\necho python "$@"\n'
+            f"#!/bin/sh\n{check}\nprintf 'python\\036'\nprintf '%s\\036' \"$@\"\necho\n"
         )
         echo.chmod(0o755)
         rc, out = self.run(*command, **{"PYTHON": str(echo)} | env)
         assert rc == 0, out
-        return [line.split()[1:] for line in out.splitlines()]
+        return [line.split("\036")[1:-1] for line in out.split("\n")[:-1]]
 
     def start(self, *command: object, **env: str) -> subprocess.Popen:
         """Start a command in a session of its own."""

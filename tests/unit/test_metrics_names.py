@@ -1,10 +1,13 @@
 """Every metric is declared once, and a misspelt one is refused with the nearest name."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from rlcore.metrics import names
+
+SOURCE = Path(names.__file__).parents[1]
 
 
 def test_no_metric_is_declared_twice():
@@ -35,6 +38,21 @@ def test_verls_names_are_declared():
         "timing_per_token_ms/gen",
     ):
         assert names.check(name).name == name
+
+
+def test_every_metric_that_the_source_names_is_declared():
+    prefixes = {m.name.partition("/")[0] for m in names.METRICS} - {"env"}
+    literal = re.compile(rf'"((?:{"|".join(prefixes)})/[a-z0-9_/]+[a-z0-9_])"')
+    found = {
+        name
+        for file in SOURCE.rglob("*.py")
+        if file != Path(names.__file__)
+        for name in literal.findall(file.read_text())
+    }
+    assert "actor/pg_loss" in found
+    spreads = {m.name.rpartition("/")[0] for m in names.METRICS}  # arguments of stats.summary
+    for name in sorted(found - spreads):
+        names.check(name)
 
 
 def test_fields_match_data_sets_and_counts():
