@@ -19,6 +19,7 @@ from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.round import Rollout
+from rlcore.rollout.torch_engine import factory
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.source import EpochOrder
@@ -39,7 +40,7 @@ def assemble(cfg: Config, world: World) -> Run:
     hf = model_config(cfg)
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = sampling_of(cfg, tokenizer)
-    scorer = make_scorer(cfg)
+    scorer = make_scorer(cfg, world)
     engine = make_engine(cfg, hf, world)
     hub = make_hub(world, cfg.cluster.interface)
     agent = Agent(hub, engine, scorer, tokenizer.decode, cfg.rollout.deadline_s)
@@ -107,7 +108,7 @@ def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
     )
 
 
-def make_scorer(cfg: Config) -> RewardService:
+def make_scorer(cfg: Config, world: World) -> RewardService:
     return RewardService(
         cfg.select.reward,
         config=cfg.reward,
@@ -115,6 +116,7 @@ def make_scorer(cfg: Config) -> RewardService:
         timeout_s=cfg.reward.timeout_s,
         on_error=cfg.reward.on_error,
         seed=cfg.run.seed,
+        log_file=run_folder(cfg) / "logs" / f"reward{world.rank}.log",
     )
 
 
@@ -137,7 +139,8 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
     announce("engine", f"torch, {options['dtype']}, {'in this process' if inline else 'child process'}")
     if inline:
         return TorchEngine(hf, device=world.device, **options)
-    return ChildEngine(hf, device=str(world.device), **options)
+    settings = {"config": hf.to_dict(), "device": str(world.device), **options}
+    return ChildEngine(factory.NAME, settings, threads=r.threads, rank=world.rank)
 
 
 def make_controller(cfg: Config, world_size: int) -> Controller:
