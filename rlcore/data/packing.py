@@ -1,0 +1,46 @@
+"""Samples to the learner's packed `Batch`: prompt and response of each, one after the other."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.records import Sample
+from rlcore.tensors import Batch, cumulative
+
+
+def pack_samples(samples: Sequence[Sample]) -> Batch:
+    """[T] tokens of all samples in their order, on the CPU; responses are the mask. On prompts
+    `logp_sampler` is 0 and `versions` is -1. No samples give an empty batch. ValueError for a
+    sample without a prompt: the first token of a sequence has no log-prob."""
+    for s in samples:
+        if not len(s.prompt):
+            raise ValueError(f"sample {s.id}: has no prompt tokens; a prompt needs at least one")
+        assert len(s.tokens) == len(s.logps) == len(s.versions), s.id
+    parts = list(chain.from_iterable((s.prompt, s.tokens) for s in samples))
+    lengths = np.array([len(p) for p in parts], dtype=np.int64)
+    mask = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
+    logps = np.zeros(mask.size, np.float32)
+    versions = np.full(mask.size, -1, np.int32)
+    if samples:
+        logps[mask] = np.concatenate([s.logps for s in samples])
+        versions[mask] = np.concatenate([s.versions for s in samples])
+    tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        cu_seqlens=cumulative(lengths.reshape(-1, 2).sum(1).tolist()),
+        mask=torch.from_numpy(mask),
+        logp_sampler=torch.from_numpy(logps),
+        versions=torch.from_numpy(versions),
+        ids=tuple(s.id for s in samples),
+    )
+
+
+def per_token(values: Sequence[float], batch: Batch) -> Tensor:
+    """[T] float32 on the batch's device: the value of its sequence for every token, prompts too."""
+    assert len(values) == batch.num_sequences, (len(values), batch.num_sequences)
+    lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).to(torch.int64)
+    expanded = torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths)
+    return expanded.to(batch.tokens.device)

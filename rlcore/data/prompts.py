@@ -1,0 +1,397 @@
+"""Prompt sets: JSONL and parquet files, or a generated task, as tokenised `Prompt` records.
+
+Junk rows are named by file and line and counted, long prompts are counted, and the run goes on; a
+file without one usable row ends it. Rows are tokenised when they are read: the length filter has to
+know, and a row's number counts what is kept.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, overload
+
+import numpy as np
+
+from rlcore.data import label_task
+from rlcore.records import Prompt
+from rlcore.utils import net
+from rlcore.utils.log import log
+
+_SHOWN = 5
+"""Junk rows that are named one by one; the rest is counted."""
+_EXAMPLE_CHARS = 60
+
+Message = Mapping[str, Any]
+
+
+class Tokens(Protocol):
+    """What this needs of a tokenizer; `hf.tokenizer.Tokenizer` is one."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def render_chat(self, messages: Sequence[Message]) -> str: ...
+
+
+class Settings(Protocol):
+    """The keys of `DataConfig` that are read here."""
+
+    train: tuple[str, ...]
+    val: tuple[str, ...]
+    prompt_field: str
+    answer_field: str
+    template: Literal["auto", "chat", "none"]
+    system: str
+    suffix: str
+    max_prompt_tokens: int
+    bad_rows: Literal["skip", "refuse"]
+    num_prompts: int
+    num_val_prompts: int
+
+
+class PromptSet(Protocol):
+    """Rows by number; one with `is_finite` False goes on for ever and has no length."""
+
+    is_finite: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt: ...
+
+
+@dataclass(frozen=True)
+class LabelSet:
+    """Rows of the generated task, made when they are asked for."""
+
+    split: label_task.Split
+    seed: int
+    num_rows: int
+    """0 is endless."""
+    encode: Callable[[str], Sequence[int]]
+
+    @property
+    def is_finite(self) -> bool:
+        return self.num_rows > 0
+
+    def __len__(self) -> int:
+        if not self.num_rows:
+            raise TypeError("an endless task has no length; ask is_finite first")
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Prompt:
+        if self.num_rows and index >= self.num_rows:
+            raise IndexError(f"row {index} of {self.num_rows}")
+        return label_task.to_prompt(
+            label_task.make(self.split, self.seed, index), index, self.encode
+        )
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows in memory."""
+
+    rows: Sequence[Prompt]
+    is_finite: bool = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.rows[index]
+
+
+@overload
+def load(config: Settings, which: Literal["train"], tokenizer: Tokens, seed: int) -> PromptSet: ...
+
+
+@overload
+def load(
+    config: Settings, which: Literal["val"], tokenizer: Tokens, seed: int
+) -> list[tuple[str, RowSet]]: ...
+
+
+def load(
+    config: Settings, which: Literal["train", "val"], tokenizer: Tokens, seed: int
+) -> PromptSet | list[tuple[str, RowSet]]:
+    """`train`: all of data.train as one set, files one after the other. `val`: each of data.val by
+    name, the file's stem. `data.num_prompts` (`num_val_prompts`) caps each file. The held-out rows
+    of a generated task are the same for every seed.
+
+    ValueError: no such file, an unknown kind, no usable row, or a junk row under `bad_rows refuse`.
+    """
+    sources = config.train if which == "train" else config.val
+    if not sources and which == "train":
+        raise ValueError("--data.train: is empty; give .jsonl or .parquet files, or the task label")
+    cap = config.num_prompts if which == "train" else config.num_val_prompts
+    names = _names(sources)
+    if which == "train" and label_task.NAME in sources:
+        return _train_label(config, tokenizer, seed)
+    sets = []
+    for source, name in zip(sources, names, strict=True):
+        if source == label_task.NAME:
+            task = LabelSet("val", 0, cap or label_task.NUM_VAL, _encoder(config, tokenizer))
+            sets.append((name, RowSet([task[i] for i in range(len(task))])))
+        else:
+            sets.append((name, RowSet(read_file(Path(source), name, config, tokenizer, cap))))
+    if which == "val":
+        return sets
+    joined = [row for _, rows in sets for row in rows.rows]
+    if len(sets) > 1:
+        joined = [_renumber(row, i) for i, row in enumerate(joined)]
+    return RowSet(joined)
+
+
+def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
+    """How many validation prompts also stand in a training set of files; warns where there are any.
+    Upper and lower case and everything but letters and digits do not count."""
+    if not isinstance(train, RowSet):
+        return 0  # a generated task keeps its splits apart by itself
+    known = {_fingerprint(row.text): row for row in train.rows}
+    total = 0
+    for name, rows in val:
+        both = [row for row in rows.rows if _fingerprint(row.text) in known]
+        if not both:
+            continue
+        total += len(both)
+        twin = known[_fingerprint(both[0].text)]
+        log.warning(
+            "data.val %s: %d of %d prompts also stand in data.train, such as row %d (row %d of %s "
+            "there): accuracy on them is not held out",
+            name,
+            len(both),
+            len(rows),
+            both[0].index,
+            twin.index,
+            twin.source,
+        )
+    return total
+
+
+def read_file(
+    path: Path, name: str, config: Settings, tokenizer: Tokens, cap: int = 0
+) -> list[Prompt]:
+    """The usable rows of a file, at most `cap` (0: all), with a report of what was left out."""
+    prompts: list[Prompt] = []
+    report = _Report(path)
+    for place, row in _rows(path):
+        if cap and len(prompts) == cap:
+            break
+        try:
+            if isinstance(row, Exception):
+                raise row
+            prompt = _prompt(row, len(prompts), name, config, tokenizer)
+        except (ValueError, RecursionError) as error:
+            if config.bad_rows == "refuse":
+                raise ValueError(
+                    f"{place}: {error}; repair it, or skip such rows with --data.bad_rows skip"
+                ) from error
+            report.junk(place, error, row)
+            continue
+        if len(prompt.tokens) > config.max_prompt_tokens:
+            report.long(place, len(prompt.tokens))
+        else:
+            prompts.append(prompt)
+    report.tell(len(prompts), config)
+    return prompts
+
+
+class _Report:
+    """Counts what a file's reader leaves out, and says it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_junk = 0
+        self._num_long = 0
+        self._longest = (0, "")
+        self._reasons: Counter[str] = Counter()
+        self._columns: Counter[str] = Counter()
+
+    def junk(self, place: str, error: Exception, row: Any) -> None:
+        self._num_junk += 1
+        self._reasons[str(error)] += 1
+        if isinstance(row, dict):
+            self._columns.update(map(str, row))
+        if self._num_junk <= _SHOWN:
+            log.warning("%s: %s; row skipped", place, error)
+
+    def long(self, place: str, num_tokens: int) -> None:
+        self._num_long += 1
+        self._longest = max(self._longest, (num_tokens, place))
+
+    def tell(self, num_kept: int, config: Settings) -> None:
+        if self._num_junk > _SHOWN:
+            log.warning("%s: %d junk rows skipped in all", self._path, self._num_junk)
+        if self._num_long:
+            log.warning(
+                "%s: %d prompts of more than --data.max_prompt_tokens %d left out; the longest has "
+                "%d tokens (%s)",
+                self._path,
+                self._num_long,
+                config.max_prompt_tokens,
+                *self._longest,
+            )
+        if num_kept:
+            log.info("%s: %d prompts", self._path, num_kept)
+            return
+        if self._num_junk:
+            columns = ", ".join(c for c, _ in self._columns.most_common(10)) or "none"
+            reason, count = self._reasons.most_common(1)[0]
+            raise ValueError(
+                f"{self._path}: no usable row; {count} of {self._num_junk}: {reason}. The rows "
+                f"have the fields: {columns}; see --data.prompt_field and --data.answer_field"
+            )
+        if self._num_long:
+            raise ValueError(
+                f"{self._path}: every prompt is longer than --data.max_prompt_tokens "
+                f"{config.max_prompt_tokens}; raise it"
+            )
+        raise ValueError(f"{self._path}: has no rows")
+
+
+def _train_label(config: Settings, tokenizer: Tokens, seed: int) -> LabelSet:
+    if len(config.train) > 1:
+        raise ValueError(
+            f"--data.train {' '.join(config.train)}: the generated task label stands alone; give "
+            "either label or files"
+        )
+    return LabelSet("train", seed, config.num_prompts, _encoder(config, tokenizer))
+
+
+def _encoder(config: Settings, tokenizer: Tokens) -> Callable[[str], list[int]]:
+    """Generated tasks take their prompts as they are unless a chat is asked for."""
+    if config.template != "chat":
+        return lambda text: tokenizer.encode(text + config.suffix)
+    return lambda text: tokenizer.encode(tokenizer.render_chat(_messages(text, config)))
+
+
+def _names(sources: Sequence[str]) -> list[str]:
+    """A name for each source: the file's stem, with its folder where two stems are equal."""
+    stems = [Path(s).stem for s in sources]
+    names = [
+        stem if stems.count(stem) == 1 else f"{Path(s).absolute().parent.name}/{stem}"
+        for s, stem in zip(sources, stems, strict=True)
+    ]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"data files {twice[0]}: two have this name; rename one")
+    return names
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(`file:line`, row or the exception that its line raised) of every row."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"data file {path}: must end in .jsonl or .parquet, or be the task label")
+    if not path.is_file():
+        raise ValueError(f"data file {path}: no such file")
+    yield from _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError too
+                example = line[:_EXAMPLE_CHARS].decode("utf-8", "replace").strip()
+                row = ValueError(f"not JSON ({_first(error)}): {example!r}")
+            yield f"{path}:{number}", row
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: cannot be read after row {number}: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _prompt(row: Any, index: int, name: str, config: Settings, tokenizer: Tokens) -> Prompt:
+    """A row as a prompt; ValueError says what is wrong with it."""
+    if not isinstance(row, dict):
+        raise ValueError(f"not an object but a {type(row).__name__}")
+    asked = _field(row, config.prompt_field)
+    messages = _messages(asked, config)
+    text = "\n\n".join(str(m["content"]) for m in messages if m["role"] != "system")
+    if config.template != "none":
+        rendered = tokenizer.render_chat(messages)
+    elif isinstance(asked, str):
+        rendered = text
+    else:
+        raise ValueError("a list of messages needs --data.template chat")
+    fields = {k: v for k, v in row.items() if k not in (config.prompt_field, config.answer_field)}
+    prompt = Prompt(
+        index=index,
+        source=name,
+        tokens=np.array(tokenizer.encode(rendered), np.int32),
+        answer=_answer(row, config.answer_field),
+        text=text,
+        fields=fields,
+    )
+    try:
+        net.encode(prompt)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ValueError(f"holds a value that cannot travel ({_first(error)})") from error
+    return prompt
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        raise ValueError(f"no field {name!r}" if name not in row else f"field {name!r} is null")
+    return row[name]
+
+
+def _answer(row: dict[str, Any], name: str) -> str:
+    """The answer as text; no answer at all where the field's name is empty."""
+    if not name:
+        return ""
+    answer = _field(row, name)
+    if not isinstance(answer, str | int | float):
+        raise ValueError(f"field {name!r} is a {type(answer).__name__}, not text or a number")
+    return str(answer)
+
+
+def _messages(asked: Any, config: Settings) -> list[dict[str, Any]]:
+    """The chat that a row asks for: a text is one user message. The suffix goes to the last one."""
+    key = config.prompt_field
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not isinstance(asked, list) or not asked:
+        raise ValueError(f"field {key!r} is neither text nor a list of messages")
+    messages = []
+    for m in asked:
+        good = isinstance(m, dict) and isinstance(m.get("role"), str)
+        if not good or not isinstance(m.get("content"), str):
+            raise ValueError(f"field {key!r} has a message without role and content as text")
+        messages.append(dict(m))
+    if not messages[-1]["content"].strip():
+        raise ValueError(f"field {key!r} is empty")
+    messages[-1]["content"] += config.suffix
+    if config.system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system})
+    return messages
+
+
+def _renumber(prompt: Prompt, index: int) -> Prompt:
+    import msgspec
+
+    return msgspec.structs.replace(prompt, index=index)
+
+
+def _fingerprint(text: str) -> str:
+    return "".join(c for c in text.lower() if c.isalnum())

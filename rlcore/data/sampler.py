@@ -1,0 +1,67 @@
+"""Which rows come next: shuffled epochs, or counting up an endless set; resumable by an integer."""
+
+from typing import Any
+
+import numpy as np
+
+from rlcore.utils.seed import derive
+
+
+class EpochSampler:
+    """Row numbers in an order that depends on (seed, epoch) alone."""
+
+    def __init__(self, num_rows: int | None, seed: int, shuffle: bool = True) -> None:
+        """`num_rows` None is an endless set: its rows come in their own order, epoch 0 for ever."""
+        if num_rows is not None and num_rows < 1:
+            raise ValueError(f"a data set of {num_rows} rows: needs at least one")
+        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
+        self._position = 0
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def position(self) -> int:
+        """Rows handed out so far."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next row; 0 in an endless set."""
+        return self._position // self._num_rows if self._num_rows else 0
+
+    def next(self, n: int) -> list[tuple[int, int]]:
+        """The next n rows as (epoch, row); an epoch may end inside."""
+        out = [self._at(p) for p in range(self._position, self._position + n)]
+        self._position += n
+        return out
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON."""
+        return {
+            "num_rows": self._num_rows,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "position": self._position,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where the sampler of `state` stood. ValueError where the order would be another."""
+        names = {"num_rows": "rows in data.train", "seed": "run.seed", "shuffle": "data.shuffle"}
+        for key, now in self.state().items():
+            if key != "position" and state[key] != now:
+                raise ValueError(
+                    f"{names[key]}: the checkpoint has {state[key]}, this run has {now}, so the "
+                    "order of the prompts would change; use the same data and settings, or start "
+                    "a new run from the checkpoint's weights"
+                )
+        self._position = state["position"]
+
+    def _at(self, position: int) -> tuple[int, int]:
+        if self._num_rows is None:
+            return 0, position
+        epoch, place = divmod(position, self._num_rows)
+        if not self._shuffle:
+            return epoch, place
+        if self._order is None or self._order[0] != epoch:
+            generator = np.random.Generator(np.random.PCG64(derive(self._seed, "epoch", epoch)))
+            self._order = epoch, generator.permutation(self._num_rows)
+        return epoch, int(self._order[1][place])

@@ -1,0 +1,75 @@
+"""Packing by a worked example and against a loop."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.data.packing import pack_samples, per_token
+from rlcore.records import Sample
+
+
+def _sample(id, prompt, tokens, version=0):
+    n = len(tokens)
+    return Sample(
+        id=id,
+        prompt=np.array(prompt, np.int32),
+        tokens=np.array(tokens, np.int32),
+        logps=np.array([-t / 100 for t in tokens], np.float32),
+        versions=np.full(n, version, np.int32),
+        finish="stop",
+    )
+
+
+def test_two_samples_are_packed_one_after_the_other():
+    batch = pack_samples([_sample("t0.0", [5, 6], [7], 3), _sample("t0.1", [5, 6], [8, 9], 4)])
+    assert batch.tokens.tolist() == [5, 6, 7, 5, 6, 8, 9]
+    assert batch.tokens.dtype == torch.int64
+    assert batch.cu_seqlens.tolist() == [0, 3, 7]
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.mask.tolist() == [False, False, True, False, False, True, True]
+    assert batch.versions.tolist() == [-1, -1, 3, -1, -1, 4, 4]
+    expected = torch.tensor([0, 0, -0.07, 0, 0, -0.08, -0.09])
+    assert torch.equal(batch.logp_sampler, expected)
+    assert batch.ids == ("t0.0", "t0.1")
+    assert per_token([0.5, -2], batch).tolist() == [0.5] * 3 + [-2] * 4
+
+
+ids = st.integers(1, 1000)
+rows = st.tuples(st.lists(ids, min_size=1, max_size=9), st.lists(ids, max_size=9))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(rows, max_size=6))
+def test_a_packed_batch_is_what_a_loop_gives(pairs):
+    samples = [_sample(f"t{i}.0", p, r, i) for i, (p, r) in enumerate(pairs)]
+    batch = pack_samples(samples)
+    want = {"tokens": [], "mask": [], "logp": [], "versions": [], "values": []}
+    for i, (p, r) in enumerate(pairs):
+        want["tokens"] += p + r
+        want["mask"] += [False] * len(p) + [True] * len(r)
+        want["logp"] += [0.0] * len(p) + [float(np.float32(-t / 100)) for t in r]
+        want["versions"] += [-1] * len(p) + [i] * len(r)
+        want["values"] += [i + 0.5] * (len(p) + len(r))
+    assert batch.tokens.tolist() == want["tokens"]
+    assert batch.mask.tolist() == want["mask"]
+    assert batch.logp_sampler.tolist() == want["logp"]
+    assert batch.versions.tolist() == want["versions"]
+    assert batch.lengths == [len(p) + len(r) for p, r in pairs]
+    assert per_token([i + 0.5 for i in range(len(pairs))], batch).tolist() == want["values"]
+    order = list(range(len(pairs)))[::-1]
+    again = pack_samples([samples[i] for i in order])
+    assert torch.equal(batch.select(order).tokens, again.tokens)
+
+
+def test_no_samples_are_an_empty_batch():
+    batch = pack_samples([])
+    assert (batch.num_tokens, batch.num_sequences, batch.lengths, batch.ids) == (0, 0, [], ())
+    assert per_token([], batch).shape == (0,)
+    assert batch.select([]).num_sequences == 0
+
+
+def test_a_sample_without_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="sample t3.0: has no prompt tokens"):
+        pack_samples([_sample("t3.0", [], [1])])
