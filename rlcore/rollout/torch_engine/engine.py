@@ -11,10 +11,10 @@ Everything per token is done for all rows at once; Python loops run over request
 
 import heapq
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -731,6 +731,12 @@ class TorchEngine:
         waiting = len(self._jobs) - len(self._rows)
         self._emit(Stats, **self._totals, running=len(self._rows), waiting=waiting)
         self._totals = dict.fromkeys(self._totals, 0) | {"busy_s": 0.0}
+
+
+def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
+    """An engine from plain data, for `ChildEngine`: the contents of config.json and the keywords of
+    `TorchEngine`."""
+    return TorchEngine(HFConfig.from_dict(dict(config)), **options)
 
 
 def check_sampling(where: str, sampling: Sampling) -> None:

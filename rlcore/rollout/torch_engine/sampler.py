@@ -95,7 +95,7 @@ def _search(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """[N, V] bool: tokens that may be sampled. `top_k` 0 keeps all; weights are not normalised,
     their largest is 1."""
-    ordered, index = weights.double().sort(-1, descending=True, stable=True)
+    ordered, index = weights.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     ordered = torch.where(keep, ordered, 0)

@@ -1,0 +1,510 @@
+"""An engine in a process of its own: it decodes without waiting for `poll`, and its death is an
+event instead of the end of the run.
+
+The parent holds one end of a socket pair and the child the other; messages are msgpack
+(`utils/net.py`), each behind its length. The child serves calls between two decode steps, pushes
+events as they come, and ends when its parent does. It imports the engine and what the engine needs,
+nothing of the program that started it.
+"""
+
+import importlib
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import rlcore
+from rlcore.protocols import Engine, PauseMode, Tag
+from rlcore.records import (
+    Aborted,
+    AnyEvent,
+    Bucket,
+    Down,
+    Finished,
+    History,
+    Request,
+    RequestId,
+)
+from rlcore.utils.net import decode, encode
+
+_POLL_S = 0.02  # of the child's engine: a call waits at most this long when nothing is decoded
+_STEP_S = 0.001  # a busy engine runs a step at least this long before calls are looked at
+_PARENT_S = 1.0  # how often the child looks for its parent
+_STUCK_S = 24 * 3600.0  # a parent that reads nothing for this long is as good as gone
+_EXIT_S = 5.0  # a closing child gets this long before it is killed
+_LENGTH = struct.Struct("<Q")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
+
+
+class _Call(msgspec.Struct):
+    """Parent to child. `args` is packed by itself, as its type depends on the method."""
+
+    number: int
+    method: str
+    args: bytes
+
+
+class _Reply(msgspec.Struct, tag=True):
+    number: int
+    error: str = ""
+    """Name of the exception's class; empty when all went well."""
+    message: str = ""
+
+
+class _Events(msgspec.Struct, tag=True):
+    events: tuple[AnyEvent, ...]
+
+
+class _Fatal(msgspec.Struct, tag=True):
+    """The engine raised outside of a call; the process ends."""
+
+    reason: str
+
+
+_FromChild = _Reply | _Events | _Fatal
+
+_ARGS: dict[str, Any] = {
+    "submit": tuple[tuple[Request, ...]],
+    "abort": tuple[tuple[RequestId, ...]],
+    "pause": tuple[PauseMode],
+    "resume": tuple[()],
+    "begin_load": tuple[int],
+    "load_bucket": tuple[Bucket, tuple[bytes, ...]],
+    "end_load": tuple[()],
+    "sleep": tuple[tuple[Tag, ...]],
+    "wake": tuple[tuple[Tag, ...]],
+    "relayout": tuple[int],
+    "remember": tuple[tuple[History, ...]],
+    "build": tuple[str, dict[str, Any]],
+}
+_ERRORS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
+
+
+class _Frames:
+    """One end of the socket pair: whole messages, with deadlines."""
+
+    def __init__(self, end: socket.socket):
+        self._end = end
+        self._buffer = bytearray()
+        end.setblocking(False)
+
+    def send(self, message: bytes, deadline: float) -> None:
+        """TimeoutError after `deadline` (monotonic); OSError when the other side is gone."""
+        for piece in (memoryview(_LENGTH.pack(len(message))), memoryview(message)):
+            while piece:
+                try:
+                    piece = piece[self._end.send(piece) :]
+                except BlockingIOError:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError("the other side does not read") from None
+                    select.select([], [self._end], [], left)
+
+    def receive(self, timeout_s: float) -> Iterator[bytes]:
+        """Messages that are there, waiting up to `timeout_s` for more bytes; EOFError at the end
+        of the stream."""
+        yield from self._complete()
+        readable, _, _ = select.select([self._end], [], [], max(0.0, timeout_s))
+        if not readable:
+            return
+        while True:
+            try:
+                data = self._end.recv(1 << 20)
+            except BlockingIOError:
+                break
+            except ConnectionError as error:
+                raise EOFError from error
+            if not data:
+                yield from self._complete()
+                raise EOFError
+            self._buffer += data
+            yield from self._complete()
+
+    def _complete(self) -> Iterator[bytes]:
+        head = _LENGTH.size
+        while len(self._buffer) >= head:
+            end = head + _LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            message = bytes(memoryview(self._buffer)[head:end])
+            del self._buffer[:end]
+            yield message
+
+    def close(self) -> None:
+        self._end.close()
+
+
+class ChildEngine:
+    """`Engine` whose work is done by another one in a child process.
+
+    `factory` is "module:function", called there with `settings` (plain data) as keywords; it
+    returns the engine. The child is started at once and awaited at the first call. Every call has a
+    deadline and raises what the engine raised. When the child dies, `poll` returns one `Down` with
+    the requests that were lost; `restart` brings a new one up, without weights.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        settings: Mapping[str, Any],
+        *,
+        threads: int = 1,
+        rank: int = 0,
+        deadline_s: float = 120.0,
+    ):
+        self._factory = factory
+        self._settings = dict(settings)
+        self._threads = threads
+        self._rank = rank
+        self._deadline_s = deadline_s
+        self._live: dict[RequestId, None] = {}
+        self._events: list[AnyEvent] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._down = ""
+        self._closed = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the child, 0 when there is none."""
+        return self._process.pid if self._process is not None and not self._down else 0
+
+    def restart(self) -> None:
+        """End the child if it lives and start another: no requests, no weights. Requests that the
+        old one held and that no `Down` has named yet are named by the next `poll`."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if not self._down:
+            self._die("was restarted")
+        self._start()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """As the engine's; when the child is found dead, the requests are in its `Down`."""
+        try:
+            self._call("submit", tuple(requests))
+        except _GoneError:
+            self._lose(request.id for request in requests)
+        else:
+            self._live.update((request.id, None) for request in requests)
+            self._forget(self._events)
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        """As the engine's; what a dead child held is in its `Down`."""
+        try:
+            self._call("abort", tuple(ids))
+        except _GoneError:
+            return
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        """Events that the child has pushed; waits up to `timeout_s` for the first one."""
+        end = time.monotonic() + timeout_s
+        while not self._down:
+            self._pump(0.0 if self._events else end - time.monotonic())
+            if self._events or time.monotonic() >= end:
+                break
+        events, self._events = self._events, []
+        return events
+
+    def pause(self, mode: PauseMode) -> None:
+        """As the engine's."""
+        self._call("pause", mode)
+
+    def resume(self) -> None:
+        """As the engine's."""
+        self._call("resume")
+
+    def begin_load(self, version: int) -> None:
+        """As the engine's."""
+        self._call("begin_load", version)
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+        """As the engine's; with transport `shm` the files may be removed when it returns."""
+        self._call("load_bucket", bucket, tuple(payloads))
+
+    def end_load(self) -> None:
+        """As the engine's."""
+        self._call("end_load")
+
+    def sleep(self, tags: Collection[Tag]) -> None:
+        """As the engine's."""
+        self._call("sleep", tuple(tags))
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        """As the engine's."""
+        self._call("wake", tuple(tags))
+
+    def relayout(self, tp: int) -> None:
+        """As the engine's."""
+        self._call("relayout", tp)
+
+    def remember(self, histories: Sequence[History]) -> None:
+        """As the engine's."""
+        self._call("remember", tuple(histories))
+
+    def close(self) -> None:
+        """End the child: asked first, killed after a few seconds."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._down or self._process is None:
+            return
+        self._frames.close()  # the child ends when its stream does
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_EXIT_S)
+        self._down = "is closed"
+
+    # ---- the child
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlcore.rollout.child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=_environment(self._threads),
+                stdin=subprocess.DEVNULL,
+            )
+        self._frames = _Frames(ours)
+        self._down = ""
+        self._fatal = ""
+        self._replies: dict[int, _Reply] = {}
+        self._number = 0
+        self._built = False
+        self._ask("build", (self._factory, self._settings))
+
+    def _ask(self, method: str, args: tuple[Any, ...]) -> int:
+        self._number += 1
+        call = _Call(self._number, method, encode(args))
+        try:
+            self._frames.send(encode(call), time.monotonic() + self._deadline_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._name} does not read its calls: {method}") from error
+        except OSError:
+            self._pump(0.0)
+            if not self._down:
+                self._die("closed its stream")
+        return self._number
+
+    def _call(self, method: str, *args: Any) -> None:
+        if self._closed:
+            raise RuntimeError(f"{method}: the engine is closed")
+        if not self._built:
+            self._await(1, "start")
+            self._built = True
+        if self._down:
+            raise _GoneError(f"{method}: {self._name} {self._down}; restart() it")
+        self._await(self._ask(method, args), method)
+
+    def _await(self, number: int, method: str) -> None:
+        end = time.monotonic() + self._deadline_s
+        while number not in self._replies:
+            if self._down:
+                raise _GoneError(f"{method}: {self._name} {self._down}; restart() it")
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"{method}: {self._name} has not answered for {self._deadline_s:g} s"
+                )
+            self._pump(left)
+        reply = self._replies.pop(number)
+        if reply.error:
+            kind = _ERRORS.get(reply.error)
+            if kind is None:
+                raise RuntimeError(f"{reply.error}: {reply.message}")
+            raise kind(reply.message)
+
+    @property
+    def _name(self) -> str:
+        pid = self._process.pid if self._process is not None else 0
+        return f"engine process {pid} of rank {self._rank}"
+
+    def _pump(self, timeout_s: float) -> None:
+        """Take in what the child has sent."""
+        try:
+            for message in self._frames.receive(timeout_s):
+                item = decode(message, _FromChild)
+                if isinstance(item, _Reply):
+                    self._replies[item.number] = item
+                elif isinstance(item, _Fatal):
+                    self._fatal = item.reason
+                else:
+                    self._forget(item.events)
+                    self._events += item.events
+        except EOFError:
+            self._die("")
+
+    def _forget(self, events: Sequence[AnyEvent]) -> None:
+        for event in events:
+            if isinstance(event, Finished | Aborted):
+                self._live.pop(event.id, None)
+
+    def _die(self, reason: str) -> None:
+        """The child is gone or must go: reap it and leave a `Down` for `poll`."""
+        process = self._process
+        assert process is not None
+        self._frames.close()
+        if reason:
+            process.kill()
+        try:
+            code = process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait(_EXIT_S)
+        if not reason:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            reason = f"{how}: {self._fatal}" if self._fatal else how
+        self._down = reason
+        lost, self._live = tuple(self._live), {}
+        self._events.append(
+            Down(
+                rank=self._rank,
+                time=time.monotonic(),
+                reason=f"{self._name} {reason}",
+                lost=lost,
+            )
+        )
+
+    def _lose(self, ids: Iterator[RequestId]) -> None:
+        """Requests that were handed to a dead child: lost like the others, if `poll` has not said
+        so yet; otherwise the caller knew."""
+        for at, event in enumerate(self._events):
+            if isinstance(event, Down):
+                lost = event.lost + tuple(ids)
+                self._events[at] = msgspec.structs.replace(event, lost=lost)
+                return
+        raise RuntimeError(f"submit: {self._name} {self._down}; restart() it")
+
+
+class _GoneError(RuntimeError):
+    """The child is dead."""
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """The parent's variables without the launcher's: the engine is no rank of anything."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    root = str(Path(rlcore.__file__).resolve().parents[1])
+    paths = [root, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    env["OMP_NUM_THREADS"] = str(threads)
+    return env
+
+
+class _Server:
+    """The child's side: a thread that reads calls, one that writes, and the engine in the middle,
+    so that decoding never waits for the parent."""
+
+    def __init__(self, end: socket.socket):
+        self._frames = _Frames(end)
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._live: set[RequestId] = set()
+        self._paused = False
+        self._engine: Engine | None = None
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        """Serve until the parent closes its end or is gone."""
+        threading.Thread(target=self._read, daemon=True).start()
+        writer = threading.Thread(target=self._write, daemon=True)
+        writer.start()
+        try:
+            while True:
+                self._serve()
+                if self._engine is not None:
+                    self._push(self._engine.poll(_STEP_S if self._busy else _POLL_S))
+        except BaseException as error:
+            trace = "".join(traceback.format_exception(error))
+            self._out.put(encode(_Fatal(f"{type(error).__name__}: {error}\n{trace}")))
+            self._out.put(None)
+            writer.join(_EXIT_S)
+            raise SystemExit(1) from error
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._live) and not self._paused
+
+    def _serve(self) -> None:
+        """Answer the calls that are there; with nothing to decode, wait for one."""
+        wait = not self._busy
+        while True:
+            try:
+                call = self._calls.get(timeout=_POLL_S) if wait else self._calls.get_nowait()
+            except queue.Empty:
+                return
+            wait = False
+            reply = _Reply(call.number)
+            try:
+                self._obey(call.method, decode(call.args, _ARGS[call.method]))
+            except Exception as error:
+                reply.error, reply.message = type(error).__name__, str(error)
+            # Events of the call go first: whoever aborts and then polls finds them.
+            if self._engine is not None:
+                self._push(self._engine.poll(0.0) if call.method in ("abort", "pause") else [])
+            self._out.put(encode(reply))
+
+    def _obey(self, method: str, args: tuple[Any, ...]) -> None:
+        if method == "build":
+            module, _, function = args[0].partition(":")
+            self._engine = getattr(importlib.import_module(module), function)(**args[1])
+            return
+        if self._engine is None:
+            raise RuntimeError("the engine did not start")
+        getattr(self._engine, method)(*args)
+        if method == "submit":
+            self._live.update(request.id for request in args[0])
+        elif method in ("pause", "resume"):
+            self._paused = method == "pause"
+
+    def _push(self, events: Sequence[AnyEvent]) -> None:
+        if not events:
+            return
+        self._live.difference_update(e.id for e in events if isinstance(e, Finished | Aborted))
+        self._out.put(encode(_Events(tuple(events))))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for message in self._frames.receive(_PARENT_S):
+                    self._calls.put(decode(message, _Call))
+                if os.getppid() != self._parent:
+                    break
+        except EOFError:
+            pass
+        os._exit(0)  # the parent is gone or has closed: nobody waits for anything here
+
+    def _write(self) -> None:
+        try:
+            while (message := self._out.get()) is not None:
+                self._frames.send(message, time.monotonic() + _STUCK_S)
+        except (OSError, TimeoutError):
+            os._exit(0)
+
+
+def main() -> None:
+    """`python -m rlcore.rollout.child <file descriptor>`, started by `ChildEngine`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    _Server(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()
