@@ -116,8 +116,8 @@ class Cutter:
         total = sum(full)
         # Where the tokens of the batch lie among the padded ones, in sequence order.
         count = torch.tensor(lengths, dtype=torch.int64)
-        shift = torch.tensor(padded, dtype=torch.int64).cumsum(0) - torch.tensor(padded)
-        shift = shift - (count.cumsum(0) - count)
+        room = torch.tensor(padded, dtype=torch.int64)
+        shift = (room.cumsum(0) - room) - (count.cumsum(0) - count)
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), count)
         place = torch.arange(batch.num_tokens) + shift[sequence]
         predicted = torch.ones(batch.num_tokens, dtype=torch.bool)

@@ -43,9 +43,10 @@ def prepare() -> None:
         message=r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
         category=FutureWarning,
     )
+    # Megatron orders its kernels by this, CUDA reads it when the first context is made; Megatron
+    # warns without it on any machine.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
-        # Megatron orders its kernels by this; CUDA reads it when the first context is made.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         return
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

@@ -1,0 +1,197 @@
+"""What the tests share: gangs of ranks, comparisons, tiny model folders.
+
+As a program it is one rank: `python -m tests.kit <module>:<function> <folder>`.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+ARCHS: dict[str, dict[str, Any]] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "head_dim": 8},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_parameters": {
+            "rope_theta": 500.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def tiny_config(arch: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """A config.json of a model that computes in milliseconds."""
+    return SIZES | ARCHS[arch] | changes
+
+
+def tiny_hf_folder(folder: Path, arch: str = "qwen3", seed: int = 0, **changes: Any) -> Path:
+    """Write config.json and random safetensors in float32. Every weight is random: zero biases and
+    unit norms would hide a swap."""
+    from rlcore.hf.config import HFConfig
+    from rlcore.hf.names import expected
+    from rlcore.hf.weights import save_folder
+
+    hf = HFConfig.from_dict(tiny_config(arch, **changes))
+    generator = torch.Generator().manual_seed(seed)
+
+    def weights() -> Any:
+        for name, shape in expected(hf).items():
+            value = torch.randn(shape, generator=generator) * 0.2
+            yield name, value + 1 if name.endswith("norm.weight") else value
+
+    save_folder(weights(), hf, None, folder)
+    return folder
+
+
+# ---- comparisons
+
+
+def assert_close_named(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], *, rtol: float = 1e-5, atol: float = 1e-5
+) -> None:
+    """Same names, and every value close; the message names the worst."""
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+    worst = []
+    for name, a in ours.items():
+        a, b = torch.as_tensor(a).double(), torch.as_tensor(theirs[name]).double()
+        assert a.shape == b.shape, (name, a.shape, b.shape)
+        over = (a - b).abs() - atol - rtol * b.abs()
+        if a.numel() and not over.max() <= 0:
+            worst.append(f"{name}: {float((a - b).abs().max()):.3g} apart")
+    assert not worst, "; ".join(worst[:8])
+
+
+def assert_bitwise(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Same names, dtypes and bits."""
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+    wrong = []
+    for name, a in ours.items():
+        a, b = torch.as_tensor(a), torch.as_tensor(theirs[name])
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            wrong.append(name)
+    assert not wrong, f"not bitwise equal: {', '.join(wrong[:8])}"
+
+
+# ---- gangs of ranks
+
+
+def run_ranks(
+    n: int, target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
+) -> list[Any]:
+    """Run `module:function(rank, **args)` on n processes that share a gloo world.
+
+    Args:
+        target: such as `tests.ranks.learner_ranks:parity`; the module must import without a world.
+        args: JSON.
+
+    Returns:
+        What the function returned on each rank: tensors, numbers, strings, lists, dicts.
+    """
+    with TemporaryDirectory(prefix="ranks") as name:
+        folder = Path(name)
+        (folder / "args.json").write_text(json.dumps(dict(args or {})))
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(n)}
+        gang = []
+        for rank in range(n):
+            with open(folder / f"log{rank}", "wb") as output:
+                gang.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.kit", target, name],
+                        env=env | {"RANK": str(rank)},
+                        cwd=ROOT,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            failed = _wait(gang, timeout_s)
+        finally:
+            for process in gang:
+                process.kill()
+                process.wait()
+        if failed:
+            rank, why = failed
+            log = (folder / f"log{rank}").read_text(errors="replace")[-6000:]
+            raise AssertionError(f"rank {rank} of {target} {why}:\n{log}")
+        return [torch.load(folder / f"result{r}", weights_only=True) for r in range(n)]
+
+
+def _wait(gang: Sequence[subprocess.Popen], timeout_s: float) -> tuple[int, str] | None:
+    """The first rank that failed, and how; None when all went well."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        codes = [process.poll() for process in gang]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank, f"ended with code {code}"
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+    silent = next(r for r, process in enumerate(gang) if process.poll() is None)
+    return silent, f"was not done after {timeout_s:.0f} s"
+
+
+def main(target: str, name: str) -> None:
+    """One rank."""
+    import torch.distributed as dist
+
+    folder, rank, world = Path(name), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    module, _, function = target.partition(":")
+    args = json.loads((folder / "args.json").read_text())
+    result = getattr(importlib.import_module(module), function)(rank, **args)
+    torch.save(result, folder / f"result{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def state(named: Any) -> dict[str, Tensor]:
+    """Named tensors copied into a dict."""
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

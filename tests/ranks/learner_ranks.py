@@ -1,0 +1,162 @@
+"""What the ranks of test_learner.py and test_checkpoint.py run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlcore.algos import grpo
+from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.mcore import parallel
+from rlcore.mcore.learner import MegatronLearner
+from rlcore.tensors import Batch, LossInputs, LossOutput, cumulative
+from tests import kit
+
+LENGTHS = [19, 5, 33, 2, 27, 11, 40, 8, 21, 14, 3, 30]
+TRAIN = {"lr": 1e-2, "clip_grad": 0.5, "tokens_per_micro_batch": 64}
+
+
+class Loss:
+    """GRPO with an entropy bonus and a KL to given log-probs, so that every input has an effect."""
+
+    needs_entropy_grad = True
+
+    def __init__(self) -> None:
+        self._cfg = grpo.GRPOConfig(entropy_coef=0.01)
+
+    def __call__(self, x: LossInputs) -> LossOutput:
+        # A sequence-level term: it needs all tokens of a sequence on one rank.
+        sums = x.logp.new_zeros(x.num_sequences).index_add(0, x.sequence, x.logp * x.mask)
+        out = grpo.loss(x, self._cfg)
+        return LossOutput(
+            per_token=out.per_token + 0.001 * sums[x.sequence].square(), metrics=out.metrics
+        )
+
+
+def rows(step: int, lengths: list[int] = LENGTHS, vocab: int = 53) -> Batch:
+    """The samples of one update, the same on every rank."""
+    g = torch.Generator().manual_seed(100 + step)
+    total = sum(lengths)
+    prompts = [min(3, n - 1) for n in lengths]
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)])
+    return Batch(
+        tokens=torch.randint(0, vocab, (total,), generator=g),
+        cu_seqlens=cumulative(lengths),
+        mask=mask,
+        logp_old=-3 - torch.rand(total, generator=g),
+        advantage=torch.randn(total, generator=g),
+        weight=0.5 + torch.rand(total, generator=g),
+        correction=0.5 + torch.rand(total, generator=g),
+        ids=tuple(f"t{step}.{i}" for i in range(len(lengths))),
+    )
+
+
+def make(
+    layout: Mapping[str, Any],
+    folder: str = "",
+    arch: str = "qwen3",
+    dtype: str = "float32",
+    **options: Any,
+) -> MegatronLearner:
+    """A learner of the tiny model: of a folder, or with random weights."""
+    train = TrainConfig(**(TRAIN | {"distributed_optimizer": False} | dict(layout)))
+    model = ModelConfig(path=folder, dtype=dtype, random_init=not folder)
+    hf = HFConfig.from_folder(folder) if folder else HFConfig.from_dict(kit.tiny_config(arch))
+    return MegatronLearner(hf, model, train, temperature=0.8, seed=3, **options)
+
+
+def mine(learner: MegatronLearner, batch: Batch) -> Batch:
+    """This data-parallel rank's share."""
+    return batch.select(range(learner.layout.dp_rank, batch.num_sequences, learner.layout.dp))
+
+
+def step(learner: MegatronLearner, number: int) -> dict[str, float]:
+    """One update on the rows of this number."""
+    batch = rows(number)
+    learner.accumulate(mine(learner, batch), Loss())
+    return learner.apply(float(batch.mask.sum()))
+
+
+def observe(learner: MegatronLearner, steps: int = 3) -> dict[str, Any]:
+    """Log-probs of this rank's rows, metrics of some updates, and the weights after them."""
+    batch = rows(0)
+    found: dict[str, Any] = {"rows": list(range(learner.layout.dp_rank, 12, learner.layout.dp))}
+    found["logp"] = learner.logprobs(mine(learner, batch))
+    for number in range(steps):
+        found |= {f"{k} {number}": v for k, v in step(learner, number).items()}
+    found["weights"] = kit.state(learner.export())
+    return found
+
+
+def parity(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Every case in turn: {name: {layout, arch, ...}}."""
+    found = {}
+    for name, case in cases.items():
+        learner = make(**case)
+        found[name] = observe(learner)
+        learner.close()
+    return found
+
+
+def one_by_one(rank: int) -> dict[str, Any]:
+    """Every sequence alone against all packed; and a batch that is empty."""
+    packed = make({})
+    batch = rows(0)
+    found = {"packed logp": packed.logprobs(batch)}
+    found["single logp"] = torch.cat(
+        [packed.logprobs(batch.select([i])) for i in range(batch.num_sequences)]
+    )
+    packed.accumulate(batch, Loss())
+    found["packed"] = packed.apply(float(batch.mask.sum()))
+    found["packed weights"] = kit.state(packed.export())
+    packed.close()
+    single = make({"tokens_per_micro_batch": 1})
+    for i in range(batch.num_sequences):
+        single.accumulate(batch.select([i]), Loss())
+    single.accumulate(batch.select([]), Loss())
+    found["empty logp"] = single.logprobs(batch.select([]))
+    found["single"] = single.apply(float(batch.mask.sum()))
+    found["single weights"] = kit.state(single.export())
+    parallel.destroy()
+    return found
+
+
+def empty_shards(rank: int) -> dict[str, Any]:
+    """One sequence for two data-parallel ranks, of two stages each."""
+    found = {}
+    for name, layout in {"pp2": {"pp": 2}, "ep2": {"ep": 2}}.items():
+        learner = make(layout, arch="qwen3_moe" if name == "ep2" else "qwen3")
+        batch = rows(0).select([2] if learner.layout.dp_rank == 0 else [])
+        found[f"{name} logp"] = learner.logprobs(batch)
+        learner.accumulate(batch, Loss())
+        found[name] = learner.apply(30.0)
+        learner.close()
+    return found
+
+
+def saved(rank: int, folder: str, layout: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Two updates, save, two more."""
+    learner = make(layout, **options)
+    for number in range(2):
+        step(learner, number)
+    learner.save(Path(folder) / "checkpoint")
+    found: dict[str, Any] = {"metrics": [step(learner, number) for number in (2, 3)]}
+    found["weights"] = kit.state(learner.export())
+    found["version"] = learner.version
+    learner.close()
+    return found
+
+
+def resumed(rank: int, folder: str, layout: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Load into a model with other weights, then two more updates."""
+    learner = make(layout, **options)
+    step(learner, 7)
+    learner.load(Path(folder) / "checkpoint")
+    found: dict[str, Any] = {"version at load": learner.version}
+    found["metrics"] = [step(learner, number) for number in (2, 3)]
+    found["weights"] = kit.state(learner.export())
+    found["version"] = learner.version
+    learner.close()
+    return found
