@@ -1,7 +1,7 @@
 """Shim: CMakeLists.txt is the build, this file calls it for `pip install`.
 
 RLCORE_NATIVE=0 leaves the native part out, RLCORE_NATIVE=1 insists on it. Without either, a machine
-that cannot compile (no C++ compiler, no Python headers) installs the pure Python package and says so.
+that cannot compile (no C++ compiler, no Python headers) installs the Python part and says so.
 """
 
 import hashlib

@@ -93,14 +93,13 @@ make_once() { # folder, arguments of rlcore: the first process makes the folder 
   exec 8>&-
 }
 
-dry_run() { # one process, told the full world size
-  local world=$((NODES * GPUS_PER_NODE))
+dry_run() { # one process, which reads the size of the world in NODES and GPUS_PER_NODE
   if [[ -n ${LOCAL_WORLD_SIZE:-} ]]; then
-    ((RANK == 0)) || exit 0
-    world=$((LOCAL_WORLD_SIZE == 1 ? WORLD_SIZE * GPUS_PER_NODE : WORLD_SIZE))
+    [[ ${RANK:-0} == 0 ]] || exit 0
+    NODES=$((LOCAL_WORLD_SIZE == 1 ? WORLD_SIZE : WORLD_SIZE / GPUS_PER_NODE))
   fi
   forget_torchrun
-  export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$world LOCAL_WORLD_SIZE=$GPUS_PER_NODE
+  export NODES GPUS_PER_NODE
   exec "$PYTHON" -u -m rlcore "$@"
 }
 

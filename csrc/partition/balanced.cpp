@@ -97,10 +97,11 @@ class Differencing {
 
   // The heaviest bin of `a` takes the lightest of `b`, and so on. Sorted bins in, sorted bins out.
   std::vector<Bin> join(std::vector<Bin> a, const std::vector<Bin>& b) {
-    const size_t untouched = std::min(a.size(), parts_ - b.size());
+    const size_t filled = a.size();
+    const size_t untouched = std::min(filled, parts_ - b.size());
     for (size_t j = 0; j < b.size(); ++j) {
       const size_t partner = parts_ - 1 - j;
-      if (partner >= a.size()) {
+      if (partner >= filled) {
         a.push_back(b[j]);
       } else {
         a[partner] = chain(a[partner], b[j]);

@@ -18,7 +18,7 @@ def balanced(lengths: Sequence[int], parts: int, equal_size: bool = False) -> li
 
     With `equal_size` the lists differ by at most one in size; without it, no list is empty as long
     as there are `parts` lengths. Lists are ascending and ordered by their first index, empty ones
-    last. Ties go by index: the same answer everywhere. ValueError on parts < 1 or a negative length.
+    last. Ties go by index: the same answer everywhere. ValueError on parts < 1 or negative lengths.
     """
     lengths = [int(n) for n in lengths]
     if parts < 1:
@@ -64,10 +64,10 @@ def reference(lengths: Sequence[int], parts: int, equal_size: bool = False) -> l
 
 def _join(a: list[Bin], b: list[Bin], parts: int) -> list[Bin]:
     """The heaviest bin of `a` takes the lightest of `b`, and so on."""
-    a = list(a)
+    a, filled = list(a), len(a)
     for j, light in enumerate(b):
         partner = parts - 1 - j
-        if partner >= len(a):
+        if partner >= filled:
             a.append(light)
         else:
             x = a[partner]

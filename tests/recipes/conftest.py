@@ -19,7 +19,7 @@ command = sys.argv[1]
 if command == "sft":
     out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
     out.mkdir(exist_ok=True)
-rank = os.environ["RANK"]
+rank = os.environ.get("RANK", "0")
 text = json.dumps({"argv": sys.argv[1:], "pid": os.getpid(), "env": dict(os.environ)})
 part = folder / f"{command}-{rank}.part"
 part.write_text(text)
@@ -41,7 +41,17 @@ class Bench:
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
         (package / "__main__.py").write_text(STAND_IN)
-        drop = ("TORCHELASTIC_", "SLURM_", "RLCORE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+        drop = (
+            "TORCHELASTIC_",
+            "SLURM_",
+            "RLCORE_",
+            "LOCAL_",
+            "NODE",
+            "GPUS_",
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_",
+        )
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
         self.env |= {
             "PYTHONPATH": str(folder / "fake"),
@@ -104,7 +114,7 @@ class Bench:
     def records(self, command: str = "train") -> list[dict]:
         """What every rank of the stand-in wrote down, by rank."""
         found = [json.loads(p.read_text()) for p in self.record.glob(f"{command}-*.json")]
-        return sorted(found, key=lambda r: int(r["env"]["RANK"]))
+        return sorted(found, key=lambda r: int(r["env"].get("RANK", 0)))
 
 
 @pytest.fixture

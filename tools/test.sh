@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Sets itself up, checks form, runs the tests.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
+
+  --fast   the inner loop: no ranks, nothing slow
+  (none)   what CI runs: all but the slow tests
+  --long   everything: seed tables, soak, fuzz
+
+  bash tools/test.sh tests/unit -k net     # arguments of pytest: without the check of form
+
+environment
+  RLCORE_DATA          folder of the real data; default ../shared/data; without it those tests are skipped
+  RLCORE_TEST_WORKERS  tests at a time; default: the cores, at most 4
+TEXT
+}
+
+MARKS='not slow'
+case ${1:-} in
+  --fast)
+    MARKS='not slow and not ranks'
+    shift
+    ;;
+  --long)
+    MARKS=''
+    shift
+    ;;
+  --help | -h)
+    usage
+    exit 0
+    ;;
+esac
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+bash tools/setup.sh --test --quiet
+BIN=${RLCORE_VENV:-$ROOT/.venv}/bin
+export PATH="$BIN:$PATH"
+
+failed=()
+form() { # tool and its arguments
+  "$@" || failed+=("$1")
+}
+
+if (($# == 0)); then
+  mapfile -t shell < <(git ls-files --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run)
+  mapfile -t cpp < <(git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h')
+  form ruff check --quiet
+  form ruff format --check --quiet
+  form shellcheck "${shell[@]}"
+  form shfmt -i 2 -ci -d "${shell[@]}"
+  form clang-format --dry-run -Werror "${cpp[@]}"
+fi
+
+cores=$(nproc)
+workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
+export OMP_NUM_THREADS=1
+# A file stays on one worker: its fixtures are made once.
+form python -m pytest -n "$workers" --dist loadfile -m "$MARKS" "$@"
+
+if ((${#failed[@]})); then
+  echo "tools/test.sh: failed: ${failed[*]}" >&2
+  exit 1
+fi
