@@ -19,6 +19,7 @@ ARCHITECTURES: dict[str, Arch] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
+_CLASSES = {arch: name for name, arch in ARCHITECTURES.items()}
 # What transformers assumes where a config.json is silent.
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
 _DEFAULT_MAX_POSITIONS = {"llama": 2048}
@@ -170,6 +171,9 @@ class HFConfig:
             value = getattr(self, name)
             if value != getattr(before, name):
                 raw[next((key for key in keys if key in raw), keys[0])] = value
+        # transformers finds the class by these; a config made by hand may have one of them only.
+        raw.setdefault("model_type", self.arch)
+        raw.setdefault("architectures", [_CLASSES[self.arch]])
         if raw.get("layer_types"):
             raw["layer_types"] = ["full_attention"] * self.num_layers
         return raw

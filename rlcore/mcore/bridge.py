@@ -194,7 +194,8 @@ def _read(piece: Piece, source: Source, hf: HFConfig, layout: Layout, shape: Sha
         case "vocab":
             start, stop = (min(i * shape[0], hf.vocab_size) for i in (rank, rank + 1))
             part = source.get(names[0], (slice(start, stop),))
-            return torch.nn.functional.pad(part, (0, 0, 0, shape[0] - (stop - start)))
+            missing = shape[0] - (stop - start)
+            return torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part
         case "gate_up" if piece.expert >= 0:
             return torch.cat([source.get(name) for name in names])
         case "gate_up":

@@ -1,135 +1,85 @@
 """The bridge between Megatron and Hugging Face, in one gang of four ranks for every layout."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rlcore.hf.config import HFConfig
+from tests import kit
+from tests.ranks.bridge_ranks import CASES, LAYOUTS
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(4)
 
-ROOT = Path(__file__).resolve().parents[2]
-CASES = ("qwen2", "qwen3", "llama", "qwen3_moe")
-DENSE = ("dp4", "tp2", "pp2", "tp2 pp2", "pp2 vpp2")
-EXPERTS = ("dp4", "ep2", "ep4", "tp2 ep2", "pp2 ep2")
-LAYOUTS = [(c, x) for c in CASES for x in (EXPERTS if c == "qwen3_moe" else DENSE)]
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8]]
-
-
-def transformers_model(case: str) -> torch.nn.Module:
-    """A tiny model with every weight random: zero biases and unit norms would hide a swap."""
-    import transformers as t
-
-    sizes = dict(
-        vocab_size=53,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    scaled = dict(
-        rope_theta=500.0,
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=16,
-    )
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    config = {
-        "qwen2": lambda: t.Qwen2Config(**sizes),
-        "qwen3": lambda: t.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True),
-        "llama": lambda: t.LlamaConfig(**sizes, rope_parameters=scaled),
-        "qwen3_moe": lambda: t.Qwen3MoeConfig(**sizes, head_dim=16, **experts, norm_topk_prob=True),
-    }[case]()
-    torch.manual_seed(0)
-    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape) * 0.2 + (param.dim() == 1))
-    return model.eval()
+ALL = [(case, layout) for case in CASES for layout in LAYOUTS[case]]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder in which the gang has run: models, transformers' logits, what each rank found."""
+def gang(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of the models, and what each rank found by check."""
     folder = tmp_path_factory.mktemp("bridge")
     (folder / "tokens.json").write_text(json.dumps(TOKENS))
     for case in CASES:
-        model = transformers_model(case)
-        model.save_pretrained(folder / case)
-        with torch.no_grad():
-            logits = [model(torch.tensor([row])).logits[0] for row in TOKENS]
-        np.save(folder / f"{case}.npy", torch.cat(logits).numpy())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "4",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    script = str(Path(__file__).with_name("bridge_ranks.py"))
-    gang = [
-        subprocess.Popen([sys.executable, script, str(folder)], env=env | {"RANK": str(rank)})
-        for rank in range(4)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in gang] == [0] * 4
-    finally:
-        for rank in gang:
-            rank.kill()
-    return folder
+        kit.tiny_hf_folder(folder / case, case)
+    return folder, kit.run_ranks(4, "tests.ranks.bridge_ranks:bridge", {"folder": str(folder)})
 
 
-def found(ran: Path, key: str) -> list:
-    """What every rank found for one check."""
-    return [json.loads((ran / f"rank{rank}.json").read_text())[key] for rank in range(4)]
+@pytest.fixture(scope="module")
+def found(gang: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return gang[1]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(ran: Path, case: str) -> None:
-    ours, theirs = np.load(ran / f"{case}_rank0.npy"), np.load(ran / f"{case}.npy")
-    assert ours.shape == theirs.shape == (sum(map(len, TOKENS)), 53)
-    assert np.abs(theirs).max() > 1
-    assert np.abs(ours - theirs).max() <= 1e-5
-
-
-@pytest.mark.parametrize(("case", "layout"), LAYOUTS)
-def test_export_equals_the_loaded_file_bitwise_on_every_rank(
-    ran: Path, case: str, layout: str
+def test_logits_equal_those_of_transformers(
+    gang: tuple[Path, list[dict[str, Any]]], case: str
 ) -> None:
-    assert found(ran, f"{case} {layout} order") == [True] * 4
-    assert found(ran, f"{case} {layout}") == [True] * 4
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(gang[0] / case, attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs = torch.cat([model(torch.tensor([row])).logits[0] for row in TOKENS])
+    assert theirs.shape == (sum(map(len, TOKENS)), 53) and theirs.abs().max() > 1
+    for rank in gang[1]:
+        assert (rank[f"{case} logits"] - theirs).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("case", "layout"), ALL)
+def test_export_equals_the_loaded_file_bitwise_on_every_rank(
+    found: list[dict[str, Any]], case: str, layout: str
+) -> None:
+    for rank in found:
+        assert rank[f"{case} {layout} in order"]
+        assert rank[f"{case} {layout}"] == rank[case]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_random_weights_are_the_same_under_every_layout(ran: Path, case: str) -> None:
-    digests = {d for c, x in LAYOUTS if c == case for d in found(ran, f"{case} {x} random")}
-    assert len(digests) == 1
+def test_random_weights_are_the_same_under_every_layout(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    digests = {rank[f"{case} {layout} random"] for rank in found for layout in LAYOUTS[case]}
+    assert len(digests) == 1 and digests != {found[0][case]}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_weights_are_rounded_to_the_models_dtype_once(ran: Path, dtype: str) -> None:
-    assert found(ran, f"qwen3 {dtype}") == [True] * 4
+def test_weights_are_rounded_to_the_models_dtype_once(
+    found: list[dict[str, Any]], dtype: str
+) -> None:
+    for rank in found:
+        assert rank[f"exported {dtype}"] == rank[f"file in {dtype}"]
 
 
-def test_bundles_of_one_tensor_export_the_same(ran: Path) -> None:
-    assert found(ran, "qwen3 one by one") == [True] * 4
+def test_bundles_of_one_tensor_export_the_same(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["one by one"] == rank["file in float64"]
 
 
-def test_a_folder_saved_from_four_ranks_is_complete(ran: Path) -> None:
-    assert found(ran, "qwen3 saved") == [True] * 4
-    assert HFConfig.from_folder(ran / "out").dtype == "float64"
-    assert not (ran / "out.part").exists()
+def test_a_folder_saved_from_four_ranks_is_complete(
+    gang: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    folder, found = gang
+    assert found[0]["saved"] == found[0]["file in float64"]
+    assert HFConfig.from_folder(folder / "saved").dtype == "float64"
+    assert not (folder / "saved.part").exists()

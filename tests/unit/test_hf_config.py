@@ -151,6 +151,12 @@ def test_changed_sizes_are_written_back_and_the_rest_stays() -> None:
     assert list(expected(hf))[-1] == "model.norm.weight"
 
 
+def test_what_transformers_finds_the_class_by_is_always_written() -> None:
+    by_name = {key: value for key, value in QWEN2.items() if key != "model_type"}
+    by_type = {key: value for key, value in QWEN2.items() if key != "architectures"}
+    assert HFConfig.from_dict(by_name).to_dict() == HFConfig.from_dict(by_type).to_dict() == QWEN2
+
+
 def test_a_change_that_config_json_cannot_say_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot change qkv_bias"):
         HFConfig.from_dict(QWEN2).with_(qkv_bias=False)

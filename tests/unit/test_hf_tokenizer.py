@@ -13,7 +13,6 @@ import pytest
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("RLCORE_DATA", ROOT.parent / "shared" / "data"))
 CHARS = "0123456789+=;>abc"
 TEXTS = [
     "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n\nHow many?",
@@ -34,11 +33,8 @@ TEMPLATE = """\
 
 
 @pytest.fixture
-def qwen_folder() -> Path:
-    folder = DATA / "tokenizer_qwen"
-    if not folder.is_dir():
-        pytest.skip(f"no real tokenizer in {folder}; set RLCORE_DATA")
-    return folder
+def qwen_folder(real_data: Path) -> Path:
+    return real_data / "tokenizer_qwen"
 
 
 def test_the_qwen_tokenizer_gives_the_ids_of_transformers(qwen_folder: Path) -> None:
