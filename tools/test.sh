@@ -41,27 +41,27 @@ BIN=${RLCORE_VENV:-$ROOT/.venv}/bin
 export PATH="$BIN:$PATH"
 
 failed=()
-form() { # tool and its arguments
-  "$@" || failed+=("$1")
+check() { # tool and its arguments
+  "$@" || failed+=("$1 $2")
 }
 
 if (($# == 0)); then
   mapfile -t shell < <(git ls-files --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run)
   mapfile -t cpp < <(git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h')
-  form ruff check --quiet
-  form ruff format --check --quiet
-  form shellcheck "${shell[@]}"
-  form shfmt -i 2 -ci -d "${shell[@]}"
-  form clang-format --dry-run -Werror "${cpp[@]}"
+  check ruff check --quiet .
+  check ruff format --check --quiet .
+  check shellcheck --color=auto "${shell[@]}"
+  check shfmt -i 2 -ci -d "${shell[@]}"
+  check clang-format --dry-run -Werror "${cpp[@]}"
 fi
 
 cores=$(nproc)
 workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
 export OMP_NUM_THREADS=1
 # A file stays on one worker: its fixtures are made once.
-form python -m pytest -n "$workers" --dist loadfile -m "$MARKS" "$@"
+check python -m pytest -q -n "$workers" --dist loadfile -m "$MARKS" "$@"
 
 if ((${#failed[@]})); then
-  echo "tools/test.sh: failed: ${failed[*]}" >&2
+  printf 'tools/test.sh: failed: %s\n' "${failed[@]}" >&2
   exit 1
 fi

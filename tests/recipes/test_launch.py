@@ -47,6 +47,7 @@ def ranks(records) -> list[tuple[str, ...]]:
 TWO_RANKS = [("0", "0", "2", "2"), ("1", "1", "2", "2")]
 
 
+@pytest.mark.ranks(2)
 def test_bash_starts_one_process_per_gpu_and_the_users_keys_come_last(bench):
     rc, out = bench.run("bash", bench.recipe(), "--algo.clip_high", "0.3")
     assert rc == 0, out
@@ -54,6 +55,7 @@ def test_bash_starts_one_process_per_gpu_and_the_users_keys_come_last(bench):
     assert all(r["argv"] == ARGV and r["env"]["OMP_NUM_THREADS"] == "1" for r in bench.records())
 
 
+@pytest.mark.ranks(2)
 def test_torchrun_with_a_process_per_gpu_becomes_the_program(bench):
     command = (*bench.torchrun, "--standalone", "--nproc-per-node", 2, bench.recipe())
     process = bench.start(*command, "--algo.clip_high", "0.3", SLEEP_S="1")
@@ -67,6 +69,7 @@ def test_torchrun_with_a_process_per_gpu_becomes_the_program(bench):
     assert bench.records()[0]["argv"] == ARGV
 
 
+@pytest.mark.ranks(2)
 def test_torchrun_with_its_default_of_one_process_fans_out(bench):
     rc, out = bench.run(*bench.torchrun, "--standalone", "--nnodes", 1, bench.recipe())
     assert rc == 0, out
@@ -174,6 +177,7 @@ def test_the_interactive_step_of_slurm_is_not_srun(bench):
     assert "--standalone" in command
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("by_torchrun", [False, True])
 def test_a_failing_rank_gives_a_failing_exit_status(bench, by_torchrun):
     start = (*bench.torchrun, "--standalone", "--nproc-per-node", 2) if by_torchrun else ("bash",)
@@ -182,6 +186,7 @@ def test_a_failing_rank_gives_a_failing_exit_status(bench, by_torchrun):
     assert "exitcode  : 3" in out
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_sigterm_to_torchrun_leaves_no_worker(bench, nproc):
     command = (*bench.torchrun, "--standalone", "--nproc-per-node", nproc, bench.recipe())
@@ -222,6 +227,7 @@ def test_dry_run_on_other_ranks_of_torchrun_ends_at_once(bench):
 # ---- the model that a recipe makes before it starts
 
 
+@pytest.mark.ranks(2)
 def test_the_tiny_model_of_a_seed_is_made_once(bench):
     recipe = bench.recipe("tiny_qwen3")
     rc, out = bench.run("bash", recipe, "--run.seed", "3")
@@ -235,6 +241,7 @@ def test_the_tiny_model_of_a_seed_is_made_once(bench):
     assert len(bench.records()) == 2
 
 
+@pytest.mark.ranks(2)
 def test_every_process_of_torchrun_waits_until_one_has_made_the_model(bench):
     command = (*bench.torchrun, "--standalone", "--nproc-per-node", 2, bench.recipe("tiny_qwen3"))
     rc, out = bench.run(*command)
@@ -250,6 +257,7 @@ def test_a_model_of_the_users_own_is_not_made(bench):
     assert "train" in command
 
 
+@pytest.mark.ranks(2)
 def test_a_warm_start_that_fails_ends_the_recipe(bench):
     rc, out = bench.run("bash", bench.recipe("tiny_qwen3"), EXIT_0="3")
     assert rc != 0
@@ -258,6 +266,7 @@ def test_a_warm_start_that_fails_ends_the_recipe(bench):
     assert not (bench.folder / "runs/models/label-s0").exists()
 
 
+@pytest.mark.ranks(2)
 def test_sigterm_during_the_warm_start_leaves_no_worker(bench):
     process = bench.start("bash", bench.recipe("tiny_qwen3"), SLEEP_S="300")
     wait_for(lambda: len(bench.records("sft")) == 2)
