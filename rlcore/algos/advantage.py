@@ -2,8 +2,8 @@
 
     grpo:   A_i = (R_i - mean R) / (std R + 1e-6)     std over the group with n - 1, as verl
 
-A group of one has no baseline: its advantage is its reward, as in verl. A group with equal rewards has
-advantage 0.
+A group of one has no baseline: its advantage is its reward, as in verl. A group with equal rewards
+has advantage 0.
 """
 
 from collections.abc import Sequence

@@ -5,8 +5,8 @@
 
 w_t is the rollout-correction weight min(p_old / p_sampler, C), detached (`ratio.py`).
 
-Differs from the paper: the upper clip is wider (DAPO's clip-higher), no reference KL by default, the
-loss is averaged over all tokens of the update (`loss_agg_mode`), not per sequence first.
+Differs from the paper: the upper clip is wider (DAPO's clip-higher), no reference KL by default,
+the loss is averaged over all tokens of the update (`loss_agg_mode`), not per sequence first.
 Shapes: T packed tokens of one micro-batch.
 """
 

@@ -1,9 +1,9 @@
 """KL(p || p_ref) estimated from samples of p. http://joschu.net/blog/kl-approx.html
 
-    d  = log p_ref - log p
-    k1 = -d                 unbiased, may be negative
-    k2 = d^2 / 2            biased, low variance
-    k3 = exp(d) - 1 - d     unbiased, never negative
+d  = log p_ref - log p
+k1 = -d                 unbiased, may be negative
+k2 = d^2 / 2            biased, low variance
+k3 = exp(d) - 1 - d     unbiased, never negative
 """
 
 from torch import Tensor

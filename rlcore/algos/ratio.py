@@ -7,7 +7,6 @@ multiplies the clipped policy gradient. C = inf is vanilla importance sampling. 
 exactly 1. Metrics follow verl's `rollout_corr/*`.
 """
 
-import torch
 from torch import Tensor
 
 LOG_LIMIT = 20.0  # |log w| beyond this is clamped before exp, as in verl
@@ -25,8 +24,8 @@ def token_tis(logp_old: Tensor, logp_sampler: Tensor, cap: float) -> Tensor:
 def mismatch_sums(
     logp_old: Tensor, logp_sampler: Tensor, weight: Tensor, mask: Tensor, cap: float
 ) -> dict[str, float]:
-    """Sums over the masked tokens from which `mismatch_metrics` makes global figures; add the sums of
-    all ranks first (`max` and `min` keys by maximum and minimum)."""
+    """Sums over the masked tokens from which `mismatch_metrics` makes global figures; add the sums
+    of all ranks first (`max` and `min` keys by maximum and minimum)."""
     old, mu = logp_old[mask].double(), logp_sampler[mask].double()
     w = weight[mask].double()
     raw = (old - mu).clamp(-LOG_LIMIT, LOG_LIMIT)

@@ -30,6 +30,7 @@ from rlcore.trainer.run import Run
 from rlcore.utils.log import announce
 from rlcore.utils.spans import Spans
 
+
 def run_folder(cfg: Config) -> Path:
     return Path(cfg.run.dir) / (cfg.run.name or "run")
 
@@ -66,7 +67,7 @@ def assemble(cfg: Config, world: World) -> Run:
         sampling=sampling,
         spans=Spans(listener=screen.phase if screen else None),
         screen=screen,
-        on_close=[hub.close, scorer.close, engine.close],
+        on_close=[hub.close, scorer.close, engine.close, *([screen.close] if screen else [])],
     )
     if world.rank == 0:
         add_data(run, tokenizer)
@@ -121,8 +122,8 @@ def make_scorer(cfg: Config, world: World) -> RewardService:
 
 
 def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
-    """This rank's sampler: in this process when it is alone, in a child process otherwise, so that an
-    abort never waits for a decode and its death is not ours."""
+    """This rank's sampler: in this process when it is alone, in a child process otherwise, so that
+    an abort never waits for a decode and its death is not ours."""
     r = cfg.rollout
     options = {
         "dtype": cfg.model.dtype if r.dtype == "auto" else r.dtype,
@@ -136,7 +137,9 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
         "rank": world.rank,
     }
     inline = r.process == "inline" or (r.process == "auto" and world.size == 1)
-    announce("engine", f"torch, {options['dtype']}, {'in this process' if inline else 'child process'}")
+    announce(
+        "engine", f"torch, {options['dtype']}, {'in this process' if inline else 'child process'}"
+    )
     if inline:
         return TorchEngine(hf, device=world.device, **options)
     settings = {"config": hf.to_dict(), "device": str(world.device), **options}

@@ -15,7 +15,9 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         if "--help" in words or "-h" in words:
-            print(resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")])))
+            print(
+                resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")]))
+            )
             return 0
         cfg = settings.parse(words)
         if dry:
@@ -41,6 +43,7 @@ def run(cfg) -> int:
         built = assemble.assemble(cfg, here)
     except ValueError as e:
         log.log.error("%s", e)
+        log.log.debug("where it was found", exc_info=True)  # for the rank's file
         return 2
     try:
         sync_loop.train(built)

@@ -24,8 +24,8 @@ class World:
 
 
 def join(timeout_s: float) -> World:
-    """Make the default process group (NCCL and gloo with GPUs, gloo without). Without torchrun a world
-    of one."""
+    """Make the default process group (NCCL and gloo with GPUs, gloo without). Without torchrun a
+    world of one."""
     has_cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
@@ -41,7 +41,7 @@ def join(timeout_s: float) -> World:
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     # a restarted gang must not read the addresses of the one that died
-    start = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    start = "/".join(os.environ.get(f"TORCHELASTIC_{k}", "0") for k in ("RUN_ID", "RESTART_COUNT"))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"{start}/groups", store),

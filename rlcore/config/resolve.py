@@ -187,7 +187,9 @@ def _sentence(screen: str, argv: list[str]) -> str:
     text = " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", screen).split())
     text = text.partition("Argument helptext:")[0].partition("For full helptext")[0]
     text = re.sub(r"^(Parsing|Value) error|^Invalid choice|^Missing argument", "", text).strip()
-    named = [a for a in argv if a.startswith("--") and a.replace("-", "_") in text.replace("-", "_")]
+    named = [
+        a for a in argv if a.startswith("--") and a.replace("-", "_") in text.replace("-", "_")
+    ]
     if not named:
         return text
     return f"{named[0]} {' '.join(_values_of(argv, named[0]))}: {text}"

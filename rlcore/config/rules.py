@@ -100,8 +100,8 @@ def _algo(cfg: Config) -> list[str]:
     out = []
     if cfg.algo.adv_estimator == "grpo" and cfg.rollout.samples_per_prompt < 2:
         out.append(
-            f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: {cfg.select.algo} needs "
-            "at least 2, a group of one has no baseline"
+            f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: "
+            f"{cfg.select.algo} needs at least 2, a group of one has no baseline"
         )
     if cfg.rollout.temperature == 0:
         out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; take 1")

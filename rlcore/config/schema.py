@@ -37,8 +37,8 @@ class RunConfig:
     steps: int = 200
     """Rollout-and-train rounds."""
     resume: str = "auto"
-    """`auto` goes on from the newest checkpoint of this run if there is one; `fresh` starts anew and
-    moves the older run aside; a path starts from that checkpoint."""
+    """`auto` goes on from the newest checkpoint of this run if there is one; `fresh` starts anew
+    and moves the older run aside; a path starts from that checkpoint."""
 
 
 @Section
@@ -110,7 +110,8 @@ class RolloutConfig:
     progress_s: float = 0.5
     """Interval of progress events."""
     deadline_s: float = 1800.0
-    """A round in which nothing happens for this long is ended with a sentence naming who is silent."""
+    """A round in which nothing happens for this long is ended with a sentence naming who is
+    silent."""
 
 
 @Section
@@ -202,8 +203,6 @@ class ClusterConfig:
     """Deadline of a collective and of every wait between ranks."""
     interface: str = ""
     """Address to listen on between nodes; empty: the one that reaches the master."""
-    gpus_per_node: int = 0
-    """For dry runs: layout at this width; 0 takes what torchrun says."""
 
 
 @Section

@@ -1,5 +1,5 @@
-"""The agent of one replica: carries commands to the engine, samples to the reward service, events to
-the controller. Tokens stay here until `route` sends them to the rank that trains them.
+"""The agent of one replica: carries commands to the engine, samples to the reward service, events
+to the controller. Tokens stay here until `route` sends them to the rank that trains them.
 """
 
 import time
@@ -86,8 +86,8 @@ class Agent:
                 self._send(events)
             if time.monotonic() - heard > self._deadline_s:
                 raise TimeoutError(
-                    f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} has heard "
-                    "nothing from the controller on rank 0 in phase rollout"
+                    f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} has "
+                    "heard nothing from the controller on rank 0 in phase rollout"
                 )
 
     def _obey(self, command: AnyCommand) -> None:
@@ -140,7 +140,7 @@ class Agent:
             if time.monotonic() > deadline:
                 some = min(self._live)
                 raise TimeoutError(
-                    f"rank {self._hub.rank}: the engine did not abort {len(self._live)} requests such "
-                    f"as {some} within {self._deadline_s:g} s"
+                    f"rank {self._hub.rank}: the engine did not abort {len(self._live)} requests "
+                    f"such as {some} within {self._deadline_s:g} s"
                 )
         self._live.clear()

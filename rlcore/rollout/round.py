@@ -1,4 +1,5 @@
-"""One round of sampling over all ranks: the controller's thread on rank 0, an agent on every rank."""
+"""One round of sampling over all ranks: the controller's thread on rank 0, an agent on every
+rank."""
 
 import threading
 import time
@@ -42,8 +43,8 @@ class Rollout:
     def route(
         self, destination: dict[str, Sequence[int]], owners: dict[str, int]
     ) -> dict[str, Sample]:
-        """Send every sample from its owner to the ranks that train it; the samples of this rank come
-        back by id. `destination` and `owners` are the same on every rank."""
+        """Send every sample from its owner to the ranks that train it; the samples of this rank
+        come back by id. `destination` and `owners` are the same on every rank."""
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
         outbox: dict[int, list[Sample]] = {}
         for i, ranks in destination.items():

@@ -1,8 +1,9 @@
-"""Messages between ranks: one inbox per rank and channel, ZeroMQ between processes, queues within one.
+"""Messages between ranks: one inbox per rank and channel, ZeroMQ between processes, queues within
+one.
 
-Addresses go through torchrun's own store. Sockets listen on the interface that reaches the master (the
-loopback for a job on one node) and drop messages that do not carry the job's token. Bodies are msgpack
-(`utils/net.py`).
+Addresses go through torchrun's own store. Sockets listen on the interface that reaches the master
+(the loopback for a job on one node) and drop messages that do not carry the job's token. Bodies are
+msgpack (`utils/net.py`).
 """
 
 import queue
@@ -45,9 +46,9 @@ class LocalHub:
 
 
 class ZmqHub:
-    """Inboxes of one rank as PULL sockets; PUSH sockets to others open when first used. A socket must be
-    used by one thread: "controller" is received by the controller's thread, the others by the main
-    thread, and every thread sends through sockets of its own."""
+    """Inboxes of one rank as PULL sockets; PUSH sockets to others open when first used. A socket
+    must be used by one thread: "controller" is received by the controller's thread, the others by
+    the main thread, and every thread sends through sockets of its own."""
 
     def __init__(self, rank: int, world_size: int, store: Any, host: str) -> None:
         """`store` has set(key, str) and get(key), which waits, as torch's stores do."""
@@ -109,8 +110,8 @@ def _text(value: bytes | str) -> str:
 
 
 def listening_host(master: str, interface: str = "") -> str:
-    """The address of this machine that other ranks can reach: `interface` if given, the loopback if the
-    master is there, else the one that the route to the master leaves from."""
+    """The address of this machine that other ranks can reach: `interface` if given, the loopback if
+    the master is there, else the one that the route to the master leaves from."""
     if interface:
         return interface
     if master in ("", "localhost") or master.startswith("127."):
@@ -135,8 +136,8 @@ def gather_by_owner(
         if batch is None:
             owing = sorted({owners[i] for i in missing})
             raise TimeoutError(
-                f"--cluster.timeout_s {timeout_s:g} is over: rank {hub.rank} waits in phase route for "
-                f"{len(missing)} samples such as {min(missing)} from ranks {owing}"
+                f"--cluster.timeout_s {timeout_s:g} is over: rank {hub.rank} waits in phase route "
+                f"for {len(missing)} samples such as {min(missing)} from ranks {owing}"
             )
         for record in batch:
             got[record.id] = record

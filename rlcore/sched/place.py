@@ -6,8 +6,9 @@ from rlcore.records import GroupId
 
 
 class LeastLoaded:
-    """The replica with the fewest live requests; the lowest rank among equals. A group stays with the
-    replica that took its first request while that one has room, so the prompt is prefilled once."""
+    """The replica with the fewest live requests; the lowest rank among equals. A group stays with
+    the replica that took its first request while that one has room, so the prompt is prefilled
+    once."""
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running

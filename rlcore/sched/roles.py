@@ -1,9 +1,9 @@
 """The roles that policies play in the controller. Each is a decision, made from what the controller
 has seen; no torch, no I/O, no clock of its own.
 
-`source` (which prompts next) lives in `source.py`, `place` in `place.py`, `stop` in `stop.py`; `admit`,
-`elastic` and `consume` have no policy of their own yet: everything is admitted, nobody changes role,
-and the learner takes a round as a whole.
+`source` (which prompts next) lives in `source.py`, `place` in `place.py`, `stop` in `stop.py`;
+`admit`, `elastic` and `consume` have no policy of their own yet: everything is admitted, nobody
+changes role, and the learner takes a round as a whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +40,8 @@ class GroupState:
 
 class Place(Protocol):
     def choose(self, group: GroupId, load: Mapping[int, int]) -> int | None:
-        """The rank that takes the next request of `group`; None makes it wait. `load` counts the live
-        requests of every replica that is up."""
+        """The rank that takes the next request of `group`; None makes it wait. `load` counts the
+        live requests of every replica that is up."""
 
 
 class Stop(Protocol):

@@ -7,8 +7,8 @@ from rlcore.records import Prompt, Sampling, Work
 
 
 class EpochOrder:
-    """Prompts in the order of a resumable sampler; each issue of a prompt gets the next number, so ids
-    never repeat within a run."""
+    """Prompts in the order of a resumable sampler; each issue of a prompt gets the next number, so
+    ids never repeat within a run."""
 
     def __init__(self, next_rows: Callable[[int], list[Any]], num_samples: int) -> None:
         """`next_rows(n)` gives the next n prompts of the epoch order."""

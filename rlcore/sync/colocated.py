@@ -1,7 +1,8 @@
 """Weights from the learner to the engine of the same rank.
 
-`learner.export()` gathers one tensor at a time from all tensor-, pipeline- and expert-parallel shards, so
-every rank sees the full weights once, in buckets of bounded size, and hands them to its own engine.
+`learner.export()` gathers one tensor at a time from all tensor-, pipeline- and expert-parallel
+shards, so every rank sees the full weights once, in buckets of bounded size, and hands them to its
+own engine.
 """
 
 import time

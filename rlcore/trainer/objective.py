@@ -25,18 +25,14 @@ class Objective:
             x = replace(x, correction=ratio.token_tis(x.logp_old, x.logp_sampler, cap))
         if self.watch_mismatch:
             weight = x.correction
-            self._sums.append(
-                ratio.mismatch_sums(x.logp_old, x.logp_sampler, weight, x.mask, cap)
-            )
+            self._sums.append(ratio.mismatch_sums(x.logp_old, x.logp_sampler, weight, x.mask, cap))
         return self._algo.loss(x, self._cfg)
 
     def mismatch(self, reduce_floats: Callable[..., list[float]]) -> dict[str, float]:
         """`rollout_corr/*` over all ranks and micro-batches since the start. Collective. Ranks that
         hold the same tokens (tensor parallel) count them twice, which no mean notices."""
         empty = ratio.NO_SUMS
-        total = {
-            k: pick(k)([s[k] for s in self._sums] or [empty[k]]) for k in empty
-        }
+        total = {k: pick(k)([s[k] for s in self._sums] or [empty[k]]) for k in empty}
         for op in ("sum", "max", "min"):
             names = [k for k in empty if operation(k) == op]
             reduced = reduce_floats([total[k] for k in names], op)

@@ -1,5 +1,5 @@
-"""The phases of a step between rollout and update: batches, old and reference log-probs, the turns of
-engine and learner on shared memory."""
+"""The phases of a step between rollout and update: batches, old and reference log-probs, the turns
+of engine and learner on shared memory."""
 
 from rlcore.algos import reduce
 from rlcore.data.packing import pack_samples, per_token
@@ -32,9 +32,9 @@ def normaliser(run: Run, plan: Plan, update: int) -> float:
 
 
 def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
-    """Log-probs of the learner before the first update. The first update trains with the weights that
-    are being asked about, so unless it comes round again its own log-probs are the old ones and
-    nothing is computed for it."""
+    """Log-probs of the learner before the first update. The first update trains with the weights
+    that are being asked about, so unless it comes round again its own log-probs are the old ones
+    and nothing is computed for it."""
     skip_first = run.cfg.train.epochs == 1
     out = []
     for u, batch in enumerate(batches):

@@ -1,4 +1,5 @@
-"""Which sample is trained in which update on which data-parallel rank. Pure and the same on every rank.
+"""Which sample is trained in which update on which data-parallel rank. Pure and the same on every
+rank.
 
 The rows of an update do not depend on the number of ranks; only their distribution does.
 """
@@ -41,7 +42,8 @@ class Plan:
         return {r.id: r.owner for update in self.updates for part in update for r in part}
 
     def destination(self, replicas: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
-        """The global ranks that train each sample; `replicas[d]` are those of data-parallel rank d."""
+        """The global ranks that train each sample; `replicas[d]` are those of data-parallel rank
+        d."""
         return {
             r.id: replicas[d]
             for update in self.updates

@@ -1,4 +1,5 @@
-"""What a step tells the user: metrics of the samples, the step line, rollouts, the end of the run."""
+"""What a step tells the user: metrics of the samples, the step line, rollouts, the end of the
+run."""
 
 import os
 import resource
@@ -13,8 +14,8 @@ from rlcore.trainer.run import Run
 
 
 def add_update(run: Run, metrics: dict[str, float]) -> None:
-    """Collect the metrics of one optimizer step: means over the updates, the last learning rate, the
-    sum of skipped updates."""
+    """Collect the metrics of one optimizer step: means over the updates, the last learning rate,
+    the sum of skipped updates."""
     n = run.pending.get("actor/updates", 0.0)
     for name, value in metrics.items():
         old = run.pending.get(name, 0.0)

@@ -1,5 +1,5 @@
-"""Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed, so a
-kill at any moment leaves the previous one whole.
+"""Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed,
+so a kill at any moment leaves the previous one whole.
 
     <run>/checkpoints/step_000040/{learner/, state.json}
 """
@@ -84,7 +84,7 @@ def save(run: Run) -> None:
         raise RuntimeError(
             f"checkpoint of step {run.step} could not be written to {final.parent} "
             f"({error or 'another rank failed'}); earlier checkpoints are untouched. "
-            "Free space or set --run.dir elsewhere and start again: the run goes on from the last one"
+            "Free space or set --run.dir elsewhere and start again: it goes on from the last one"
         )
     if run.rank == 0:
         if run.writer is not None:
@@ -126,7 +126,9 @@ def load(run: Run, path: Path) -> None:
     """Restore everything. Collective."""
     state = json.loads((path / "state.json").read_text())
     if state["format"] != FORMAT:
-        raise ValueError(f"{path}: checkpoint format {state['format']}, this version reads {FORMAT}")
+        raise ValueError(
+            f"{path}: checkpoint format {state['format']}, this version reads {FORMAT}"
+        )
     run.learner.load(path / "learner")
     run.step = state["step"]
     if run.source is not None and run.sampler is not None:

@@ -26,7 +26,8 @@ class Sampler(Protocol):
 
 @dataclass(kw_only=True)
 class Run:
-    """One rank of one run. `source`, `sampler`, `eval_sets`, `writer`, `screen` are rank 0's alone."""
+    """One rank of one run. `source`, `sampler`, `eval_sets`, `writer`, `screen` are rank 0's
+    alone."""
 
     cfg: Config
     folder: Path

@@ -1,8 +1,8 @@
 """Supervised warm start of the tiny model, on generated demonstrations, through the same learner.
 
-The learning rate decays linearly; sampled accuracy on a probe set, disjoint from training and from the
-held-out set, is measured every few steps, and the loop ends when it reaches the target. A decayed rate
-and close probes keep the end near the target.
+The learning rate decays linearly; sampled accuracy on a probe set, disjoint from training and from
+the held-out set, is measured every few steps, and the loop ends when it reaches the target. A
+decayed rate and close probes keep the end near the target.
 """
 
 from collections.abc import Callable

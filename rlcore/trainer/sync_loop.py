@@ -1,7 +1,7 @@
 """The synchronous loop: rollout, reward, log-probs, update, sync. Strictly on-policy.
 
-Every rank runs this program; lines marked C are collective over the train ranks. The phases have the
-papers' names, and the metrics `timing_s/<phase>` are their seconds.
+Every rank runs this program; lines marked C are collective over the train ranks. The phases have
+the papers' names, and the metrics `timing_s/<phase>` are their seconds.
 """
 
 import os
@@ -21,7 +21,8 @@ def train(run: Run) -> None:
     cfg = run.cfg
     push_weights(run)
     if run.step == 0 and cfg.eval.at_start:
-        evaluate.run(run)
+        with run.spans.phase("eval"):
+            evaluate.run(run)
         report.evaluation(run)
     while run.step < cfg.run.steps:
         run.step += 1
@@ -98,7 +99,9 @@ def push_weights(run: Run) -> None:
     phases.engine_wakes(run)
 
 
-def rollout_metrics(run: Run, groups: tuple[Group, ...], stats: dict[str, float], todo: plan.Plan) -> None:
+def rollout_metrics(
+    run: Run, groups: tuple[Group, ...], stats: dict[str, float], todo: plan.Plan
+) -> None:
     """Everything that rank 0 knows of the samples of this step."""
     if run.rank == 0:
         run.pending |= report.of_groups(run, groups, todo) | stats

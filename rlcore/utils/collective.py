@@ -18,7 +18,7 @@ def reduce_floats(values: list[float], op: Op = "sum") -> list[float]:
     if is_alone() or not values:
         return values
     t = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(t, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
+    dist.all_reduce(t, op=getattr(dist.ReduceOp, op.upper()))
     return t.tolist()
 
 
@@ -37,10 +37,11 @@ def broadcast_text(text: str) -> str:
     """Rank 0's text on every rank."""
     if is_alone():
         return text
-    data = text.encode()
-    size = int(reduce_floats([float(len(data)) if dist.get_rank() == 0 else 0.0])[0])
+    mine = dist.get_rank() == 0
+    data = text.encode() + b"." if mine else b""  # never empty: an empty tensor cannot be sent
+    size = int(reduce_floats([float(len(data))], "max")[0])
     buffer = torch.zeros(size, dtype=torch.uint8)
-    if dist.get_rank() == 0:
+    if mine:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, src=0)
-    return bytes(buffer.tolist()).decode()
+    return bytes(buffer.tolist()).decode()[:-1]

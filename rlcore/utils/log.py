@@ -11,7 +11,7 @@ def setup(rank: int, folder: Path | None = None) -> None:
     """Rank 0 logs to the terminal; with a folder, each rank also to `<folder>/rank<N>.log`."""
     log.handlers.clear()
     log.propagate = False
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     terminal = logging.StreamHandler(sys.stdout)
     terminal.setFormatter(logging.Formatter("%(message)s"))
     terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)

@@ -22,14 +22,10 @@ class _Header(msgspec.Struct, array_like=True):
 def _out(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in _KINDS:
-            raise ValueError(
-                f"array of dtype {value.dtype}: only numbers travel; convert it first"
-            )
+            raise ValueError(f"array of dtype {value.dtype}: only numbers travel; convert it first")
         head = _packer.encode(_Header(value.dtype.str, value.shape))
         body = np.ascontiguousarray(value).tobytes()
-        return msgspec.msgpack.Ext(
-            _ARRAY, len(head).to_bytes(2, "little") + head + body
-        )
+        return msgspec.msgpack.Ext(_ARRAY, len(head).to_bytes(2, "little") + head + body)
     if isinstance(value, np.generic):
         return value.item()
     raise ValueError(

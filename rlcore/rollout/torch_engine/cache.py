@@ -63,7 +63,7 @@ class Cache:
         need = columns(longest, self.budget)
         # Grow in large strides where the budget has room: each growth copies the slab.
         roomy = min(max(need, self.capacity * 3 // 2), columns(self.max_columns, self.budget))
-        wide = min(max(rows, self.slots, 1 << (rows - 1).bit_length()), self.max_slots)
+        wide = max(rows, min(max(self.slots, 1 << (rows - 1).bit_length()), self.max_slots))
         for slots, capacity in ((wide, roomy), (wide, need), (rows, need)):
             if slots * capacity <= self.budget:
                 break
