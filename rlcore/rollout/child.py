@@ -21,12 +21,11 @@ import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import rlcore
-from rlcore.protocols import Engine, PauseMode, Tag
 from rlcore.records import (
     Aborted,
     AnyEvent,
@@ -38,6 +37,9 @@ from rlcore.records import (
     RequestId,
 )
 from rlcore.utils.net import decode, encode
+
+if TYPE_CHECKING:  # it imports torch, which only some engines need
+    from rlcore.protocols import Engine, PauseMode, Tag
 
 _POLL_S = 0.02  # of the child's engine: a call waits at most this long when nothing is decoded
 _STEP_S = 0.001  # a busy engine runs a step at least this long before calls are looked at
@@ -79,13 +81,13 @@ _FromChild = _Reply | _Events | _Fatal
 _ARGS: dict[str, Any] = {
     "submit": tuple[tuple[Request, ...]],
     "abort": tuple[tuple[RequestId, ...]],
-    "pause": tuple[PauseMode],
+    "pause": tuple[str],
     "resume": tuple[()],
     "begin_load": tuple[int],
     "load_bucket": tuple[Bucket, tuple[bytes, ...]],
     "end_load": tuple[()],
-    "sleep": tuple[tuple[Tag, ...]],
-    "wake": tuple[tuple[Tag, ...]],
+    "sleep": tuple[tuple[str, ...]],
+    "wake": tuple[tuple[str, ...]],
     "relayout": tuple[int],
     "remember": tuple[tuple[History, ...]],
     "build": tuple[str, dict[str, Any]],
@@ -218,7 +220,7 @@ class ChildEngine:
         events, self._events = self._events, []
         return events
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: "PauseMode") -> None:
         """As the engine's."""
         self._call("pause", mode)
 
@@ -238,11 +240,11 @@ class ChildEngine:
         """As the engine's."""
         self._call("end_load")
 
-    def sleep(self, tags: Collection[Tag]) -> None:
+    def sleep(self, tags: "Collection[Tag]") -> None:
         """As the engine's."""
         self._call("sleep", tuple(tags))
 
-    def wake(self, tags: Collection[Tag]) -> None:
+    def wake(self, tags: "Collection[Tag]") -> None:
         """As the engine's."""
         self._call("wake", tuple(tags))
 

@@ -9,6 +9,7 @@ others copy the prompt's keys and values from it.
 Everything per token is done for all rows at once; Python loops run over requests that start or end.
 """
 
+import ctypes
 import heapq
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -397,8 +398,7 @@ class TorchEngine:
         if "weights" in tags:
             self._model.free()
             self._loaded, self._missing = False, None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        _return_memory(self._device)
 
     def wake(self, tags: Collection[Tag]) -> None:
         """Take the memory again. Weights must be pushed before the engine decodes."""
@@ -785,3 +785,11 @@ def _free_bytes(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 // 2
     raise RuntimeError("/proc/meminfo does not say MemAvailable; set --rollout.cache_tokens")
+
+
+def _return_memory(device: torch.device) -> None:
+    """Hand freed memory to the system; the allocators would keep it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+        trim(0)

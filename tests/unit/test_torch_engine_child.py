@@ -1,0 +1,170 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from rlcore.records import Down, Finished, Request, Sampling
+from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.utils.buckets import pack, push, share
+from tests.contracts.engine_contract import (
+    CONFIG,
+    HF,
+    collect,
+    ended,
+    requests,
+    run,
+    samples,
+    weights,
+)
+
+OPTIONS = {"max_model_tokens": 300, "dtype": "float64", "seed": 7, "device": "cpu"}
+BUILD = "rlcore.rollout.torch_engine.engine:build"
+ODD = "tests.contracts.odd_engines:"
+
+
+def endless(count, tag):
+    """Requests without stop ids, long enough to be alive for a while."""
+    sampling = Sampling(max_tokens=250)
+    return [
+        Request(id=f"{tag}.{k}", prompt=np.array([3, 4], np.int32), sampling=sampling)
+        for k in range(count)
+    ]
+
+
+def gone(pid):
+    """Waits for a process to vanish; a zombie is gone."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_killed_child_is_a_down_event_with_its_requests_and_a_restart_goes_on():
+    settings = {"config": CONFIG, "decode_floor_ms": 20.0} | OPTIONS
+    engine = ChildEngine(BUILD, settings, rank=3)
+    try:
+        push(engine, weights(HF, 0).items(), 0)
+        short = Request(id="s.0", prompt=np.array([3], np.int32), sampling=Sampling(max_tokens=1))
+        todo = endless(3, "k")
+        engine.submit([short, *todo])
+        collect(engine, lambda es: any(isinstance(e, Finished) for e in es))
+        os.kill(engine.pid, signal.SIGKILL)
+        (down,) = [
+            e
+            for e in collect(engine, lambda es: any(isinstance(e, Down) for e in es))
+            if isinstance(e, Down)
+        ]
+        assert sorted(down.lost) == ["k.0", "k.1", "k.2"]
+        assert "signal 9" in down.reason and "rank 3" in down.reason and down.rank == 3
+        assert engine.poll(0.0) == []  # said once
+        with pytest.raises(RuntimeError, match=r"signal 9; restart\(\)"):
+            engine.submit(todo)
+        with pytest.raises(RuntimeError, match="signal 9"):
+            engine.begin_load(1)
+
+        engine.restart()
+        push(engine, weights(HF, 0).items(), 0)
+        small = requests(2, group=2, max_tokens=4)
+        inline = TorchEngine(HF, **OPTIONS)
+        push(inline, weights(HF, 0).items(), 0)
+        want = run(inline, small)
+        for i, sample in run(engine, small).items():
+            assert sample.tokens.tobytes() == want[i].tokens.tobytes()
+            assert sample.logps.tobytes() == want[i].logps.tobytes()
+
+        # Requests that meet a child that has just died are lost, not an error.
+        os.kill(engine.pid, signal.SIGKILL)
+        engine.submit(todo)
+        engine.abort(["k.0"])
+        (down,) = [e for e in engine.poll(5.0) if isinstance(e, Down)]
+        assert sorted(down.lost) == ["k.0", "k.1", "k.2"]
+    finally:
+        engine.close()
+        engine.close()
+
+
+def test_a_child_decodes_without_being_polled_and_takes_weights_from_shared_memory():
+    engine = ChildEngine(BUILD, {"config": CONFIG} | OPTIONS)
+    try:
+        paths = []
+        engine.begin_load(2)
+        for bucket, buffer in pack(weights(HF, 0).items(), 4096):
+            paths.append(share(buffer))
+            shm = msgspec.structs.replace(bucket, transport="shm")
+            engine.load_bucket(shm, [paths[-1].encode()])
+            os.unlink(paths[-1])
+        engine.end_load()
+        assert len(paths) > 3
+        engine.submit(endless(2, "u"))
+        time.sleep(1.5)
+        start = time.monotonic()
+        got = samples(collect(engine, ended(2)))
+        assert time.monotonic() - start < 0.5  # it was all there
+        assert {int(v) for s in got.values() for v in s.versions} == {2}
+    finally:
+        engine.close()
+
+
+def test_a_child_does_not_outlive_a_parent_that_is_killed():
+    code = (
+        "import time; from rlcore.rollout.child import ChildEngine\n"
+        f"e = ChildEngine('{ODD}stuck', {{}}); print(e.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait(20)
+    assert gone(pid)
+
+
+def test_a_silent_child_is_named_when_the_deadline_passes():
+    engine = ChildEngine(f"{ODD}stuck", {}, deadline_s=60)
+    try:
+        engine.submit(endless(1, "q"))
+        engine._deadline_s = 0.3  # the start above needed more
+        with pytest.raises(TimeoutError, match=r"resume: engine process \d+ of rank 0 has not"):
+            engine.resume()
+        engine.restart()
+        (down,) = [e for e in engine.poll(0.0) if isinstance(e, Down)]
+        assert down.lost == ("q.0",) and "restarted" in down.reason
+    finally:
+        engine.close()
+
+
+def test_what_the_engine_raises_arrives_and_a_crash_between_calls_is_a_down():
+    engine = ChildEngine(f"{ODD}broken", {})
+    with pytest.raises(ValueError, match="no such weights"):
+        engine.resume()
+    engine.close()
+    engine = ChildEngine(f"{ODD}crashing", {})
+    try:
+        engine.submit(endless(2, "c"))
+        engine.resume()
+        (down,) = collect(engine, lambda es: bool(es))
+        assert down.lost == ("c.0", "c.1")
+        assert "ended with code 1: KeyError: 'lost a block'" in down.reason
+    finally:
+        engine.close()
+
+
+def test_a_child_is_no_rank_and_does_not_import_what_started_it(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    engine = ChildEngine(f"{ODD}telling", {}, threads=3)
+    try:
+        with pytest.raises(ValueError, match=r"^\[\] \[\] 3$"):
+            engine.resume()
+    finally:
+        engine.close()

@@ -1,0 +1,144 @@
+"""The torch engine's forward against transformers, for every architecture."""
+
+import pytest
+import torch
+
+from rlcore.hf.config import HFConfig
+from rlcore.rollout.torch_engine.cache import Cache
+from rlcore.rollout.torch_engine.model import Model, Step
+from tests.contracts.engine_contract import load_oracle, weights
+
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+CONFIGS = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rope_parameters": PLAIN},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "rope_parameters": PLAIN,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "llama": {"architectures": ["LlamaForCausalLM"], "rope_parameters": SCALED},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "rope_parameters": PLAIN,
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+}
+ROWS, LENGTH, PREFIX = 3, 40, 25
+STD = 0.15
+
+
+def oracle_logits(arch, config, dtype, tokens):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf = AutoConfig.for_model(arch, **{k: v for k, v in config.items() if k != "model_type"})
+    model = AutoModelForCausalLM.from_config(
+        hf, attn_implementation="eager", experts_implementation="eager"
+    )
+    model = model.to(dtype).eval()
+    load_oracle(model, weights(HFConfig.from_dict(config), 3, STD))
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def make(config, dtype):
+    hf = HFConfig.from_dict(config)
+    model = Model(hf, dtype=dtype, device=torch.device("cpu"), max_tokens=64)
+    model.allocate()
+    for name, tensor in weights(hf, 3, STD).items():
+        model.load(name, tensor)
+    cache = Cache(
+        hf.num_layers,
+        hf.num_kv_heads,
+        hf.head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_slots=8,
+        max_columns=64,
+        budget=512,
+    )
+    cache.reserve(5, LENGTH, 0)
+    return model, cache
+
+
+def step_of(tokens, start, slot, causal):
+    rows, new = tokens.shape
+    positions = torch.arange(start, start + new).expand(rows, -1)
+    return Step(tokens, positions, slot, [(0, rows, start + new)], causal)
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@torch.inference_mode()
+def test_logits_equal_transformers_whole_in_parts_and_token_by_token(arch, dtype):
+    config = BASE | CONFIGS[arch] | {"model_type": arch}
+    tokens = torch.randint(61, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    want = oracle_logits(arch, config, dtype, tokens)
+    # transformers normalises in float32 even in a float64 model, so both are compared at 1e-5.
+    limit = 1e-5
+    model, cache = make(config, dtype)
+
+    whole = model.logits(model.forward(step_of(tokens, 0, 0, True), cache))
+    assert (whole - want).abs().max() <= limit
+    if dtype == torch.float64:  # but with itself the float64 engine agrees to the last digits
+        want, limit = whole, 1e-12
+
+    model.fill(step_of(tokens[:, :PREFIX], 0, 2, True), cache)
+    part = model.forward(step_of(tokens[:, PREFIX:-3], PREFIX, 2, False), cache)
+    assert (model.logits(part) - want[:, PREFIX:-3]).abs().max() <= limit
+    for at in range(LENGTH - 3, LENGTH):
+        one = step_of(tokens[:, at : at + 1], at, 2, False)
+        one.spans = [(0, 2, at + 1), (2, 3, at + 1)]
+        logits = model.logits(model.forward(one, cache))
+        assert (logits[:, 0] - want[:, at]).abs().max() <= limit
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+@torch.inference_mode()
+def test_bfloat16_stays_near_float32(arch):
+    config = BASE | CONFIGS[arch] | {"model_type": arch}
+    tokens = torch.randint(61, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    logits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model, cache = make(config, dtype)
+        logits[dtype] = model.logits(model.forward(step_of(tokens, 0, 0, True), cache))
+    exact, rough = logits.values()
+    assert rough.dtype == torch.float32
+    error = (exact - rough).norm(dim=-1) / exact.norm(dim=-1)  # [B, S]
+    assert error.median() < 0.03  # a few tokens may take another expert
+    assert error.max() < 0.05 or arch == "qwen3_moe"
+
+
+def test_every_name_has_its_own_memory_and_comes_back_as_it_was_loaded():
+    config = BASE | CONFIGS["qwen3_moe"] | {"model_type": "qwen3_moe"}
+    model, _ = make(config, torch.float32)
+    for name, tensor in weights(model.hf, 3, STD).items():
+        view = model.views[name]
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            assert all(torch.equal(head.reshape(-1), tensor) for head in view)
+        else:
+            assert torch.equal(view.reshape(tensor.shape), tensor), name

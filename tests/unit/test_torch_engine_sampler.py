@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+import torch
+
+from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, inverse_cdf, sample, uniform
+
+
+def plain(rows):
+    return Settings(scale=torch.ones(rows), greedy=None, filtered=None, plain=True)
+
+
+def reference_uniform(counter):
+    """splitmix64's finaliser in Python integers."""
+    z = counter % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    z ^= z >> 31
+    return ((z >> 16) + 0.5) / 2**48
+
+
+def test_random_numbers_are_splitmix64_bit_for_bit():
+    counters = [0, 1, -1, 2**63 - 1, -(2**63), 12345678901234567]
+    counters += [(7 * k * GOLDEN + 2**63) % 2**64 - 2**63 for k in range(50)]
+    got = uniform(torch.tensor(counters)).tolist()
+    assert got == [reference_uniform(c) for c in counters]
+
+
+def test_random_numbers_of_one_request_are_uniform_and_uncorrelated():
+    u = uniform(torch.arange(200_000) * GOLDEN + 99).numpy()
+    counts = np.histogram(u, 100, (0, 1))[0]
+    chi2 = ((counts - 2000) ** 2 / 2000).sum()
+    assert 50 < chi2 < 160  # 99 degrees of freedom
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 4096, 4097, 10_000, 151_936])
+def test_the_block_search_finds_what_one_long_cdf_finds(vocab):
+    gen = torch.Generator().manual_seed(vocab)
+    weights = torch.randn(64, vocab, generator=gen).mul(3).exp()
+    weights[torch.rand(weights.shape, generator=gen) < 0.5] = 0
+    weights[:, 0] += 1e-3
+    u = torch.rand(64, generator=gen, dtype=torch.float64)
+    token, total = inverse_cdf(weights, u)
+    cdf = weights.double().cumsum(-1)
+    want = (cdf <= (u * cdf[:, -1])[:, None]).sum(-1)
+    assert torch.equal(token, want)
+    torch.testing.assert_close(total, cdf[:, -1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("vocab", [7, 5000])
+def test_extreme_random_numbers_never_take_an_impossible_token(vocab):
+    weights = torch.zeros(4, vocab)
+    weights[:, 3] = 0.3
+    weights[:, 5] = 1.0
+    u = torch.tensor([2.0**-49, 0.5, 1 - 2.0**-49, 0.3 / 1.3], dtype=torch.float64)
+    token, _ = inverse_cdf(weights, u)
+    assert token[:3].tolist() == [3, 5, 5] and token[3] in (3, 5)
+
+
+def test_an_unfiltered_row_is_not_moved_by_filtered_mates():
+    gen = torch.Generator().manual_seed(0)
+    logits, counter = torch.randn(6, 50, generator=gen), torch.arange(6) * 31
+    alone, alone_logp = sample(logits.clone(), counter, plain(6))
+    mixed = plain(6)
+    mixed.filtered = torch.tensor([1, 4])
+    mixed.top_k = torch.tensor([2, 0])
+    mixed.top_p = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    mixed.min_p = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    tokens, logps = sample(logits.clone(), counter, mixed)
+    rest = [0, 2, 3, 5]
+    assert torch.equal(tokens[rest], alone[rest])
+    assert torch.equal(logps[rest], alone_logp[rest])
+    assert tokens[1] in logits[1].topk(2).indices and tokens[4] == logits[4].argmax()
+
+
+def test_tiny_temperatures_and_huge_logits_stay_finite():
+    logits = torch.tensor([[1e30, 0.0, -1e30], [5.0, 4.999, 0.0]])
+    settings = plain(2)
+    settings.scale, settings.plain = torch.tensor([1.0, 1e6]), False
+    tokens, logps = sample(logits, torch.tensor([1, 2]), settings)
+    assert tokens.tolist() == [0, 0] and torch.isfinite(logps).all()
+
+
+def test_logits_that_are_not_finite_show_in_the_log_prob():
+    for bad in (float("nan"), float("inf")):
+        logits = torch.tensor([[0.0, bad, 1.0]])
+        _, logps = sample(logits, torch.tensor([1]), plain(1))
+        assert not torch.isfinite(logps).any()
