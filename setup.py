@@ -59,8 +59,11 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         ]
         cmake = [sys.executable, "-m", "cmake"]
-        subprocess.run([*cmake, "-S", str(ROOT), "-B", str(build), *configure], check=True)
-        subprocess.run([*cmake, "--build", str(build)], check=True)
+        for step in (["-S", str(ROOT), "-B", str(build), *configure], ["--build", str(build)]):
+            if subprocess.run([*cmake, *step]).returncode:
+                raise SystemExit(
+                    "the native build failed, see above; RLCORE_NATIVE=0 leaves it out"
+                )
         print(f"native build: {target.name}", flush=True)
 
 

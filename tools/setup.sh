@@ -106,7 +106,7 @@ step() { # what command...: run it, into the log, and say how long it took
   printf '\n==== %s\n%s\n' "$what" "$*" >>"$LOG"
   if ! "$@" >>"$LOG" 2>&1; then
     printf ' failed after %d s; the last lines of %s:\n' $((SECONDS - start)) "${LOG#"$ROOT"/}"
-    tail -n 25 "$LOG" >&2
+    tail -n 40 "$LOG" >&2
     exit 1
   fi
   printf ' %d s\n' $((SECONDS - start))
