@@ -9,6 +9,7 @@ and stderr; the channel is a descriptor of its own, closed in every fork.
 
 import contextlib
 import ctypes
+import faulthandler
 import math
 import os
 import random
@@ -33,6 +34,7 @@ _READ_BYTES = 1 << 18
 def main() -> None:
     channel, parent = int(sys.argv[1]), int(sys.argv[2])
     _tie_to(parent)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     os.set_inheritable(channel, False)
     os.register_at_fork(after_in_child=lambda: os.close(channel))
     frames = Frames()

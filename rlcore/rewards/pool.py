@@ -24,6 +24,9 @@ _READ_BYTES = 1 << 18
 _TAIL_BYTES = 4096
 _KILL_S = 2.0
 _ROOT = Path(__file__).parents[2]
+_PYTHON = (sys.executable, "-P", "-X", "faulthandler", "-m")
+_STACK_S = 0.2
+_EXIT_S = 0.2
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -64,13 +67,7 @@ class Worker:
         }
         with theirs:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "rlcore.rewards.child",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
+                [*_PYTHON, "rlcore.rewards.child", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
@@ -82,10 +79,8 @@ class Worker:
         self._channel = ours
         ours.setblocking(False)
         os.set_blocking(self._output, False)
-        self._pidfd = os.pidfd_open(self.process.pid)
         selector.register(ours, selectors.EVENT_READ, (self, "channel"))
         selector.register(self._output, selectors.EVENT_READ, (self, "output"))
-        selector.register(self._pidfd, selectors.EVENT_READ, (self, "death"))
         self._output_open = True
         self.send(start)
 
@@ -141,11 +136,23 @@ class Worker:
             return 0
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def end(self) -> int | None:
+    def print_stack(self) -> None:
+        """Let the child print where it is, for the log of a time-out; it may be past that."""
+        seen = self.tail
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        end = time.monotonic() + _STACK_S
+        while self.tail == seen and self._output_open and time.monotonic() < end:
+            time.sleep(0.005)
+            self.read_output()
+
+    def end(self, exiting: bool = False) -> int | None:
         """Kill the child and every process that it started; its exit status, None if it does not
-        die. The status is its own where it had ended before."""
+        die. `exiting` gives it a moment to end by itself, so that the status is its own."""
+        deadline = time.monotonic() + _EXIT_S
+        while exiting and not is_dead(self.process) and time.monotonic() < deadline:
+            time.sleep(0.001)
         self._selector.unregister(self._channel)
-        self._selector.unregister(self._pidfd)
         self._channel.close()
         end_tree(self.process, self._mark)
         try:
@@ -155,7 +162,6 @@ class Worker:
             status = None
         self.read_output()  # a pipe holds no more than one piece
         self._close_output()
-        os.close(self._pidfd)
         return status
 
 
@@ -164,11 +170,16 @@ def _old_path() -> list[str]:
     return [old] if old else []
 
 
+def is_dead(process: subprocess.Popen) -> bool:
+    """Whether it has ended; its number stays its own until `process.wait`."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, options) is not None
+
+
 def end_tree(process: subprocess.Popen, mark: str) -> None:
     """SIGKILL for `process`, its descendants, and every process that carries its mark. The process
     itself is stopped first and killed last: it adopts orphans, so that none gets out of sight."""
-    dead = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    if not dead:
+    if not is_dead(process):
         os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + _KILL_S
     while victims := _family(process.pid, mark) - {process.pid}:

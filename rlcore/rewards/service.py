@@ -36,6 +36,7 @@ _CLOSE_S = 20.0
 _MEMORY_CHECK_S = 0.25
 _LOG_BYTES = 4 << 20
 _FULL_ERRORS = 5
+_SHOWN_LINES, _SHOWN_CHARS = 12, 160
 
 
 class RewardService:
@@ -243,8 +244,6 @@ class RewardService:
     def _serve(self, worker: Worker, what: str, events: int) -> None:
         if what == "output":
             worker.read_output()
-        elif what == "death":
-            self._replace(worker)
         else:
             if events & selectors.EVENT_WRITE:
                 worker.flush()
@@ -310,8 +309,7 @@ class RewardService:
             self._changed.notify()
 
     def _tell(self, entry: Entry, error: str, worker: Worker) -> None:
-        """Log a failure with its sample; a kind of error that repeats is named at 5, 8, 16, 32
-        ..."""
+        """Log a failure with its sample; a kind of error that repeats is told every so often."""
         worker.read_output()
         kind = error.partition(":")[0]
         self._errors[kind] += 1
@@ -319,8 +317,7 @@ class RewardService:
         if count > _FULL_ERRORS and count & (count - 1):
             return
         nth = f" ({count} samples so far)" if count > _FULL_ERRORS else ""
-        tail = worker.tail.decode("utf-8", "replace").strip() if count == 1 else ""
-        printed = "\n  it printed last: " + "\n    ".join(tail.splitlines()[-12:]) if tail else ""
+        printed = "\n  it printed last:" + _last_lines(worker.tail) if count == 1 else ""
         log.warning(
             "reward %s: sample %s scores %g: %s%s%s",
             self._reward,
@@ -342,6 +339,7 @@ class RewardService:
             head = worker.inflight[0]
             # replies may wait that came while this thread could not run
             if self._receive(worker) and worker.inflight and worker.inflight[0] is head:
+                worker.print_stack()
                 self._replace(worker, self._timeout_text())
 
     def _check_memory(self) -> None:
@@ -363,7 +361,7 @@ class RewardService:
         self._workers.remove(worker)
         if not reason:
             self._last_replies(worker)
-        status = worker.end()
+        status = worker.end(exiting=not reason)
         if self._failure:
             return
         reason = reason or f"crash: {_exit_text(status)}"
@@ -387,9 +385,8 @@ class RewardService:
     def _failed_start(self, reason: str, worker: Worker) -> None:
         """A child that ended without a sample to blame: try again, but not for ever."""
         self._failed_starts += 1
-        tail = worker.tail.decode("utf-8", "replace").strip()
         sentence = f"reward {self._reward}: a child process failed before scoring: {reason}"
-        log.warning("%s%s", sentence, f"\n{tail}" if tail else "")
+        log.warning("%s%s", sentence, _last_lines(worker.tail))
         if self._failed_starts >= _MAX_FAILED_STARTS:
             self._fail(f"{sentence}, {self._failed_starts} times in a row")
 
@@ -412,6 +409,12 @@ class RewardService:
         except OSError as error:  # a full disk must not cost the scores
             self._log_room = 0
             log.warning("reward: %s cannot be written: %s", self._log_file, error)
+
+
+def _last_lines(printed: bytes) -> str:
+    """The end of what a child printed, indented; each line cut to a readable length."""
+    lines = printed.decode("utf-8", "replace").strip().splitlines()[-_SHOWN_LINES:]
+    return "".join(f"\n    {line[:_SHOWN_CHARS]}" for line in lines) or " nothing"
 
 
 def _exit_text(status: int | None) -> str:
