@@ -5,6 +5,7 @@ the generated task `label` about half of the time, so that reinforcement has som
 folder that is complete is left as it is.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ def run(cfg: SFTConfig) -> int:
     def demonstrations(index: int) -> tuple[list[int], list[int]]:
         row = label_task.make("train", cfg.seed, index)
         response = tokenizer.encode(row.demonstration)
-        return tokenizer.encode(row.prompt), [*response, *tokenizer.eos_ids]
+        return tokenizer.encode(row.prompt), [*response, tokenizer.eos_ids[0]]
 
     accuracy = sft_loop.train(
         built,
@@ -90,6 +91,8 @@ def run(cfg: SFTConfig) -> int:
     hf = assemble.model_config(settings)
     save_folder(built.learner.export(), hf, start, None if here.rank else cfg.out)
     if here.rank == 0:
+        facts = {"probe_accuracy": accuracy, "steps": built.step, "seed": cfg.seed}
+        (cfg.out / "warm_start.json").write_text(json.dumps(facts) + "\n")
         log.log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
         shutil.rmtree(start)
     built.close()
@@ -141,8 +144,6 @@ def settings_of(cfg: SFTConfig, start: Path):
 
 def write_start(cfg: SFTConfig, folder: Path) -> None:
     """config.json and tokenizer of the tiny model; its weights come from the seed."""
-    import json
-
     from rlcore.data import label_task
     from rlcore.hf.tokenizer import make_char_tokenizer
 
