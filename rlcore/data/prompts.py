@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
 
+import msgspec
 import numpy as np
 
 from rlcore.data import label_task
@@ -388,8 +389,6 @@ def _messages(asked: Any, config: Settings) -> list[dict[str, Any]]:
 
 
 def _renumber(prompt: Prompt, index: int) -> Prompt:
-    import msgspec
-
     return msgspec.structs.replace(prompt, index=index)
 
 
