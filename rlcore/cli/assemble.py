@@ -189,3 +189,4 @@ def add_data(run: Run, tokenizer: Tokenizer) -> None:
     run.sampler = sampler
     run.source = EpochOrder(next_rows, cfg.rollout.samples_per_prompt)
     run.eval_sets = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
+    prompts.overlap(train, run.eval_sets)  # warns
