@@ -55,11 +55,11 @@ class Cache:
         """May `rows` rows, the longest of `longest` tokens, be held at once?"""
         return rows * columns(longest, self.budget) <= self.budget
 
-    def reserve(self, rows: int, longest: int, used: int) -> None:
+    def reserve(self, rows: int, longest: int, used: int) -> bool:
         """Make room for `rows` rows of up to `longest` tokens; the first `used` slots keep their
-        contents. The caller has asked `fits`."""
+        contents. The caller has asked `fits`. True when the slabs are new."""
         if rows <= self.slots and longest <= self.capacity:
-            return
+            return False
         need = columns(longest, self.budget)
         # Grow in large strides where the budget has room: each growth copies the slab.
         roomy = min(max(need, self.capacity * 3 // 2), columns(self.max_columns, self.budget))
@@ -80,6 +80,7 @@ class Cache:
             old[index] = None  # so that only one layer is held twice
             self.layers.append(slab)
         self.slots, self.capacity = slots, capacity
+        return True
 
     def move(self, target: Sequence[int], source: Sequence[int], length: int) -> None:
         """Copy the first `length` columns of slots `source` to slots `target`, all at once."""

@@ -174,11 +174,9 @@ class _Seats:
 class _Batch:
     """What a decode step reads, on the device, while the same rows run."""
 
-    tokens: torch.Tensor  # [N, 1]
-    positions: torch.Tensor  # [N, 1]
+    step: Step
     counter: torch.Tensor  # [N]
     settings: Settings
-    spans: list[Span]
 
 
 class TorchEngine:
@@ -584,14 +582,14 @@ class TorchEngine:
         self._requeue(lost)
         for job in lost:
             self._emit(Preempted, id=job.request.id)
-        self._cache.reserve(len(self._rows), longest, len(self._rows))
+        if self._cache.reserve(len(self._rows), longest, len(self._rows)):
+            self._batch = None
 
     def _decode(self) -> None:
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
-        step = Step(batch.tokens, batch.positions, 0, batch.spans, False)
-        hidden = self._model.forward(step, self._cache)
+        hidden = self._model.forward(batch.step, self._cache)
         logits = self._model.logits(hidden[:, 0])
         tokens, logps = sample(logits, batch.counter, batch.settings)
         host = torch.stack((tokens.double(), logps)).cpu().numpy()  # the step's one transfer
@@ -605,10 +603,8 @@ class TorchEngine:
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
             return
-        batch.tokens = tokens[:, None]
-        batch.positions += 1
+        batch.step.advance(tokens[:, None])
         batch.counter += GOLDEN
-        batch.spans = [(a, b, length + 1) for a, b, length in batch.spans]
 
     def _finish(self, jobs: list[_Job]) -> None:
         self._unseat(jobs)
@@ -628,11 +624,15 @@ class TorchEngine:
         ints = np.stack((table.last[seats], lengths - 1, counter))
         device = torch.from_numpy(ints).to(self._device)
         return _Batch(
-            tokens=device[0][:, None],
-            positions=device[1][:, None],
+            step=Step(
+                tokens=device[0][:, None],
+                positions=device[1][:, None],
+                slot=0,
+                spans=_spans(lengths),
+                causal=False,
+            ),
             counter=device[2],
             settings=self._settings(seats),
-            spans=_spans(lengths),
         )
 
     def _settings(self, seats: np.ndarray) -> Settings:

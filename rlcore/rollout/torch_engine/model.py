@@ -38,6 +38,15 @@ class Step:
     """Row ranges with their own attended length; one range unless lengths differ a lot."""
     causal: bool
     """The new tokens are the whole sequence: no mask is needed."""
+    index: Tensor | None = None
+    """`cache_index` of the positions, made at the first use."""
+
+    def advance(self, tokens: Tensor) -> None:
+        """Turn this decode step into the next one: the same rows, one position further."""
+        self.tokens = tokens
+        self.positions += 1
+        self.spans = [(a, b, length + 1) for a, b, length in self.spans]
+        self.index += 1
 
 
 @dataclass(slots=True)
@@ -177,7 +186,7 @@ class Model:
         """Write keys and values of the new tokens and return the last hidden states [B, S, h]."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
-        return F.rms_norm(hidden, hidden.shape[-1:], self._weights.norm, self.hf.rms_norm_eps)
+        return rms_norm(hidden, self._weights.norm, self.hf.rms_norm_eps)
 
     def fill(self, step: Step, cache: Cache) -> None:
         """Write keys and values of the new tokens; nothing is predicted from them."""
@@ -194,11 +203,12 @@ class Model:
         heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
         x = weights.embed[step.tokens].view(rows * new, hf.hidden_size)
         rope = self._rope[step.positions].view(rows * new, 1, dim // 2)
-        key_index = cache_index(step, cache).view(rows * new, kv)
-        value_index = key_index + cache.slots * kv * cache.capacity
+        if step.index is None:
+            step.index = cache_index(step.positions, step.slot, cache)
+        key_index, value_index = step.index
         masks = self._masks(step)
         for number, layer in enumerate(weights.layers):
-            h = F.rms_norm(x, (hf.hidden_size,), layer.norm1, hf.rms_norm_eps)
+            h = rms_norm(x, layer.norm1, hf.rms_norm_eps)
             if layer.qkv_bias is None:
                 qkv = h @ layer.qkv
             else:
@@ -206,7 +216,7 @@ class Model:
             qkv = qkv.view(rows * new, heads + 2 * kv, dim)
             qk, value = qkv[:, : heads + kv], qkv[:, heads + kv :]
             if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (dim,), None, hf.rms_norm_eps) * layer.qk_norm
+                qk = rms_norm(qk, layer.qk_norm, hf.rms_norm_eps)
             qk = self._rotate(qk, rope)
             slab = cache.layers[number]
             flat = slab.view(-1, dim)
@@ -217,7 +227,7 @@ class Model:
             query = qk[:, :heads].view(rows, new, heads, dim)
             mixed = self._attend(query, slab, step, masks)
             x = torch.addmm(x, mixed, layer.out)
-            h = F.rms_norm(x, (hf.hidden_size,), layer.norm2, hf.rms_norm_eps)
+            h = rms_norm(x, layer.norm2, hf.rms_norm_eps)
             if layer.router is not None:
                 x = x + self._experts(h, layer)
                 continue
@@ -227,9 +237,11 @@ class Model:
 
     def _rotate(self, qk: Tensor, rope: Tensor) -> Tensor:
         """RoPE on interleaved pairs; in float32 where the model is narrower."""
-        wide = qk if qk.dtype in (torch.float32, torch.float64) else qk.float()
-        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * rope).flatten(-2).to(self.dtype)
+        if qk.dtype in (torch.float32, torch.float64):
+            pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))
+            return torch.view_as_real(pairs * rope).flatten(-2)
+        pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rope).flatten(-2).to(qk.dtype)
 
     def _masks(self, step: Step) -> list[Tensor]:
         """Per span [B, 1, repeats * S, T]: 0 where a query may look, -inf elsewhere."""
@@ -295,18 +307,29 @@ class Model:
         return torch.zeros_like(h).index_add_(0, token, out)
 
 
-def cache_index(step: Step, cache: Cache) -> Tensor:
-    """[B, S, K] rows of the flattened key half of a slab that the new tokens take."""
-    rows = step.tokens.shape[0]
-    device = step.tokens.device
-    slot = torch.arange(step.slot, step.slot + rows, device=device) * cache.kv_heads
-    head = slot[:, None] + torch.arange(cache.kv_heads, device=device)  # [B, K]
-    return (head * cache.capacity)[:, None] + step.positions.unsqueeze(-1)
+def cache_index(positions: Tensor, slot: int, cache: Cache) -> Tensor:
+    """[2, B * S, K] rows that keys and values of new tokens take in a slab seen as [-1, D]."""
+    heads, device = cache.kv_heads, positions.device
+    row = torch.arange(slot, slot + len(positions), device=device) * heads
+    head = row[:, None] + torch.arange(heads, device=device)  # [B, K]
+    keys = (head * cache.capacity)[:, None] + positions.unsqueeze(-1)  # [B, S, K]
+    keys = keys.flatten(0, 1)
+    return torch.stack((keys, keys + cache.slots * heads * cache.capacity))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; the weight may have more axes."""
+    size = x.shape[-1]
+    if x.is_cuda or x.dtype not in (torch.float32, torch.float64):
+        return F.rms_norm(x, (size,), None, eps) * weight
+    # torch has no fused kernel on the CPU, and composes this one of twice as many operations.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * norm.square_().mul_(1 / size).add_(eps).rsqrt_()).mul_(weight)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """x [N, in] sorted by group, weights [E, out, in], ends [E]: each group by its own matrix."""
-    if x.dtype != torch.float64:
+    if x.dtype == torch.bfloat16:  # the only type that its GPU kernels take
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends.to(torch.int32))
     out = x.new_empty(x.shape[0], weights.shape[1])
     start = 0
