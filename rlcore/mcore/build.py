@@ -102,7 +102,6 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "qk_layernorm": hf.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "init_method_std": hf.initializer_range,
         "tensor_model_parallel_size": train.tp,
         "pipeline_model_parallel_size": train.pp,
         "context_parallel_size": train.cp,
@@ -116,8 +115,12 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "calculate_per_token_loss": True,
         "variable_seq_lengths": train.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
-        # The weights are always loaded or initialised by name afterwards.
-        "perform_initialization": False,
+        # The weights are always loaded or initialised by name afterwards. Megatron must believe
+        # that it initialises them: that is where it marks a weight as tensor-parallel, and unmarked
+        # ones are left out of the gradient norm.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
         "use_cpu_initialization": not cuda,
         "gradient_accumulation_fusion": train.apex,
         "persist_layer_norm": False,
@@ -156,6 +159,10 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
             "moe_permute_fusion": False,
         }
     return TransformerConfig(**settings)
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """An initialisation that does nothing."""
 
 
 def _block_spec(

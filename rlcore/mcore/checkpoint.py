@@ -1,9 +1,12 @@
 """Model and optimizer on disk in Megatron's `torch_dist` format, loadable under any layout.
 
 The format is `fully_reshardable`, always said aloud: Megatron's default cannot be written, and
-`dp_reshardable` loads wrong moments without an error. Three faults of the distributed optimizer
-without TE or Apex (0.16.1) are worked round here. Files are written by this process itself, not by
-forked or spawned helpers, into a folder aside that is renamed when complete.
+`dp_reshardable` loads wrong moments without an error. Four faults of the distributed optimizer
+(0.16.1) are worked round here, three of them only without TE or Apex. Files are written by this
+process itself, not by forked or spawned helpers, into a folder aside that is renamed when complete.
+
+Only tensors and one step count of the optimizer are on disk: its groups are those of the run that
+loads, so learning rate, decay and expert layout may differ from the run that saved.
 """
 
 import errno
@@ -12,6 +15,7 @@ import queue
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +47,10 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
         except OSError as error:
             problem = error
     _agree(problem, aside)
-    fill_empty_states(optimizer)
-    sharded = _sharded(models, optimizer, loading=False) | {"rlcore": dict(state)}
     try:
         _check_space(aside, models, optimizer)
+        sharded = _sharded(models, optimizer, loading=False)
+        sharded["rlcore"] = dict(state) | {"optimizer_step": _step(optimizer)}
         _write(sharded, aside)
     except OSError:
         if leader:
@@ -67,35 +71,101 @@ def load(path: Path, models: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     if not (path / "metadata.json").is_file():
         raise ValueError(f"{path}: holds no complete checkpoint; choose another or start afresh")
     _patch_loading()
-    fill_empty_states(optimizer)
     found = dist_checkpointing.load(_sharded(models, optimizer, loading=True), str(path))
     for key, model in zip(_keys(models), models, strict=True):
         model.module.load_state_dict(found[key])
-    optimizer.load_state_dict(found["optimizer"])
-    _unshare_steps(optimizer)
+    for number, part in enumerate(optimizer.chained_optimizers):
+        _load_part(part, found["optimizer"][number], found["rlcore"]["optimizer_step"])
     return found["rlcore"]
 
 
 def _keys(models: Sequence[Any]) -> list[str]:
-    return ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+    return [f"model{i}" for i in range(len(models))]
 
 
 def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """What Megatron writes or reads, by key; tensors of the optimizer by part of it."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        # Dense and expert optimizers under one name, so that any expert layout finds them.
-        "chained_optim_avoid_prefix": True,
     }
     state: dict[str, Any] = {
         key: model.module.sharded_state_dict(metadata=metadata)
         for key, model in zip(_keys(models), models, strict=True)
     }
-    of_models = state if len(models) > 1 else state["model"]
-    optimizer_state = optimizer.sharded_state_dict(
-        dict(of_models), is_loading=loading, metadata=metadata
-    )
-    return state | {"optimizer": optimizer_state}
+    fill_empty_states(optimizer)
+    parts = {}
+    with _unpadded_indices(optimizer):
+        for number, part in enumerate(optimizer.chained_optimizers):
+            parts[number] = part.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+            _drop_groups(part, parts[number])
+    return state | {"optimizer": parts}
+
+
+def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
+    """Leave the tensors of one optimizer, and take out what `_load_part` takes from the run."""
+    if isinstance(part, DistributedOptimizer):
+        del sharded["optimizer"], sharded["param_state_sharding_type"]
+        return
+    inner = sharded.get("optimizer", sharded)
+    del inner["param_groups"]
+    inner["state"].pop("common_step", None)
+
+
+def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
+    """Load one optimizer: tensors from the checkpoint, groups from what it has, and the step."""
+    if isinstance(part, DistributedOptimizer):
+        found["param_state_sharding_type"] = "fully_reshardable"
+        found["optimizer"] = part.state_dict()["optimizer"]
+        groups = found["optimizer"]["param_groups"]
+    else:
+        inner = found.get("optimizer", found)
+        inner["param_groups"] = groups = part.optimizer.state_dict()["param_groups"]
+        inner["state"]["common_step"] = torch.tensor(float(step))
+    for group in groups:
+        if "step" in group:
+            group["step"] = step
+    part.load_state_dict(found)
+    # Upstream loads one `step` tensor into all parameters: AdamW would advance it for each.
+    for state in part.optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].clone()
+
+
+def _step(optimizer: Any) -> int:
+    """Steps that the optimizer has made, as any rank knows; a rank may hold no parameters."""
+    steps = [0.0]
+    for inner in _inner(optimizer):
+        steps += [float(s["step"]) for s in inner.state.values() if "step" in s]
+        steps += [float(g["step"]) for g in inner.param_groups if g.get("step") is not None]
+    most = torch.tensor(max(steps), dtype=torch.float64)
+    most = most.to("cuda") if _needs_cuda() else most
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+@contextmanager
+def _unpadded_indices(optimizer: Any) -> Iterator[None]:
+    """Upstream joins a buffer's buckets without their padding, then cuts parameters out at places
+    that count the padding. Tied embeddings have a bucket of their own: the last pipeline stage
+    would be saved shifted, without an error. Give it the places that fit."""
+    kept = []
+    try:
+        for part in optimizer.chained_optimizers:
+            for buffer in getattr(part, "buffers", []):
+                starts, total = [], 0
+                for bucket in buffer.buckets:
+                    starts.append(total - bucket.offset)
+                    total += bucket.numel_unpadded
+                kept.append((buffer, buffer.param_index_map))
+                buffer.param_index_map = {
+                    param: (first + starts[bucket], last + starts[bucket], bucket)
+                    for param, (first, last, bucket) in buffer.param_index_map.items()
+                }
+        yield
+    finally:
+        for buffer, index in kept:
+            buffer.param_index_map = index
 
 
 # ---- writing
@@ -232,11 +302,3 @@ def _plain_torch() -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
     return not distrib_optimizer.HAVE_APEX_OR_TE
-
-
-def _unshare_steps(optimizer: Any) -> None:
-    """Upstream loads one `step` tensor into all parameters: AdamW would advance it for each."""
-    for inner in _inner(optimizer):
-        for state in inner.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].clone()

@@ -38,6 +38,9 @@ def prepare() -> None:
         message=r"(Apex|Transformer Engine and Apex) (is|are) not installed",
         module=r"megatron\.core",
     )
+    # Deprecations that Megatron meets inside torch.
+    for message in (r"`load_state_dict` is deprecated", r"Please use DTensor instead"):
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     warnings.filterwarnings(
         "ignore",
         message=r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",

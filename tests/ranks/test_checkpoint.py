@@ -1,0 +1,91 @@
+"""Checkpoints: the same layout goes on bit for bit, another one up to rounding.
+
+Two updates follow every load: a wrong step count or moment of the optimizer shows in the second.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import kit
+
+pytestmark = pytest.mark.ranks(2)
+
+DIST = {"distributed_optimizer": True}
+SAVED: dict[str, dict[str, Any]] = {
+    "tp2": {"layout": {"tp": 2} | DIST},
+    "dp2": {"layout": DIST},
+    "pp2 vpp2": {"layout": {"pp": 2, "vpp": 2} | DIST},
+    "bfloat16": {"layout": DIST, "dtype": "bfloat16"},
+    "plain": {"layout": {"tp": 2}},
+    "ep2": {"layout": {"ep": 2} | DIST, "arch": "qwen3_moe"},
+}
+RESHARDED: dict[str, dict[str, Any]] = {
+    "tp2 to dp2": {"of": "tp2", "layout": DIST},
+    "dp2 to pp2": {"of": "dp2", "layout": {"pp": 2} | DIST},
+    "pp2 vpp2 to tp2": {"of": "pp2 vpp2", "layout": {"tp": 2} | DIST},
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "tp2 to one": {"of": "tp2", "layout": DIST},
+    "plain to one": {"of": "plain", "layout": {}},
+    "ep2 to one": {"of": "ep2", "layout": DIST, "arch": "qwen3_moe"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> list[dict[str, Any]]:
+    args = {"folder": str(folder), "cases": SAVED}
+    return kit.run_ranks(2, "tests.ranks.learner_ranks:saved", args)
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In fresh processes."""
+    same = {name: case | {"of": name} for name, case in SAVED.items()}
+    args = {"folder": str(folder), "cases": same | RESHARDED}
+    return kit.run_ranks(2, "tests.ranks.learner_ranks:resumed", args)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    args = {"folder": str(folder), "cases": ALONE}
+    return kit.run_ranks(1, "tests.ranks.learner_ranks:resumed", args)[0]
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_the_same_layout_resumes_bit_for_bit(
+    saved: list[dict[str, Any]], resumed: list[dict[str, Any]], case: str
+) -> None:
+    for straight, again in zip(saved, resumed, strict=True):
+        assert again[case]["version at load"] == 2
+        assert again[case]["version"] == straight[case]["version"] == 4
+        assert again[case]["metrics"] == straight[case]["metrics"]
+        kit.assert_bitwise(again[case]["weights"], straight[case]["weights"])
+
+
+@pytest.mark.parametrize("case", RESHARDED)
+def test_another_layout_resumes_up_to_rounding(
+    saved: list[dict[str, Any]], resumed: list[dict[str, Any]], case: str
+) -> None:
+    straight, again = saved[0][RESHARDED[case]["of"]], resumed[0][case]
+    kit.assert_close_named(again["metrics"], straight["metrics"])
+    kit.assert_close_named(again["weights"], straight["weights"])
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_one_rank_resumes_what_two_saved(
+    saved: list[dict[str, Any]], alone: dict[str, Any], case: str
+) -> None:
+    straight, again = saved[0][ALONE[case]["of"]], alone[case]
+    kit.assert_close_named(again["metrics"], straight["metrics"])
+    kit.assert_close_named(again["weights"], straight["weights"])
+
+
+def test_nothing_but_the_checkpoints_is_left(folder: Path, resumed: list[dict[str, Any]]) -> None:
+    assert sorted(p.name for p in folder.iterdir()) == sorted(SAVED)
