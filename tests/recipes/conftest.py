@@ -28,6 +28,24 @@ time.sleep(float(os.environ.get("SLEEP_S", "0")))
 sys.exit(int(os.environ.get(f"EXIT_{rank}", "0")))
 """
 
+# config.json of Qwen2.5-0.5B.
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+    "eos_token_id": 151643,
+}
+
 
 class Bench:
     """A folder to start recipes in, with the stand-in ahead of the real package."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes.conftest import QWEN
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*_*.sh"))
 SHELL = sorted((ROOT / "recipes").rglob("*.sh")) + sorted((ROOT / "recipes").rglob("*.sbatch"))
@@ -17,23 +19,6 @@ os.execvp("bash", ["bash", __file__, *sys.argv[1:]])
 """
 by_name = pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 
-# What the folder of a model says, for a dry run: config.json alone.
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-    "eos_token_id": 151643,
-}
 MODELS = {
     "grpo_gsm8k_0.5b": QWEN,
     "grpo_32b": QWEN
