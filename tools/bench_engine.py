@@ -119,9 +119,10 @@ def _round(engine: Engine, hf: HFConfig, a: argparse.Namespace, number: int) -> 
                 steps += event.decode_steps
                 prefill += event.prefill_tokens
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    return {
+    # The work of a child is not in this process's CPU time.
+    on_cpu = {} if a.child else {"tokens_per_cpu_s": round(tokens / cpu)}
+    return on_cpu | {
         "tokens_per_s": round(tokens / wall),
-        "tokens_per_cpu_s": round(tokens / max(cpu, 1e-9)),
         "tokens": tokens,
         "decode_steps": steps,
         "prefill_tokens": prefill,

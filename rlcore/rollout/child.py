@@ -184,6 +184,13 @@ class ChildEngine:
         """Of the child, 0 when there is none."""
         return self._process.pid if self._process is not None and not self._down else 0
 
+    @property
+    def down(self) -> str:
+        """Why the child is dead; empty while it lives."""
+        if not self._down and not self._closed:
+            self._pump(0.0)
+        return f"{self._name} {self._down}" if self._down else ""
+
     def restart(self) -> None:
         """End the child if it lives and start another: no requests, no weights. Requests that the
         old one held and that no `Down` has named yet are named by the next `poll`."""

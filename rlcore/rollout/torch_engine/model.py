@@ -324,7 +324,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (size,), None, eps) * weight
     # torch has no fused kernel on the CPU, and composes this one of twice as many operations.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x * norm.square_().mul_(1 / size).add_(eps).rsqrt_()).mul_(weight)
+    return (x * norm.mul_(norm).mul_(1 / size).add_(eps).rsqrt_()).mul_(weight)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
