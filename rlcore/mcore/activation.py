@@ -16,6 +16,10 @@ class SwiGLU(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _SwiGLU.apply(x)
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Megatron's MLP asks each of its parts; there is nothing to save."""
+        return {}
+
 
 class _SwiGLU(torch.autograd.Function):
     """Keeps the input only and writes both gradients into one tensor."""
