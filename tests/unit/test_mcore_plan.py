@@ -1,0 +1,219 @@
+"""Layouts, micro-batches, learning rates and refusals: what is decided without process groups."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.mcore import build, microbatch, rope
+from rlcore.mcore.layout import check_model, layout_of, replicas
+from rlcore.mcore.schedule import learning_rate
+from rlcore.tensors import Batch, cumulative
+from tests import kit
+
+HF = HFConfig.from_dict(kit.tiny_config("qwen3"))
+MOE = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
+
+
+# ---- layouts
+
+
+def test_ranks_stand_in_megatrons_order() -> None:
+    train = TrainConfig(tp=2, cp=2, pp=2)
+    at = [layout_of(train, 16, rank) for rank in range(16)]
+    assert [x.tp_rank for x in at[:4]] == [0, 1, 0, 1]
+    assert [x.cp_rank for x in at[:4]] == [0, 0, 1, 1]
+    assert [x.dp_rank for x in at] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
+    assert [x.pp_rank for x in at] == [0] * 8 + [1] * 8
+    assert at[5].replica_ranks == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert [x.rank for x in at if x.is_leader] == [0, 4]
+
+
+@pytest.mark.parametrize(("tp", "pp", "cp", "ep"), list(product([1, 2], [1, 2], [1, 2], [1, 2, 4])))
+def test_replicas_partition_the_world_and_lockstep_is_closed(
+    tp: int, pp: int, cp: int, ep: int
+) -> None:
+    train = TrainConfig(tp=tp, pp=pp, cp=cp, ep=ep)
+    world = 16
+    found = replicas(train, world)
+    assert sorted(rank for ranks in found for rank in ranks) == list(range(world))
+    stage = world // pp
+    for rank in range(world):
+        here = layout_of(train, world, rank)
+        assert rank in found[here.dp_rank]
+        assert here.replica_ranks == found[here.dp_rank]
+        lockstep = set(here.lockstep_ranks)
+        for other in here.lockstep_ranks:
+            there = layout_of(train, world, other)
+            assert set(there.replica_ranks) <= lockstep
+            first = other // stage * stage + other % stage // ep * ep
+            assert set(range(first, first + ep)) <= lockstep
+
+
+def test_layers_of_interleaved_stages_alternate() -> None:
+    train = TrainConfig(pp=2, vpp=2)
+    stages = [[list(layout_of(train, 2, r).layers(8, v)) for v in (0, 1)] for r in (0, 1)]
+    assert stages == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "message"),
+    [
+        ({"tp": 2}, 3, "must divide the 3 train ranks"),
+        ({"ep": 3}, 4, "--train.ep 3: must divide the 4 ranks"),
+        ({"vpp": 2}, 2, "--train.vpp 2: interleaving needs pipeline stages"),
+        ({"cp": 0}, 2, "--train.cp 0: must be at least 1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_world_is_refused(
+    changes: dict, world: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_of(TrainConfig(**changes), world, 0)
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes", "message"),
+    [
+        (HF, {"tp": 3}, "--train.tp 3: must divide the model's 4 attention heads"),
+        (HF, {"tp": 4}, "--train.tp 4: must divide the model's 2 key-value heads"),
+        (HF, {"pp": 3}, "must divide the model's 4 layers"),
+        (HF, {"pp": 2, "vpp": 4}, "their product 8 must divide"),
+        (HF, {"ep": 2}, "--train.ep 2: the model has no experts"),
+        (MOE, {"ep": 3}, "--train.ep 3: must divide the model's 4 experts"),
+        (MOE, {"tp": 2, "sp": False}, "needs sequence parallel"),
+        (HF.with_(intermediate_size=49), {"tp": 2}, "MLP width 49"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    hf: HFConfig, changes: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(hf, TrainConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "message"),
+    [
+        ({"dtype": "float64"}, {}, "--model.dtype float64"),
+        ({}, {"spec": "te"}, "--train.spec te: Transformer Engine is not installed"),
+        ({}, {"apex": True}, "--train.apex True: Apex' extension"),
+    ],
+)
+def test_settings_that_cannot_work_here_are_refused(model: dict, train: dict, message: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("with CUDA these may be installed")
+    with pytest.raises(ValueError, match=message):
+        build.check(HF, ModelConfig(**model), TrainConfig(**train))
+
+
+def test_the_vocabulary_is_padded_to_the_tensor_parallel_size() -> None:
+    assert [build.padded_vocab(53, tp) for tp in (1, 2, 4)] == [53, 54, 56]
+
+
+# ---- micro-batches
+
+
+def test_groups_hold_the_budget_and_every_row_once() -> None:
+    lengths = [5, 40, 7, 7, 100, 3]
+    found = microbatch.groups(lengths, 50)
+    assert found == [[4], [1, 2], [3, 0, 5]]
+    assert microbatch.groups([], 50) == []
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "count", "want"), [(1, 1, 0, 1), (1, 1, 3, 3), (4, 1, 2, 4), (2, 2, 3, 4)]
+)
+def test_schedules_get_the_micro_batches_that_they_need(
+    pp: int, vpp: int, count: int, want: int
+) -> None:
+    layout = replace(layout_of(TrainConfig(pp=pp), pp, 0), vpp=vpp)
+    assert microbatch.rounded_count(count, layout) == want
+
+
+def cutter(train: TrainConfig, rank: int = 0, budget: int = 64) -> microbatch.Cutter:
+    return microbatch.Cutter(
+        layout_of(train, train.tp * train.cp, rank),
+        sequence_parallel=train.tp > 1,
+        inverse_frequencies=rope.inverse_frequencies(8, 1e4),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        budget=budget,
+    )
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    total = sum(lengths)
+    return Batch(
+        tokens=torch.arange(1, total + 1),
+        cu_seqlens=cumulative(lengths),
+        mask=torch.ones(total, dtype=torch.bool),
+        advantage=torch.arange(total).float(),
+    )
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+def test_rows_of_all_context_parallel_ranks_predict_every_token_but_the_first(
+    tp: int, cp: int
+) -> None:
+    train = TrainConfig(tp=tp, cp=cp)
+    lengths = [5, 9, 2, 7]
+    batch = batch_of(lengths)
+    cuts = []
+    for cp_rank in range(cp):
+        c = cutter(train, rank=cp_rank * tp)
+        cuts.append(c.cut(batch, [[1, 3], [0, 2]], count=3))
+    assert [len(cut.micro_batches) for cut in cuts] == [3] * cp
+    for number in range(3):
+        micros = [cut.micro_batches[number] for cut in cuts]
+        assert all(micro.tokens.size(1) % tp == 0 for micro in micros)
+        inputs = torch.cat([micro.tokens[0] for micro in micros])
+        targets = torch.cat([micro.targets for micro in micros])
+        gathered = micros[0].packed.plan.gathered
+        if gathered is not None:
+            inputs, targets = inputs[gathered], targets[gathered]
+        tokens = micros[0].batch.tokens
+        predicted = micros[0].predicted
+        assert torch.equal(targets[micros[0].take][predicted], tokens[predicted])
+        assert torch.equal(inputs[micros[0].take][predicted], tokens[predicted] - 1)
+        assert int((~predicted).sum()) == micros[0].batch.num_sequences
+    order = cuts[0].order
+    seen = torch.cat([micro.batch.tokens for micro in cuts[0].micro_batches])
+    assert torch.equal(batch.tokens[order], seen)
+    assert torch.equal(seen - 1, torch.cat([m.batch.advantage for m in cuts[0].micro_batches]))
+    assert cuts[0].micro_batches[2].batch.num_tokens == 0
+
+
+def test_positions_start_again_with_every_sequence() -> None:
+    micro = cutter(TrainConfig()).cut(batch_of([3, 2]), [[0, 1]], 1).micro_batches[0]
+    assert micro.positions.tolist() == [[0, 1, 2, 0, 1]]
+    assert micro.sequence.tolist() == [0, 0, 0, 1, 1]
+
+
+# ---- learning rates
+
+
+def test_the_learning_rate_warms_up_then_falls_to_its_floor() -> None:
+    train = TrainConfig(
+        lr=1.0, min_lr=0.2, lr_schedule="linear", lr_warmup_updates=2, lr_decay_updates=6
+    )
+    rates = [learning_rate(train, u) for u in range(8)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_with_the_run() -> None:
+    train = TrainConfig(lr=1.0, lr_schedule="cosine")
+    rates = [learning_rate(train, u, total_updates=4) for u in range(5)]
+    assert rates[0] == 1.0
+    assert rates[2] == pytest.approx(0.5)
+    assert rates[4] == pytest.approx(0.0)
+    assert rates[1] - rates[2] == pytest.approx(rates[2] - rates[3])
+
+
+def test_constant_needs_no_end_and_a_schedule_without_one_is_refused() -> None:
+    assert learning_rate(TrainConfig(lr=0.3), 10**6) == 0.3
+    with pytest.raises(ValueError, match="--train.lr_schedule linear: needs to know when it ends"):
+        learning_rate(TrainConfig(lr_schedule="linear"), 0)
