@@ -1,6 +1,9 @@
 """Builds everything that one rank of a run holds, from the configuration."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rlcore import algos
 from rlcore.cli.world import World, make_hub
@@ -19,7 +22,6 @@ from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.round import Rollout
-from rlcore.rollout.torch_engine import factory
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.source import EpochOrder
@@ -27,6 +29,7 @@ from rlcore.sched.stop import All
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.trainer import resume
 from rlcore.trainer.run import Run
+from rlcore.utils import collective, log
 from rlcore.utils.log import announce
 from rlcore.utils.spans import Spans
 
@@ -35,25 +38,62 @@ def run_folder(cfg: Config) -> Path:
     return Path(cfg.run.dir) / (cfg.run.name or "run")
 
 
+def open_folder(cfg: Config, world: World) -> None:
+    """Make the run's folder and log to it. An older run gives way first, or its log would go on in
+    the folder that it is moved to. Collective. ValueError where the folder cannot be made."""
+    folder, aside = run_folder(cfg), None
+    log.setup(world.rank)
+    if world.rank == 0:
+        try:
+            aside = resume.move_aside(folder) if cfg.run.resume == "fresh" else None
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ValueError(
+                f"--run.dir {cfg.run.dir}: the folder {folder} cannot be made "
+                f"({e.strerror}: {e.filename}); choose another"
+            ) from e
+    collective.barrier()
+    log.setup(world.rank, folder / "logs")
+    if aside is not None:
+        log.log.info("the older run of this name is now %s", aside)
+
+TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
+
+
 def assemble(cfg: Config, world: World) -> Run:
-    """One rank's `Run`, restored from its newest checkpoint where there is one. What takes long to
-    start (engine, reward children) starts first and gets ready while the learner is built."""
+    """One rank's `Run`, restored from its newest checkpoint where there is one. ValueError where
+    the configuration cannot work; what was started is ended then."""
+    with ExitStack() as started:
+        run = _assemble(cfg, world, started.callback)
+        run.on_close = [started.pop_all().close]
+    return run
+
+
+def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]], object]) -> Run:
+    """What takes long to start (engine, reward children) starts first and gets ready while the
+    learner is built; what may be wrong in the data is found before that."""
     hf = model_config(cfg)
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = sampling_of(cfg, tokenizer)
     scorer = make_scorer(cfg, world)
     engine = make_engine(cfg, hf, world)
     hub = make_hub(world, cfg.cluster.interface)
+    for part in (hub, scorer, engine):
+        on_close(part.close)
     agent = Agent(hub, engine, scorer, tokenizer.decode, cfg.rollout.deadline_s)
     rollout = Rollout(
         hub, agent, lambda: make_controller(cfg, world.size), timeout_s=cfg.cluster.timeout_s
     )
+    data = load_data(cfg, tokenizer) if world.rank == 0 else {}
     learner = make_learner(cfg, hf, world)
+    on_close(learner.close)
     screen = None
     if world.rank == 0:
         screen = Screen(cfg.run.steps, progress=cfg.log.progress)
+        on_close(screen.close)
     run = Run(
         cfg=cfg,
+        hf=hf,
         folder=run_folder(cfg),
         rank=world.rank,
         world_size=world.size,
@@ -67,10 +107,8 @@ def assemble(cfg: Config, world: World) -> Run:
         sampling=sampling,
         spans=Spans(listener=screen.phase if screen else None),
         screen=screen,
-        on_close=[hub.close, scorer.close, engine.close, *([screen.close] if screen else [])],
+        **data,
     )
-    if world.rank == 0:
-        add_data(run, tokenizer)
     checkpoint = resume.choose(run)
     if checkpoint is not None:
         resume.load(run, checkpoint)
@@ -79,7 +117,7 @@ def assemble(cfg: Config, world: World) -> Run:
         run.writer = MetricsWriter(
             run.folder, cfg.log.tensorboard, next_step=run.step + 1 if run.step else 0
         )
-        run.on_close.append(run.writer.close)
+        on_close(run.writer.close)
     return run
 
 
@@ -143,7 +181,7 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
     if inline:
         return TorchEngine(hf, device=world.device, **options)
     settings = {"config": hf.to_dict(), "device": str(world.device), **options}
-    return ChildEngine(factory.NAME, settings, threads=r.threads, rank=world.rank)
+    return ChildEngine(TORCH_ENGINE, settings, threads=r.threads, rank=world.rank)
 
 
 def make_controller(cfg: Config, world_size: int) -> Controller:
@@ -177,16 +215,16 @@ def make_learner(cfg: Config, hf: HFConfig, world: World):
     )
 
 
-def add_data(run: Run, tokenizer: Tokenizer) -> None:
-    """Prompts, their order, and the validation sets: rank 0 alone deals them out."""
-    cfg = run.cfg
+def load_data(cfg: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Prompts, their order, and the validation sets, as fields of `Run`: rank 0 alone deals them
+    out."""
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
     sampler = EpochSampler(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
 
     def next_rows(n: int) -> list[Prompt]:
         return [train[index] for _, index in sampler.next(n)]
 
-    run.sampler = sampler
-    run.source = EpochOrder(next_rows, cfg.rollout.samples_per_prompt)
-    run.eval_sets = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
-    prompts.overlap(train, run.eval_sets)  # warns
+    eval_sets = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
+    prompts.overlap(train, eval_sets)  # warns
+    source = EpochOrder(next_rows, cfg.rollout.samples_per_prompt)
+    return {"sampler": sampler, "source": source, "eval_sets": eval_sets}
