@@ -57,12 +57,13 @@ def run(cfg: SFTConfig) -> int:
     from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.hf.weights import save_folder
     from rlcore.trainer import sft_loop
-    from rlcore.utils import collective, log
+    from rlcore.utils import collective
+    from rlcore.utils.log import log
 
     start = cfg.out.with_name(cfg.out.name + ".start")
     settings = settings_of(cfg, start)
     here = world.join(settings.cluster.timeout_s)
-    log.setup(here.rank, assemble.run_folder(settings) / "logs")
+    assemble.open_folder(settings, here)
     if here.rank == 0:
         write_start(cfg, start)
     collective.barrier()
@@ -93,7 +94,7 @@ def run(cfg: SFTConfig) -> int:
     if here.rank == 0:
         facts = {"probe_accuracy": accuracy, "steps": built.step, "seed": cfg.seed}
         (cfg.out / "warm_start.json").write_text(json.dumps(facts) + "\n")
-        log.log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
+        log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
         shutil.rmtree(start)
     built.close()
     world.leave()

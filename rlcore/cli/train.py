@@ -1,7 +1,13 @@
 """`python -m rlcore train`: one rank of a training run."""
 
+import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the command line should not pay for torch
+    from rlcore.cli.world import World
+    from rlcore.config.schema import Config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,26 +37,42 @@ def main(argv: Sequence[str]) -> int:
     return run(cfg)
 
 
-def run(cfg) -> int:
+def run(cfg: "Config") -> int:
     """Join the world, build, train, leave."""
     from rlcore.cli import assemble, world
     from rlcore.trainer import sync_loop
-    from rlcore.utils import log
 
     here = world.join(cfg.cluster.timeout_s)
-    log.setup(here.rank, assemble.run_folder(cfg) / "logs")
     try:
+        assemble.open_folder(cfg, here)
         built = assemble.assemble(cfg, here)
     except ValueError as e:
-        log.log.error("%s", e)
-        log.log.debug("where it was found", exc_info=True)  # for the rank's file
-        return 2
+        return failed(cfg, here, e, 2)
+    except (RuntimeError, OSError) as e:
+        return failed(cfg, here, e, 1)
     try:
         sync_loop.train(built)
-    except (RuntimeError, TimeoutError) as e:
-        log.log.exception("rank %d: %s", here.rank, e)
-        return 1
+    except (RuntimeError, OSError) as e:  # a TimeoutError is an OSError
+        return failed(cfg, here, e, 1)
     finally:
         built.close()
     world.leave()
     return 0
+
+
+def failed(cfg: "Config", here: "World", error: Exception, code: int) -> int:
+    """Say why the run ends, in one sentence and once: the rank that fails first knows the reason,
+    the others see only that it has gone. Where it was raised goes to the rank's file. Returns
+    `code`."""
+    from rlcore.cli import assemble
+    from rlcore.utils.log import log
+
+    reason = str(error) or type(error).__name__
+    if code == 1:  # a library's error may go on for pages
+        file = assemble.run_folder(cfg) / "logs" / f"rank{here.rank}.log"
+        reason = f"{reason.splitlines()[0]} (where: {file})"
+    if here.rank:
+        reason = f"rank {here.rank}: {reason}"
+    log.log(logging.ERROR if here.fails_first() else logging.DEBUG, "%s", reason)
+    log.debug("where it was raised", exc_info=error)
+    return code

@@ -22,6 +22,15 @@ class World:
     store: Any
     """torchrun's key-value store under a prefix of this start; None in a world of one."""
 
+    def fails_first(self) -> bool:
+        """True for the first rank that asks."""
+        if self.store is None:
+            return True
+        try:
+            return self.store.add("failed", 1) == 1
+        except dist.DistError:  # the store went with the rank that held it: that one was first
+            return False
+
 
 def join(timeout_s: float) -> World:
     """Make the default process group (NCCL and gloo with GPUs, gloo without). Without torchrun a

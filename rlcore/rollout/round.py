@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from rlcore.records import AnyEvent, EndRound, Fail, Sample, Work
+from rlcore.records import AnyEvent, Down, EndRound, Fail, Sample, Work
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.transport import Hub, gather_by_owner
@@ -29,14 +29,18 @@ class Rollout:
         if self._hub.rank != 0:
             return self.agent.run_round()
         self._round += 1
+        gone = threading.Event()
         thread = threading.Thread(
             target=_control,
-            args=(self._make_controller(), self._hub, work, self._round),
+            args=(self._make_controller(), self._hub, work, self._round, gone),
             daemon=True,
         )
         thread.start()
         try:
             return self.agent.run_round()
+        except BaseException:
+            gone.set()
+            raise
         finally:
             thread.join(timeout=10 * TICK_S)
 
@@ -58,20 +62,25 @@ class Rollout:
         return local | gather_by_owner(self._hub, Sample, expected, self._timeout_s, owners)
 
 
-def _control(controller: Controller, hub: Hub, work: Sequence[Work], round_: int) -> None:
+def _control(
+    controller: Controller, hub: Hub, work: Sequence[Work], round_: int, gone: threading.Event
+) -> None:
     """The controller's thread, so that an abort never waits for a decode. An error here ends the
     round on every rank with its reason."""
     try:
-        _serve(controller, hub, work, round_)
+        _serve(controller, hub, work, round_, gone)
     except Exception as e:
         log.exception("the controller failed")
         for rank in range(hub.world_size):
             hub.send(rank, "agent", Fail(rank=rank, reason=f"the controller failed: {e!r}"))
 
 
-def _serve(controller: Controller, hub: Hub, work: Sequence[Work], round_: int) -> None:
+def _serve(
+    controller: Controller, hub: Hub, work: Sequence[Work], round_: int, gone: threading.Event
+) -> None:
+    """Until the round is over, or rank 0's own agent has gone: the others need not wait then."""
     commands = controller.start(work, time.monotonic())
-    while True:
+    while not gone.is_set():
         for command in commands:
             hub.send(command.rank, "agent", command)
         if controller.done:
@@ -81,5 +90,9 @@ def _serve(controller: Controller, hub: Hub, work: Sequence[Work], round_: int) 
         now = time.monotonic()
         for event in events or []:
             if event.round == round_:
+                if isinstance(event, Down):
+                    log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
                 commands += controller.handle(event, now)
         commands += controller.tick(now)
+    for rank in range(1, hub.world_size):
+        hub.send(rank, "agent", Fail(rank=rank, reason="rank 0 has failed, see what it says"))

@@ -6,10 +6,13 @@ own engine.
 """
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlcore.protocols import Engine, Learner
+from rlcore.records import Bucket
 from rlcore.utils import buckets
+from rlcore.utils.log import log
 
 
 class ColocatedChannel:
@@ -21,27 +24,39 @@ class ColocatedChannel:
         self._max_bytes, self._shared = max_bucket_bytes, shared_memory
 
     def push(self, learner: Learner, engine: Engine | None, version: int) -> dict[str, float]:
-        """Collective: every rank exhausts the export, also one without an engine."""
+        """Collective: every rank exhausts the export, also one without an engine and one whose
+        engine dies on the way. A dead engine says so in the round that follows."""
         start, total = time.monotonic(), 0
-        if engine is not None:
-            engine.begin_load(version)
-        for bucket, buffer in buckets.pack(learner.export(), self._max_bytes):
-            total += bucket.num_bytes
+
+        def counted() -> Iterator[tuple[Bucket, memoryview]]:
+            nonlocal total
+            for bucket, buffer in buckets.pack(learner.export(), self._max_bytes):
+                total += bucket.num_bytes
+                yield bucket, buffer
+
+        rest = counted()
+        try:
             if engine is not None:
-                self._load(engine, bucket, buffer)
-        if engine is not None:
-            engine.end_load()
+                engine.begin_load(version)
+                for bucket, buffer in rest:
+                    self._load(engine, bucket, buffer)
+                engine.end_load()
+        except RuntimeError as error:
+            if not getattr(engine, "down", ""):  # it lives: the fault is ours
+                raise
+            log.warning("the engine died while it took weights: %s", error)
+        finally:
+            for _ in rest:
+                continue
         return {"bytes": float(total), "time_s": time.monotonic() - start}
 
-    def _load(self, engine: Engine, bucket: buckets.Bucket, buffer: memoryview) -> None:
+    def _load(self, engine: Engine, bucket: Bucket, buffer: memoryview) -> None:
         if not self._shared:
             engine.load_bucket(bucket, [buffer])
             return
         path = buckets.share(buffer)
         try:
-            shared = buckets.Bucket(
-                tensors=bucket.tensors, num_bytes=bucket.num_bytes, transport="shm"
-            )
+            shared = Bucket(tensors=bucket.tensors, num_bytes=bucket.num_bytes, transport="shm")
             engine.load_bucket(shared, [path.encode()])
         finally:
             Path(path).unlink()

@@ -1,12 +1,15 @@
 """The phases of a step between rollout and update: batches, old and reference log-probs, the turns
 of engine and learner on shared memory."""
 
+from typing import Protocol, runtime_checkable
+
 from rlcore.algos import reduce
 from rlcore.data.packing import pack_samples, per_token
 from rlcore.records import Sample
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
+from rlcore.utils.log import log
 
 
 def batches(run: Run, plan: Plan, samples: dict[str, Sample]) -> list[Batch]:
@@ -50,10 +53,32 @@ def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     return [b.with_(logp_ref=run.learner.logprobs(b, "reference")) for b in batches]
 
 
+@runtime_checkable
+class Mortal(Protocol):
+    """An engine that can die by itself, such as one in a child process."""
+
+    @property
+    def down(self) -> str:
+        """Why it is dead; empty while it lives."""
+
+    def restart(self) -> None:
+        """Start it again, without requests and weights."""
+
+
+def engine_revives(run: Run) -> None:
+    """A dead engine is started again, for the push that follows. What it held was given to others
+    or is no longer waited for, so its last words are dropped."""
+    if isinstance(run.engine, Mortal) and run.engine.down:
+        log.warning("rank %d: %s; it is started again", run.rank, run.engine.down)
+        run.engine.restart()
+        run.engine.poll(0.0)
+
+
 def engine_sleeps(run: Run) -> None:
     """With --train.offload the engine gives its memory to the learner."""
     if run.cfg.train.offload:
-        if run.engine is not None:
+        dead = isinstance(run.engine, Mortal) and run.engine.down
+        if run.engine is not None and not dead:
             run.engine.sleep(["weights", "kv_cache"])
         run.learner.onload()
 

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rlcore.hf.weights import save_folder
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
@@ -29,35 +30,31 @@ def newest(run_folder: Path) -> Path | None:
 
 
 def choose(run: Run) -> Path | None:
-    """The checkpoint to start from, as --run.resume says; the same on every rank. `fresh` moves an
-    older run of this name aside, it deletes nothing. ValueError on every rank where the path is no
-    checkpoint."""
+    """The checkpoint to start from, as --run.resume says; the same on every rank. ValueError on
+    every rank where the path is no checkpoint."""
     wanted = run.cfg.run.resume
     found = ""
     if run.rank == 0:
         if wanted == "auto":
             found = str(newest(run.folder) or "")
-        elif wanted == "fresh":
-            move_aside(run.folder)
-        else:
+        elif wanted != "fresh":
             found = wanted
-        run.folder.mkdir(parents=True, exist_ok=True)
     found = collective.broadcast_text(found)
     if found:
         read_step(Path(found))
     return Path(found) if found else None
 
 
-def move_aside(folder: Path) -> None:
-    """Rename the folder of an older run to the first free `<name>.old<k>`."""
+def move_aside(folder: Path) -> Path | None:
+    """Rename the folder of an older run to the first free `<name>.old<k>` and return that; nothing
+    is deleted. None where there is no older run."""
     if not any(folder.glob("*.jsonl")) and not folder_of(folder).exists():
-        return
+        return None
     k = 1
     while folder.with_name(f"{folder.name}.old{k}").exists():
         k += 1
     target = folder.with_name(f"{folder.name}.old{k}")
-    folder.rename(target)
-    log.info("the older run of this name is now %s", target)
+    return folder.rename(target)
 
 
 def save(run: Run) -> None:
@@ -136,3 +133,22 @@ def load(run: Run, path: Path) -> None:
         run.sampler.restore(state["sampler"])
     if run.rank == 0:
         log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)
+
+
+def export_hf(run: Run) -> None:
+    """Write the weights as a Hugging Face folder, `<run>/hf`. Collective. RuntimeError on every
+    rank in one sentence where it cannot be written; the checkpoints hold the same weights."""
+    target, error = run.folder / "hf", ""
+    try:
+        save_folder(
+            run.learner.export(),
+            run.hf,
+            run.cfg.model.tokenizer or run.cfg.model.path,
+            target if run.rank == 0 else None,
+        )
+    except OSError as e:
+        error = str(e)
+    if collective.any_rank(bool(error)):
+        raise RuntimeError(f"--checkpoint.export_hf: {error or f'rank 0 could not write {target}'}")
+    if run.rank == 0:
+        log.info("model: %s", target)

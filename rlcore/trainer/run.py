@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Engine, Learner, WeightChannel
@@ -30,6 +31,8 @@ class Run:
     alone."""
 
     cfg: Config
+    hf: HFConfig
+    """Of the model in training."""
     folder: Path
     rank: int
     world_size: int

@@ -40,6 +40,8 @@ def train(run: Run) -> None:
         if cfg.debug.die_at_step == run.step and run.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     report.end(run)
+    if cfg.checkpoint.export_hf:
+        resume.export_hf(run)  # C
 
 
 def one_step(run: Run) -> None:
@@ -92,6 +94,7 @@ def update(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
 
 def push_weights(run: Run) -> None:
     """The learner's weights to every engine. Their version is the number of steps behind them."""
+    phases.engine_revives(run)
     if run.cfg.train.offload and run.engine is not None:
         run.engine.wake(["weights"])
     moved = run.channel.push(run.learner, run.engine, run.step)  # C

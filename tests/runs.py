@@ -1,0 +1,235 @@
+"""Runs of the whole program, for tests: many runs after each other in one process per rank, since
+to start a process takes longer than to run a tiny model.
+
+As a program it is one rank: `python -m tests.runs <folder>`.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Job = dict[str, Any]
+"""`name`, `argv` of `rlcore train`, and `ranks`: how many of the gang take part."""
+
+
+def tiny_model(folder: Path, **changes: Any) -> Path:
+    """config.json and tokenizer of a model for the task `label`; weights come from the seed."""
+    from rlcore.data import label_task
+    from rlcore.hf.tokenizer import make_char_tokenizer
+    from tests import kit
+
+    folder.mkdir(parents=True, exist_ok=True)
+    make_char_tokenizer(folder, label_task.CHARS)
+    config = kit.tiny_config("qwen3") | {
+        "model_type": "qwen3",
+        "vocab_size": len(label_task.VOCAB),
+        "num_hidden_layers": 2,
+        "initializer_range": 0.1,
+        "max_position_embeddings": 256,
+        "eos_token_id": label_task.EOS,
+        "pad_token_id": label_task.PAD,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def arguments(model: Path, runs: Path, name: str, *more: object) -> list[str]:
+    """A run that takes part of a second, with rewards that differ. The last of a key wins."""
+    settings = {
+        "run.dir": runs,
+        "run.name": name,
+        "run.steps": 4,
+        "model.path": model,
+        "model.dtype": "float32",
+        "data.train": "label",
+        "data.val": "label",
+        "data.num_val_prompts": 8,
+        "data.prompts_per_step": 4,
+        "rollout.samples_per_prompt": 4,
+        "rollout.max_tokens": 24,
+        "rollout.max_running": 5,
+        "train.lr": 1e-3,
+        "train.tokens_per_micro_batch": 256,
+        "eval.every": 0,
+        "cluster.timeout_s": 60,
+    }
+    words = ["--model.random_init", "--log.no_tensorboard", "--reward", "tests.scores.variety"]
+    for key, value in settings.items():
+        words += [f"--{key}", str(value)]
+    return [*words, *map(str, more)]
+
+
+class Gang:
+    """What became of some jobs on some ranks."""
+
+    def __init__(self, folder: Path, codes: list[int | None]):
+        self.folder = folder
+        self.codes = codes
+        """Exit codes of the processes; a negative one is a signal."""
+
+    def code(self, job: str, rank: int = 0) -> int:
+        """What `rlcore train` returned; 99 where it raised."""
+        return json.loads((self.folder / f"codes{rank}.json").read_text())[job]
+
+    def text(self, job: str, rank: int = 0) -> str:
+        """What the job said on the terminal."""
+        return (self.folder / f"{job}.{rank}.txt").read_text()
+
+    def check(self, job: str, ranks: int = 1) -> None:
+        """The job went well everywhere."""
+        for rank in range(ranks):
+            assert self.code(job, rank) == 0, (job, rank, self.text(job, rank)[-4000:])
+
+
+class Running:
+    """A gang at work."""
+
+    def __init__(self, n: int, jobs: Sequence[Job], folder: Path, *, file_bytes: int = 0):
+        self.folder = folder
+        folder.mkdir(parents=True)
+        ports = [_free_port() for _ in jobs] if n > 1 else [0] * len(jobs)
+        listed = [job | {"port": port} for job, port in zip(jobs, ports, strict=True)]
+        (folder / "jobs.json").write_text(json.dumps(listed))
+        launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GANG": str(n)}
+        self.processes = []
+        for rank in range(n):
+            with open(folder / f"start.{rank}.txt", "wb") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.runs", str(folder)],
+                        env=env | {"GANG_RANK": str(rank)},
+                        cwd=ROOT,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def wait(self, timeout_s: float = 150.0) -> Gang:
+        """The end of all ranks; AssertionError past the time. Nothing is left behind."""
+        end = time.monotonic() + timeout_s
+        try:
+            for process in self.processes:
+                process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            texts = [p.read_text()[-1500:] for p in sorted(self.folder.glob("*.txt"))]
+            raise AssertionError("not done in time\n" + "\n----\n".join(texts)) from error
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+        return Gang(self.folder, [p.returncode for p in self.processes])
+
+
+def run(n: int, jobs: Sequence[Job], folder: Path, timeout_s: float = 150.0) -> Gang:
+    """Run `jobs` one after the other on n ranks."""
+    return Running(n, jobs, folder).wait(timeout_s)
+
+
+def rows(run_folder: Path) -> dict[int, dict[str, Any]]:
+    """The rows of metrics.jsonl by step; AssertionError where a step is there twice."""
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), steps
+    return {line.pop("step"): line for line in lines}
+
+
+def same(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what the clock and the machine had a say in."""
+    loose = (
+        "timing_s/",
+        "perf/",
+        "sync/time_s",
+        "sched/busy_s",
+        "reward/latency",
+        "sched/decode_s",
+    )
+    return {name: value for name, value in row.items() if not name.startswith(loose)}
+
+
+def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
+    """Everything that a checkpoint holds, flat: tensors, bytes, and the rest of the state."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    folder = run_folder / "checkpoints" / f"step_{step:06d}"
+    reader = dcp.FileSystemReader(folder / "learner")
+    found: dict[str, Any] = {}
+    for name, meta in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(meta, dcp.metadata.TensorStorageMetadata):
+            found[name] = torch.zeros(meta.size, dtype=meta.properties.dtype)
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    found["common"] = torch.load(folder / "learner" / "common.pt", weights_only=False)
+    found["state"] = json.loads((folder / "state.json").read_text())
+    return found
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ---- one rank
+
+
+def main(folder: Path) -> None:
+    from rlcore.cli import train
+
+    rank, codes = int(os.environ["GANG_RANK"]), {}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that is too large is an error like any
+    for job in json.loads((folder / "jobs.json").read_text()):
+        n = job.get("ranks", int(os.environ["GANG"]))
+        if rank >= n:
+            continue
+        _join(rank, n, job["port"])
+        with open(folder / f"{job['name']}.{rank}.txt", "wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        limit = job.get("file_bytes", resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            codes[job["name"]] = train.main(job["argv"])
+        except BaseException:
+            traceback.print_exc()
+            codes[job["name"]] = 99
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        sys.stdout.flush()
+        _leave()
+        (folder / f"codes{rank}.json").write_text(json.dumps(codes))
+
+
+def _join(rank: int, n: int, port: int) -> None:
+    """The variables that torchrun would set."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
+    for name, value in names.items():
+        if n > 1:
+            os.environ[name] = str(value)
+        else:
+            os.environ.pop(name, None)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
+def _leave() -> None:
+    """Drop the world of a job that failed."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

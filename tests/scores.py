@@ -1,0 +1,28 @@
+"""Rewards for tests of whole runs, named by dotted path."""
+
+import os
+import time
+
+
+def variety(sample, prompt, text):
+    """Share of distinct characters: even a model that knows nothing gets different scores."""
+    return len(set(text)) / 34
+
+
+def half(sample, prompt, text):
+    """The same for rows of even number; the others all score 0."""
+    return 0.0 if prompt.index % 2 else variety(sample, prompt, text)
+
+
+def odd(sample, prompt, text):
+    """Misbehaves in as many ways as a group has samples."""
+    k = int(sample.id.rpartition(".")[2])
+    if k == 0:
+        print("much to say\n" * 2000)
+    if k == 1:
+        raise KeyError("no such answer")
+    if k == 2 and prompt.index == 0:
+        time.sleep(3600)
+    if k == 3 and prompt.index == 0:
+        os._exit(7)
+    return 1.0
