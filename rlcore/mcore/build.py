@@ -55,6 +55,11 @@ def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
             "--model.dtype float64: Megatron's distributed optimizer keeps fp32 states; "
             "use --no-train.distributed_optimizer or another dtype"
         )
+    if train.moe_aux_loss_coef:
+        raise ValueError(
+            f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: the load-balancing loss has no "
+            "divisor of its own yet; leave it at 0"
+        )
     if train.spec == "te":
         if not cuda or importlib.util.find_spec("transformer_engine") is None:
             raise ValueError(
@@ -146,15 +151,14 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         if train.recompute == "full":
             settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if hf.num_experts:
-        aux = train.moe_aux_loss_coef
         settings |= {
             "num_moe_experts": hf.num_experts,
             "moe_router_topk": hf.experts_per_token,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_dtype": "fp32" if dtype is not torch.float64 else "fp64",
-            "moe_router_load_balancing_type": "aux_loss" if aux else "none",
-            "moe_aux_loss_coeff": aux,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": not local,
             "moe_permute_fusion": False,
         }

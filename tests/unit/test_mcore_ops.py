@@ -54,7 +54,7 @@ SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16.0,
+    "original_max_position_embeddings": 64.0,
 }
 
 
@@ -63,7 +63,7 @@ def test_llama3_slows_slow_frequencies_and_leaves_fast_ones() -> None:
     plain = rope.inverse_frequencies(64, 500.0)
     scaled = rope.inverse_frequencies(64, 500.0, SCALING)
     wavelength = 2 * torch.pi / plain
-    fast, slow = wavelength < 16 / 4, wavelength > 16 / 1
+    fast, slow = wavelength < 64 / 4, wavelength > 64 / 1
     assert torch.equal(scaled[fast], plain[fast])
     assert torch.allclose(scaled[slow], plain[slow] / 8)
     between = ~(fast | slow)

@@ -1,0 +1,196 @@
+"""The learner in a world of one, in this process. tests/ranks/test_learner.py has the layouts."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlcore.mcore import checkpoint
+from rlcore.mcore.learner import MegatronLearner
+from rlcore.tensors import Batch, LossInputs, LossOutput
+from tests import kit
+from tests.ranks import learner_ranks as ranks
+
+
+@pytest.fixture
+def learner() -> Iterator[MegatronLearner]:
+    made = ranks.make({"distributed_optimizer": True, "clip_grad": 0.0}, keep_reference=True)
+    yield made
+    made.close()
+
+
+def nll(x: LossInputs) -> LossOutput:
+    return LossOutput(per_token=-x.logp, metrics={})
+
+
+def test_accumulated_halves_are_the_whole(learner: MegatronLearner, tmp_path: Path) -> None:
+    batch = ranks.rows(0)
+    learner.save(tmp_path / "start")
+    learner.accumulate(batch, nll)
+    whole = learner.apply(100.0)
+    learner.load(tmp_path / "start")
+    learner.accumulate(batch.select(range(5)), nll)
+    learner.accumulate(batch.select(range(5, 12)), nll)
+    kit.assert_close_named(learner.apply(100.0), whole, atol=1e-6)
+    assert learner.version == 1
+
+
+def test_the_loss_is_the_sum_over_trained_tokens_divided_by_the_normaliser(
+    learner: MegatronLearner,
+) -> None:
+    batch = ranks.rows(0).with_(weight=None)
+    logp = learner.logprobs(batch)
+    learner.accumulate(batch, nll)
+    figures = learner.apply(7.0)
+    assert figures["actor/loss"] == pytest.approx(float(-logp[batch.mask].sum()) / 7, rel=1e-5)
+    assert 0 < figures["actor/entropy"] < torch.tensor(53.0).log()
+
+
+def test_what_a_loss_sees_of_a_bare_batch(learner: MegatronLearner) -> None:
+    full = ranks.rows(0)
+    seen: list[LossInputs] = []
+
+    def look(x: LossInputs) -> LossOutput:
+        seen.append(x)
+        return nll(x)
+
+    batch = Batch(tokens=full.tokens, cu_seqlens=full.cu_seqlens, mask=torch.ones_like(full.mask))
+    learner.accumulate(batch, look)
+    learner.apply(1.0)
+    assert sum(x.num_sequences for x in seen) == 12
+    for x in seen:
+        assert torch.equal(x.logp_old, x.logp.detach()) and torch.equal(x.logp_sampler, x.logp_old)
+        assert (x.correction == 1).all() and (x.advantage == 0).all() and (x.versions == -1).all()
+        assert x.logp_ref is None
+        assert int((~x.mask).sum()) == x.num_sequences  # first tokens have nothing before them
+        assert x.logp.requires_grad and x.entropy.requires_grad
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(learner: MegatronLearner) -> None:
+    before = kit.state(learner.export())
+
+    def broken(x: LossInputs) -> LossOutput:
+        return LossOutput(per_token=x.logp * float("nan"), metrics={})
+
+    learner.accumulate(ranks.rows(0), broken)
+    figures = learner.apply(10.0)
+    assert figures["actor/skipped"] == 1.0
+    assert learner.version == 0
+    kit.assert_bitwise(kit.state(learner.export()), before)
+    learner.accumulate(ranks.rows(0), nll)
+    assert learner.apply(10.0)["actor/skipped"] == 0.0
+    assert learner.version == 1
+    moved = kit.state(learner.export())
+    assert all(torch.isfinite(tensor).all() for tensor in moved.values())
+    assert not torch.equal(moved["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_the_reference_stays_at_the_start(learner: MegatronLearner) -> None:
+    batch = ranks.rows(0)
+    start = learner.logprobs(batch)
+    learner.accumulate(batch, nll)
+    learner.apply(100.0)
+    moved = kit.state(learner.export())
+    assert torch.equal(learner.logprobs(batch, "reference"), start)
+    kit.assert_bitwise(kit.state(learner.export()), moved)
+    assert (learner.logprobs(batch) - start).abs().max() > 1e-3
+
+
+def test_apply_asks_for_gradients_and_a_count(learner: MegatronLearner) -> None:
+    with pytest.raises(RuntimeError, match="apply without accumulate"):
+        learner.apply(1.0)
+    learner.accumulate(ranks.rows(0), nll)
+    with pytest.raises(ValueError, match="normaliser 0.0"):
+        learner.apply(0.0)
+
+
+def test_a_model_without_reference_says_so() -> None:
+    learner = ranks.make({})
+    try:
+        with pytest.raises(RuntimeError, match="keep_reference"):
+            learner.logprobs(ranks.rows(0), "reference")
+    finally:
+        learner.close()
+
+
+def test_weight_decay_reaches_matrices_and_the_rate_follows_its_schedule() -> None:
+    layout = {"weight_decay": 0.5, "lr_warmup_updates": 2, "lr": 0.1}
+    learner = ranks.make(layout)
+    try:
+        before = kit.state(learner.export())
+        empty = ranks.rows(0).select([])
+        rates = []
+        for _ in range(3):
+            learner.accumulate(empty, nll)
+            rates.append(learner.apply(1.0)["actor/lr"])
+        after = kit.state(learner.export())
+    finally:
+        learner.close()
+    assert rates == pytest.approx([0.05, 0.1, 0.1])
+    name = "model.layers.0.mlp.down_proj.weight"
+    kept = (1 - 0.05 * 0.5) * (1 - 0.1 * 0.5) ** 2
+    assert torch.allclose(after[name], before[name] * kept, rtol=1e-5)
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_bfloat16_keeps_fp32_main_parameters() -> None:
+    layout = {"lr": 2e-4, "adam_eps": 1e-8, "distributed_optimizer": True}
+    learner = ranks.make(layout, dtype="bfloat16")
+    try:
+        for _ in range(30):
+            learner.accumulate(ranks.rows(0), nll)
+            learner.apply(100.0)
+        after = kit.state(learner.export())
+    finally:
+        learner.close()
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    # Norms start at 1, where half a digit of bfloat16 is 20 such steps: only their sum shows.
+    assert (after["model.norm.weight"] != 1).any()
+
+
+# ---- checkpoints
+
+
+def test_a_full_disk_is_one_sentence_and_the_old_checkpoint_stays(
+    learner: MegatronLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint"
+    learner.save(path)
+    before = {p.name: p.stat().st_mtime_ns for p in path.iterdir()}
+    with monkeypatch.context() as patch:
+        full = SimpleNamespace(f_bavail=1, f_frsize=4096)
+        patch.setattr(checkpoint, "os", SimpleNamespace(statvfs=lambda folder: full))
+        with pytest.raises(OSError, match="the disk is full; free some space") as caught:
+            learner.save(path)
+    assert caught.value.errno == errno.ENOSPC
+    assert {p.name: p.stat().st_mtime_ns for p in path.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_disk_that_fills_while_writing_is_the_same_sentence(
+    learner: MegatronLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint"
+    learner.save(path)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.filesystem_async, "_write_item", full)
+        with pytest.raises(OSError, match="the disk is full; free some space"):
+            learner.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+    learner.load(path)
+    learner.save(path)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    learner: MegatronLearner, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        learner.load(tmp_path)
