@@ -21,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 Job = dict[str, Any]
-"""`name`, `argv` of `rlcore train`, and `ranks`: how many of the gang take part."""
+"""`name` and `argv` of `rlcore train`; `ranks`: how many of the gang take part; `file_bytes`: the
+longest file that it can write; `before`: a command to run first."""
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:
@@ -96,7 +97,7 @@ class Gang:
 class Running:
     """A gang at work."""
 
-    def __init__(self, n: int, jobs: Sequence[Job], folder: Path, *, file_bytes: int = 0):
+    def __init__(self, n: int, jobs: Sequence[Job], folder: Path):
         self.folder = folder
         folder.mkdir(parents=True)
         ports = [_free_port() for _ in jobs] if n > 1 else [0] * len(jobs)
@@ -199,6 +200,8 @@ def main(folder: Path) -> None:
         with open(folder / f"{job['name']}.{rank}.txt", "wb") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+        if "before" in job:
+            subprocess.run(job["before"], check=True)
         limit = job.get("file_bytes", resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:

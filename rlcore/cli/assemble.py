@@ -1,5 +1,6 @@
 """Builds everything that one rank of a run holds, from the configuration."""
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -185,10 +186,15 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
 
 
 def make_controller(cfg: Config, world_size: int) -> Controller:
-    """One round's controller with the policies of --schedule."""
+    """One round's controller with the policies of --schedule.
+
+    Everything goes out at once and what has no room waits in the engines. If the controller filled
+    replicas as they get free, the clock would decide which requests are decoded side by side, the
+    log-probs would differ in their last bits, and a resumed run would not be the same bit by bit.
+    """
     return Controller(
         ranks=range(world_size),
-        place=LeastLoaded(cfg.rollout.max_running),
+        place=LeastLoaded(sys.maxsize),
         stop=All(),
         deadline_s=cfg.rollout.deadline_s,
     )
