@@ -21,8 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """pytest undoes the filters of `rlcore.mcore.shim`; these are what Megatron does to itself."""
     for line in (
         "ignore::DeprecationWarning:megatron.core.*",
-        "ignore:The 'megatron.core.*is deprecated:DeprecationWarning",
-        "ignore:\n?.*megatron.core.transformer.custom_layers:DeprecationWarning",
+        "ignore:The 'megatron.core:DeprecationWarning",
         "ignore:`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor):FutureWarning",
         "ignore:`load_state_dict` is deprecated:FutureWarning",
         "ignore:Please use DTensor instead:FutureWarning",

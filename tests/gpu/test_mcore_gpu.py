@@ -1,4 +1,4 @@
-"""The learner on an NVIDIA GPU: its own attention kernel, offload, and Transformer Engine's layers."""
+"""The learner on an NVIDIA GPU: attention kernel, offload, Transformer Engine's layers."""
 
 import importlib.util
 
