@@ -1,0 +1,147 @@
+"""The whole program on two ranks: engines in child processes, a rank killed, an engine killed, and
+another layout after a resume."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import kit, runs
+
+pytestmark = pytest.mark.ranks(2)
+
+KEPT = "--checkpoint.every", 2, "--checkpoint.keep", 0, "--checkpoint.no_export_hf"
+SLOW = "--debug.decode_floor_ms", 40
+SCORES = ("critic/score/mean", "critic/score/max", "critic/score/min", "critic/score/std_err")
+LENGTHS = ("response_length/mean", "response_length/max", "response_length/min")
+
+
+class Worlds:
+    """Runs on two ranks and on one, and what the tests look at."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.runs = folder, folder / "runs"
+        self.model = runs.tiny_model(folder / "model")
+        odd = runs.tiny_model(folder / "odd", num_attention_heads=3, num_key_value_heads=1)
+        self.killed = runs.run(
+            2, [self.job("killed", *KEPT, "--debug.die_at_step", 3)], folder / "killed"
+        )
+        tp2 = *KEPT, "--train.tp", 2
+        saved = self.runs / "tp2" / "checkpoints" / "step_000002"
+        jobs = [
+            self.job("tp2", *tp2, *SLOW, "--log.rollouts", -1),
+            self.job("onward", *KEPT, "--run.resume", saved) | {"ranks": 1},
+            self.job("straight", *KEPT),
+            self.job("resumed", *KEPT, run="killed"),
+            self.job("alone", *KEPT) | {"ranks": 1},
+            self.job("heads", "--train.tp", 2, "--model.path", odd),
+            self.job("data", "--data.train", folder / "nothing.jsonl"),
+        ]
+        gang = runs.Running(2, jobs, folder / "gang")
+        try:
+            self.killed_engine = self._kill_engine(gang, saved)
+        finally:
+            self.gang = gang.wait(180)
+
+    def job(self, name: str, *more: object, run: str = "") -> runs.Job:
+        argv = runs.arguments(self.model, self.runs, run or name, *more)
+        return {"name": name, "argv": argv}
+
+    def _kill_engine(self, gang: runs.Running, saved: Path) -> int:
+        """Kill the engine of rank 1 while it samples for step 3."""
+        end = time.monotonic() + 120
+        while not saved.is_dir():
+            assert time.monotonic() < end, "step 2 of the run with tp 2 is not there"
+            assert gang.processes[1].poll() is None, "rank 1 has ended"
+            time.sleep(0.02)
+        time.sleep(0.3)
+        for child in psutil.Process(gang.processes[1].pid).children():
+            if "rlcore.rollout.child" in child.cmdline():
+                child.send_signal(signal.SIGKILL)
+                return child.pid
+        raise AssertionError("rank 1 has no engine")
+
+    def rows(self, name: str, ranks: int = 2) -> dict[int, dict[str, Any]]:
+        self.gang.check(name, ranks)
+        return runs.rows(self.runs / name)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds(tmp_path_factory.mktemp("two_ranks"))
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], rtol: float) -> None:
+    """The same samples, and the same update up to rounding."""
+    for name in (*SCORES, *LENGTHS):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-12), name
+    for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+        assert ours[name] == pytest.approx(theirs[name], rel=rtol), name
+
+
+def test_four_steps_equal_two_a_kill_of_rank_0_and_two_bit_by_bit(worlds: Worlds) -> None:
+    straight, resumed = worlds.rows("straight"), runs.rows(worlds.runs / "killed")
+    worlds.gang.check("resumed", 2)
+    assert worlds.killed.codes[0] == -signal.SIGKILL
+    assert list(straight) == list(resumed) == [0, 1, 2, 3, 4]
+    for step in straight:
+        assert runs.same(resumed[step]) == runs.same(straight[step]), step
+    ours, theirs = (runs.checkpoint(worlds.runs / n, 4) for n in ("killed", "straight"))
+    assert ours.pop("common") == theirs.pop("common")
+    assert ours.pop("state") == theirs.pop("state")
+    kit.assert_bitwise(ours, theirs)
+
+
+def test_the_number_of_ranks_changes_no_sample_and_no_update(worlds: Worlds) -> None:
+    """One rank with its engine in the process against two with engines in children, each of which
+    decodes fewer requests at a time than it has."""
+    alone, straight = worlds.rows("alone", 1), worlds.rows("straight")
+    assert alone[0]["val-core/label/acc/mean@1"] == straight[0]["val-core/label/acc/mean@1"]
+    for step in (1, 2):
+        close(straight[step], alone[step], 1e-5)
+
+
+def test_two_steps_after_a_change_of_layout_are_those_of_the_old_one(worlds: Worlds) -> None:
+    onward, tp2 = worlds.rows("onward", 1), worlds.rows("tp2")
+    assert list(onward) == [3, 4]
+    for step in (3, 4):
+        close(onward[step], tp2[step], 1e-4)
+
+
+def test_a_killed_engine_costs_one_round_its_speed_and_nothing_else(worlds: Worlds) -> None:
+    tp2, alone = worlds.rows("tp2"), worlds.rows("alone", 1)
+    assert [n for n, row in tp2.items() if row.get("sched/engines_down")] == [3]
+    assert tp2[3]["sched/engines_down"] == 1
+    close(tp2[3], alone[3], 1e-4)
+    said = worlds.gang.text("tp2")
+    assert f"engine process {worlds.killed_engine} of rank 1 was killed by signal 9" in said
+    assert "Traceback" not in said
+    log = (worlds.runs / "tp2" / "logs" / "rank1.log").read_text()
+    assert "it is started again" in log
+
+
+def test_the_restarted_engine_takes_its_share_of_the_next_round(worlds: Worlds) -> None:
+    worlds.gang.check("tp2", 2)
+    lines = (worlds.runs / "tp2" / "rollouts.jsonl").read_text().splitlines()
+    mine = [json.loads(line)["step"] for line in lines]
+    assert [mine.count(step) for step in (1, 2, 4)] == [8, 8, 8]  # rank 0 writes its own
+    assert 8 < mine.count(3) <= 16
+
+
+def test_a_layout_that_does_not_fit_the_model_is_said_once(worlds: Worlds) -> None:
+    said = [worlds.gang.text("heads", rank) for rank in (0, 1)]
+    assert [worlds.gang.code("heads", rank) for rank in (0, 1)] == [2, 2]
+    assert sum(text.count("--train.tp 2") for text in said) == 1
+    assert not any("Traceback" in text for text in said)
+
+
+def test_a_fault_that_one_rank_finds_ends_all(worlds: Worlds) -> None:
+    said = [worlds.gang.text("data", rank) for rank in (0, 1)]
+    assert [worlds.gang.code("data", rank) for rank in (0, 1)] == [2, 1]
+    assert "nothing.jsonl: no such file" in said[0]
+    assert "Traceback" not in said[0] + said[1]
+    assert "rank 1: " not in said[1]  # it sees only that rank 0 has gone, and that goes to its file
