@@ -1,4 +1,5 @@
-"""`python -m rlcore COMMAND`. Light on purpose: Megatron's checkpoint helper re-imports this module."""
+"""`python -m rlcore COMMAND`. Light on purpose: Megatron's checkpoint helper re-imports this
+module."""
 
 import sys
 

@@ -16,8 +16,8 @@ IntArray = np.ndarray  # int32
 FloatArray = np.ndarray  # float32
 
 RequestId = str
-"""Stable name of one response, `t<issue>.<k>` for the k-th response of the issue-th prompt issued in
-training, `e<step>.<index>.<k>` in evaluation. Random numbers of the sampler are keyed by it."""
+"""Stable name of one response, `t<issue>.<k>` for the k-th response of the issue-th prompt issued
+in training, `e<step>.<index>.<k>` in evaluation. Random numbers of the sampler are keyed by it."""
 GroupId = str
 """The part of a request id before the last dot: all responses to one issue of a prompt."""
 Version = Annotated[int, Meta(ge=0)]
@@ -65,7 +65,8 @@ class Prompt(Record):
 
 
 class Partial(Record):
-    """What an aborted request had produced: hand it back in `Request.resume` to go on from there."""
+    """What an aborted request had produced: hand it back in `Request.resume` to go on from
+    there."""
 
     tokens: IntArray  # [R]
     logps: FloatArray  # [R]

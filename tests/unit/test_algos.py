@@ -61,7 +61,9 @@ def test_kl_and_entropy_enter_the_loss_with_their_coefficients():
     assert x.entropy.grad.item() == pytest.approx(-0.01)
 
 
-@pytest.mark.parametrize(("kind", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)]
+)
 def test_kl_estimators(kind, value):
     got = kl.estimate(kind, torch.tensor([-1.0]), torch.tensor([-1.5]))
     assert got.item() == pytest.approx(value)

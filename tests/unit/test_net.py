@@ -23,21 +23,15 @@ def ints(*values):
 
 
 def test_a_command_comes_back_with_its_arrays_types_and_nested_records():
-    partial = Partial(
-        tokens=ints(4), logps=np.array([-0.1], np.float32), versions=ints(2)
-    )
+    partial = Partial(tokens=ints(4), logps=np.array([-0.1], np.float32), versions=ints(2))
     request = Request(
         id="t1.0",
         prompt=ints(1, 2, 3),
         sampling=Sampling(stop_ids=(1,), max_tokens=9),
         resume=partial,
     )
-    prompt = Prompt(
-        index=7, source="x", tokens=ints(1, 2, 3), fields={"w": np.eye(2), "n": [1]}
-    )
-    back = decode(
-        encode(Submit(rank=3, requests=(request,), prompts={"t1": prompt})), AnyCommand
-    )
+    prompt = Prompt(index=7, source="x", tokens=ints(1, 2, 3), fields={"w": np.eye(2), "n": [1]})
+    back = decode(encode(Submit(rank=3, requests=(request,), prompts={"t1": prompt})), AnyCommand)
 
     assert type(back) is Submit and back.rank == 3
     assert back.requests[0].prompt.dtype == np.int32
@@ -50,9 +44,7 @@ def test_a_command_comes_back_with_its_arrays_types_and_nested_records():
 
 def test_the_tag_tells_the_members_of_a_union_apart():
     assert type(decode(encode(Abort(rank=0, ids=("a.0",))), AnyCommand)) is Abort
-    assert (
-        type(decode(encode(Progress(ids=("a.0",), lengths=(3,))), AnyEvent)) is Progress
-    )
+    assert type(decode(encode(Progress(ids=("a.0",), lengths=(3,))), AnyEvent)) is Progress
 
 
 def test_an_event_list_keeps_order_and_samples():
@@ -64,13 +56,9 @@ def test_an_event_list_keeps_order_and_samples():
         versions=ints(0, 1),
         finish="stop",
     )
-    events = [
-        Finished(id="a.0", num_tokens=2, finish="stop", sample=sample, rank=1, time=2.5)
-    ]
+    events = [Finished(id="a.0", num_tokens=2, finish="stop", sample=sample, rank=1, time=2.5)]
     back = decode(encode(events), list[AnyEvent])[0]
-    assert (
-        back.sample.tokens.tolist() == [2, 3] and back.sample.logps.dtype == np.float32
-    )
+    assert back.sample.tokens.tolist() == [2, 3] and back.sample.logps.dtype == np.float32
     assert (back.rank, back.time, back.finish) == (1, 2.5, "stop")
 
 
@@ -81,9 +69,7 @@ def test_empty_arrays_and_other_layouts_survive():
         np.array(2.0),
     ):
         back = decode(encode(a), np.ndarray)
-        assert (
-            back.dtype == a.dtype and back.shape == a.shape and np.array_equal(back, a)
-        )
+        assert back.dtype == a.dtype and back.shape == a.shape and np.array_equal(back, a)
     back[...] = 1  # writable
 
 
@@ -93,6 +79,4 @@ def test_objects_are_refused_on_the_way_out_and_wrong_fields_on_the_way_in():
     with pytest.raises(ValueError, match="object cannot be sent"):
         encode({"a": object()})
     with pytest.raises(msgspec.ValidationError, match="ids"):
-        decode(
-            msgspec.msgpack.encode({"type": "Abort", "rank": 0, "ids": 3}), AnyCommand
-        )
+        decode(msgspec.msgpack.encode({"type": "Abort", "rank": 0, "ids": 3}), AnyCommand)
