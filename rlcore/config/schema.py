@@ -216,8 +216,6 @@ class LogConfig:
 
 @Section
 class DebugConfig:
-    deterministic: bool = False
-    """Engine and learner in their deterministic modes; slower."""
     shuffle_rewards: bool = False
     """Shuffle rewards over the samples of a step: the control that must not learn."""
     die_at_step: int = 0
