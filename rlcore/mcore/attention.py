@@ -4,7 +4,7 @@ It is plugged into Megatron's layer spec as the core attention: q, k, v come as 
 What depends on the lengths only is planned once per micro-batch (`plan`) and travels with
 Megatron's `PackedSeqParams` (`Packed`), so that all layers share it.
 
-    CUDA, half precision   torch's variable-length flash attention
+    CUDA, half precision   torch's variable-length flash attention (head sizes that it takes)
     otherwise              sequences of similar length, padded to one dense batch per bucket;
                            padding lies right, where the causal mask hides it from real tokens
 
@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rlcore.mcore import compat
 from rlcore.mcore.rope import rotate
 
 SHRINK = 0.8
@@ -233,8 +234,19 @@ class CoreAttention(MegatronModule):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None = None) -> Tensor:
     """q [T, heads, dim], k and v [cp*T, groups, dim] in sequence order -> [T, heads, dim]."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if q.is_cuda and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
+        return _Reproducible.apply(q, k, v, made, scale)
+    return _attend(q, k, v, made, scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.is_cuda and half and q.size(-1) % 8 == 0 and q.size(-1) <= 256:
         return _attend_varlen(q, k, v, made, scale)
+    return _attend_padded(q, k, v, made, scale)
+
+
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
     rows = made.query_rows
     q_all = _Spread.apply(q, made.query_index, rows)
     k_all = _Spread.apply(k, made.key_index, made.key_rows)
@@ -263,23 +275,39 @@ def _dense(x: Tensor, count: int) -> Tensor:
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     if made.prefix is not None:
         k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
     # The causal window is aligned to the last key, which is what a chunk's prefix needs.
-    return varlen_attn(
-        q,
-        k,
-        v,
-        made.cu_query,
-        made.cu_key,
-        made.max_query,
-        made.max_key,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=q.size(1) != k.size(1),
+    return compat.varlen_attention(
+        q, k, v, made.cu_query, made.cu_key, made.max_query, made.max_key, scale
     )
+
+
+class _Reproducible(torch.autograd.Function):
+    """Attention whose gradient has the same bits in every run. torch's fused kernels add up in an
+    order of their own as long as what cannot be deterministic only warns, so for the length of
+    their backward pass it may not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None
+    ) -> Tensor:
+        with torch.enable_grad():
+            ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            ctx.out = _attend(*ctx.inputs, made, scale)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        out, inputs = ctx.out, ctx.inputs
+        ctx.out = ctx.inputs = None  # the memory goes with the layer, not with the graph
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            dq, dk, dv = torch.autograd.grad(out, inputs, grad)
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=warns)
+        return dq, dk, dv, None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -324,7 +352,7 @@ class _GatherTokens(torch.autograd.Function):
         ctx.group, ctx.size = group, x.size(0)
         ctx.save_for_backward(gathered)
         out = x.new_empty(group.size() * x.size(0), *x.shape[1:])
-        dist.all_gather_single(out, x.contiguous(), group=group)
+        compat.all_gather(out, x.contiguous(), group=group)
         return out.index_select(0, gathered)
 
     @staticmethod
@@ -332,5 +360,5 @@ class _GatherTokens(torch.autograd.Function):
         (gathered,) = ctx.saved_tensors
         ranks = torch.empty_like(grad).index_copy_(0, gathered, grad)
         out = grad.new_empty(ctx.size, *grad.shape[1:])
-        dist.reduce_scatter_single(out, ranks, group=ctx.group)
+        compat.reduce_scatter(out, ranks, group=ctx.group)
         return out, None, None

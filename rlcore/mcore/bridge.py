@@ -27,6 +27,7 @@ from torch.nn import Module, Parameter
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import EMBED, HEAD, NORM, Shape, expected, layer_prefix
 from rlcore.hf.weights import Index, WeightReader
+from rlcore.mcore import compat
 from rlcore.mcore.layout import Layout
 from rlcore.utils.seed import derive
 
@@ -308,7 +309,7 @@ def _gather(
     else:
         flat = _flat(local)
         every = flat.new_empty(layout.tp * flat.numel())
-        dist.all_gather_single(every, flat, group=_group("tensor_model"))
+        compat.all_gather(every, flat, group=_group("tensor_model"))
         rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(layout.tp)]
         parts = [[row[i].view(tensor.shape) for row in rows] for i, tensor in enumerate(local)]
     return [

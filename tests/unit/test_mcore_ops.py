@@ -119,6 +119,24 @@ def test_packed_attention_equals_one_by_one_with_its_gradients() -> None:
         assert torch.allclose(a, b, atol=1e-12)
 
 
+def test_reproducible_attention_is_the_same_and_leaves_torchs_mode_as_it_was() -> None:
+    # What it is for can be seen on a GPU only: tests/gpu/test_attention.py.
+    total, made = sum(LENGTHS), attention.plan(LENGTHS)
+    q, k, v = randn(total, 4, 8), randn(total, 2, 8, seed=1), randn(total, 2, 8, seed=2)
+    grad = randn(total, 4, 8, seed=3, grad=False)
+    want = attention.attend(q, k, v, made, 0.3)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        ours = attention._Reproducible.apply(q, k, v, made, 0.3)
+        grads = torch.autograd.grad(ours, (q, k, v), grad)
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(ours, want)
+    for a, b in zip(grads, torch.autograd.grad(want, (q, k, v), grad), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("cp", [2, 3])
 def test_the_parts_of_context_parallel_ranks_make_the_whole(cp: int) -> None:
     lengths = [-(-n // (2 * cp)) * 2 * cp for n in LENGTHS]

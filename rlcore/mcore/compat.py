@@ -1,0 +1,31 @@
+"""What torch spells differently in the versions that this code runs on, 2.11 to 2.13."""
+
+import inspect
+
+import torch.distributed as dist
+from torch import Tensor
+
+# 2.13 renames both and warns at the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+) -> Tensor:
+    """torch's variable-length flash attention, causal to the last key: q [Tq, heads, dim], k and v
+    [Tk, groups, dim], boundaries [U+1] int32 -> [Tq, heads, dim]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    settings = {"scale": scale, "window_size": (-1, 0)}
+    # The kernel shares keys among heads in all versions; later ones want to be asked.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        settings["enable_gqa"] = q.size(1) != k.size(1)
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **settings)
