@@ -39,6 +39,8 @@ def join(timeout_s: float) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
     if has_cuda:
+        # Megatron orders its kernels by it, and CUDA reads it when the first context is made.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.mcore import bridge, checkpoint, parallel, rope
+from rlcore.mcore import bridge, checkpoint, compat, parallel, rope
 from rlcore.mcore.build import build, check, dtype_of
 from rlcore.mcore.layout import replicas
 from rlcore.mcore.logprob import log_probs
@@ -79,8 +79,10 @@ class MegatronLearner:
         self.updates = 0
         """Optimizer steps tried, skipped ones included: the learning rate follows it."""
         self._train, self._total_updates = train, total_updates
-        if train.deterministic and self.device.type == "cuda":
-            torch.use_deterministic_algorithms(True, warn_only=True)
+        if self.device.type == "cuda":
+            torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
+            # Nothing reads memory before it writes it: filling it would only take time.
+            torch.utils.deterministic.fill_uninitialized_memory = False
         self.layout, self._groups = parallel.initialise(train, seed=seed, timeout_s=timeout_s)
         self.replicas = replicas(train, self.layout.world_size)
         chunks = build(hf, model, train, self.layout, self.device)
@@ -152,6 +154,7 @@ class MegatronLearner:
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
         """[T] float32 on the CPU, on every rank: log p of each token, 0 for first tokens."""
+        self._must_be_here("logprobs")
         cut = self._cut(batch)
         found: list[Tensor] = []
 
@@ -173,7 +176,7 @@ class MegatronLearner:
     def accumulate(self, batch: Batch, loss: Loss) -> None:
         """Add the gradient of sum(per_token * mask * weight). Local to the model replica; under
         expert parallelism to the replicas that share experts. An empty batch takes part too."""
-        assert self._parked is None, "accumulate between offload and onload"
+        self._must_be_here("accumulate")
         self._name_metrics(batch, loss)
         self._run(self._cut(batch), partial(self._loss, loss), forward_only=False)
         self._accumulated = True
@@ -212,6 +215,7 @@ class MegatronLearner:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names, full on every rank; collective, exhaust it."""
+        self._must_be_here("export")
         return bridge.export_hf(self._models, self.hf, self.layout)
 
     def offload(self) -> None:
@@ -235,11 +239,13 @@ class MegatronLearner:
         Raises:
             OSError: on every rank, where one could not write; what was at `path` stays.
         """
+        self._must_be_here("save")
         state = {"version": self.version, "updates": self.updates}
         checkpoint.save(Path(path), self._models, self._optimizer, state)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, under any layout; collective."""
+        self._must_be_here("load")
         state = checkpoint.load(Path(path), self._models, self._optimizer)
         self.version, self.updates = state["version"], state["updates"]
 
@@ -248,6 +254,11 @@ class MegatronLearner:
         parallel.destroy()
         if self._own_world:
             dist.destroy_process_group()
+
+    def _must_be_here(self, what: str) -> None:
+        """Emptied storages are not an error to torch, but whatever lies at address 0."""
+        if self._parked is not None:
+            raise RuntimeError(f"{what} between offload and onload: the weights are not here")
 
     # ---- forward and backward
 
@@ -411,7 +422,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.rank, ctx.size = group.rank(), rows.size(0)
         ctx.save_for_backward(gathered)
         every = rows.new_empty(group.size() * rows.size(0))
-        dist.all_gather_single(every, rows.contiguous(), group=group)
+        compat.all_gather(every, rows.contiguous(), group=group)
         return every.index_select(0, gathered)
 
     @staticmethod

@@ -49,6 +49,8 @@ def prepare() -> None:
     # Megatron orders its kernels by this, CUDA reads it when the first context is made; Megatron
     # warns without it on any machine.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Without it cuBLAS is not reproducible, and torch says so at every product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.cuda.is_available():
         return
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
