@@ -1,10 +1,13 @@
 """The phases of a step between rollout and update: batches, old and reference log-probs, the turns
 of engine and learner on shared memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from rlcore.algos import reduce
 from rlcore.data.packing import pack_samples, per_token
+from rlcore.protocols import Engine
 from rlcore.records import Sample
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
@@ -74,12 +77,17 @@ def engine_revives(run: Run) -> None:
         run.engine.poll(0.0)
 
 
+def living_engine(run: Run) -> Engine | None:
+    """The engine, if this rank has one that lives."""
+    dead = isinstance(run.engine, Mortal) and run.engine.down
+    return None if dead else run.engine
+
+
 def engine_sleeps(run: Run) -> None:
     """With --train.offload the engine gives its memory to the learner."""
     if run.cfg.train.offload:
-        dead = isinstance(run.engine, Mortal) and run.engine.down
-        if run.engine is not None and not dead:
-            run.engine.sleep(["weights", "kv_cache"])
+        if engine := living_engine(run):
+            engine.sleep(["weights", "kv_cache"])
         run.learner.onload()
 
 
@@ -87,5 +95,19 @@ def engine_wakes(run: Run) -> None:
     """The learner gives it back. The cache wakes last: weights and cache together are the peak."""
     if run.cfg.train.offload:
         run.learner.offload()
-        if run.engine is not None:
-            run.engine.wake(["kv_cache"])
+        if engine := living_engine(run):
+            engine.wake(["kv_cache"])
+
+
+@contextmanager
+def learner_here(run: Run) -> Iterator[None]:
+    """With --train.offload: outside of an update the learner comes back for as long as something of
+    it is written. The engine keeps its weights and lends the room of its cache."""
+    if not run.cfg.train.offload:
+        yield
+        return
+    if engine := living_engine(run):
+        engine.sleep(["kv_cache"])
+    run.learner.onload()
+    yield
+    engine_wakes(run)

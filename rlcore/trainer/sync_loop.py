@@ -35,13 +35,14 @@ def train(run: Run) -> None:
         report.step(run)
         every = cfg.checkpoint.every
         if (cfg.checkpoint.at_end and last) or (every and run.step % every == 0):
-            with run.spans.phase("save"):
+            with run.spans.phase("save"), phases.learner_here(run):
                 resume.save(run)  # C
         if cfg.debug.die_at_step == run.step and run.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     report.end(run)
     if cfg.checkpoint.export_hf:
-        resume.export_hf(run)  # C
+        with phases.learner_here(run):
+            resume.export_hf(run)  # C
 
 
 def one_step(run: Run) -> None:
