@@ -736,6 +736,9 @@ class TorchEngine:
 def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
     """An engine from plain data, for `ChildEngine`: the contents of config.json and the keywords of
     `TorchEngine`."""
+    device = torch.device(options.get("device") or "cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # or what names no device would take memory of the first
     return TorchEngine(HFConfig.from_dict(dict(config)), **options)
 
 

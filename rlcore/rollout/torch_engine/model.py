@@ -304,7 +304,9 @@ class Model:
         gate, up = grouped(h[token], layer.gate_up, ends).chunk(2, -1)
         out = grouped(F.silu(gate) * up, layer.down, ends)
         out = out * weight.flatten()[order, None].to(out.dtype)
-        return torch.zeros_like(h).index_add_(0, token, out)
+        # Back in place before the sum: adding by index has no fixed order on a GPU.
+        mixed = torch.empty_like(out).index_copy_(0, order, out)
+        return mixed.view(len(h), hf.experts_per_token, -1).sum(1)
 
 
 def cache_index(positions: Tensor, slot: int, cache: Cache) -> Tensor:
