@@ -117,7 +117,7 @@ def assert_bitwise(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 def run_ranks(
     n: int, target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Run `module:function(rank, **args)` on n processes that share a gloo world.
+    """Run `module:function(rank, **args)` on n processes that share a gloo world, on the CPU.
 
     Args:
         target: such as `tests.ranks.learner_ranks:parity`; the module must import without a world.
@@ -130,6 +130,7 @@ def run_ranks(
         folder = Path(name)
         (folder / "args.json").write_text(json.dumps(dict(args or {})))
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(n)}
+        env["CUDA_VISIBLE_DEVICES"] = ""  # n ranks of one GPU make no NCCL world
         gang = []
         for rank in range(n):
             with open(folder / f"log{rank}", "wb") as output:

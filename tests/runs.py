@@ -106,6 +106,7 @@ class Running:
         launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GANG": str(n)}
+        env["CUDA_VISIBLE_DEVICES"] = ""  # n ranks of one GPU make no NCCL world
         self.processes = []
         for rank in range(n):
             with open(folder / f"start.{rank}.txt", "wb") as output:
