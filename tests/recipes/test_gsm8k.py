@@ -16,11 +16,12 @@ ARGS = {
     "eval.every": 0,
     "data.num_prompts": 64,
     "data.num_val_prompts": 4,
+    "data.max_prompt_tokens": 120,
     "data.prompts_per_step": 2,
-    "rollout.samples_per_prompt": 4,
+    "rollout.samples_per_prompt": 2,
     "rollout.max_tokens": 16,
     "train.samples_per_update": 0,
-    "train.tokens_per_micro_batch": 256,
+    "train.tokens_per_micro_batch": 512,
     "algo.entropy_coef": 0.01,  # all rewards are 0: something must have a gradient
     "checkpoint.no_at_end": None,
     "checkpoint.no_export_hf": None,
@@ -55,6 +56,7 @@ def test_two_steps_on_gsm8k_with_the_real_vocabulary(bench: Bench, real_data: Pa
     rc, out = bench.end(process, timeout_s=240)
     assert rc == 0, out[-6000:]
     assert "using ours (ChatML)" in out
+    assert "prompts of more than --data.max_prompt_tokens 120 left out" in out
     found = runs.rows(bench.folder / "runs" / "grpo_gsm8k_0.5b")
     assert list(found) == [0, 1, 2]
     assert found[0]["val-aux/gsm8k_train/num_prompts"] == 4
