@@ -73,6 +73,8 @@ def _control(
         log.exception("the controller failed")
         for rank in range(hub.world_size):
             hub.send(rank, "agent", Fail(rank=rank, reason=f"the controller failed: {e!r}"))
+    finally:
+        hub.release()
 
 
 def _serve(

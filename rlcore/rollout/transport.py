@@ -17,6 +17,7 @@ from rlcore.utils import net
 
 Channel = Literal["controller", "agent", "samples"]
 CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples")
+_RELEASE_MS = 10_000  # what a released socket has not handed over by then is dropped
 
 
 class LocalHub:
@@ -41,6 +42,9 @@ class LocalHub:
     def _now(self, channel: Channel) -> Any:
         return self._queues[channel].get_nowait()
 
+    def release(self) -> None:
+        """Nothing belongs to a thread."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -48,7 +52,8 @@ class LocalHub:
 class ZmqHub:
     """Inboxes of one rank as PULL sockets; PUSH sockets to others open when first used. A socket
     must be used by one thread: "controller" is received by the controller's thread, the others by
-    the main thread, and every thread sends through sockets of its own."""
+    the main thread, and every thread sends through sockets of its own, which it closes by `release`
+    before it ends."""
 
     def __init__(self, rank: int, world_size: int, store: Any, host: str) -> None:
         """`store` has set(key, str) and get(key), which waits, as torch's stores do."""
@@ -84,6 +89,13 @@ class ZmqHub:
             if len(frames) == 2 and secrets.compare_digest(frames[0], self._token):
                 return net.decode(frames[1], kind)
         return None
+
+    def release(self) -> None:
+        """Close the sockets that the calling thread sent through; messages that are on their way
+        still arrive."""
+        for push in self._local.__dict__.pop("push", {}).values():
+            self._push.remove(push)
+            push.close(linger=_RELEASE_MS)
 
     def close(self) -> None:
         """Close every socket; unsent messages are dropped after a second."""
