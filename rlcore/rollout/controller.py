@@ -60,6 +60,8 @@ class Controller:
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
         self._reasons: dict[int, str] = {}
+        # well within the deadline, or a waiting rank would give up before the verdict
+        self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
         self._last_alive = 0.0
         self._stats: dict[str, float] = {}
         self.done = False
@@ -119,7 +121,7 @@ class Controller:
         owing = [r for r in silent if r not in self._ready or self._owed_by(r)]
         if owing:
             return self._fail(self._verdict(owing, now))
-        if now - self._last_alive > ALIVE_INTERVAL_S:
+        if now - self._last_alive > self._alive_s:
             self._last_alive = now
             return [Alive(rank=r) for r in self._all_ranks]
         return []

@@ -11,7 +11,8 @@ from rlcore.rollout.replica import Agent
 from rlcore.rollout.transport import Hub, gather_by_owner
 from rlcore.utils.log import log
 
-TICK_S = 1.0
+TICK_S = 0.25
+JOIN_S = 10.0
 
 
 class Rollout:
@@ -42,7 +43,7 @@ class Rollout:
             gone.set()
             raise
         finally:
-            thread.join(timeout=10 * TICK_S)
+            thread.join(timeout=JOIN_S)
 
     def route(
         self, destination: dict[str, Sequence[int]], owners: dict[str, int]

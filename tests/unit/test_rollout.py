@@ -1,0 +1,340 @@
+"""Rounds of sampling with real parts: controller, agents, ZeroMQ, the torch engine, the reward
+service. Replicas are threads of this process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlcore.config.schema import RewardConfig
+from rlcore.data import label_task
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import expected
+from rlcore.hf.tokenizer import load_tokenizer
+from rlcore.protocols import Engine
+from rlcore.records import Down, EndRound, Request, Sample, Sampling, Work
+from rlcore.rewards.service import RewardService
+from rlcore.rollout.controller import Controller
+from rlcore.rollout.replica import Agent
+from rlcore.rollout.round import Rollout
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.rollout.transport import ZmqHub, listening_host
+from rlcore.sched.place import LeastLoaded
+from rlcore.sched.stop import All
+from rlcore.sync.colocated import ColocatedChannel
+from rlcore.utils import buckets
+from tests import runs
+
+NUM_GROUPS, NUM_SAMPLES = 6, 3
+
+
+class Store:
+    """What torch's stores do: `get` waits."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value.encode()
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, 10), key
+            return self._values[key]
+
+
+class Frail:
+    """An engine that dies of its first request."""
+
+    def __init__(self, rank: int):
+        self._rank, self._lost = rank, ()
+
+    def submit(self, requests: list[Request]) -> None:
+        self._lost = tuple(r.id for r in requests)
+
+    def poll(self, timeout_s: float) -> list[Down]:
+        return [Down(rank=self._rank, reason="out of memory", lost=self._lost)]
+
+
+class Mute:
+    """An engine that takes everything and says nothing."""
+
+    def submit(self, requests: list[Request]) -> None: ...
+
+    def poll(self, timeout_s: float) -> list:
+        time.sleep(timeout_s)
+        return []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.tiny_model(tmp_path_factory.mktemp("rollout") / "model")
+
+
+def weights(model: Path, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in expected(HFConfig.from_folder(model)).items():
+        value = torch.randn(shape, generator=generator) * 0.2
+        yield name, value + 1 if name.endswith("norm.weight") else value
+
+
+def torch_engine(model: Path, rank: int, **more: float) -> TorchEngine:
+    hf = HFConfig.from_folder(model)
+    settings = {"dtype": "float64", "max_model_tokens": 96, "max_running": 4} | more
+    engine = TorchEngine(hf, device="cpu", rank=rank, **settings)
+    buckets.push(engine, ((n, t.double()) for n, t in weights(model)), 5)
+    return engine
+
+
+class World:
+    """`engines[rank]` and everything around it, a thread for each rank."""
+
+    def __init__(self, model: Path, engines: list[Any], deadline_s: float = 60.0):
+        n = len(engines)
+        self.tokenizer = load_tokenizer(model)
+        store = Store()
+        self.threads = ThreadPoolExecutor(n)
+        make = lambda rank: ZmqHub(rank, n, store, "127.0.0.1")  # noqa: E731
+        self.hubs = list(self.threads.map(make, range(n)))
+        self.scorers = [
+            RewardService("tests.scores.variety", config=RewardConfig()) for _ in engines
+        ]
+        self.rollouts = [
+            Rollout(
+                hub,
+                Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s),
+                lambda: Controller(
+                    ranks=range(n), place=LeastLoaded(10**6), stop=All(), deadline_s=deadline_s
+                ),
+                timeout_s=10,
+            )
+            for hub, engine, scorer in zip(self.hubs, engines, self.scorers, strict=True)
+        ]
+
+    def work(self, tag: str = "t") -> list[Work]:
+        out = []
+        for g in range(NUM_GROUPS):
+            row = label_task.make("train", 0, g)
+            out.append(
+                Work(
+                    id=f"{tag}{g}",
+                    prompt=label_task.to_prompt(row, g, self.tokenizer.encode),
+                    num_samples=NUM_SAMPLES,
+                    sampling=Sampling(max_tokens=12, stop_ids=(label_task.EOS,)),
+                )
+            )
+        return out
+
+    def everywhere(self, do: Callable[[int], Any]) -> list[Any]:
+        """What `do(rank)` returned or raised on every rank."""
+        futures = [self.threads.submit(do, rank) for rank in range(len(self.rollouts))]
+        return [f.exception(60) or f.result() for f in futures]
+
+    def round(self, tag: str = "t") -> list[Any]:
+        return self.everywhere(lambda r: self.rollouts[r].run(self.work(tag) if r == 0 else []))
+
+    def close(self) -> None:
+        for part in (*self.hubs, *self.scorers):
+            part.close()
+        self.threads.shutdown()
+
+
+@contextmanager
+def world(model: Path, engines: list[Any], **settings: Any) -> Iterator[World]:
+    made = World(model, engines, **settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def samples_of(world: World) -> dict[str, Sample]:
+    return {i: s for rollout in world.rollouts for i, s in rollout.agent.samples.items()}
+
+
+def checked(ends: list[Any]) -> EndRound:
+    """The end of the round, which is the same for all."""
+    assert all(isinstance(e, EndRound) for e in ends), ends
+    for end in ends[1:]:
+        assert [g.id for g in end.groups] == [g.id for g in ends[0].groups]
+        assert [g.scores for g in end.groups] == [g.scores for g in ends[0].groups]
+    return ends[0]
+
+
+def test_three_replicas_give_the_samples_of_one(model: Path) -> None:
+    with world(model, [torch_engine(model, 0)]) as one:
+        alone = checked(one.round())
+        wanted = samples_of(one)
+    with world(model, [torch_engine(model, rank) for rank in range(3)]) as three:
+        end = checked(three.round())
+        found = samples_of(three)
+        assert {ref.owner for g in end.groups for ref in g.refs} == {0, 1, 2}
+        for rank, rollout in enumerate(three.rollouts):
+            owned = {ref.id for g in end.groups for ref in g.refs if ref.owner == rank}
+            assert set(rollout.agent.samples) == owned
+    assert len(found) == NUM_GROUPS * NUM_SAMPLES
+    for i, sample in wanted.items():
+        np.testing.assert_array_equal(found[i].tokens, sample.tokens)
+        np.testing.assert_allclose(found[i].logps, sample.logps, atol=1e-6)
+        assert set(found[i].versions.tolist()) == {5}
+    assert [g.scores for g in end.groups] == [g.scores for g in alone.groups]
+    assert [g.lengths for g in end.groups] == [g.lengths for g in alone.groups]
+
+
+def test_samples_travel_from_their_owner_to_the_ranks_that_train_them(model: Path) -> None:
+    with world(model, [torch_engine(model, rank) for rank in range(2)]) as two:
+        for tag in ("t", "u"):  # a second round starts clean
+            end = checked(two.round(tag))
+            owners = {ref.id: ref.owner for g in end.groups for ref in g.refs}
+            destination = {i: (k % 2,) if k % 3 else (0, 1) for k, i in enumerate(owners)}
+            kept = samples_of(two)
+            got = two.everywhere(
+                lambda r, d=destination, o=owners: two.rollouts[r].route(d, o)  # noqa: B023
+            )
+            for rank in (0, 1):
+                assert set(got[rank]) == {i for i, to in destination.items() if rank in to}
+                for i, sample in got[rank].items():
+                    np.testing.assert_array_equal(sample.tokens, kept[i].tokens)
+                    np.testing.assert_array_equal(sample.logps, kept[i].logps)
+
+
+def test_what_a_dead_engine_held_is_sampled_by_the_others(model: Path) -> None:
+    with world(model, [torch_engine(model, 0)]) as one:
+        alone = checked(one.round())
+    with world(model, [torch_engine(model, 0), Frail(1)]) as two:
+        end = checked(two.round())
+    assert end.stats["sched/engines_down"] == 1
+    assert {ref.owner for g in end.groups for ref in g.refs} == {0}
+    assert [g.scores for g in end.groups] == [g.scores for g in alone.groups]
+
+
+def test_without_an_engine_left_every_rank_says_why(model: Path) -> None:
+    with world(model, [Frail(0), Frail(1)]) as two:
+        said = [str(e) for e in two.round()]
+    assert said[0] == said[1]
+    assert "no engine is left" in said[0]
+    assert "rank 0: out of memory; rank 1: out of memory" in said[0]
+
+
+def test_a_silent_replica_is_named_with_what_it_owes(model: Path) -> None:
+    with world(model, [torch_engine(model, 0), Mute()], deadline_s=2.0) as two:
+        said = [str(e) for e in two.round()]
+    assert said[0] == said[1]
+    assert "--rollout.deadline_s 2 is over. rank 1: nothing heard" in said[0]
+    assert "open requests such as t1." in said[0]
+
+
+def test_a_long_round_outlives_a_short_deadline(model: Path) -> None:
+    """Nothing but progress is heard for longer than the deadline."""
+    engines = [torch_engine(model, rank, decode_floor_ms=150, progress_s=0.1) for rank in (0, 1)]
+    with world(model, engines, deadline_s=2.0) as two:
+        start = time.monotonic()
+        checked(two.round())
+        assert time.monotonic() - start > 3
+
+
+def test_a_rank_that_does_not_enter_is_named(model: Path) -> None:
+    said = "rank 1: nothing heard for 1 s, it never entered the rollout phase"
+    with (
+        world(model, [torch_engine(model, 0), Mute()], deadline_s=1.0) as two,
+        pytest.raises(RuntimeError, match=said),
+    ):
+        two.rollouts[0].run(two.work())
+
+
+def test_a_rank_whose_controller_is_silent_does_not_wait_for_ever(model: Path) -> None:
+    said = "rank 1 has heard nothing from the controller"
+    with (
+        world(model, [Mute(), Mute()], deadline_s=1.0) as two,
+        pytest.raises(TimeoutError, match=said),
+    ):
+        two.rollouts[1].run([])
+
+
+def test_when_rank_0_fails_in_a_round_the_others_end_too(model: Path) -> None:
+    engines: list[Engine | None] = [torch_engine(model, rank) for rank in range(2)]
+    with world(model, engines) as two:
+        two.scorers[0].close()  # its next sample raises
+        first, second = two.round()
+    assert isinstance(first, RuntimeError) and "closed" in str(first)
+    assert isinstance(second, RuntimeError) and "rank 0 has failed" in str(second)
+    assert not [t for t in threading.enumerate() if "_control" in t.name]
+
+
+def test_a_message_without_the_token_of_the_job_is_dropped() -> None:
+    import zmq
+
+    store = Store()
+    hub = ZmqHub(0, 1, store, listening_host("localhost"))
+    stranger = zmq.Context()
+    try:
+        socket = stranger.socket(zmq.PUSH)
+        address = store.get("rlcore/samples/0").decode()
+        assert address.startswith("tcp://127.0.0.1:")
+        socket.connect(address)
+        socket.send_multipart([b"0" * 32, b"\x91\x01"])
+        hub.send(0, "samples", [1])
+        assert hub.receive("samples", list[int], 5.0) == [1]
+        assert hub.receive("samples", list[int], 0.1) is None
+    finally:
+        stranger.destroy(linger=0)
+        hub.close()
+
+
+# ---- weights
+
+
+class Exporter:
+    """Of the learner only `export`; counts what was taken."""
+
+    def __init__(self, model: Path):
+        self._model, self.taken = model, 0
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in weights(self._model):
+            self.taken += 1
+            yield item
+
+
+class Dying:
+    """Is gone at its first bucket; `down` as a child engine has it."""
+
+    down = ""
+
+    def begin_load(self, version: int) -> None: ...
+
+    def load_bucket(self, bucket: Any, payloads: Any) -> None:
+        self.down = "engine process 1 was killed by signal 9"
+        raise RuntimeError(f"load_bucket: {self.down}")
+
+
+class Confused(Dying):
+    """Refuses a bucket and lives."""
+
+    def load_bucket(self, bucket: Any, payloads: Any) -> None:
+        raise RuntimeError("no memory for this bucket")
+
+
+def test_an_engine_that_dies_in_a_push_does_not_stop_the_export(model: Path) -> None:
+    """The export is collective: the other ranks wait for every tensor."""
+    learner = Exporter(model)
+    moved = ColocatedChannel(max_bucket_bytes=4096).push(learner, Dying(), 1)
+    assert learner.taken == len(list(weights(model)))
+    assert moved["bytes"] >= sum(t.nbytes for _, t in weights(model))
+
+
+def test_a_live_engine_that_refuses_weights_ends_the_run(model: Path) -> None:
+    learner = Exporter(model)
+    with pytest.raises(RuntimeError, match="no memory for this bucket"):
+        ColocatedChannel(max_bucket_bytes=4096).push(learner, Confused(), 1)
+    assert learner.taken == len(list(weights(model)))
