@@ -57,6 +57,8 @@ class Agent:
         self.prompts: dict[str, Prompt] = {}
         """Rows of the round's groups that this replica took part in."""
         self._live: set[RequestId] = set()
+        self._down = ""
+        """Why the engine is dead; empty while it lives."""
         self._round = 0
         self.samples: dict[RequestId, Sample] = {}
         """Finished samples of the round, by id."""
@@ -69,7 +71,8 @@ class Agent:
         self.samples.clear()
         self.texts.clear()
         self.prompts.clear()
-        self._send([Ready()])
+        self._down = getattr(self._engine, "down", "")  # it may have died in an earlier round
+        self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
         heard = time.monotonic()
         while True:
             busy = self._engine is not None and bool(self._live)
@@ -95,6 +98,8 @@ class Agent:
             raise RuntimeError(command.reason)
         if isinstance(command, Submit):
             assert self._engine is not None
+            if self._down:  # sent before the controller heard of it, which gives them to others
+                return
             self.prompts.update(command.prompts)
             self._live.update(r.id for r in command.requests)
             self._engine.submit(command.requests)
@@ -121,6 +126,7 @@ class Agent:
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Down):
                 self._live.clear()
+                self._down = event.reason
             out.append(event)
         return out
 
