@@ -95,9 +95,10 @@ def run(cfg: SFTConfig) -> int:
         facts = {"probe_accuracy": accuracy, "steps": built.step, "seed": cfg.seed}
         (cfg.out / "warm_start.json").write_text(json.dumps(facts) + "\n")
         log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
-        shutil.rmtree(start)
     built.close()
-    world.leave()
+    world.leave()  # past it nobody reads the start folder
+    if here.rank == 0:
+        shutil.rmtree(start)
     if accuracy < cfg.target:
         print(f"warm start ended at {accuracy:.3f}, below --target {cfg.target}", file=sys.stderr)
     return 0
