@@ -132,7 +132,26 @@ def load(run: Run, path: Path) -> None:
         run.source.issued = state["issued"]
         run.sampler.restore(state["sampler"])
     if run.rank == 0:
+        set_later_aside(run)
         log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)
+
+
+def set_later_aside(run: Run) -> None:
+    """Whoever goes back to an earlier step leaves the later ones: their checkpoints are renamed to
+    `.old<k>`, or `auto` would go on with them and `prune` would take the new ones for older, and
+    metrics and rollouts are copied, which are cut back to this step."""
+    found = folder_of(run.folder).glob("step_*")
+    later = [p for p in found if p.suffix == "" and int(p.name.removeprefix("step_")) > run.step]
+    if not later:
+        return
+    k = 1
+    while any(p.with_name(f"{p.name}.old{k}").exists() for p in later):
+        k += 1
+    for path in later:
+        path.rename(path.with_name(f"{path.name}.old{k}"))
+    for path in run.folder.glob("*.jsonl"):
+        shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
+    log.warning("%d checkpoints of later steps are set aside as *.old%d", len(later), k)
 
 
 def export_hf(run: Run) -> None:

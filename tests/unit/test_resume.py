@@ -1,0 +1,55 @@
+"""Which checkpoint a run goes on from, and what happens to the others."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from rlcore.trainer import resume
+
+
+def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
+    """A finished run with a checkpoint at each of `steps` and a row of metrics per step."""
+    for step in steps:
+        path = folder / "checkpoints" / f"step_{step:06d}"
+        (path / "learner").mkdir(parents=True)
+        state = {"format": resume.FORMAT, "step": step, "issued": 0, "sampler": {}}
+        (path / "state.json").write_text(json.dumps(state))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}}}\n' for s in range(9)))
+    return SimpleNamespace(
+        cfg=SimpleNamespace(
+            run=SimpleNamespace(steps=9, resume="auto"), checkpoint=SimpleNamespace(keep=keep)
+        ),
+        folder=folder,
+        rank=0,
+        step=0,
+        learner=SimpleNamespace(load=lambda path: None),
+        source=None,
+        sampler=None,
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def test_auto_goes_on_from_the_newest_and_moves_nothing(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [2, 4])
+    chosen = resume.choose(run)
+    assert chosen is not None and chosen.name == "step_000004"
+    resume.load(run, chosen)
+    assert names(tmp_path) == ["step_000002", "step_000004"]
+    assert [p.name for p in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
+
+
+def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    """They are another course of the run: `auto` would go on with them, and pruning by number would
+    delete what is written from here on."""
+    run = run_with(tmp_path, [2, 6, 8])
+    resume.load(run, tmp_path / "checkpoints" / "step_000002")
+    assert names(tmp_path) == ["step_000002", "step_000006.old1", "step_000008.old1"]
+    assert resume.newest(tmp_path) == tmp_path / "checkpoints" / "step_000002"
+    kept = (tmp_path / "metrics.jsonl.old1").read_text()
+    assert kept == (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "checkpoints" / "step_000003").mkdir()
+    resume.prune(run)
+    assert "step_000003" in names(tmp_path)
