@@ -113,14 +113,13 @@ class _Frames:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise TimeoutError("the other side does not read") from None
-                    select.select([], [self._end], [], left)
+                    self._ready(select.POLLOUT, left)
 
     def receive(self, timeout_s: float) -> Iterator[bytes]:
         """Messages that are there, waiting up to `timeout_s` for more bytes; EOFError at the end
         of the stream."""
         yield from self._complete()
-        readable, _, _ = select.select([self._end], [], [], max(0.0, timeout_s))
-        if not readable:
+        if not self._ready(select.POLLIN, max(0.0, timeout_s)):
             return
         while True:
             try:
@@ -134,6 +133,12 @@ class _Frames:
                 raise EOFError
             self._buffer += data
             yield from self._complete()
+
+    def _ready(self, event: int, timeout_s: float) -> bool:
+        # Not select(): it ends at descriptor 1024, and CUDA and NCCL open hundreds.
+        poll = select.poll()
+        poll.register(self._end, event)
+        return bool(poll.poll(timeout_s * 1000))
 
     def _complete(self) -> Iterator[bytes]:
         head = _LENGTH.size

@@ -1,7 +1,11 @@
+import fcntl
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -9,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlcore.records import Down, Finished, Request, Sampling
-from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.child import ChildEngine, _Frames
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.utils.buckets import pack, push, share
 from tests.contracts.engine_contract import (
@@ -168,3 +172,26 @@ def test_a_child_is_no_rank_and_does_not_import_what_started_it(monkeypatch):
             engine.resume()
     finally:
         engine.close()
+
+
+def test_messages_pass_where_descriptors_are_beyond_1023():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"only {hard} descriptors are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    ends = []
+    for end in socket.socketpair():
+        with end:
+            ends.append(socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD, 1500)))
+    ours, theirs = (_Frames(end) for end in ends)
+    message = bytes(range(256)) * 8192  # more than the socket holds
+    sender = threading.Thread(target=ours.send, args=(message, time.monotonic() + 20))
+    sender.start()
+    found = []
+    while not found:
+        found += theirs.receive(20.0)
+    sender.join()
+    ours.close()
+    theirs.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [message]
