@@ -1,8 +1,10 @@
 """Builds everything that one rank of a run holds, from the configuration."""
 
+import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,16 @@ def run_folder(cfg: Config) -> Path:
 
 
 def open_folder(cfg: Config, world: World) -> None:
-    """Make the run's folder and log to it. An older run gives way first, or its log would go on in
-    the folder that it is moved to. Collective. ValueError where the folder cannot be made."""
+    """Make the run's folder and log to it. An older run that this one does not go on with gives way
+    first, or its log would go on in the folder that it is moved to. Collective. ValueError where
+    the folder cannot be made."""
     folder, aside = run_folder(cfg), None
     log.setup(world.rank)
     if world.rank == 0:
         try:
-            aside = resume.move_aside(folder) if cfg.run.resume == "fresh" else None
+            starts = cfg.run.resume == "auto" and resume.newest(folder) is None
+            if starts or cfg.run.resume == "fresh":
+                aside = resume.move_aside(folder)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ValueError(
@@ -57,6 +62,7 @@ def open_folder(cfg: Config, world: World) -> None:
     log.setup(world.rank, folder / "logs")
     if aside is not None:
         log.log.info("the older run of this name is now %s", aside)
+
 
 TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
 
@@ -85,7 +91,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     rollout = Rollout(
         hub, agent, lambda: make_controller(cfg, world.size), timeout_s=cfg.cluster.timeout_s
     )
-    data = load_data(cfg, tokenizer) if world.rank == 0 else {}
+    data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
     learner = make_learner(cfg, hf, world)
     on_close(learner.close)
     screen = None
@@ -114,6 +120,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     if checkpoint is not None:
         resume.load(run, checkpoint)
     if world.rank == 0:
+        if checkpoint is not None and checkpoint.is_relative_to(run.folder):
+            tell_changes(cfg, run.folder / "config.json")
         resolve.save(cfg, run.folder / "config.json")
         run.writer = MetricsWriter(
             run.folder, cfg.log.tensorboard, next_step=run.step + 1 if run.step else 0
@@ -133,6 +141,37 @@ def model_config(cfg: Config) -> HFConfig:
             )
         hf = hf.with_(num_layers=cfg.model.num_layers)
     return hf
+
+
+def with_room(cfg: Config, hf: HFConfig) -> Config:
+    """Prompts may be as long as the model's positions allow besides an answer: the engine would
+    refuse longer ones in the middle of the run. ValueError where an answer alone takes all."""
+    room = hf.max_positions - cfg.rollout.max_tokens
+    if room < 1:
+        raise ValueError(
+            f"--rollout.max_tokens {cfg.rollout.max_tokens}: prompt and response share the model's "
+            f"{hf.max_positions} positions; take fewer"
+        )
+    if cfg.data.max_prompt_tokens <= room:
+        return cfg
+    announce("prompts", f"at most {room} tokens, so that an answer fits the model's positions too")
+    return replace(cfg, data=replace(cfg.data, max_prompt_tokens=room))
+
+
+def tell_changes(cfg: Config, file: Path) -> None:
+    """Warn where a resumed run has other settings than `file` says that it had."""
+    if not file.is_file():
+        return
+    old, new = json.loads(file.read_text()), json.loads(resolve.to_json(cfg))
+    changes = [
+        f"--{section}.{key} {old[section][key]} -> {value}"
+        for section in new
+        for key, value in new[section].items()
+        if section not in ("log", "debug") and f"{section}.{key}" not in ("run.steps", "run.resume")
+        if old.get(section, {}).get(key, value) != value
+    ]
+    if changes:
+        log.log.warning("the resumed run had other settings: %s", ", ".join(changes))
 
 
 def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
@@ -218,6 +257,7 @@ def make_learner(cfg: Config, hf: HFConfig, world: World):
         seed=cfg.run.seed,
         total_updates=total_updates(cfg),
         keep_reference=cfg.algo.kl_coef > 0,
+        timeout_s=cfg.cluster.timeout_s,
     )
 
 

@@ -52,7 +52,7 @@ def run(cfg: "Config") -> int:
         return failed(cfg, here, e, 1)
     try:
         sync_loop.train(built)
-    except (RuntimeError, OSError) as e:  # a TimeoutError is an OSError
+    except (ValueError, RuntimeError, OSError) as e:  # a TimeoutError is an OSError
         return failed(cfg, here, e, 1)
     finally:
         built.close()

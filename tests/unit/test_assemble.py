@@ -1,0 +1,93 @@
+"""What is refused, moved aside or said before a run starts."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlcore.cli import assemble, train, world
+from rlcore.cli.world import World
+from rlcore.config import resolve
+from rlcore.config.schema import Config, DataConfig, RolloutConfig, RunConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.trainer import sync_loop
+from rlcore.utils.log import log
+from tests import runs
+
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
+
+
+def config(folder: Path, **run: object) -> Config:
+    return Config(run=RunConfig(dir=str(folder), name="r", **run))
+
+
+def heard(do, *args: object) -> list[str]:
+    """The warnings of a call."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        do(*args)
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def test_a_run_that_died_before_its_first_checkpoint_is_moved_aside_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assemble.open_folder(config(tmp_path), ALONE)
+    assert (tmp_path / "r.old1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_run_with_a_checkpoint_stays_where_it_is(tmp_path: Path) -> None:
+    step = tmp_path / "r" / "checkpoints" / "step_000002"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assemble.open_folder(config(tmp_path), ALONE)
+    assert (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
+    old, file = config(tmp_path), tmp_path / "config.json"
+    resolve.save(old, file)
+    new = replace(old, train=TrainConfig(lr=1e-4), run=replace(old.run, steps=400, resume=""))
+    (said,) = heard(assemble.tell_changes, new, file)
+    assert said.endswith("--train.lr 1e-06 -> 0.0001")
+    assert not heard(assemble.tell_changes, old, file)
+    assert not heard(assemble.tell_changes, new, tmp_path / "nothing.json")
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_too_long(tmp_path: Path) -> None:
+    """The engine would refuse them one by one, in the middle of the run."""
+    hf = HFConfig.from_folder(runs.tiny_model(tmp_path / "model"))  # 256 positions
+    cfg = Config(data=DataConfig(max_prompt_tokens=200), rollout=RolloutConfig(max_tokens=100))
+    assert assemble.with_room(cfg, hf).data.max_prompt_tokens == 156
+    short = replace(cfg, data=DataConfig(max_prompt_tokens=156))
+    assert assemble.with_room(short, hf) is short
+    cfg = replace(cfg, rollout=RolloutConfig(max_tokens=256))
+    with pytest.raises(ValueError, match="--rollout.max_tokens 256: .* 256 positions"):
+        assemble.with_room(cfg, hf)
+
+
+def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(run: object) -> None:
+        raise ValueError("row 3 of a.jsonl cannot be sent to the reward")
+
+    closed: list[bool] = []
+    built = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(world, "join", lambda timeout_s: ALONE)
+    monkeypatch.setattr(assemble, "assemble", lambda cfg, here: built)
+    monkeypatch.setattr(sync_loop, "train", refuse)
+    assert train.run(config(tmp_path)) == 1
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and said.startswith("row 3 of a.jsonl cannot be sent")
+    assert closed == [True]
