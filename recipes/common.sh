@@ -69,7 +69,7 @@ forget_torchrun() { # what torchrun told this process is not for the processes t
 }
 
 torch_run() { # torchrun's own flags, then -m module arguments: the command, in COMMAND
-  COMMAND=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" "$@")
+  COMMAND=("$PYTHON" "$RECIPES/torch_run.py" --nproc-per-node "$GPUS_PER_NODE" "$@")
 }
 
 ONE_NODE=(--standalone --local-addr localhost)

@@ -4,8 +4,11 @@ what each process was told. Several real hosts are not covered."""
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
+
+from tests.recipes.conftest import RECIPES
 
 ARGV = ["train", "--run.name", "probe", "--run.steps", "7", "--algo.clip_high", "0.3"]
 
@@ -118,8 +121,9 @@ def test_one_process_per_node_starts_the_processes_of_its_node(bench, told, port
     told = told | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "5000"}
     [command] = bench.commands("bash", bench.recipe(), **told)
     where = "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port " + port
-    start = f"-m torch.distributed.run --nproc-per-node 2 {where} --max-restarts 0 -m rlcore train"
-    assert command[: len(start.split())] == start.split()
+    start = f"--nproc-per-node 2 {where} --max-restarts 0 -m rlcore train".split()
+    assert Path(command[0]).samefile(RECIPES / "torch_run.py")
+    assert command[1 : 1 + len(start)] == start
 
 
 def test_srun_asks_slurm_for_the_head(bench):
@@ -178,12 +182,20 @@ def test_the_interactive_step_of_slurm_is_not_srun(bench):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("by_torchrun", [False, True])
-def test_a_failing_rank_gives_a_failing_exit_status(bench, by_torchrun):
-    start = (*bench.torchrun, "--standalone", "--nproc-per-node", 2) if by_torchrun else ("bash",)
+def test_a_failing_rank_gives_a_failing_exit_status(bench):
+    start = (*bench.torchrun, "--standalone", "--nproc-per-node", 2)
     rc, out = bench.run(*start, bench.recipe(), EXIT_1="3")
     assert rc != 0
     assert "exitcode  : 3" in out
+
+
+@pytest.mark.ranks(2)
+def test_a_failing_rank_is_one_line_and_its_exit_status(bench):
+    """What the rank itself says stands right above it, and not above a page of torchrun's."""
+    rc, out = bench.run("bash", bench.recipe(), EXIT_1="3")
+    assert rc == 3
+    assert "rlcore: rank 1 ended with code 3, and so did the run" in out
+    assert "Traceback" not in out and "FAILED" not in out
 
 
 @pytest.mark.ranks(2)
