@@ -7,7 +7,6 @@ own engine.
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlcore.protocols import Engine, Learner
 from rlcore.records import Bucket
@@ -54,9 +53,6 @@ class ColocatedChannel:
         if not self._shared:
             engine.load_bucket(bucket, [buffer])
             return
-        path = buckets.share(buffer)
-        try:
-            shared = Bucket(tensors=bucket.tensors, num_bytes=bucket.num_bytes, transport="shm")
-            engine.load_bucket(shared, [path.encode()])
-        finally:
-            Path(path).unlink()
+        with buckets.shared(buffer) as path:
+            bucket = Bucket(tensors=bucket.tensors, num_bytes=bucket.num_bytes, transport="shm")
+            engine.load_bucket(bucket, [path.encode()])

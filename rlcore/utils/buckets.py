@@ -5,9 +5,8 @@ Tensors start at multiples of 16 bytes, so that a receiver on any device can vie
 
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from rlcore.protocols import Engine
 from rlcore.records import Bucket, TensorMeta
 
 _ALIGN = 16
-_SHM = Path("/dev/shm")
 
 
 def pack(
@@ -76,14 +74,18 @@ def unpack(bucket: Bucket, buffer: bytes | memoryview | mmap.mmap) -> Iterator[t
         yield meta.name, flat.view(meta.shape)
 
 
-def share(buffer: bytes | memoryview) -> str:
-    """Write a payload to a new shared-memory file (a temporary file where there is no /dev/shm) and
-    return its path, the payload of a bucket with transport `shm`. The caller unlinks it."""
-    folder = _SHM if _SHM.is_dir() else None
-    handle, path = tempfile.mkstemp(prefix="rlcore-bucket-", dir=folder)
-    with os.fdopen(handle, "wb") as file:
-        file.write(buffer)
-    return path
+@contextmanager
+def shared(buffer: bytes | memoryview) -> Iterator[str]:
+    """A payload in memory that processes of this machine open by the path, the payload of a bucket
+    with transport `shm`. It is there for the length of the block. It has no name in a file system:
+    it goes with this process, however that ends, and the size of /dev/shm is no limit."""
+    handle = os.memfd_create("rlcore-bucket", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(handle, "wb", closefd=False) as file:
+            file.write(buffer)
+        yield f"/proc/{os.getpid()}/fd/{handle}"
+    finally:
+        os.close(handle)
 
 
 def open_payload(bucket: Bucket, payload: bytes) -> memoryview | mmap.mmap:

@@ -1,10 +1,13 @@
 import os
+import signal
+import subprocess
+import sys
 
 import msgspec
 import pytest
 import torch
 
-from rlcore.utils.buckets import open_payload, pack, share, unpack
+from rlcore.utils.buckets import open_payload, pack, shared, unpack
 
 
 def tensors():
@@ -35,8 +38,7 @@ def test_tensors_come_back_bit_for_bit_whatever_the_bucket_size(max_bytes):
 
 def test_a_read_only_payload_and_a_shared_file_hold_the_same_tensors():
     bucket, buffer = next(pack(tensors(), 10**6))
-    path = share(buffer)
-    try:
+    with shared(buffer) as path:
         shm = msgspec.structs.replace(bucket, transport="shm")
         from_file = dict(unpack(shm, open_payload(shm, path.encode())))
         from_bytes = dict(unpack(bucket, open_payload(bucket, bytes(buffer))))
@@ -45,8 +47,20 @@ def test_a_read_only_payload_and_a_shared_file_hold_the_same_tensors():
         from_file["a"].zero_()  # private: the file does not change
         again = dict(unpack(shm, open_payload(shm, path.encode())))
         assert torch.equal(again["a"], tensors()[0][1])
-    finally:
-        os.unlink(path)
+    assert not os.path.exists(path)
+
+
+def test_a_killed_process_leaves_no_shared_memory_behind():
+    """It dies within the block, where it could not have cleaned up."""
+    code = (
+        "import os; from rlcore.utils.buckets import shared\n"
+        "with shared(b'x' * 99) as path: print(path, flush=True); os.kill(os.getpid(), 9)"
+    )
+    before = set(os.listdir("/dev/shm"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not os.path.exists(done.stdout.strip())
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "rlcore" in name]
 
 
 def test_a_short_payload_and_a_tensor_outside_its_bucket_are_refused():

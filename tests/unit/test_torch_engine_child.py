@@ -15,7 +15,7 @@ import pytest
 from rlcore.records import Down, Finished, Request, Sampling
 from rlcore.rollout.child import ChildEngine, _Frames
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.utils.buckets import pack, push, share
+from rlcore.utils.buckets import pack, push, shared
 from tests.contracts.engine_contract import (
     CONFIG,
     HF,
@@ -105,10 +105,10 @@ def test_a_child_decodes_without_being_polled_and_takes_weights_from_shared_memo
         paths = []
         engine.begin_load(2)
         for bucket, buffer in pack(weights(HF, 0).items(), 4096):
-            paths.append(share(buffer))
             shm = msgspec.structs.replace(bucket, transport="shm")
-            engine.load_bucket(shm, [paths[-1].encode()])
-            os.unlink(paths[-1])
+            with shared(buffer) as path:
+                engine.load_bucket(shm, [path.encode()])
+            paths.append(path)
         engine.end_load()
         assert len(paths) > 3
         engine.submit(endless(2, "u"))
