@@ -62,6 +62,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
             sum(lengths) + sum(g.prompt_length * len(g.lengths) for g in groups)
         ),
         "sched/response_tokens": float(sum(lengths)),
+        "sched/trained_tokens": float(cfg.train.epochs * sum(loads)),
     }
 
 
@@ -127,13 +128,12 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     """Rates of the step."""
     seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
     samples *= run.cfg.rollout.samples_per_prompt
-    trained = m["perf/total_num_tokens"] * m["training/trained_rows"] / samples
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
         "perf/throughput": m["perf/total_num_tokens"] / seconds / run.world_size,
         "perf/gen_tokens_per_s": m.pop("sched/response_tokens") / m["timing_s/gen"],
-        "perf/train_tokens_per_s": trained / m["timing_s/update_actor"],
+        "perf/train_tokens_per_s": m.pop("sched/trained_tokens") / m["timing_s/update_actor"],
         "perf/cpu_memory_gb": memory_gb(),
     }
     return out

@@ -1,0 +1,46 @@
+"""What a step reports, worked by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlcore.algos.grpo import GRPOConfig
+from rlcore.records import Group, SampleRef
+from rlcore.trainer import plan, report
+
+
+def group(id: str, scores: tuple[float, ...], lengths: tuple[int, ...], prompt: int) -> Group:
+    return Group(
+        id=id,
+        prompt_index=0,
+        source="s",
+        refs=tuple(SampleRef(owner=0, id=f"{id}.{k}") for k in range(len(scores))),
+        scores=scores,
+        lengths=lengths,
+        finishes=("stop",) * len(scores),
+        errors=("",) * len(scores),
+        prompt_length=prompt,
+    )
+
+
+def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_they_were() -> None:
+    """The dropped group is the longer one: the mean of all samples would flatter."""
+    groups = (group("t0", (1.0, 0.0), (3, 5), 2), group("t1", (1.0, 1.0), (40, 60), 10))
+    run = SimpleNamespace(
+        cfg=SimpleNamespace(
+            data=SimpleNamespace(prompts_per_step=2, max_prompt_tokens=10),
+            rollout=SimpleNamespace(samples_per_prompt=2),
+            train=SimpleNamespace(epochs=3),
+        ),
+        replicas=[[0]],
+        world_size=1,
+    )
+    algo = GRPOConfig(equal_reward_groups="drop")
+    todo = plan.make(groups, algo, num_updates=1, num_ranks=1, seed=0)
+    metrics = report.of_groups(run, groups, todo)
+    metrics |= {"timing_s/step": 8.0, "timing_s/gen": 4.0, "timing_s/update_actor": 2.0}
+    speeds = report.speeds(run, metrics)
+    assert metrics["training/trained_rows"] == 2
+    assert speeds["perf/train_tokens_per_s"] == pytest.approx(3 * (3 + 5 + 2 * 2) / 2.0)
+    assert speeds["perf/gen_tokens_per_s"] == pytest.approx((3 + 5 + 40 + 60) / 4.0)
+    assert not [name for name in metrics if name.startswith("sched/")]
