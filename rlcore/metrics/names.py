@@ -109,7 +109,7 @@ METRICS = [
     Metric("perf/total_num_tokens", "tokens", "prompt and response tokens of the kept samples"),
     Metric("perf/samples_per_s", "samples/s", "kept samples by step time"),
     Metric("perf/gen_tokens_per_s", "tokens/s", "response tokens by the seconds of gen"),
-    Metric("perf/train_tokens_per_s", "tokens/s", "trained rows' tokens, every epoch, by update seconds"),
+    Metric("perf/train_tokens_per_s", "tokens/s", "trained tokens of all epochs by update seconds"),
     Metric("perf/mfu/actor", "", "share of the hardware's peak that the update reached"),
     Metric("perf/max_memory_allocated_gb", "GB", "most accelerator memory in tensors, any rank"),
     Metric("perf/max_memory_reserved_gb", "GB", "most accelerator memory reserved, any rank"),
