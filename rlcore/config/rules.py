@@ -15,6 +15,7 @@ POSITIVE = (
     "train.epochs",
     "train.lr",
     "train.clip_grad",
+    "train.adam_eps",
     "eval.samples_per_prompt",
     "cluster.timeout_s",
     "reward.workers",
@@ -23,20 +24,26 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "run.steps",
+    "model.num_layers",
     "data.num_prompts",
     "data.num_val_prompts",
     "rollout.temperature",
     "rollout.top_k",
     "rollout.min_p",
+    "rollout.cache_tokens",
+    "rollout.progress_s",
     "train.samples_per_update",
     "train.lr_warmup_updates",
     "train.lr_decay_updates",
     "train.weight_decay",
+    "train.min_lr",
     "eval.every",
     "eval.temperature",
+    "eval.top_k",
     "checkpoint.every",
     "checkpoint.keep",
     "algo.kl_coef",
+    "debug.decode_floor_ms",
 )
 
 

@@ -87,6 +87,13 @@ def test_a_good_configuration_breaks_no_rule():
         ("reward.timeout_s", 0.0),
         ("train.min_lr", 1.0),
         ("train.beta2", 1.0),
+        ("train.min_lr", -1.0),
+        ("train.adam_eps", 0.0),
+        ("rollout.cache_tokens", -5),
+        ("rollout.progress_s", -1.0),
+        ("eval.top_k", -1),
+        ("model.num_layers", -1),
+        ("debug.decode_floor_ms", -1.0),
     ],
 )
 def test_every_rule_names_its_key(key, value):
