@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -98,6 +99,8 @@ class Running:
     """A gang at work."""
 
     def __init__(self, n: int, jobs: Sequence[Job], folder: Path):
+        from tests import kit
+
         self.folder = folder
         folder.mkdir(parents=True)
         ports = [_free_port() for _ in jobs] if n > 1 else [0] * len(jobs)
@@ -105,7 +108,7 @@ class Running:
         (folder / "jobs.json").write_text(json.dumps(listed))
         launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
-        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GANG": str(n)}
+        env |= {"PYTHONPATH": kit.python_path(), "OMP_NUM_THREADS": "1", "GANG": str(n)}
         env["CUDA_VISIBLE_DEVICES"] = ""  # n ranks of one GPU make no NCCL world
         self.processes = []
         for rank in range(n):
@@ -174,7 +177,9 @@ def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
     for name, meta in reader.read_metadata().state_dict_metadata.items():
         if isinstance(meta, dcp.metadata.TensorStorageMetadata):
             found[name] = torch.zeros(meta.size, dtype=meta.properties.dtype)
-    dcp.load(found, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group is meant
+        dcp.load(found, storage_reader=reader, no_dist=True)
     found["common"] = torch.load(folder / "learner" / "common.pt", weights_only=False)
     found["state"] = json.loads((folder / "state.json").read_text())
     return found
