@@ -131,7 +131,7 @@ def draw(folder: Path, rows: list[dict[str, Any]], path: Path) -> None:
         f"Tiny task, seeds {', '.join(str(s) for s in sorted({r['seed'] for r in rows}))}"
     )
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="center right", frameon=False)
     figure.tight_layout()
     figure.savefig(path)
     print(path)
