@@ -67,7 +67,8 @@ def make_hub(world: World, interface: str) -> Hub:
     """Inboxes for this world."""
     if world.size == 1:
         return LocalHub()
-    host = listening_host(os.environ.get("MASTER_ADDR", ""), interface)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    host = listening_host(os.environ.get("MASTER_ADDR", ""), interface, here < world.size)
     return ZmqHub(world.rank, world.size, world.store, host)
 
 

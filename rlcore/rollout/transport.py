@@ -121,15 +121,22 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def listening_host(master: str, interface: str = "") -> str:
+def listening_host(master: str, interface: str = "", several_nodes: bool = False) -> str:
     """The address of this machine that other ranks can reach: `interface` if given, the loopback if
-    the master is there, else the one that the route to the master leaves from."""
+    the master is there, else the one that the route to the master leaves from. ValueError where
+    the master's name is the loopback on its own node, which no other node reaches."""
     if interface:
         return interface
     if master in ("", "localhost") or master.startswith("127."):
         return "127.0.0.1"
     if master in (socket.gethostname(), socket.getfqdn()):
-        return socket.gethostbyname(master)
+        address = socket.gethostbyname(master)
+        if several_nodes and address.startswith("127."):
+            raise ValueError(
+                f"--cluster.interface: the master's name {master} is {address} on this node, where "
+                "other nodes cannot reach it; give each node its address, or HEAD_ADDR an address"
+            )
+        return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing
         return probe.getsockname()[0]

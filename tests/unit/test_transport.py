@@ -1,9 +1,12 @@
 """Messages between ranks: what threads leave behind."""
 
 import os
+import socket
 import threading
 
-from rlcore.rollout.transport import LocalHub, ZmqHub
+import pytest
+
+from rlcore.rollout.transport import LocalHub, ZmqHub, listening_host
 
 
 class Store(dict):
@@ -46,3 +49,16 @@ def test_the_hub_of_one_rank_has_nothing_to_release() -> None:
     hub.send(0, "agent", 1)
     hub.release()
     assert hub.receive("agent", int, 1.0) == 1
+
+
+def test_a_head_whose_own_name_is_the_loopback_asks_for_an_address_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian puts the host's name at 127.0.1.1: messages from other nodes would wait for ever."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    own = socket.gethostname()
+    with pytest.raises(ValueError, match="--cluster.interface: .* is 127.0.1.1 on this node"):
+        listening_host(own, several_nodes=True)
+    assert listening_host(own) == "127.0.1.1"
+    assert listening_host(own, "10.0.0.7", several_nodes=True) == "10.0.0.7"
+    assert listening_host("127.0.0.1", several_nodes=True) == "127.0.0.1"
