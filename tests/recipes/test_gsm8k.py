@@ -38,6 +38,7 @@ def qwen_folder(folder: Path, data: Path) -> Path:
     return folder
 
 
+@pytest.mark.ranks(1)
 def test_two_steps_on_gsm8k_with_the_real_vocabulary(bench: Bench, real_data: Path) -> None:
     rows = real_data / "math" / "gsm8k_train.jsonl"
     words = [str(w) for k, v in ARGS.items() for w in (f"--{k}", v) if w is not None]
