@@ -114,6 +114,11 @@ def assert_bitwise(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 # ---- gangs of ranks
 
 
+def python_path() -> str:
+    """PYTHONPATH of a child: this checkout, then what is there already."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_ranks(
     n: int, target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
 ) -> list[Any]:
@@ -129,8 +134,8 @@ def run_ranks(
     with TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         (folder / "args.json").write_text(json.dumps(dict(args or {})))
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(n)}
-        env["CUDA_VISIBLE_DEVICES"] = ""  # n ranks of one GPU make no NCCL world
+        env = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+        env |= {"WORLD_SIZE": str(n), "CUDA_VISIBLE_DEVICES": ""}  # one GPU makes no NCCL world
         gang = []
         for rank in range(n):
             with open(folder / f"log{rank}", "wb") as output:
