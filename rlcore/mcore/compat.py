@@ -1,6 +1,7 @@
 """What torch spells differently in the versions that this code runs on, 2.11 to 2.13."""
 
 import inspect
+from functools import cache
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,8 +25,13 @@ def varlen_attention(
     [Tk, groups, dim], boundaries [U+1] int32 -> [Tq, heads, dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    settings = {"scale": scale, "window_size": (-1, 0)}
-    # The kernel shares keys among heads in all versions; later ones want to be asked.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        settings["enable_gqa"] = q.size(1) != k.size(1)
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **settings)
+    asked = {"enable_gqa": q.size(1) != k.size(1)} if _wants_to_be_asked() else {}
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), **asked)
+
+
+@cache
+def _wants_to_be_asked() -> bool:
+    """The kernel shares keys among heads in every version; from 2.12 on one has to say so."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
