@@ -1,0 +1,77 @@
+"""What the GPU tests share: learners, their state, and what they are compared with on the CPU.
+
+Nothing here runs at import: files are collected where there is no GPU.
+"""
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import kit
+from tests.ranks import learner_ranks as ranks
+
+DEVICE = torch.device("cuda", 0)
+
+
+@contextmanager
+def learner(layout: Mapping[str, Any] | None = None, **case: Any) -> Iterator[Any]:
+    """A tiny learner in a world of one on this machine's device."""
+    made = ranks.make(layout or {}, **case)
+    try:
+        yield made
+    finally:
+        made.close()
+        del made
+        gc.collect()
+
+
+def parity(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What each case shows in two updates; by `kit.run_ranks` on the CPU, by a call on the GPU."""
+    found = {}
+    for name, case in cases.items():
+        with learner(**case) as made:
+            found[name] = ranks.observe(made, 2)
+    return found
+
+
+def on_cpu(function: str, **args: Any) -> Any:
+    """`tests.<module>:<function>(0, **args)` in a process that sees no GPU."""
+    return kit.run_ranks(1, f"tests.{function}", args, timeout_s=200)[0]
+
+
+def state(made: Any) -> dict[str, Tensor]:
+    """Copies of everything that training changes: weights, main weights, moments and steps."""
+    found = {f"weight {i}": p for i, p in enumerate(made._parameters())}
+    for i, part in enumerate(made._optimizer.chained_optimizers):
+        inner = part.optimizer
+        for k, p in enumerate(p for group in inner.param_groups for p in group["params"]):
+            found[f"main {i}.{k}"] = p
+            found |= {f"{name} {i}.{k}": value for name, value in inner.state[p].items()}
+    tensors = {name: torch.as_tensor(value) for name, value in found.items()}
+    return {name: t.detach().cpu().clone() for name, t in tensors.items()}
+
+
+def weights(made: Any) -> dict[str, Tensor]:
+    """The export, on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in made.export()}
+
+
+def main_parameters(made: Any) -> list[Tensor]:
+    """What the optimizer steps on."""
+    return [p for part in made._optimizer.chained_optimizers for p in part.get_parameters()]
+
+
+def storage_bytes(tensors: Iterator[Tensor]) -> int:
+    """Device memory behind some tensors; what they share counts once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm of `theirs`."""
+    ours, theirs = ours.detach().cpu().double(), theirs.detach().cpu().double()
+    return float((ours - theirs).norm() / theirs.norm())

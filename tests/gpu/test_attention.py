@@ -1,0 +1,143 @@
+"""Attention on a GPU: flash attention on packed tokens against padded sequences in float32."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.mcore import attention, compat
+from tests.gpu import side
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [300, 37, 5, 64, 1, 513, 129, 20, 2]
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _mode():
+    """torch's deterministic mode as it is before a learner is made, and again afterwards."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before, warn_only=True)
+
+
+def heads(total: int, count: int, dim: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(total, count, dim, generator=generator).to(side.DEVICE, dtype)
+
+
+def inputs(dtype: torch.dtype, total: int, sizes: tuple[int, int, int]) -> list[Tensor]:
+    """q, k, v that want gradients."""
+    count, groups, dim = sizes
+    made = [heads(total, n, dim, dtype, seed) for seed, n in enumerate((count, groups, groups))]
+    return [x.requires_grad_() for x in made]
+
+
+def exact(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach().float().requires_grad_() for x in tensors]
+
+
+SIZES = [(4, 4, 64), (8, 2, 64), (8, 1, 128), (4, 2, 16)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_packed_attention_in_half_precision_equals_the_padded_one_in_float32(
+    dtype: torch.dtype, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, real = [], compat.varlen_attention
+    monkeypatch.setattr(compat, "varlen_attention", lambda *a: called.append(1) or real(*a))
+    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+    tensors = inputs(dtype, total, sizes)
+    precise = exact(tensors)
+    grad = heads(total, sizes[0], sizes[2], dtype, 7)
+    ours = attention.attend(*tensors, made)
+    want = attention.attend(*precise, made)
+    assert called == [1], "the flash kernel is for half precision, and for nothing else"
+    assert side.apart(ours, want) < LIMITS[dtype]
+    for a, b in zip(ours.split(LENGTHS), want.split(LENGTHS), strict=True):
+        assert (a.float() - b).abs().max() < 4 * LIMITS[dtype], len(a)
+    grads = torch.autograd.grad(ours, tensors, grad)
+    wants = torch.autograd.grad(want, precise, grad.float())
+    for name, a, b in zip("qkv", grads, wants, strict=True):
+        assert a.dtype is dtype
+        assert side.apart(a, b) < 2 * LIMITS[dtype], name
+        for x, y in zip(a.split(LENGTHS), b.split(LENGTHS), strict=True):
+            assert (x.float() - y).abs().max() < 4 * LIMITS[dtype] * b.abs().max(), (name, len(x))
+
+
+def test_the_scale_is_heeded() -> None:
+    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+    tensors = inputs(torch.bfloat16, total, (4, 2, 64))
+    ours = attention.attend(*tensors, made, 0.5)
+    assert side.apart(ours, attention.attend(*exact(tensors), made, 0.5)) < 1e-2
+    assert side.apart(ours, attention.attend(*tensors, made)) > 0.1
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_parts_of_context_parallel_ranks_make_the_whole(cp: int) -> None:
+    lengths = [-(-n // (2 * cp)) * 2 * cp for n in LENGTHS]
+    total = sum(lengths)
+    q, k, v = tensors = inputs(torch.bfloat16, total, (4, 2, 64))
+    precise = exact(tensors)
+    grad = heads(total, 4, 64, torch.bfloat16, 7)
+    want = attention.attend(*precise, attention.plan(lengths, device=side.DEVICE))
+    ours = torch.zeros_like(q)
+    for rank in range(cp):
+        index = attention.local_positions(lengths, cp, rank)[0].to(side.DEVICE)
+        made = attention.plan(lengths, cp=cp, cp_rank=rank, device=side.DEVICE)
+        ours = ours.index_copy(0, index, attention.attend(q[index], k, v, made))
+    assert side.apart(ours, want) < 1e-2
+    grads = torch.autograd.grad(ours, tensors, grad)
+    wants = torch.autograd.grad(want, precise, grad.float())
+    for name, a, b in zip("qkv", grads, wants, strict=True):
+        assert side.apart(a, b) < 2e-2, name
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 64), (8, 2, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_have_the_same_bits_every_time(
+    dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    lengths = [2048, 1500, 700, 64, 3]  # many blocks add into one gradient
+    total, made = sum(lengths), attention.plan(lengths, device=side.DEVICE)
+    grad = heads(total, sizes[0], sizes[2], dtype, 7)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found = []
+    for _ in range(4):
+        tensors = inputs(dtype, total, sizes)
+        out = attention.attend(*tensors, made)
+        found.append([out.detach(), *torch.autograd.grad(out, tensors, grad)])
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(again, found[0], strict=True))
+
+
+def test_the_reproducible_way_changes_the_values_only_in_the_last_digits() -> None:
+    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+    grad = heads(total, 4, 64, torch.bfloat16, 7)
+    found = {}
+    for mode in (False, True):
+        torch.use_deterministic_algorithms(mode, warn_only=True)
+        tensors = inputs(torch.bfloat16, total, (4, 2, 64))
+        out = attention.attend(*tensors, made)
+        found[mode] = [out, *torch.autograd.grad(out, tensors, grad)]
+    for a, b in zip(found[True], found[False], strict=True):
+        assert side.apart(a, b) < 2e-3
+
+
+def test_without_gradients_the_bits_are_those_with_them() -> None:
+    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+    tensors = inputs(torch.bfloat16, total, (4, 2, 64))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with_them = attention.attend(*tensors, made)
+    with torch.no_grad():
+        assert torch.equal(attention.attend(*tensors, made), with_them)
+
+
+def test_head_sizes_that_the_kernel_does_not_take_are_padded_instead() -> None:
+    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+    tensors = inputs(torch.bfloat16, total, (4, 2, 12))
+    ours = attention.attend(*tensors, made)
+    assert side.apart(ours, attention.attend(*exact(tensors), made)) < 1e-2

@@ -1,0 +1,133 @@
+"""Who gives GPU memory back, and what comes back into it."""
+
+import gc
+
+import pytest
+import torch
+
+from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.mcore.learner import MegatronLearner
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.utils.buckets import push
+from tests import kit
+from tests.contracts.engine_contract import requests as some_requests
+from tests.contracts.engine_contract import run, weights
+from tests.gpu import side
+from tests.ranks import learner_ranks as ranks
+
+pytestmark = pytest.mark.gpu
+
+# 17 million parameters: much against cuBLAS' workspace, which stays.
+LARGE = {
+    "vocab_size": 16_384,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def large() -> HFConfig:
+    return HFConfig.from_dict(kit.tiny_config("qwen3", **LARGE))
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offload_frees_the_memory_and_onload_restores_every_bit(
+    dtype: str, distributed: bool
+) -> None:
+    train = TrainConfig(lr=1e-4, distributed_optimizer=distributed)
+    model = ModelConfig(dtype=dtype, random_init=True)
+    learner = MegatronLearner(large(), model, train, seed=3)
+    try:
+        ranks.step(learner, 0)
+        held = side.storage_bytes(
+            t for t in [*learner._kept_tensors(), *learner._gradient_buffers()] if t.is_cuda
+        )
+        per_parameter = 18 if dtype == "bfloat16" else 16  # main parameters are the parameters
+        count = sum(p.numel() for p in learner._parameters())
+        assert abs(held / count - per_parameter) < 0.1
+        for _ in range(2):
+            logp, state = learner.logprobs(ranks.rows(0)), side.state(learner)
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            learner.offload()
+            learner.offload()  # once is enough
+            assert allocated - torch.cuda.memory_allocated() > 0.99 * held
+            assert (
+                reserved - torch.cuda.memory_reserved() > 0.5 * held
+            )  # segments that others share stay
+            with pytest.raises(RuntimeError, match="between offload and onload"):
+                learner.logprobs(ranks.rows(0))
+            learner.onload()
+            learner.onload()
+            assert torch.cuda.memory_allocated() > 0.99 * allocated
+            kit.assert_bitwise(side.state(learner), state)
+            assert torch.equal(learner.logprobs(ranks.rows(0)), logp)
+            assert not any(t.any() for t in learner._gradient_buffers())
+            assert ranks.step(learner, 1)["actor/skipped"] == 0
+    finally:
+        learner.close()
+
+
+def test_offload_does_not_change_the_training() -> None:
+    found = {}
+    for offload in (False, True):
+        with side.learner({"distributed_optimizer": True}, dtype="bfloat16") as learner:
+            figures = []
+            for number in range(3):
+                figures.append(ranks.step(learner, number))
+                if offload:
+                    learner.offload()
+                    learner.onload()
+            found[offload] = figures, side.state(learner)
+    assert found[True][0] == found[False][0]
+    kit.assert_bitwise(found[True][1], found[False][1])
+
+
+def test_a_closed_learner_leaves_nothing_but_workspaces() -> None:
+    before = torch.cuda.memory_allocated()
+    learner = MegatronLearner(large(), ModelConfig(random_init=True), TrainConfig(lr=1e-4), seed=3)
+    ranks.step(learner, 0)
+    learner.close()
+    del learner
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 100e6
+
+
+def engine() -> TorchEngine:
+    return TorchEngine(
+        large(), max_model_tokens=128, dtype="bfloat16", device=side.DEVICE, seed=7, max_running=64
+    )
+
+
+def test_a_sleeping_engine_holds_no_memory_and_wakes_to_the_same_tokens() -> None:
+    made, state = engine(), weights(large(), 0, 0.05)
+    push(made, state.items(), 0)
+    todo = some_requests(16, group=4)
+    first = {i: s.tokens.tolist() for i, s in run(made, todo).items()}
+    weight_bytes = sum(2 * t.numel() for t in state.values())
+    cache_bytes = made.cache_bytes
+    assert cache_bytes > 1e6
+    allocated = torch.cuda.memory_allocated()
+    made.sleep(["kv_cache"])
+    assert allocated - torch.cuda.memory_allocated() > 0.99 * cache_bytes
+    made.sleep(["weights"])
+    assert allocated - torch.cuda.memory_allocated() > 0.99 * (cache_bytes + weight_bytes)
+    made.wake(["weights", "kv_cache"])
+    push(made, state.items(), 1)
+    again = run(made, todo)
+    assert {i: s.tokens.tolist() for i, s in again.items()} == first
+    assert all(set(s.versions.tolist()) == {1} for s in again.values())
+    made.close()
+    assert torch.cuda.memory_allocated() < allocated - 0.99 * (weight_bytes + cache_bytes)
