@@ -24,5 +24,6 @@ class AlgoConfig:
     kl_coef: float = 0.0
     """Weight of the KL to the reference model in the loss; above 0 keeps the start weights."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL. In the loss, k1 has a gradient of zero in expectation: take k2 or k3."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""

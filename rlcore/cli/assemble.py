@@ -88,16 +88,20 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     for part in (hub, scorer, engine):
         on_close(part.close)
     agent = Agent(hub, engine, scorer, tokenizer.decode, cfg.rollout.deadline_s)
-    rollout = Rollout(
-        hub, agent, lambda: make_controller(cfg, world.size), timeout_s=cfg.cluster.timeout_s
-    )
-    data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
-    learner = make_learner(cfg, hf, world)
-    on_close(learner.close)
     screen = None
     if world.rank == 0:
         screen = Screen(cfg.run.steps, progress=cfg.log.progress)
         on_close(screen.close)
+    rollout = Rollout(
+        hub,
+        agent,
+        lambda: make_controller(cfg, world.size),
+        timeout_s=cfg.cluster.timeout_s,
+        on_progress=screen.advance if screen else None,
+    )
+    data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
+    learner = make_learner(cfg, hf, world)
+    on_close(learner.close)
     run = Run(
         cfg=cfg,
         hf=hf,

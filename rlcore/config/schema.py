@@ -202,7 +202,8 @@ class ClusterConfig:
     timeout_s: float = 600.0
     """Deadline of a collective and of every wait between ranks."""
     interface: str = ""
-    """Address to listen on between nodes; empty: the one that reaches the master."""
+    """Network interface to listen on between nodes, such as eth0; empty: the one that reaches the
+    master."""
 
 
 @Section

@@ -64,7 +64,15 @@ class Controller:
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
         self._last_alive = 0.0
         self._stats: dict[str, float] = {}
+        self._last_finish = 0.0
         self.done = False
+        self.num_done = 0
+        """Responses that have their score."""
+
+    @property
+    def num_requests(self) -> int:
+        """Responses that the round wants."""
+        return len(self._requests)
 
     # ---- the interface
 
@@ -93,9 +101,9 @@ class Controller:
             self._ready.add(event.rank)
             return self._submit()
         if isinstance(event, Finished):
-            return self._finished(event)
+            return self._finished(event, now)
         if isinstance(event, Rewarded):
-            return self._rewarded(event)
+            return self._rewarded(event, now)
         if isinstance(event, Down):
             return self._down(event)
         if isinstance(event, Progress):
@@ -128,23 +136,28 @@ class Controller:
 
     # ---- events
 
-    def _finished(self, event: Finished) -> list[AnyCommand]:
+    def _finished(self, event: Finished, now: float) -> list[AnyCommand]:
+        self._last_finish = now
         request = self._requests[event.id]
         request.num_tokens, request.finish = event.num_tokens, event.finish
         self._up[event.rank] -= 1
         return self._submit()
 
-    def _rewarded(self, event: Rewarded) -> list[AnyCommand]:
+    def _rewarded(self, event: Rewarded, now: float) -> list[AnyCommand]:
         request = self._requests[event.id]
         if request.result is not None:
             return []
         request.result = event.result
         group = self._groups[group_of(event.id)]
         group.num_rewarded += 1
+        self.num_done += 1
         if not group.is_complete:
             return []
         kept = self._stop.kept(self._groups)
-        return [] if kept is None else self._end(kept)
+        if kept is None:
+            return []
+        self._stats["timing_s/reward"] = now - self._last_finish
+        return self._end(kept)
 
     def _down(self, event: Down) -> list[AnyCommand]:
         """The replica's unfinished requests start again elsewhere, from scratch."""
@@ -196,8 +209,25 @@ class Controller:
             if r.rank in self._up and not r.finish:
                 live.setdefault(r.rank, []).append(r.id)
         aborts = [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
+        self._stats |= self._reward_stats(groups)
         ends = [EndRound(rank=r, groups=groups, stats=self._stats) for r in self._all_ranks]
         return [*aborts, *ends]
+
+    def _reward_stats(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Time of one score, and the means of the further numbers that the reward returned."""
+        kept = [self._requests[ref.id].result for g in groups for ref in g.refs]
+        results = [r for r in kept if r is not None]
+        if not results:
+            return {}
+        latency = [r.latency_s for r in results]
+        out = {
+            "reward/latency_s/mean": sum(latency) / len(latency),
+            "reward/latency_s/max": max(latency),
+        }
+        for name in dict.fromkeys(name for r in results for name in r.details):
+            values = [r.details[name] for r in results if name in r.details]
+            out[f"reward/{name}"] = sum(values) / len(values)
+        return out
 
     def _group(self, state: GroupState) -> Group:
         requests = list(state.requests.values())

@@ -16,13 +16,19 @@ JOIN_S = 10.0
 
 
 class Rollout:
-    """Runs rounds. `make_controller` is called on rank 0, once per round."""
+    """Runs rounds. `make_controller` is called on rank 0, once per round; `on_progress` hears how
+    many responses are done and how many are wanted, in the controller's thread."""
 
     def __init__(
-        self, hub: Hub, agent: Agent, make_controller: Callable[[], Controller], timeout_s: float
+        self,
+        hub: Hub,
+        agent: Agent,
+        make_controller: Callable[[], Controller],
+        timeout_s: float,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
-        self._make_controller = make_controller
+        self._make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
 
     def run(self, work: Sequence[Work]) -> EndRound:
@@ -33,7 +39,14 @@ class Rollout:
         gone = threading.Event()
         thread = threading.Thread(
             target=_control,
-            args=(self._make_controller(), self._hub, work, self._round, gone),
+            args=(
+                self._make_controller(),
+                self._hub,
+                work,
+                self._round,
+                gone,
+                self._on_progress,
+            ),
             daemon=True,
         )
         thread.start()
@@ -64,12 +77,17 @@ class Rollout:
 
 
 def _control(
-    controller: Controller, hub: Hub, work: Sequence[Work], round_: int, gone: threading.Event
+    controller: Controller,
+    hub: Hub,
+    work: Sequence[Work],
+    round_: int,
+    gone: threading.Event,
+    on_progress: Callable[[int, int], None] | None,
 ) -> None:
     """The controller's thread, so that an abort never waits for a decode. An error here ends the
     round on every rank with its reason."""
     try:
-        _serve(controller, hub, work, round_, gone)
+        _serve(controller, hub, work, round_, gone, on_progress)
     except Exception as e:
         log.exception("the controller failed")
         for rank in range(hub.world_size):
@@ -79,7 +97,12 @@ def _control(
 
 
 def _serve(
-    controller: Controller, hub: Hub, work: Sequence[Work], round_: int, gone: threading.Event
+    controller: Controller,
+    hub: Hub,
+    work: Sequence[Work],
+    round_: int,
+    gone: threading.Event,
+    on_progress: Callable[[int, int], None] | None,
 ) -> None:
     """Until the round is over, or rank 0's own agent has gone: the others need not wait then."""
     commands = controller.start(work, time.monotonic())
@@ -96,6 +119,8 @@ def _serve(
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
                 commands += controller.handle(event, now)
+        if events and on_progress is not None:
+            on_progress(controller.num_done, controller.num_requests)
         commands += controller.tick(now)
     for rank in range(1, hub.world_size):
         hub.send(rank, "agent", Fail(rank=rank, reason="rank 0 has failed, see what it says"))

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import psutil
+
 from rlcore.utils import net
 
 Channel = Literal["controller", "agent", "samples"]
@@ -126,7 +128,7 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
     the master is there, else the one that the route to the master leaves from. ValueError where
     the master's name is the loopback on its own node, which no other node reaches."""
     if interface:
-        return interface
+        return _address_of(interface)
     if master in ("", "localhost") or master.startswith("127."):
         return "127.0.0.1"
     if master in (socket.gethostname(), socket.getfqdn()):
@@ -140,6 +142,18 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing
         return probe.getsockname()[0]
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine."""
+    found = psutil.net_if_addrs()
+    addresses = [a.address for a in found.get(interface, []) if a.family == socket.AF_INET]
+    if not addresses:
+        raise ValueError(
+            f"--cluster.interface {interface}: has no IPv4 address here; this node has "
+            + ", ".join(found)
+        )
+    return addresses[0]
 
 
 def gather_by_owner(

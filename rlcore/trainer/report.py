@@ -5,6 +5,7 @@ import os
 import resource
 
 import psutil
+import torch
 
 from rlcore.algos import advantage
 from rlcore.metrics import stats
@@ -111,6 +112,7 @@ def step(run: Run) -> None:
     if run.writer is None or run.screen is None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
+    metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # phases do not overlap
     metrics |= speeds(run, metrics)
     metrics["training/global_step"] = float(run.step)
     metrics["training/version"] = float(run.step)
@@ -128,14 +130,21 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     """Rates of the step."""
     seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
     samples *= run.cfg.rollout.samples_per_prompt
+    sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
         "perf/throughput": m["perf/total_num_tokens"] / seconds / run.world_size,
-        "perf/gen_tokens_per_s": m.pop("sched/response_tokens") / m["timing_s/gen"],
-        "perf/train_tokens_per_s": m.pop("sched/trained_tokens") / m["timing_s/update_actor"],
+        "perf/gen_tokens_per_s": sampled / m["timing_s/gen"],
+        "perf/train_tokens_per_s": trained / m["timing_s/update_actor"],
+        "timing_per_token_ms/gen": 1000 * m["timing_s/gen"] / sampled,
         "perf/cpu_memory_gb": memory_gb(),
     }
+    if trained:
+        out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
+    if torch.cuda.is_available():
+        out["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        out["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
     return out
 
 
