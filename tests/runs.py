@@ -157,6 +157,7 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
     """A row without what the clock and the machine had a say in."""
     loose = (
         "timing_s/",
+        "timing_per_token_ms/",
         "perf/",
         "sync/time_s",
         "sched/busy_s",
