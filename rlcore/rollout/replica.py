@@ -75,7 +75,7 @@ class Agent:
         self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
         heard = time.monotonic()
         while True:
-            busy = self._engine is not None and bool(self._live)
+            busy = bool(self._live or self._scorer.num_pending)  # then they are waited for below
             command = self._hub.receive("agent", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
                 heard = time.monotonic()
