@@ -136,7 +136,7 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
         if several_nodes and address.startswith("127."):
             raise ValueError(
                 f"--cluster.interface: the master's name {master} is {address} on this node, where "
-                "other nodes cannot reach it; give each node its address, or HEAD_ADDR an address"
+                "other nodes cannot reach it; name the interface, or give HEAD_ADDR an address"
             )
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -60,5 +60,10 @@ def test_a_head_whose_own_name_is_the_loopback_asks_for_an_address_that_others_r
     with pytest.raises(ValueError, match="--cluster.interface: .* is 127.0.1.1 on this node"):
         listening_host(own, several_nodes=True)
     assert listening_host(own) == "127.0.1.1"
-    assert listening_host(own, "10.0.0.7", several_nodes=True) == "10.0.0.7"
     assert listening_host("127.0.0.1", several_nodes=True) == "127.0.0.1"
+
+
+def test_an_interface_is_named_and_a_wrong_name_is_refused_with_those_that_there_are():
+    assert listening_host("head", "lo", several_nodes=True) == "127.0.0.1"
+    with pytest.raises(ValueError, match="--cluster.interface eth99: .* this node has .*lo"):
+        listening_host("head", "eth99")
