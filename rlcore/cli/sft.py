@@ -11,6 +11,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the command line should not pay for torch
+    from rlcore.cli.world import World
+    from rlcore.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,31 @@ def main(argv: Sequence[str]) -> int:
 def run(cfg: SFTConfig) -> int:
     """Train and save, on every rank of the world."""
     from rlcore.cli import assemble, world
+    from rlcore.cli.train import failed
+
+    start = cfg.out.with_name(cfg.out.name + ".start")
+    settings = settings_of(cfg, start)
+    here = world.join(settings.cluster.timeout_s)
+    try:
+        assemble.open_folder(settings, here)
+        accuracy = warm_start(cfg, settings, start, here)
+    except (ValueError, RuntimeError, OSError) as e:
+        return failed(settings, here, e, 1)
+    world.leave()  # past it nobody reads the start folder
+    if here.rank == 0:
+        shutil.rmtree(start)
+        if accuracy < cfg.target:
+            print(
+                f"--target {cfg.target}: not reached in --steps {cfg.steps}, the warm start ends "
+                f"at {accuracy:.3f}",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -> float:
+    """Make the model in `start`, train it, write it to `cfg.out`; returns the probe's accuracy."""
+    from rlcore.cli import assemble
     from rlcore.data import label_task
     from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.hf.weights import save_folder
@@ -60,51 +90,43 @@ def run(cfg: SFTConfig) -> int:
     from rlcore.utils import collective
     from rlcore.utils.log import log
 
-    start = cfg.out.with_name(cfg.out.name + ".start")
-    settings = settings_of(cfg, start)
-    here = world.join(settings.cluster.timeout_s)
-    assemble.open_folder(settings, here)
     if here.rank == 0:
         write_start(cfg, start)
     collective.barrier()
     built = assemble.assemble(settings, here)
-    tokenizer = load_tokenizer(start)
-    if here.rank == 0:
-        probe = [
-            label_task.to_prompt(label_task.make("probe", cfg.seed, i), i, tokenizer.encode)
-            for i in range(cfg.probe_prompts)
-        ]
-        built.eval_sets = [("probe", probe)]
+    try:
+        tokenizer = load_tokenizer(start)
+        if here.rank == 0:
+            probe = [
+                label_task.to_prompt(label_task.make("probe", cfg.seed, i), i, tokenizer.encode)
+                for i in range(cfg.probe_prompts)
+            ]
+            built.eval_sets = [("probe", probe)]
 
-    def demonstrations(index: int) -> tuple[list[int], list[int]]:
-        row = label_task.make("train", cfg.seed, index)
-        response = tokenizer.encode(row.demonstration)
-        return tokenizer.encode(row.prompt), [*response, tokenizer.eos_ids[0]]
+        def demonstrations(index: int) -> tuple[list[int], list[int]]:
+            row = label_task.make("train", cfg.seed, index)
+            response = tokenizer.encode(row.demonstration)
+            return tokenizer.encode(row.prompt), [*response, tokenizer.eos_ids[0]]
 
-    accuracy = sft_loop.train(
-        built,
-        demonstrations,
-        rows_per_step=cfg.rows_per_step,
-        probe_every=cfg.probe_every,
-        probe_from=cfg.probe_from,
-        target=cfg.target,
-    )
-    hf = assemble.model_config(settings)
-    save_folder(built.learner.export(), hf, start, None if here.rank else cfg.out)
-    if here.rank == 0:
-        facts = {"probe_accuracy": accuracy, "steps": built.step, "seed": cfg.seed}
-        (cfg.out / "warm_start.json").write_text(json.dumps(facts) + "\n")
-        log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
-    built.close()
-    world.leave()  # past it nobody reads the start folder
-    if here.rank == 0:
-        shutil.rmtree(start)
-    if accuracy < cfg.target:
-        print(f"warm start ended at {accuracy:.3f}, below --target {cfg.target}", file=sys.stderr)
-    return 0
+        accuracy = sft_loop.train(
+            built,
+            demonstrations,
+            rows_per_step=cfg.rows_per_step,
+            probe_every=cfg.probe_every,
+            probe_from=cfg.probe_from,
+            target=cfg.target,
+        )
+        save_folder(built.learner.export(), built.hf, start, None if here.rank else cfg.out)
+        if here.rank == 0:
+            facts = {"probe_accuracy": accuracy, "steps": built.step, "seed": cfg.seed}
+            (cfg.out / "warm_start.json").write_text(json.dumps(facts) + "\n")
+            log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
+    finally:
+        built.close()
+    return accuracy
 
 
-def settings_of(cfg: SFTConfig, start: Path):
+def settings_of(cfg: SFTConfig, start: Path) -> "Config":
     """The run's configuration: the folder beside the model keeps its metrics."""
     from rlcore.cli.settings import parse
     from rlcore.config.schema import (
