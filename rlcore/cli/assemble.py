@@ -1,6 +1,8 @@
 """Builds everything that one rank of a run holds, from the configuration."""
 
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from rlcore.sync.colocated import ColocatedChannel
 from rlcore.trainer import resume
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
+from rlcore.utils.deadline import Watchdog
 from rlcore.utils.log import announce
 from rlcore.utils.spans import Spans
 
@@ -116,7 +119,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         channel=ColocatedChannel(shared_memory=isinstance(engine, ChildEngine)),
         rollout=rollout,
         sampling=sampling,
-        spans=Spans(listener=screen.phase if screen else None),
+        spans=Spans(listener=watch(cfg, world, screen, on_close)),
         screen=screen,
         **data,
     )
@@ -132,6 +135,37 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         )
         on_close(run.writer.close)
     return run
+
+
+def watch(
+    cfg: Config,
+    world: World,
+    screen: Screen | None,
+    on_close: Callable[[Callable[[], None]], object],
+) -> Callable[[str], None]:
+    """Listener of the phases: the screen shows them, and a watchdog says where this rank stands
+    still. Under gloo it then ends the rank, since Megatron's gradient reduction waits there without
+    a deadline; NCCL ends its waits itself. Rounds of sampling have a verdict of their own."""
+    ends = world.size > 1 and world.device.type == "cpu"
+
+    def end(verdict: str) -> None:
+        logging.shutdown()
+        os._exit(1)
+
+    dog = Watchdog(
+        cfg.cluster.timeout_s,
+        run_folder(cfg) / "logs" / f"stacks{world.rank}.txt",
+        describe=lambda: f"the {world.size - 1} other ranks, seen from rank {world.rank}",
+        on_overrun=end if ends else None,
+    )
+    on_close(dog.close)
+
+    def listen(phase: str) -> None:
+        dog.beat("" if phase in ("gen", "eval") else phase)
+        if screen is not None:
+            screen.phase(phase)
+
+    return listen
 
 
 def model_config(cfg: Config) -> HFConfig:

@@ -9,6 +9,7 @@ msgpack (`utils/net.py`).
 import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -59,8 +60,6 @@ class ZmqHub:
 
     def __init__(self, rank: int, world_size: int, store: Any, host: str) -> None:
         """`store` has set(key, str) and get(key), which waits, as torch's stores do."""
-        import threading
-
         import zmq
 
         self.rank, self.world_size = rank, world_size
@@ -100,10 +99,13 @@ class ZmqHub:
             push.close(linger=_RELEASE_MS)
 
     def close(self) -> None:
-        """Close every socket; unsent messages are dropped after a second."""
+        """Close every socket; unsent messages are dropped after a second. What `release` left for a
+        rank that does not read any more is not waited for."""
         for s in [*self._pull.values(), *self._push]:
             s.close(linger=1000)
-        self._context.term()
+        end = threading.Thread(target=self._context.term, daemon=True)
+        end.start()
+        end.join(timeout=2.0)
 
     def _socket(self, rank: int, channel: str) -> Any:
         mine = self._local.__dict__.setdefault("push", {})

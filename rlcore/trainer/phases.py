@@ -48,6 +48,7 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
             out.append(batch)
         else:
             out.append(batch.with_(logp_old=run.learner.logprobs(batch, "actor")))
+            run.spans.alive()
     return out
 
 

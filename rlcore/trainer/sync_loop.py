@@ -90,6 +90,7 @@ def update(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
                 run.learner.accumulate(batch, objective)
                 metrics = run.learner.apply(phases.normaliser(run, todo, u))  # C
                 report.add_update(run, metrics)
+                spans.alive()
     run.pending |= objective.mismatch(collective.reduce_floats)
 
 

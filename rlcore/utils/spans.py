@@ -48,6 +48,10 @@ class Spans:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
+    def alive(self) -> None:
+        """Tell the listener the open phase again: something in it has been done."""
+        self._tell()
+
     def _tell(self) -> None:
         if self._listener is not None:
             self._listener(self.current)

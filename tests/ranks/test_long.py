@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import threading
 import time
@@ -150,3 +151,26 @@ def test_the_tiny_recipe_learns(tmp_path):
     subprocess.run(command, cwd=root, check=True, env=os.environ | {"CI": "1"}, timeout=800)
     summary = json.loads((tmp_path / "grpo_tiny" / "summary.json").read_text())
     assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(4))
+def test_a_rank_that_stands_still_ends_the_run_with_a_verdict(tmp_path, number):
+    """Rank 1 is stopped at some moment: in a round the controller names it, in a collective the
+    watchdog names the phase."""
+    model = runs.tiny_model(tmp_path / "model")
+    argv = runs.arguments(model, tmp_path, "stuck", "--run.steps", 5000)
+    argv += ["--cluster.timeout_s", "8", "--rollout.deadline_s", "8"]
+    gang = runs.Running(2, [{"name": "stuck", "argv": argv}], tmp_path / "gang")
+    metrics = tmp_path / "stuck" / "metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 10 + number:
+        assert gang.processes[0].poll() is None
+        time.sleep(0.05)
+    gang.processes[1].send_signal(signal.SIGSTOP)
+    try:
+        gang.processes[0].wait(60)
+    finally:
+        gang.processes[1].kill()
+        gang.processes[0].kill()
+    said = (gang.folder / "stuck.0.txt").read_text()
+    assert "rank 1: nothing heard" in said or "has stood still" in said, said[-1500:]
