@@ -134,6 +134,8 @@ def load(run: Run, path: Path) -> None:
     if run.rank == 0:
         set_later_aside(run)
         log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)
+        if run.step >= run.cfg.run.steps:
+            log.info("nothing is left to do: --run.resume fresh starts anew, --run.steps goes on")
 
 
 def set_later_aside(run: Run) -> None:
