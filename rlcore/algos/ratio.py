@@ -34,7 +34,7 @@ def mismatch_sums(
     return {
         "count": float(diff.numel()),
         "k1": float(-raw.sum()),
-        "k3": float((raw.exp() - 1 - raw).sum()),
+        "k3": float((raw.expm1() - raw).sum()),
         "diff": float(diff.sum()),
         "max_diff": float(diff.max()) if some else 0.0,
         "w": float(w.sum()),

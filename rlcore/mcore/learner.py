@@ -28,7 +28,8 @@ from torch import Tensor
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.mcore import bridge, checkpoint, compat, parallel, rope
+from rlcore.hf.rope import inverse_frequencies
+from rlcore.mcore import bridge, checkpoint, compat, parallel
 from rlcore.mcore.build import build, check, dtype_of
 from rlcore.mcore.layout import replicas
 from rlcore.mcore.logprob import log_probs
@@ -99,9 +100,7 @@ class MegatronLearner:
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
-            inverse_frequencies=rope.inverse_frequencies(
-                hf.head_dim, hf.rope_theta, hf.rope_scaling
-            ),
+            inverse_frequencies=inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling),
             dtype=dtype_of(model),
             device=self.device,
             budget=train.tokens_per_micro_batch,

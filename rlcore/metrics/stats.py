@@ -22,12 +22,6 @@ def summary(prefix: str, values: ArrayLike) -> dict[str, float]:
     }
 
 
-def percentile(values: ArrayLike, q: float) -> float:
-    """The value below which q percent of the values lie, linear between two; NaN for none."""
-    x = _flat(values)
-    return float(np.percentile(x, q)) if x.size else math.nan
-
-
 def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None) -> float:
     """Standard error of the mean. `clusters` names what each value belongs to, for values that are
     not independent: samples of one prompt. NaN for fewer than two values or clusters."""
@@ -89,26 +83,6 @@ def evaluation(
             out[f"{core}/pass@{j}"] = float(np.mean([pass_at_k(k, c, j) for c in num_right]))
         out[f"{core}/best@{k}"] = float(np.mean([best_at_k(s, k) for s in scores.values()]))
     return out
-
-
-def k1(logp: ArrayLike, logp_other: ArrayLike) -> np.ndarray:
-    """Per token log p - log q, samples from p: unbiased for KL(p || q), of either sign."""
-    return _flat(logp) - _flat(logp_other)
-
-
-def k3(logp: ArrayLike, logp_other: ArrayLike) -> np.ndarray:
-    """Per token r - 1 - log r with r = q / p, samples from p: unbiased for KL(p || q), never
-    negative (joschu.net/blog/kl-approx.html)."""
-    log_ratio = -k1(logp, logp_other)
-    return np.expm1(log_ratio) - log_ratio
-
-
-def effective_sample_size(weights: ArrayLike) -> float:
-    """(sum w)^2 / (n sum w^2): the share of n samples that weighted averages are worth, in (0, 1];
-    NaN for none."""
-    w = _flat(weights)
-    squares = float((w * w).sum())
-    return float(w.sum()) ** 2 / (w.size * squares) if squares > 0 else math.nan
 
 
 def _powers(k: int) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import logprob, rope
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.logprob import log_probs
@@ -38,7 +39,7 @@ def compare(function: Callable[..., Tensor], *tensors: Tensor, limit: float = 1e
 def test_norm_activation_and_rotation() -> None:
     compare(lambda x, w: rms_norm(x, w, 1e-6), randn(40, 3, 64), randn(64, seed=1))
     compare(SwiGLU(), randn(40, 128))
-    table = rope.tables(rope.inverse_frequencies(64, 1e4), torch.arange(40), torch.float32)
+    table = rope.tables(inverse_frequencies(64, 1e4), torch.arange(40), torch.float32)
     compare(lambda x: rope.rotate(x, *[t.to(x.device) for t in table]), randn(40, 3, 64))
 
 

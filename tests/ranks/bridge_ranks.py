@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
+from rlcore.hf.rope import inverse_frequencies
 from rlcore.hf.weights import read_folder, save_folder
 
 DENSE = {
@@ -97,7 +98,7 @@ def forward(model: torch.nn.Module, hf: HFConfig, file: Path) -> torch.Tensor:
     lengths = [len(row) for row in rows]
     plan = attention.plan(lengths)
     _, positions = attention.local_positions(lengths, 1, 0)
-    inverse = rope.inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling)
+    inverse = inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling)
     cos, sin = rope.tables(inverse, positions, torch.float32)
     packed = attention.Packed(qkv_format="thd", plan=plan, cos=cos, sin=sin)
     tokens = torch.tensor([sum(rows, [])])

@@ -69,6 +69,12 @@ def test_kl_estimators(kind, value):
     assert got.item() == pytest.approx(value)
 
 
+def test_k3_keeps_its_digits_for_nearly_equal_log_probs():
+    """exp(d) - 1 - d is d^2 / 2 for a small d; in float32 the plain form gives 0 or noise."""
+    got = kl.estimate("k3", torch.tensor([-1.0]), torch.tensor([-1.0 + 2.0**-12]))
+    assert got.item() == pytest.approx(2.0**-25, rel=1e-2)
+
+
 def test_group_advantages_have_mean_zero_and_the_groups_spread_as_unit():
     got = advantage.grpo([1.0, 0.0, 0.0, 0.0])
     std = math.sqrt(3 * 0.25**2 / 3 + 0.75**2 / 3)

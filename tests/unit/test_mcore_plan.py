@@ -8,7 +8,8 @@ import torch
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.mcore import build, microbatch, rope
+from rlcore.hf.rope import inverse_frequencies
+from rlcore.mcore import build, microbatch
 from rlcore.mcore.layout import check_model, layout_of, replicas
 from rlcore.mcore.schedule import learning_rate
 from rlcore.tensors import Batch, cumulative
@@ -138,7 +139,7 @@ def cutter(train: TrainConfig, rank: int = 0, budget: int = 64) -> microbatch.Cu
     return microbatch.Cutter(
         layout_of(train, train.tp * train.cp, rank),
         sequence_parallel=train.tp > 1,
-        inverse_frequencies=rope.inverse_frequencies(8, 1e4),
+        inverse_frequencies=inverse_frequencies(8, 1e4),
         dtype=torch.float32,
         device=torch.device("cpu"),
         budget=budget,

@@ -86,27 +86,3 @@ def test_evaluation_refuses_prompts_with_different_numbers_of_samples():
         stats.evaluation("x", {0: [1.0], 1: [1.0, 0.0]})
     with pytest.raises(ValueError, match=r"samples per prompt \[\]"):
         stats.evaluation("x", {})
-
-
-def test_k1_and_k3_estimate_the_same_divergence_and_k3_is_never_negative():
-    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
-    true = float((p * np.log(p / q)).sum())
-    assert float((p * stats.k1(np.log(p), np.log(q))).sum()) == pytest.approx(true)
-    assert float((p * stats.k3(np.log(p), np.log(q))).sum()) == pytest.approx(true)
-    assert (stats.k3(np.log(p), np.log(q)) >= 0).all()
-
-
-def test_k3_keeps_its_digits_for_nearly_equal_log_probs():
-    # r - 1 - log r is d^2/2 for a small d; naively it would be rounding noise
-    assert stats.k3([-1.0], [-1.0 + 1e-6])[0] == pytest.approx(5e-13, rel=1e-3)
-
-
-def test_effective_sample_size_is_one_for_equal_weights_and_falls_to_one_sample():
-    assert stats.effective_sample_size([2.0, 2.0, 2.0]) == pytest.approx(1.0)
-    assert stats.effective_sample_size([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
-    assert math.isnan(stats.effective_sample_size([]))
-
-
-def test_percentile_lies_between_neighbours():
-    assert stats.percentile([1, 2, 3, 4], 50) == 2.5
-    assert math.isnan(stats.percentile([], 50))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import EMBED, HEAD, NORM, expected, layer_prefix
+from rlcore.hf.rope import inverse_frequencies
 from rlcore.rollout.torch_engine.cache import Cache
 
 Span = tuple[int, int, int]
@@ -81,7 +82,10 @@ class Model:
         self.views: dict[str, Tensor] = {}
         self._weights: _Weights | None = None
         # RoPE angles in float32, as transformers and Megatron compute them, whatever the dtype.
-        angles = torch.outer(torch.arange(max_tokens).float(), inverse_frequencies(hf))
+        angles = torch.outer(
+            torch.arange(max_tokens).float(),
+            inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling),
+        )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         cos_sin = torch.stack((angles.cos(), angles.sin()), -1).to(device, wide)
         self._rope = torch.view_as_complex(cos_sin)  # [max_tokens, D/2]
@@ -340,19 +344,3 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
             out[start:end] = x[start:end] @ weights[index].T
         start = end
     return out
-
-
-def inverse_frequencies(hf: HFConfig) -> Tensor:
-    """[D/2] float32 angles per position, with Llama 3's scaling where the model has it."""
-    inverse = 1.0 / hf.rope_theta ** (torch.arange(0, hf.head_dim, 2).float() / hf.head_dim)
-    scaling = hf.rope_scaling
-    if scaling is None:
-        return inverse
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    old = scaling["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / inverse
-    scaled = torch.where(wavelength > old / low, inverse / scaling["factor"], inverse)
-    smooth = (old / wavelength - low) / (high - low)
-    between = (1 - smooth) * scaled / scaling["factor"] + smooth * scaled
-    medium = ~(wavelength < old / high) & ~(wavelength > old / low)
-    return torch.where(medium, between, scaled)
