@@ -88,6 +88,10 @@ class Learner(Protocol):
         """Add the gradient of sum(per_token * mask * weight) of this batch. Local to one model
         replica: no data-parallel communication."""
 
+    def kept(self) -> tuple[int, int]:
+        """Tokens and sequences that the loss left in its mask since the last `apply`, over all
+        ranks."""
+
     def apply(self, normaliser: float) -> dict[str, float]:
         """Reduce the accumulated gradients once over the data-parallel ranks, divide by
         `normaliser` (the global count), clip, step, zero. Returns `grad_norm`, `lr` and the global

@@ -24,11 +24,14 @@ class Batch:
     mask: Tensor  # [T] bool: tokens that are trained (the response)
     logp_sampler: Tensor | None = None  # [T] float32: of the distribution that was sampled
     versions: Tensor | None = None  # [T] int32: policy version of each token, -1 on the prompt
+    score: Tensor | None = None  # [T] float32: the sequence's reward, as the reward gave it
     advantage: Tensor | None = None  # [T] float32
     logp_old: Tensor | None = None  # [T] float32: learner, before the first update of this step
     logp_ref: Tensor | None = None  # [T] float32: reference model
+    value_old: Tensor | None = None  # [T] float32: critic, before the first update of this step
+    returns: Tensor | None = None  # [T] float32: what the critic learns to tell
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
-    weight: Tensor | None = None  # [T] float32: aggregation weight, see algos/reduce.py
+    weight: Tensor | None = None  # [T] float32: multiplies the loss of every token
     ids: tuple[str, ...] = ()  # [B] request ids
 
     @property
@@ -87,12 +90,15 @@ class LossInputs:
     """Entropy of the learner's distribution at that token, same temperature."""
     mask: Tensor
     """bool: tokens that are trained."""
+    score: Tensor
+    """The sequence's reward as the reward function gave it, before shaping and baseline."""
     advantage: Tensor
     logp_old: Tensor
     """Learner before the first update of this step; `logp.detach()` where nobody recomputed it."""
     logp_sampler: Tensor
     correction: Tensor
-    """Rollout-correction weight (TIS), detached; 1 where it is off."""
+    """Rollout-correction weight (TIS), detached; 1 where it is off. A policy loss multiplies by
+    it."""
     logp_ref: Tensor | None
     sequence: Tensor
     """int64: which sequence of the micro-batch a token belongs to."""
@@ -102,12 +108,32 @@ class LossInputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValueInputs:
+    """What a value loss sees of one micro-batch. All [T], float32 unless said; only `value` carries
+    gradients."""
+
+    value: Tensor
+    """The critic's estimate of the return before the token is drawn."""
+    value_old: Tensor
+    """The same before the first update of this step."""
+    returns: Tensor
+    mask: Tensor
+    """bool: tokens that are trained."""
+    sequence: Tensor
+    """int64: which sequence of the micro-batch a token belongs to."""
+    num_sequences: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """Loss and metrics per token. The learner multiplies by mask and aggregation weight, sums, and
-    divides by the global normaliser in `apply`; metrics are averaged over all trained tokens."""
+    """Loss and metrics per token. The learner masks the loss, sums, and divides by the global
+    normaliser in `apply`; metrics are averaged over the tokens of the mask of all ranks."""
 
     per_token: Tensor  # [T]
     metrics: dict[str, Tensor]  # name -> [T], detached
+    mask: Tensor | None = None
+    """[T] bool: the tokens that are left where the loss rejects some; None keeps all."""
 
 
 Loss = Callable[[LossInputs], LossOutput]
+ValueLoss = Callable[[ValueInputs], LossOutput]

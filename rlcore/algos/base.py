@@ -1,15 +1,62 @@
-"""The settings that every algorithm has. The shapes it works on are in `rlcore/tensors.py`."""
+"""The settings that every algorithm has. The shapes it works on are in `rlcore/tensors.py`.
+
+`trainer/objective.py` puts a loss together from them:
+
+    correction (sampler against learner), rejection      correction.py
+    per-token policy loss                                the algorithm's own file
+    + kl_coef KL(p || p_ref) - entropy_coef H            kl.py
+    aggregation by global counts                         reduce.py
+"""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+Estimator = Literal[
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "gae",
+]
+Rejection = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+KL = Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
-    adv_estimator: Literal["grpo"] = "grpo"
-    """How a group's rewards become advantages."""
+    has_ratio: ClassVar[bool] = True
+    """The loss weighs tokens by p / p_old itself. With bypass_mode that ratio is the correction
+    already; a loss without one gets the weight p / p_sampler instead."""
+    drops_tokens: ClassVar[bool] = False
+    """The loss takes tokens out of the denominators (`LossOutput.mask`)."""
+
+    adv_estimator: Estimator = "grpo"
+    """How rewards become advantages: advantage.py and returns.py."""
     norm_adv_by_std: bool = True
-    """Divide a group's advantages by its standard deviation; off is Dr. GRPO."""
+    """Divide a group's advantages by its standard deviation (grpo, grpo_passk); off is Dr. GRPO."""
+    whiten_advantages: bool = False
+    """Shift and scale the advantages of a step to mean 0 and variance 1 over all trained tokens.
+    reinforce_plus_plus, reinforce_plus_plus_baseline and gae always do."""
+    gamma: float = 1.0
+    """Discount of reinforce_plus_plus and gae."""
+    lam: float = 1.0
+    """Lambda of gae."""
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -17,13 +64,69 @@ class AlgoConfig:
     equal_reward_groups: Literal["keep", "drop"] = "keep"
     """A group whose rewards are all equal has no advantage. `keep` trains its rows as the other
     frameworks do, `drop` takes them out of the batch and its denominators."""
-    rollout_is: Literal["none", "token"] = "token"
-    """Truncated importance sampling between sampler and learner."""
+    truncated_responses: Literal["keep", "drop"] = "keep"
+    """`drop` takes responses cut at rollout.max_tokens out of the batch and its denominators; they
+    still count in their group's baseline (DAPO's overlong filtering)."""
+    overlong_share: float = 0.0
+    """The last part of rollout.max_tokens, as a share, in which a longer response costs reward,
+    linearly up to overlong_penalty (DAPO's soft overlong punishment). 0: off."""
+    overlong_penalty: float = 1.0
+    """Reward that a response of rollout.max_tokens loses."""
+
+    rollout_is: Literal["none", "token", "sequence"] = "token"
+    """Importance weight min(p_old / p_sampler, cap) on the policy loss, of each token or of the
+    whole sequence (the product)."""
     rollout_is_threshold: float = 2.0
-    """Cap of the importance weight; inf does not truncate."""
+    """Cap of the weight; inf does not truncate."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the step."""
+    rollout_rs: tuple[Rejection, ...] = ()
+    """Leave out tokens or whole responses where sampler and learner differ too much, and out of the
+    denominators too. verl's names: <tokens>_<estimator>; all that are given must pass."""
+    rollout_rs_threshold: tuple[str, ...] = ()
+    """One for each of rollout_rs. For k1 bounds of p_sampler / p_old as lower_upper, such as
+    0.5_2.0, or the upper one alone, whose inverse is the lower; an upper bound for k2 and k3.
+    Empty: 0.5_2.0 for k1, 0.999_1.001 for seq_mean_k1, 0.01 for seq_mean_k3."""
+    bypass_mode: bool = False
+    """Take the sampler's log-probs for the old ones. Nothing is recomputed, and the ratio of the
+    loss corrects sampler and staleness at once (PPO-IS); rollout_is then only works on losses
+    without a ratio."""
+
     kl_coef: float = 0.0
     """Weight of the KL to the reference model in the loss; above 0 keeps the start weights."""
-    kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL. In the loss, k1 has a gradient of zero in expectation: take k2 or k3."""
+    kl_type: KL = "k3"
+    """Estimator of the KL in the loss. k1 has a gradient of zero in expectation and k3 one of the
+    reverse KL: k1+ and k3+ have their values and k2's gradient."""
+    kl_reward_coef: float = 0.0
+    """Weight of the KL to the reference model taken off the reward, token by token."""
+    kl_reward_type: KL = "k1"
+    """Estimator of the KL in the reward."""
+    kl_target: float = 0.0
+    """Above 0, both weights are scaled to hold the KL at this value (adaptive controller)."""
+    kl_horizon: int = 10000
+    """Samples over which the adaptive controller answers."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """The start weights are kept and asked for log-probs."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    def problems(self) -> list[str]:
+        """What cannot work, one sentence each: key, value, what is allowed. An algorithm extends
+        it for keys of its own."""
+        out = [
+            f"--algo.{name} {value}: must be 0 or more"
+            for name, value in vars(self).items()
+            if name.startswith(("clip_", "kl_coef", "kl_reward_coef", "kl_target", "overlong_"))
+            and isinstance(value, (int, float))
+            and not value >= 0
+        ]
+        for name in ("gamma", "lam", "overlong_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                out.append(f"--algo.{name} {getattr(self, name)}: must be between 0 and 1")
+        for name in ("rollout_is_threshold", "kl_horizon"):
+            if not getattr(self, name) > 0:
+                out.append(f"--algo.{name} {getattr(self, name)}: must be above 0")
+        return out

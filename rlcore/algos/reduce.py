@@ -8,28 +8,30 @@
     seq-mean-token-mean       1 / |o_i|            sequences of the update, all ranks
     seq-mean-token-sum-norm   1 / max_tokens       sequences of the update, all ranks
 
-N is handed to `Learner.apply`; nothing here averages over what one rank happens to hold.
-"""
+A token or sequence that is rejected is in none of them. N is handed to `Learner.apply`; nothing
+here averages over what one rank happens to hold.
 
-from collections.abc import Sequence
+Differs from verl: seq-mean-token-sum-norm divides by the sequences too, as Dr. GRPO writes it; verl
+leaves that to the learning rate.
+"""
 
 import torch
 from torch import Tensor
 
-from rlcore.tensors import Batch
+from rlcore.algos import sequence as sequences
 
 
-def weights(mode: str, batch: Batch, max_tokens: int) -> Tensor:
-    """[T] aggregation weights; |o_i| counts the trained tokens of a sequence."""
-    if mode in ("token-mean", "seq-mean-token-sum"):
-        return torch.ones(batch.num_tokens)
-    if mode == "seq-mean-token-sum-norm":
-        return torch.full((batch.num_tokens,), 1.0 / max_tokens)
-    index = batch.sequence_index
-    count = torch.zeros(batch.num_sequences).index_add_(0, index, batch.mask.float())
-    return 1.0 / count.clamp(min=1)[index]
+def weights(
+    mode: str, mask: Tensor, sequence: Tensor, num_sequences: int, max_tokens: int
+) -> Tensor:
+    """[T] float32; |o_i| counts the tokens of a sequence in `mask` [T]."""
+    if mode == "seq-mean-token-mean":
+        count = sequences.count(mask, sequence, num_sequences)
+        return 1.0 / count.clamp(min=1)[sequence]
+    scale = 1.0 / max_tokens if mode == "seq-mean-token-sum-norm" else 1.0
+    return torch.full(mask.shape, scale, device=mask.device)
 
 
-def count(mode: str, lengths: Sequence[int]) -> float:
-    """N of an update whose sequences have these numbers of trained tokens, over all ranks."""
-    return float(sum(lengths)) if mode == "token-mean" else float(len(lengths))
+def normaliser(mode: str, num_tokens: float, num_sequences: float) -> float:
+    """N of an update that trains this many tokens and sequences over all ranks."""
+    return float(num_tokens if mode == "token-mean" else num_sequences)

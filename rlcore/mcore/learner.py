@@ -26,6 +26,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from rlcore.algos import sequence
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
@@ -106,6 +107,7 @@ class MegatronLearner:
             budget=train.tokens_per_micro_batch,
         )
         self._sums: dict[str, Tensor] = {}
+        self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._accumulated = False
         self._parked: Parked | None = None
         announce(
@@ -180,6 +182,15 @@ class MegatronLearner:
         self._run(self._cut(batch), partial(self._loss, loss), forward_only=False)
         self._accumulated = True
 
+    def kept(self) -> tuple[int, int]:
+        """Tokens and sequences that the loss left in its mask since the last `apply`, over all
+        ranks. Collective."""
+        counts = self._kept.clone()
+        if self.layout.world_size > 1:
+            dist.all_reduce(counts)
+        tokens, sequences = counts.tolist()
+        return tokens, sequences
+
     def apply(self, normaliser: float) -> dict[str, float]:
         """One optimizer step on the gradient sums divided by `normaliser`, counted over all ranks.
 
@@ -206,6 +217,7 @@ class MegatronLearner:
         else:
             log.warning("update %d is left out: its gradient norm is %s", self.updates, norm)
         self._accumulated = False
+        self._kept.zero_()
         return self._metrics(normaliser) | {
             "actor/grad_norm": norm,
             "actor/lr": rate,
@@ -320,13 +332,19 @@ class MegatronLearner:
         inputs = _inputs(micro, logp, entropy)
         out = loss(inputs)
         terms = out.per_token if micro.batch.weight is None else out.per_token * micro.batch.weight
-        total = torch.where(inputs.mask, terms, 0.0).sum()
+        kept = inputs.mask if out.mask is None else inputs.mask & out.mask
+        total = torch.where(kept, terms, 0.0).sum()
         # Tensor- and context-parallel ranks have the same tokens: one of them counts.
-        counted = (
-            inputs.mask if self.layout.tp_rank == self.layout.cp_rank == 0 else inputs.mask & False
-        )
-        self._add("loss", torch.where(counted, terms, 0.0).sum())
+        own = self.layout.tp_rank == self.layout.cp_rank == 0
+        counted = inputs.mask if own else inputs.mask & False
+        self._add("loss", torch.where(kept & counted, terms, 0.0).sum())
         self._add("count", counted.sum())
+        self._kept += torch.stack(
+            [
+                (kept & counted).sum(),
+                sequence.count(kept & counted, inputs.sequence, inputs.num_sequences).gt(0).sum(),
+            ]
+        )
         for name, values in ({"actor/entropy": entropy} | out.metrics).items():
             self._add(name, torch.where(counted, values, 0.0).sum())
         # The model's outputs must reach the loss, or backward of a dummy has no graph to follow.
@@ -440,6 +458,7 @@ def _inputs(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
         logp=logp,
         entropy=entropy,
         mask=batch.mask & micro.predicted,
+        score=torch.zeros_like(own) if batch.score is None else batch.score,
         advantage=torch.zeros_like(own) if batch.advantage is None else batch.advantage,
         logp_old=own if batch.logp_old is None else batch.logp_old,
         logp_sampler=own if batch.logp_sampler is None else batch.logp_sampler,
@@ -458,6 +477,7 @@ def _no_inputs(device: torch.device, reference: bool) -> LossInputs:
         logp=zero,
         entropy=zero,
         mask=torch.zeros(1, dtype=torch.bool, device=device),
+        score=zero,
         advantage=zero,
         logp_old=zero,
         logp_sampler=zero,

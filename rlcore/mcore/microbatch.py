@@ -6,7 +6,7 @@ fills the tokens up to a multiple of tp with a dummy sequence.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -166,9 +166,9 @@ class Cutter:
 
 
 def _fields(batch: Batch) -> dict[str, Tensor]:
-    names = "tokens mask logp_sampler versions advantage logp_old logp_ref correction weight"
-    values = {name: getattr(batch, name) for name in names.split()}
-    return {name: value for name, value in values.items() if value is not None}
+    """The per-token tensors that the batch has."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _slice(batch: Batch, start: int, stop: int, lengths: Sequence[int], row: int) -> Batch:

@@ -1,10 +1,13 @@
-"""The loss that the learner is given: rollout correction, then the algorithm of the recipe."""
+"""The loss that the learner is given: rollout correction and rejection, the algorithm of the recipe,
+KL to the reference, entropy, aggregation."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
-from rlcore.algos import ratio
+import torch
+
+from rlcore.algos import correction, kl, mismatch, reduce
 from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
 
@@ -13,37 +16,82 @@ class Objective:
     """A `Loss`. Where nobody recomputed old log-probs they are the learner's own of this very pass
     (the first update of a rollout), so the correction is made here and not before."""
 
-    def __init__(self, algo: ModuleType, cfg: AlgoConfig) -> None:
+    def __init__(
+        self,
+        algo: ModuleType,
+        cfg: AlgoConfig,
+        *,
+        max_tokens: int,
+        version: int = 0,
+        correction_mean: float = 1.0,
+        kl_scale: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            max_tokens: longest response, the divisor of seq-mean-token-sum-norm.
+            version: of the weights that this step trains; staleness counts from it.
+            correction_mean: what the weights are divided by, see rollout_is_batch_normalize.
+            kl_scale: factor of the KL's coefficient, from the adaptive controller.
+        """
         self._algo, self._cfg = algo, cfg
+        self._max_tokens, self._version = max_tokens, version
+        self._mean, self._kl_scale = correction_mean, kl_scale
         self.needs_entropy_grad = cfg.entropy_coef != 0
         self.watch_mismatch = True
-        self._sums: list[dict[str, float]] = []
+        self._sums: list[mismatch.Sums] = []
+
+    @property
+    def rejects(self) -> bool:
+        """Tokens may leave the batch and its denominators: ask the learner what it `kept`."""
+        return bool(self._cfg.rollout_rs) or self._cfg.drops_tokens
 
     def __call__(self, x: LossInputs) -> LossOutput:
-        cap = self._cfg.rollout_is_threshold
-        if self._cfg.rollout_is == "token":
-            x = replace(x, correction=ratio.token_tis(x.logp_old, x.logp_sampler, cap))
+        cfg, trained = self._cfg, x.mask
+        x, keep, log_w = self._corrected(x)
         if self.watch_mismatch:
-            weight = x.correction
-            self._sums.append(ratio.mismatch_sums(x.logp_old, x.logp_sampler, weight, x.mask, cap))
-        return self._algo.loss(x, self._cfg)
+            self._sums.append(mismatch.sums(x, log_w, trained, cfg, self._version))
+        out = self._algo.loss(x, cfg)
+        if out.mask is not None:
+            keep = keep & out.mask
+        policy = out.per_token
+        total = policy
+        metrics = {
+            "actor/pg_loss": policy.detach(),
+            "actor/ppo_kl": (x.logp_old - x.logp).detach(),
+            "actor/entropy": x.entropy.detach(),
+        } | out.metrics
+        if cfg.entropy_coef:
+            total = total - cfg.entropy_coef * x.entropy
+        if cfg.kl_coef:
+            assert x.logp_ref is not None
+            divergence = kl.estimate(cfg.kl_type, x.logp, x.logp_ref)
+            total = total + cfg.kl_coef * self._kl_scale * divergence
+            metrics["actor/kl_loss"] = divergence.detach()
+        weight = reduce.weights(
+            cfg.loss_agg_mode, keep & trained, x.sequence, x.num_sequences, self._max_tokens
+        )
+        return LossOutput(per_token=total * weight.to(total.dtype), metrics=metrics, mask=keep)
+
+    def _corrected(self, x: LossInputs) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
+        """The inputs with weights and the mask that rejection leaves, that mask, and log w [T]."""
+        cfg = self._cfg
+        learner = x.logp_old
+        if cfg.bypass_mode:
+            learner = x.logp.detach()
+            x = replace(x, logp_old=x.logp_sampler)
+        log_w = (learner - x.logp_sampler).detach()
+        where = (x.mask, x.sequence, x.num_sequences)
+        keep = correction.keep(cfg, log_w, *where)
+        if cfg.rollout_is != "none" and not (cfg.bypass_mode and cfg.has_ratio):
+            weights = correction.weights(cfg, log_w, *where) / self._mean
+            x = replace(x, correction=weights)
+        return replace(x, mask=x.mask & keep), keep, log_w
 
     def mismatch(self, reduce_floats: Callable[..., list[float]]) -> dict[str, float]:
-        """`rollout_corr/*` over all ranks and micro-batches since the start. Collective. Ranks that
-        hold the same tokens (tensor parallel) count them twice, which no mean notices."""
-        empty = ratio.NO_SUMS
-        total = {k: pick(k)([s[k] for s in self._sums] or [empty[k]]) for k in empty}
-        for op in ("sum", "max", "min"):
-            names = [k for k in empty if operation(k) == op]
-            reduced = reduce_floats([total[k] for k in names], op)
-            total |= dict(zip(names, reduced, strict=True))
-        return ratio.mismatch_metrics(total)
-
-
-def operation(name: str) -> str:
-    """How sums of this name combine."""
-    return {"max": "max", "min": "min"}.get(name[:3], "sum")
-
-
-def pick(name: str) -> Callable[[list[float]], float]:
-    return {"max": max, "min": min, "sum": sum}[operation(name)]
+        """`rollout_corr/*` and staleness over all ranks and micro-batches since the start.
+        Collective. Ranks that hold the same tokens (tensor and context parallel) count them twice,
+        which no mean notices."""
+        total = mismatch.Sums.total(self._sums)
+        added = reduce_floats(total.added.tolist(), "sum")
+        highest = reduce_floats(total.highest.tolist(), "max")
+        return mismatch.metrics(added, highest, self._cfg)
