@@ -53,6 +53,34 @@ class Batch:
         lengths = torch.as_tensor(self.lengths)
         return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
 
+    def check(self) -> None:
+        """ValueError naming the first tensor whose length is not the tokens', and the first trained
+        token whose value is nan or infinite."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, Tensor) or f.name == "cu_seqlens":
+                continue
+            if value.shape != (self.num_tokens,):
+                raise ValueError(
+                    f"batch: {f.name} has shape {list(value.shape)} for {self.num_tokens} tokens; "
+                    "every tensor needs one value per token"
+                )
+            if value.is_floating_point():
+                bad = (~value.isfinite() & self.mask).nonzero()
+                if bad.numel():
+                    t = int(bad[0])
+                    row = int(self.sequence_index[t])
+                    name = self.ids[row] if self.ids else f"row {row}"
+                    raise ValueError(
+                        f"sample {name}: {f.name} of token {t - int(self.cu_seqlens[row])} is "
+                        f"{float(value[t])}; losses need finite numbers, so look at what made it"
+                    )
+        if int(self.cu_seqlens[-1]) != self.num_tokens:
+            raise ValueError(
+                f"batch: cu_seqlens ends at {int(self.cu_seqlens[-1])} and there are "
+                f"{self.num_tokens} tokens; lengths and tokens must agree"
+            )
+
     def with_(self, **changes) -> "Batch":
         """A copy with some fields replaced."""
         return replace(self, **changes)

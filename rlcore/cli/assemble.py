@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore import algos
+from rlcore.algos.kl import AdaptiveController
 from rlcore.cli.world import World, make_hub
 from rlcore.config import resolve
 from rlcore.config.schema import Config
@@ -105,6 +106,10 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
     learner = make_learner(cfg, hf, world)
     on_close(learner.close)
+    critic = None
+    if cfg.algo.adv_estimator == "gae":
+        critic = make_critic(cfg, hf, world)
+        on_close(critic.close)
     run = Run(
         cfg=cfg,
         hf=hf,
@@ -115,6 +120,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         dp_rank=learner.layout.dp_rank,
         algo=algos.module(cfg.select.algo),
         learner=learner,
+        critic=critic,
+        kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
         engine=engine,
         channel=ColocatedChannel(shared_memory=isinstance(engine, ChildEngine)),
         rollout=rollout,
@@ -250,6 +257,8 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
         "threads": r.threads,
         "progress_s": r.progress_s,
         "decode_floor_ms": cfg.debug.decode_floor_ms,
+        "quantize": r.quantize,
+        "fp32_head": r.fp32_lm_head,
         "rank": world.rank,
     }
     inline = r.process == "inline" or (r.process == "auto" and world.size == 1)
@@ -294,7 +303,33 @@ def make_learner(cfg: Config, hf: HFConfig, world: World):
         temperature=cfg.rollout.temperature,
         seed=cfg.run.seed,
         total_updates=total_updates(cfg),
-        keep_reference=cfg.algo.kl_coef > 0,
+        keep_reference=cfg.algo.needs_reference,
+        timeout_s=cfg.cluster.timeout_s,
+    )
+
+
+def make_critic(cfg: Config, hf: HFConfig, world: World):
+    """The value model, laid out as the learner is."""
+    from rlcore.mcore.learner import MegatronLearner
+
+    c = cfg.critic
+    train = replace(
+        cfg.train,
+        lr=c.lr,
+        lr_schedule="constant",
+        lr_warmup_updates=c.lr_warmup_updates,
+        min_lr=0.0,
+        weight_decay=c.weight_decay,
+        clip_grad=c.clip_grad,
+    )
+    return MegatronLearner(
+        hf,
+        replace(cfg.model, path=c.path or cfg.model.path),
+        train,
+        device=world.device,
+        seed=cfg.run.seed,
+        total_updates=total_updates(cfg),
+        head="value",
         timeout_s=cfg.cluster.timeout_s,
     )
 
@@ -310,5 +345,9 @@ def load_data(cfg: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
     eval_sets = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
     prompts.overlap(train, eval_sets)  # warns
-    source = EpochOrder(next_rows, cfg.rollout.samples_per_prompt)
+    source = EpochOrder(
+        next_rows,
+        cfg.rollout.samples_per_prompt,
+        greedy_baseline=cfg.algo.adv_estimator == "remax",
+    )
     return {"sampler": sampler, "source": source, "eval_sets": eval_sets}

@@ -1,6 +1,7 @@
 """What cannot work together, found before anything starts. One sentence each: key, value, what is
 allowed, what to do."""
 
+from rlcore.algos import correction
 from rlcore.config.schema import Config
 
 POSITIVE = (
@@ -20,7 +21,9 @@ POSITIVE = (
     "cluster.timeout_s",
     "reward.workers",
     "reward.timeout_s",
-    "algo.rollout_is_threshold",
+    "critic.lr",
+    "critic.clip_grad",
+    "critic.clip_value",
 )
 NOT_NEGATIVE = (
     "run.steps",
@@ -42,7 +45,9 @@ NOT_NEGATIVE = (
     "eval.top_k",
     "checkpoint.every",
     "checkpoint.keep",
-    "algo.kl_coef",
+    "critic.weight_decay",
+    "critic.lr_warmup_updates",
+    "critic.warmup_steps",
     "debug.decode_floor_ms",
 )
 
@@ -103,19 +108,46 @@ def _batch(cfg: Config) -> list[str]:
     return []
 
 
+BY_GROUP = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
+"""Estimators that need other answers to the same prompt."""
+
+
 def _algo(cfg: Config) -> list[str]:
-    out = []
-    if cfg.algo.adv_estimator == "grpo" and cfg.rollout.samples_per_prompt < 2:
+    algo = cfg.algo
+    out = [*algo.problems(), *correction.problems(algo)]
+    if algo.adv_estimator in BY_GROUP and cfg.rollout.samples_per_prompt < 2:
         out.append(
             f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: "
-            f"{cfg.select.algo} needs at least 2, a group of one has no baseline"
+            f"{algo.adv_estimator} needs at least 2, a group of one has no baseline; take more, or "
+            "--algo.adv_estimator reinforce_plus_plus"
         )
     if cfg.rollout.temperature == 0:
         out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; take 1")
-    if cfg.algo.equal_reward_groups == "drop" and (cfg.algo.kl_coef or cfg.algo.entropy_coef):
+    if algo.equal_reward_groups == "drop" and algo.adv_estimator not in (*BY_GROUP, "gpg"):
         out.append(
-            "--algo.equal_reward_groups drop: leaves out rows that algo.kl_coef and "
-            "algo.entropy_coef would train; set it to keep, or the coefficients to 0"
+            f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} such a group "
+            "has advantages; set it to keep"
+        )
+    for key in ("equal_reward_groups", "truncated_responses"):
+        if getattr(algo, key) == "drop" and algo.needs_reference:
+            out.append(
+                f"--algo.{key} drop: leaves out rows that algo.kl_coef and algo.kl_reward_coef "
+                "would hold to the reference; set it to keep, or the coefficients to 0"
+            )
+    if algo.equal_reward_groups == "drop" and algo.entropy_coef:
+        out.append(
+            "--algo.equal_reward_groups drop: leaves out rows that algo.entropy_coef would train; "
+            "set it to keep, or the coefficient to 0"
+        )
+    if algo.bypass_mode and algo.rollout_is_batch_normalize:
+        out.append(
+            "--algo.rollout_is_batch_normalize: needs weights before the first update, and "
+            "algo.bypass_mode makes them during it; leave one of them out"
+        )
+    if algo.kl_target and not algo.needs_reference:
+        out.append(
+            f"--algo.kl_target {algo.kl_target}: has nothing to steer; set algo.kl_coef or "
+            "algo.kl_reward_coef above 0"
         )
     return out
 

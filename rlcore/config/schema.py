@@ -105,6 +105,10 @@ class RolloutConfig:
     the memory allows."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """`auto` takes model.dtype."""
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    """The engine's weights, quantised on every push."""
+    fp32_lm_head: bool = False
+    """The engine's last norm and output layer in fp32, whatever rollout.dtype is."""
     threads: int = 1
     """CPU threads of one engine."""
     progress_s: float = 0.5
@@ -158,6 +162,24 @@ class TrainConfig:
     """Move learner state to host memory while the engine samples."""
     deterministic: bool = True
     """Deterministic kernels."""
+
+
+@Section
+class CriticConfig:
+    """The value model of --algo.adv_estimator gae: the architecture of the start model with a value
+    head, in the layout and with the micro-batches of `train`."""
+
+    path: str = ""
+    """Hugging Face folder of its start weights; empty takes model.path."""
+    lr: float = 1e-5
+    lr_warmup_updates: int = 0
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    clip_value: float = 0.5
+    """A value moves at most this far from what it was before the step's first update, as far as
+    the loss can tell; inf: no clip."""
+    warmup_steps: int = 0
+    """First steps, in which the critic learns alone."""
 
 
 @Section
@@ -236,6 +258,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: Any = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reward: Any = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

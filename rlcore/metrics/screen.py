@@ -13,7 +13,7 @@ from rlcore.metrics.sinks import accuracies
 from rlcore.utils.clock import Clock, RealClock
 from rlcore.utils.log import log
 
-LABELS = {"old_log_prob": "old", "update_actor": "update"}
+LABELS = {"old_log_prob": "old", "update_actor": "update", "update_critic": "critic"}
 QUIET_S = 30.0
 
 
@@ -41,10 +41,11 @@ class Screen:
         elif self._clock.now() - self._spoke >= QUIET_S:
             self._say(f"step {self._step + 1}/{self._total_steps}  {self._phase} {done}/{total}")
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+    def step(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
+        """A step is done. `note` says what is not as it should be."""
         self._step = step
-        self._say(step_line(step, self._total_steps, metrics))
+        line = step_line(step, self._total_steps, metrics)
+        self._say(f"{line}  {note}" if note else line)
         if self._bar is not None:
             self._bar.step(step)
 

@@ -1,47 +1,51 @@
-"""The phases of a step between rollout and update: batches, old and reference log-probs, the turns
-of engine and learner on shared memory."""
+"""The phases of a step between rollout and update: batches, log-probs and values before the update,
+the turns of engine and learner on shared memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-from rlcore.algos import reduce
+import torch
+
+from rlcore.algos import correction, reduce
 from rlcore.data.packing import pack_samples, per_token
 from rlcore.protocols import Engine
 from rlcore.records import Sample
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
+from rlcore.utils import collective
 from rlcore.utils.log import log
 
 
 def batches(run: Run, plan: Plan, samples: dict[str, Sample]) -> list[Batch]:
-    """This data-parallel rank's batch of every update, with advantages and aggregation weights."""
+    """This data-parallel rank's batch of every update. ValueError where a sample holds what no
+    loss can work with."""
     out = []
     for update in plan.updates:
         rows = update[run.dp_rank]
         batch = pack_samples([samples[r.id] for r in rows])
-        out.append(
-            batch.with_(
-                advantage=per_token([r.advantage for r in rows], batch),
-                weight=reduce.weights(
-                    run.cfg.algo.loss_agg_mode, batch, run.cfg.rollout.max_tokens
-                ),
-            )
-        )
+        batch = batch.with_(score=per_token([r.score for r in rows], batch))
+        batch.check()
+        out.append(batch)
     return out
 
 
 def normaliser(run: Run, plan: Plan, update: int) -> float:
     """N of the update over all ranks; every rank knows it from the plan."""
-    return reduce.count(run.cfg.algo.loss_agg_mode, plan.lengths(update))
+    lengths = plan.lengths(update)
+    return reduce.normaliser(run.cfg.algo.loss_agg_mode, sum(lengths), len(lengths))
 
 
 def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     """Log-probs of the learner before the first update. The first update trains with the weights
-    that are being asked about, so unless it comes round again its own log-probs are the old ones
-    and nothing is computed for it."""
-    skip_first = run.cfg.train.epochs == 1
+    that are being asked about, so unless it comes round again, or somebody needs to know before,
+    its own log-probs are the old ones and nothing is computed for it."""
+    cfg = run.cfg.algo
+    if cfg.bypass_mode:
+        return [b.with_(logp_old=b.logp_sampler) for b in batches]
+    early = cfg.kl_reward_coef > 0 or cfg.rollout_is_batch_normalize
+    skip_first = run.cfg.train.epochs == 1 and not early
     out = []
     for u, batch in enumerate(batches):
         if u == 0 and skip_first:
@@ -55,6 +59,27 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
 def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     """Log-probs of the start weights."""
     return [b.with_(logp_ref=run.learner.logprobs(b, "reference")) for b in batches]
+
+
+def old_values(run: Run, batches: list[Batch]) -> list[Batch]:
+    """What the critic expects before its first update."""
+    assert run.critic is not None
+    return [b.with_(value_old=run.critic.values(b)) for b in batches]
+
+
+def correction_mean(run: Run, batches: list[Batch]) -> float:
+    """What the rollout-correction weights of this step are divided by. Collective."""
+    cfg = run.cfg.algo
+    if not cfg.rollout_is_batch_normalize or cfg.rollout_is == "none":
+        return 1.0
+    sums = torch.zeros(2, dtype=torch.float64)
+    if run.leads_replica:
+        for b in batches:
+            where = (b.mask, b.sequence_index, b.num_sequences)
+            weights = correction.weights(cfg, b.logp_old - b.logp_sampler, *where)
+            sums += correction.normalisation_sums(cfg, weights, *where)
+    total, count = collective.reduce_floats(sums.tolist())
+    return total / count if total > 1e-8 * count else 1.0
 
 
 @runtime_checkable
@@ -89,13 +114,15 @@ def engine_sleeps(run: Run) -> None:
     if run.cfg.train.offload:
         if engine := living_engine(run):
             engine.sleep(["weights", "kv_cache"])
-        run.learner.onload()
+        for learner in run.learners:
+            learner.onload()
 
 
 def engine_wakes(run: Run) -> None:
     """The learner gives it back. The cache wakes last: weights and cache together are the peak."""
     if run.cfg.train.offload:
-        run.learner.offload()
+        for learner in run.learners:
+            learner.offload()
         if engine := living_engine(run):
             engine.wake(["kv_cache"])
 
@@ -109,6 +136,7 @@ def learner_here(run: Run) -> Iterator[None]:
         return
     if engine := living_engine(run):
         engine.sleep(["kv_cache"])
-    run.learner.onload()
+    for learner in run.learners:
+        learner.onload()
     yield
     engine_wakes(run)

@@ -7,7 +7,7 @@ The rows of an update do not depend on the number of ranks; only their distribut
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlcore.algos import advantage
+from rlcore.algos.advantage import is_equal
 from rlcore.algos.base import AlgoConfig
 from rlcore.ops.partition import balanced
 from rlcore.records import Group
@@ -21,7 +21,9 @@ class Row:
     id: str
     owner: int
     score: float
-    advantage: float
+    """What the reward function gave."""
+    reward: float
+    """The score after shaping by length."""
     num_tokens: int
     """Of the response."""
     prompt_length: int
@@ -32,6 +34,9 @@ class Plan:
     updates: tuple[tuple[tuple[Row, ...], ...], ...]
     """[update][data-parallel rank] -> rows."""
     num_equal_groups: int
+    groups: tuple[tuple[Row, ...], ...] = ()
+    """The groups that are trained, in order, with all their rows: those that are left out of the
+    updates too, since they count in the baseline of the others."""
 
     def lengths(self, update: int) -> list[int]:
         """Trained tokens of every row of the update, over all ranks."""
@@ -63,6 +68,15 @@ def scores_of(groups: Sequence[Group], shuffle_seed: int | None) -> list[list[fl
     return [[next(it) for _ in group] for group in scores]
 
 
+def overlong(length: int, max_tokens: int, cfg: AlgoConfig) -> float:
+    """Reward that a response loses for its length: 0 up to the last part of the budget, then
+    linear up to the penalty at its end. DAPO, arXiv:2503.14476 equation 13."""
+    room = cfg.overlong_share * max_tokens
+    if not room:
+        return 0.0
+    return cfg.overlong_penalty * min(max(length - (max_tokens - room), 0.0) / room, 1.0)
+
+
 def make(
     groups: Sequence[Group],
     algo: AlgoConfig,
@@ -70,21 +84,32 @@ def make(
     num_updates: int,
     num_ranks: int,
     seed: int,
+    max_tokens: int = 1,
     shuffle_rewards: bool = False,
 ) -> Plan:
-    """Advantages by group, equal groups dropped if asked, rows shuffled by `seed`, cut into
-    `num_updates` parts of equal size and spread over `num_ranks` by length."""
+    """Rewards shaped, equal groups and truncated rows dropped if asked, rows shuffled by `seed`,
+    cut into `num_updates` parts of equal size and spread over `num_ranks` by length. `max_tokens`
+    is the longest response."""
     rows: list[Row] = []
+    kept: list[tuple[Row, ...]] = []
     equal = 0
     scores = scores_of(groups, seed if shuffle_rewards else None)
-    for group, rewards in zip(groups, scores, strict=True):
-        is_equal = advantage.is_equal(rewards)
-        equal += is_equal
-        if is_equal and algo.equal_reward_groups == "drop":
+    for group, given in zip(groups, scores, strict=True):
+        members = tuple(
+            Row(ref.id, ref.owner, s, s - overlong(n, max_tokens, algo), n, group.prompt_length)
+            for ref, s, n in zip(group.refs, given, group.lengths, strict=True)
+        )
+        no_spread = is_equal([r.reward for r in members])
+        equal += no_spread
+        if no_spread and algo.equal_reward_groups == "drop":
             continue
-        values = advantage.grpo(rewards, algo.norm_adv_by_std)
-        for ref, score, a, n in zip(group.refs, rewards, values, group.lengths, strict=True):
-            rows.append(Row(ref.id, ref.owner, score, a, n, group.prompt_length))
+        kept.append(members)
+        drop_cut = algo.truncated_responses == "drop"
+        rows += [
+            r
+            for r, finish in zip(members, group.finishes, strict=True)
+            if not (drop_cut and finish == "length")
+        ]
     seeds.rng(seed, "rows").shuffle(rows)
     updates = []
     for u in range(num_updates):
@@ -92,4 +117,4 @@ def make(
         lengths = [r.num_tokens + r.prompt_length for r in part]
         split = balanced(lengths, num_ranks) if part else [[] for _ in range(num_ranks)]
         updates.append(tuple(tuple(part[i] for i in sorted(s)) for s in split))
-    return Plan(tuple(updates), equal)
+    return Plan(tuple(updates), equal, tuple(kept))

@@ -7,26 +7,26 @@ import resource
 import psutil
 import torch
 
-from rlcore.algos import advantage
+from rlcore.algos import advantage, mismatch
 from rlcore.metrics import stats
 from rlcore.records import Group
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
 
 
-def add_update(run: Run, metrics: dict[str, float]) -> None:
-    """Collect the metrics of one optimizer step: means over the updates, the last learning rate,
-    the sum of skipped updates."""
-    n = run.pending.get("actor/updates", 0.0)
+def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
+    """Collect the metrics of one optimizer step of `model` (actor, critic): means over the updates,
+    the last learning rate, the sum of skipped updates."""
+    n = run.pending.get(f"{model}/updates", 0.0)
     for name, value in metrics.items():
         old = run.pending.get(name, 0.0)
-        if name == "actor/lr":
+        if name == f"{model}/lr":
             run.pending[name] = value
-        elif name == "actor/skipped":
+        elif name == f"{model}/skipped":
             run.pending[name] = old + value
         else:
             run.pending[name] = (old * n + value) / (n + 1)
-    run.pending["actor/updates"] = n + 1
+    run.pending[f"{model}/updates"] = n + 1
 
 
 def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, float]:
@@ -46,9 +46,9 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
     return {
         **stats.summary("critic/score", scores),
         "critic/score/std_err": stats.standard_error(scores, clusters),
-        **stats.summary("critic/rewards", [r.score for r in rows]),
-        **stats.summary("critic/advantages", [r.advantage for r in rows]),
+        **stats.summary("critic/rewards", [r.reward for r in rows]),
         **stats.summary("response_length", lengths),
+        "response/aborted_ratio": finishes.count("abort") / len(finishes),
         "response_length/clip_ratio": finishes.count("length") / len(finishes),
         **stats.summary("prompt_length", prompts),
         "prompt_length/clip_ratio": sum(n >= cfg.data.max_prompt_tokens for n in prompts)
@@ -121,7 +121,7 @@ def step(run: Run) -> None:
         if state["num_rows"]:
             metrics["training/epoch"] = state["position"] / state["num_rows"]
     run.writer.write(run.step, metrics)
-    run.screen.step(run.step, metrics)
+    run.screen.step(run.step, metrics, note=mismatch.unhealthy(metrics))
     if any(name.startswith("val-core/") for name in metrics):
         run.screen.evaluation(run.step, metrics)
 

@@ -1,7 +1,7 @@
 """Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed,
 so a kill at any moment leaves the previous one whole.
 
-    <run>/checkpoints/step_000040/{learner/, state.json}
+    <run>/checkpoints/step_000040/{learner/, critic/, state.json}
 """
 
 import errno
@@ -15,7 +15,7 @@ from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
 
-FORMAT = 1
+FORMAT = 2
 
 
 def folder_of(run_folder: Path) -> Path:
@@ -69,6 +69,8 @@ def save(run: Run) -> None:
     collective.barrier()
     try:
         run.learner.save(aside / "learner")
+        if run.critic is not None:
+            run.critic.save(aside / "critic")
         if run.rank == 0:
             (aside / "state.json").write_text(json.dumps(_state(run), indent=1))
     except OSError as e:
@@ -100,6 +102,7 @@ def _state(run: Run) -> dict[str, Any]:
         "step": run.step,
         "issued": run.source.issued,
         "sampler": run.sampler.state(),
+        "kl": run.kl.state(),
     }
 
 
@@ -127,6 +130,14 @@ def load(run: Run, path: Path) -> None:
             f"{path}: checkpoint format {state['format']}, this version reads {FORMAT}"
         )
     run.learner.load(path / "learner")
+    if run.critic is not None:
+        if not (path / "critic").is_dir():
+            raise ValueError(
+                f"--run.resume {path}: was written without a critic, and --algo.adv_estimator gae "
+                "needs one; resume with the estimator it had, or start anew"
+            )
+        run.critic.load(path / "critic")
+    run.kl.restore(state["kl"])
     run.step = state["step"]
     if run.source is not None and run.sampler is not None:
         run.source.issued = state["issued"]

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from rlcore.algos.kl import AdaptiveController
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.metrics.screen import Screen
@@ -46,6 +47,10 @@ class Run:
     rollout: Rollout
     sampling: Sampling
     spans: Spans
+    critic: Learner | None = None
+    """The value model, where the advantages need one."""
+    kl: AdaptiveController = field(default_factory=lambda: AdaptiveController(0.0, 1))
+    """Scales the KL's coefficients."""
     source: EpochOrder | None = None
     sampler: Sampler | None = None
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
@@ -56,6 +61,16 @@ class Run:
     pending: dict[str, float] = field(default_factory=dict)
     """Metrics of the current step so far."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def learners(self) -> list[Learner]:
+        """Every model in training."""
+        return [self.learner] if self.critic is None else [self.learner, self.critic]
+
+    @property
+    def leads_replica(self) -> bool:
+        """The first of the ranks that hold the same samples: it alone counts them."""
+        return self.replicas[self.dp_rank][0] == self.rank
 
     @property
     def num_updates(self) -> int:

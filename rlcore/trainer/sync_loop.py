@@ -6,10 +6,13 @@ the papers' names, and the metrics `timing_s/<phase>` are their seconds.
 
 import os
 import signal
+from collections.abc import Sequence
+from functools import partial
 
+from rlcore.algos import reduce, value
 from rlcore.records import Group
 from rlcore.tensors import Batch
-from rlcore.trainer import evaluate, phases, plan, report, resume
+from rlcore.trainer import credit, evaluate, phases, plan, report, resume
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
@@ -53,45 +56,94 @@ def one_step(run: Run) -> None:
         if run.source is not None:
             work = run.source.next_round(cfg.data.prompts_per_step, run.sampling)
         end = run.rollout.run(work)
+        groups, baselines = split_baselines(end.groups)
     with spans.phase("route"):
         todo = plan.make(
-            end.groups,
+            groups,
             cfg.algo,
             num_updates=run.num_updates,
             num_ranks=len(run.replicas),
             seed=seeds.derive(cfg.run.seed, "step", run.step),
+            max_tokens=cfg.rollout.max_tokens,
             shuffle_rewards=cfg.debug.shuffle_rewards,
         )
         samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
-    with spans.phase("adv"):
         batches = phases.batches(run, todo, samples)
     phases.engine_sleeps(run)
-    update(run, todo, batches)
+    learn(run, todo, batches, baselines)
     with spans.phase("sync"):
         push_weights(run)
-    rollout_metrics(run, end.groups, end.stats, todo)
+    rollout_metrics(run, groups, end.stats, todo)
 
 
-def update(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
-    """Log-probs of the old and the reference policy, then the optimizer steps of this rollout."""
+def learn(run: Run, todo: plan.Plan, batches: list[Batch], baselines: dict[str, float]) -> None:
+    """Everything before the updates, then the updates of critic and actor."""
     cfg, spans = run.cfg, run.spans
     with spans.phase("old_log_prob"):
         batches = phases.old_logprobs(run, batches)  # C
-    if cfg.algo.kl_coef:
+    if cfg.algo.needs_reference:
         with spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)  # C
-    objective = Objective(run.algo, cfg.algo)
-    with spans.phase("update_actor"):
-        for epoch in range(cfg.train.epochs):
-            objective.watch_mismatch = epoch == 0
-            for u, batch in enumerate(batches):
-                if not todo.lengths(u):
-                    continue
-                run.learner.accumulate(batch, objective)
-                metrics = run.learner.apply(phases.normaliser(run, todo, u))  # C
-                report.add_update(run, metrics)
-                spans.alive()
-    run.pending |= objective.mismatch(collective.reduce_floats)
+    if run.critic is not None:
+        with spans.phase("values"):
+            batches = phases.old_values(run, batches)  # C
+    with spans.phase("adv"):
+        batches = credit.assign(run, todo, batches, baselines)  # C
+        mean = phases.correction_mean(run, batches)  # C
+    if run.critic is not None:
+        with spans.phase("update_critic"):
+            update_critic(run, todo, batches)
+    if run.step > cfg.critic.warmup_steps or run.critic is None:
+        with spans.phase("update_actor"):
+            update_actor(run, todo, batches, mean)
+
+
+def update_actor(run: Run, todo: plan.Plan, batches: list[Batch], correction_mean: float) -> None:
+    """The optimizer steps of this rollout."""
+    cfg = run.cfg
+    objective = Objective(
+        run.algo,
+        cfg.algo,
+        max_tokens=cfg.rollout.max_tokens,
+        version=run.step - 1,
+        correction_mean=correction_mean,
+        kl_scale=run.kl.scale,
+    )
+    for epoch in range(cfg.train.epochs):
+        objective.watch_mismatch = epoch == 0
+        for u, batch in enumerate(batches):
+            if not todo.lengths(u):
+                continue
+            run.learner.accumulate(batch, objective)
+            n = phases.normaliser(run, todo, u)
+            if objective.rejects:
+                n = reduce.normaliser(cfg.algo.loss_agg_mode, *run.learner.kept())  # C
+            # Where all is rejected the gradient is 0, and so it stays divided by 1.
+            report.add_update(run, run.learner.apply(n or 1.0), "actor")  # C
+            run.spans.alive()
+    run.pending |= objective.mismatch(collective.reduce_floats)  # C
+    if cfg.algo.kl_coef and not cfg.algo.kl_reward_coef and "actor/kl_loss" in run.pending:
+        run.kl.update(run.pending["actor/kl_loss"], sum(len(p) for p in todo.groups))
+        run.pending["actor/kl_loss_coeff"] = cfg.algo.kl_coef * run.kl.scale
+
+
+def update_critic(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
+    """The same for the value model; its loss is always a mean over tokens."""
+    assert run.critic is not None
+    cfg = run.cfg
+    loss = partial(value.loss, clip=cfg.critic.clip_value)
+    for _ in range(cfg.train.epochs):
+        for u, batch in enumerate(batches):
+            if lengths := todo.lengths(u):
+                run.critic.accumulate(batch, loss)
+                report.add_update(run, run.critic.apply(float(sum(lengths))), "critic")  # C
+                run.spans.alive()
+
+
+def split_baselines(groups: Sequence[Group]) -> tuple[tuple[Group, ...], dict[str, float]]:
+    """The groups to train, and the rewards of the greedy answers to their prompts by group id."""
+    greedy = {g.id.removeprefix("b"): g.scores[0] for g in groups if g.id.startswith("b")}
+    return tuple(g for g in groups if not g.id.startswith("b")), greedy
 
 
 def push_weights(run: Run) -> None:

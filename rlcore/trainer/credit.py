@@ -1,0 +1,137 @@
+"""From rewards to the advantage of every token: the KL penalty, the estimator, whitening.
+
+Estimators with one number per response need the rewards of whole groups, which every rank knows
+from the plan; those per token work on this rank's batches. Sums over ranks make both global.
+"""
+
+import torch
+from torch import Tensor
+
+from rlcore.algos import advantage, kl, returns, sequence
+from rlcore.data.packing import per_token
+from rlcore.tensors import Batch
+from rlcore.trainer.plan import Plan
+from rlcore.trainer.run import Run
+from rlcore.utils import collective
+
+
+def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, float]) -> list[Batch]:
+    """The batches of this rank with advantages, and with returns where a critic learns them.
+    `baselines` are the greedy rewards by group id (remax). Collective."""
+    cfg = run.cfg.algo
+    penalties = kl_penalties(run, plan, batches) if cfg.kl_reward_coef else None
+    if cfg.adv_estimator in returns.TOKEN:
+        out = _by_token(run, plan, batches, penalties, baselines)
+    else:
+        out = _by_response(run, plan, batches, penalties)
+    run.pending |= spread("critic/advantages", [(b.advantage, b.mask) for b in out])
+    if cfg.adv_estimator in returns.TOKEN:
+        run.pending |= spread("critic/returns", [(b.returns, b.mask) for b in out])
+    return out
+
+
+def _rows(run: Run, plan: Plan, update: int):
+    return plan.updates[update][run.dp_rank]
+
+
+def _by_response(
+    run: Run, plan: Plan, batches: list[Batch], penalties: list[Tensor] | None
+) -> list[Batch]:
+    """One advantage for all tokens of a response; the KL penalty is summed over them."""
+    lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
+    groups = [
+        advantage.GroupRewards(
+            rewards=tuple(r.reward - lost.get(r.id, 0.0) for r in members),
+            lengths=tuple(r.num_tokens for r in members),
+        )
+        for members in plan.groups
+    ]
+    found = advantage.outcome(groups, run.cfg.algo) if groups else []
+    by_id = {
+        r.id: a
+        for members, values in zip(plan.groups, found, strict=True)
+        for r, a in zip(members, values, strict=True)
+    }
+    return [
+        b.with_(advantage=per_token([by_id[r.id] for r in _rows(run, plan, u)], b))
+        for u, b in enumerate(batches)
+    ]
+
+
+def _by_token(
+    run: Run,
+    plan: Plan,
+    batches: list[Batch],
+    penalties: list[Tensor] | None,
+    baselines: dict[str, float],
+) -> list[Batch]:
+    """Returns of every token; whitened over the step where the estimator does."""
+    cfg, out = run.cfg.algo, []
+    for u, batch in enumerate(batches):
+        rows = _rows(run, plan, u)
+        penalty = None if penalties is None else penalties[u]
+        reward = returns.token_rewards(batch, [r.reward for r in rows], penalty)
+        base = None
+        if cfg.adv_estimator == "remax":
+            base = [baselines[r.id.rpartition(".")[0]] for r in rows]
+        found, gains = returns.advantages(batch, reward, cfg, base)
+        out.append(batch.with_(advantage=found, returns=gains))
+    if cfg.adv_estimator == "remax" and not cfg.whiten_advantages:
+        return out
+    sums = torch.zeros(3, dtype=torch.float64)
+    if run.leads_replica:
+        for b in out:
+            sums += returns.whitening_sums(b.advantage, b.mask)
+    sums = torch.tensor(collective.reduce_floats(sums.tolist()), dtype=torch.float64)
+    return [b.with_(advantage=returns.whitened(b.advantage, b.mask, sums)) for b in out]
+
+
+def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
+    """[T] of every batch: what each token loses for leaving the reference; also the metrics and
+    the turn of the adaptive controller. Collective."""
+    cfg = run.cfg.algo
+    coefficient = cfg.kl_reward_coef * run.kl.scale
+    found = [kl.estimate(cfg.kl_reward_type, b.logp_old, b.logp_ref) for b in batches]
+    means = torch.zeros(2, dtype=torch.float64)
+    if run.leads_replica:
+        for b, values in zip(batches, found, strict=True):
+            where = (b.mask, b.sequence_index, b.num_sequences)
+            means[0] += sequence.mean(values.double(), *where).sum()
+            means[1] += b.num_sequences
+    total, count = collective.reduce_floats(means.tolist())
+    mean = total / max(count, 1.0)
+    run.pending |= {
+        "actor/reward_kl_penalty": mean,
+        "actor/reward_kl_penalty_coeff": coefficient,
+    }
+    run.kl.update(mean, int(count))
+    return [coefficient * values for values in found]
+
+
+def _sums_by_row(
+    run: Run, plan: Plan, batches: list[Batch], values: list[Tensor]
+) -> dict[str, float]:
+    """Sums over the trained tokens of every row, of all ranks, by id. Collective."""
+    ids = [r.id for update in plan.updates for part in update for r in part]
+    place = {id: i for i, id in enumerate(ids)}
+    sums = [0.0] * len(ids)
+    if run.leads_replica:
+        for u, (b, v) in enumerate(zip(batches, values, strict=True)):
+            rows = sequence.total(v.double(), b.mask, b.sequence_index, b.num_sequences)
+            for row, value in zip(_rows(run, plan, u), rows.tolist(), strict=True):
+                sums[place[row.id]] = value
+    return dict(zip(ids, collective.reduce_floats(sums), strict=True))
+
+
+def spread(name: str, parts: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Mean, largest and smallest value over the masked tokens of all ranks. Collective. Ranks that
+    hold the same tokens count them equally often."""
+    values = torch.cat([v[m].double() for v, m in parts]) if parts else torch.zeros(0)
+    some = values.numel() > 0
+    total, count = collective.reduce_floats([float(values.sum()), float(values.numel())])
+    high, low = collective.reduce_floats(
+        [float(values.max()), -float(values.min())] if some else [-torch.inf, -torch.inf], "max"
+    )
+    if not count:
+        return {}
+    return {f"{name}/mean": total / count, f"{name}/max": high, f"{name}/min": -low}
