@@ -125,8 +125,8 @@ def _algo(cfg: Config) -> list[str]:
         out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; take 1")
     if algo.equal_reward_groups == "drop" and algo.adv_estimator not in (*BY_GROUP, "gpg"):
         out.append(
-            f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} such a group "
-            "has advantages; set it to keep"
+            f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} such a "
+            "group has advantages; set it to keep"
         )
     for key in ("equal_reward_groups", "truncated_responses"):
         if getattr(algo, key) == "drop" and algo.needs_reference:

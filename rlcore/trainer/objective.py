@@ -1,5 +1,5 @@
-"""The loss that the learner is given: rollout correction and rejection, the algorithm of the recipe,
-KL to the reference, entropy, aggregation."""
+"""The loss that the learner is given: rollout correction and rejection, the algorithm of the
+recipe, KL to the reference, entropy, aggregation."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -136,11 +136,11 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         "perf/samples_per_s": samples / seconds,
         "perf/throughput": m["perf/total_num_tokens"] / seconds / run.world_size,
         "perf/gen_tokens_per_s": sampled / m["timing_s/gen"],
-        "perf/train_tokens_per_s": trained / m["timing_s/update_actor"],
         "timing_per_token_ms/gen": 1000 * m["timing_s/gen"] / sampled,
         "perf/cpu_memory_gb": memory_gb(),
     }
-    if trained:
+    if trained and "timing_s/update_actor" in m:  # a critic may be learning alone
+        out["perf/train_tokens_per_s"] = trained / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
     if torch.cuda.is_available():
         out["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9

@@ -80,8 +80,8 @@ def test_shuffled_rewards_are_the_same_multiset_in_another_order():
     assert plan.scores_of(g, None) == [list(x.scores) for x in g]
 
 
-def test_advantages_belong_to_their_samples():
-    g = groups([[1.0, 0.0], [0.0, 1.0]])
-    p = plan.make(g, AlgoConfig(), num_updates=1, num_ranks=1, seed=0)
-    sign = {r.id: r.advantage > 0 for r in p.updates[0][0]}
-    assert sign == {"t0.0": True, "t0.1": False, "t1.0": False, "t1.1": True}
+def test_the_groups_that_are_trained_are_named_with_their_rewards():
+    cfg = AlgoConfig(equal_reward_groups="drop")
+    p = plan.make(groups(MIXED), cfg, num_updates=1, num_ranks=1, seed=0)
+    found = [[(r.id, r.reward) for r in members] for members in p.groups]
+    assert found == [[(f"t{g}.{k}", MIXED[g][k]) for k in range(4)] for g in (0, 2)]

@@ -1,0 +1,124 @@
+"""From rewards to advantages in the trainer, worked by hand on one rank."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.algos.base import AlgoConfig
+from rlcore.algos.kl import AdaptiveController
+from rlcore.tensors import Batch, cumulative
+from rlcore.trainer import credit, plan
+from tests.unit.test_plan import groups
+
+LN2 = 0.6931471805599453
+
+
+def setting(scores: list[list[float]], length: int = 2, **algo: Any):
+    """A run, its plan with one update, and the batch of it: one prompt token, then the response."""
+    cfg = AlgoConfig(**algo)
+    made = [
+        g.__class__(**{f: getattr(g, f) for f in g.__struct_fields__} | {"lengths": (length,) * 2})
+        for g in groups(scores)
+    ]
+    todo = plan.make(made, cfg, num_updates=1, num_ranks=1, seed=0, max_tokens=10)
+    rows = todo.updates[0][0]
+    mask = torch.tensor([False, *[True] * length] * len(rows))
+    batch = Batch(
+        tokens=torch.zeros(len(mask), dtype=torch.int64),
+        cu_seqlens=cumulative([length + 1] * len(rows)),
+        mask=mask,
+        logp_sampler=torch.zeros(len(mask)),
+        logp_old=torch.full((len(mask),), -1.0),
+        logp_ref=torch.full((len(mask),), -1.0 - LN2),
+        ids=tuple(r.id for r in rows),
+    )
+    run = SimpleNamespace(
+        cfg=SimpleNamespace(algo=cfg),
+        dp_rank=0,
+        rank=0,
+        replicas=[[0]],
+        leads_replica=True,
+        pending={},
+        kl=AdaptiveController(cfg.kl_target, cfg.kl_horizon),
+    )
+    return run, todo, batch
+
+
+def of_responses(batch: Batch) -> dict[str, list[float]]:
+    """Advantages of the trained tokens by id."""
+    parts = zip(batch.advantage.split(batch.lengths), batch.mask.split(batch.lengths), strict=True)
+    return {i: a[m].tolist() for i, (a, m) in zip(batch.ids, parts, strict=True)}
+
+
+def test_a_group_is_centred_and_every_token_of_a_response_gets_the_same():
+    run, todo, batch = setting([[1.0, 0.0]], norm_adv_by_std=False)
+    (out,) = credit.assign(run, todo, [batch], {})
+    assert of_responses(out) == {"t0.0": [0.5, 0.5], "t0.1": [-0.5, -0.5]}
+    assert run.pending["critic/advantages/max"] == 0.5
+    assert run.pending["critic/advantages/mean"] == 0
+
+
+def test_the_kl_of_all_tokens_of_a_response_is_taken_off_its_reward():
+    """k1 is ln 2 a token; one response is nearer to the reference by half."""
+    run, todo, batch = setting([[1.0, 0.0]], norm_adv_by_std=False, kl_reward_coef=0.1)
+    ref = batch.logp_ref.clone()
+    first = batch.ids.index("t0.0")
+    ref[3 * first : 3 * first + 3] += LN2
+    (out,) = credit.assign(run, todo, [batch.with_(logp_ref=ref)], {})
+    gap = (1.0 - 0.0) - (0.0 - 0.1 * 2 * LN2)
+    assert of_responses(out)["t0.0"] == pytest.approx([gap / 2] * 2)
+    assert run.pending["actor/reward_kl_penalty"] == pytest.approx(LN2 / 2)
+    assert run.pending["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
+
+
+def test_the_controller_raises_the_coefficient_after_the_step_when_the_kl_is_too_high():
+    run, todo, batch = setting(
+        [[1.0, 0.0]], kl_reward_coef=0.1, kl_target=LN2 / 2, kl_horizon=4
+    )
+    credit.assign(run, todo, [batch], {})
+    assert run.pending["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
+    assert run.kl.scale == pytest.approx(1 + 0.2 * 2 / 4)
+
+
+def test_remax_takes_off_the_reward_of_the_greedy_answer():
+    run, todo, batch = setting([[1.0, 0.0]], adv_estimator="remax")
+    (out,) = credit.assign(run, todo, [batch], {"t0": 0.25})
+    assert of_responses(out) == {"t0.0": [0.75] * 2, "t0.1": [-0.25] * 2}
+
+
+def test_returns_per_token_are_whitened_over_the_step():
+    run, todo, batch = setting([[1.0, 0.0]], adv_estimator="reinforce_plus_plus")
+    (out,) = credit.assign(run, todo, [batch], {})
+    found = of_responses(out)
+    std = (4 * 0.25 / 3) ** 0.5  # four tokens, Bessel's correction
+    assert found["t0.0"] == pytest.approx([0.5 / std] * 2, rel=1e-6)
+    assert found["t0.1"] == pytest.approx([-0.5 / std] * 2, rel=1e-6)
+
+
+def test_gae_without_discount_is_return_minus_value():
+    run, todo, batch = setting([[1.0, 0.0]], adv_estimator="gae")
+    values = torch.where(batch.mask, 0.5, 0.0)
+    (out,) = credit.assign(run, todo, [batch.with_(value_old=values)], {})
+    assert out.returns[batch.mask].reshape(2, 2)[:, 0].tolist() == [
+        1.0 if i == "t0.0" else 0.0 for i in batch.ids
+    ]
+    assert run.pending["critic/returns/max"] == 1
+
+
+def test_a_long_answer_loses_reward_linearly():
+    cfg = AlgoConfig(overlong_share=0.2, overlong_penalty=1.0)
+    found = [plan.overlong(n, 100, cfg) for n in (10, 80, 85, 90, 100)]
+    assert found == pytest.approx([0, 0, 0.25, 0.5, 1.0])
+    assert plan.overlong(100, 100, AlgoConfig()) == 0
+
+
+def test_truncated_responses_leave_the_update_but_stay_in_the_baseline():
+    cfg = AlgoConfig(truncated_responses="drop", norm_adv_by_std=False)
+    g = groups([[1.0, 0.0, 0.0, 0.0]])[0]
+    fields = {f: getattr(g, f) for f in g.__struct_fields__}
+    cut = g.__class__(**fields | {"finishes": ("stop", "stop", "length", "length")})
+    todo = plan.make([cut], cfg, num_updates=1, num_ranks=1, seed=0, max_tokens=9)
+    assert sorted(todo.owners()) == ["t0.0", "t0.1"]
+    assert [r.reward for r in todo.groups[0]] == [1.0, 0.0, 0.0, 0.0]
