@@ -20,12 +20,12 @@ def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, floa
     `baselines` are the greedy rewards by group id (remax). Collective."""
     cfg = run.cfg.algo
     penalties = kl_penalties(run, plan, batches) if cfg.kl_reward_coef else None
-    if cfg.adv_estimator in returns.TOKEN:
+    if cfg.adv_estimator in returns.TOKEN and not hasattr(run.algo, "advantages"):
         out = _by_token(run, plan, batches, penalties, baselines)
     else:
         out = _by_response(run, plan, batches, penalties)
     run.pending |= spread("critic/advantages", [(b.advantage, b.mask) for b in out])
-    if cfg.adv_estimator in returns.TOKEN:
+    if out and out[0].returns is not None:
         run.pending |= spread("critic/returns", [(b.returns, b.mask) for b in out])
     return out
 
@@ -37,7 +37,8 @@ def _rows(run: Run, plan: Plan, update: int):
 def _by_response(
     run: Run, plan: Plan, batches: list[Batch], penalties: list[Tensor] | None
 ) -> list[Batch]:
-    """One advantage for all tokens of a response; the KL penalty is summed over them."""
+    """One advantage for all tokens of a response; the KL penalty is summed over them. A function
+    `advantages(groups, cfg)` in the algorithm's module takes the estimator's place."""
     lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
     groups = [
         advantage.GroupRewards(
@@ -46,7 +47,8 @@ def _by_response(
         )
         for members in plan.groups
     ]
-    found = advantage.outcome(groups, run.cfg.algo) if groups else []
+    estimate = getattr(run.algo, "advantages", advantage.outcome)
+    found = estimate(groups, run.cfg.algo) if groups else []
     by_id = {
         r.id: a
         for members, values in zip(plan.groups, found, strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.algos import grpo
 from rlcore.algos.base import AlgoConfig
 from rlcore.algos.kl import AdaptiveController
 from rlcore.tensors import Batch, cumulative
@@ -36,6 +37,7 @@ def setting(scores: list[list[float]], length: int = 2, **algo: Any):
     )
     run = SimpleNamespace(
         cfg=SimpleNamespace(algo=cfg),
+        algo=grpo,
         dp_rank=0,
         rank=0,
         replicas=[[0]],
@@ -74,9 +76,7 @@ def test_the_kl_of_all_tokens_of_a_response_is_taken_off_its_reward():
 
 
 def test_the_controller_raises_the_coefficient_after_the_step_when_the_kl_is_too_high():
-    run, todo, batch = setting(
-        [[1.0, 0.0]], kl_reward_coef=0.1, kl_target=LN2 / 2, kl_horizon=4
-    )
+    run, todo, batch = setting([[1.0, 0.0]], kl_reward_coef=0.1, kl_target=LN2 / 2, kl_horizon=4)
     credit.assign(run, todo, [batch], {})
     assert run.pending["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
     assert run.kl.scale == pytest.approx(1 + 0.2 * 2 / 4)

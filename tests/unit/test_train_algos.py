@@ -29,6 +29,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "all_rejected": ("--algo.rollout_rs", "token_k2", "--algo.rollout_rs_threshold", 1e-30),
     "ppo_is": ("--algo.bypass_mode",),
     "truncated": ("--algo.truncated_responses", "drop", "--rollout.max_tokens", 12),
+    "own": ("--algo", "tests.own_algo", "--algo.push", 0.5),
     "warm_critic": ("--algo", "ppo", "--critic.warmup_steps", 1),
 }
 INT8 = "--rollout.quantize", "int8"
@@ -115,6 +116,14 @@ def test_the_kl_in_the_reward_is_measured_and_steered(found: Found) -> None:
     assert second["actor/reward_kl_penalty_coeff"] != pytest.approx(0.1)
     first, second = found.rows("kl_loss")
     assert second["actor/kl_loss_coeff"] > first["actor/kl_loss_coeff"] > 0.1
+
+
+def test_an_algorithm_of_ones_own_brings_its_keys_its_advantages_and_its_metrics(
+    found: Found,
+) -> None:
+    for row in found.rows("own"):
+        assert row["critic/advantages/max"] == 1 and row["critic/advantages/min"] == -1
+        assert -1 < row["algo/advantage"] < 1
 
 
 def test_truncated_rows_are_not_trained(found: Found) -> None:
