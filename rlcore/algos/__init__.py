@@ -1,26 +1,46 @@
-"""Objectives: one file each, torch only.
+"""Objectives: one file each, torch only; README.md has all of them in one table.
 
 An algorithm is a module with one config class, a subclass of `base.AlgoConfig`, and a function
 
     loss(x: LossInputs, cfg) -> LossOutput
 
-per token; the learner multiplies by the mask, sums, and divides by the global count. `--algo NAME`
-takes a file of this folder, `--algo my_pkg.my_module` any module on PYTHONPATH.
+which is the policy part per token. The objective adds correction, KL, entropy and aggregation; the
+learner masks, sums and divides by the global count. `--algo NAME` takes a file of this folder,
+`--algo my_pkg.my_module` any module on PYTHONPATH.
 """
 
+import difflib
 import importlib
 import inspect
 from types import ModuleType
 
 from rlcore.algos.base import AlgoConfig
 
-NAMES = ("grpo",)
+NAMES = (
+    "ppo",
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "cispo_m1",
+    "sapo",
+    "topr",
+    "decoupled_ppo",
+    "tis_ratio01",
+    "kimi15",
+    "gpg",
+    "reinforce",
+)
 
 
 def module(name: str) -> ModuleType:
     """The module behind a name or a dotted path. ValueError where there is none."""
     if "." not in name and name not in NAMES:
-        raise ValueError(f"--algo {name}: allowed are {', '.join(NAMES)}, or a dotted path")
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"--algo {name}: allowed are {', '.join(NAMES)}, or a dotted path{hint}")
     path = name if "." in name else f"rlcore.algos.{name}"
     try:
         found = importlib.import_module(path)

@@ -1,63 +1,51 @@
-"""Rollout correction: weights for the mismatch between sampler and learner.
+"""What losses share: the ratio of the learner to its old self, and PPO's clip around it.
 
-    w_t = min(p_old(a_t) / p_sampler(a_t), C)
-
-Truncated importance sampling (TIS): no lower bound, so w < 1 stays; the weight is detached and
-multiplies the clipped policy gradient. C = inf is vanilla importance sampling. Equal log-probs give
-exactly 1. Metrics follow verl's `rollout_corr/*`.
+Shapes: T packed tokens of one micro-batch.
 """
 
+from math import isfinite
+
+import torch
 from torch import Tensor
 
-LOG_LIMIT = 20.0  # |log w| beyond this is clamped before exp, as in verl
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs
 
-NO_SUMS = dict.fromkeys(("count", "k1", "k3", "diff", "max_diff", "w", "w2", "high", "max_w"), 0.0)
-NO_SUMS["min_w"] = float("inf")
+LOG_LIMIT = 20.0  # verl clamps log-ratios to +-20 before exp
 
-
-def token_tis(logp_old: Tensor, logp_sampler: Tensor, cap: float) -> Tensor:
-    """[T] detached weights in (0, cap]."""
-    log_w = (logp_old - logp_sampler).detach().clamp(-LOG_LIMIT, LOG_LIMIT)
-    return log_w.exp().clamp(max=cap)
+Aggregation = AlgoConfig.__annotations__["loss_agg_mode"]
+"""The type of `loss_agg_mode`, for algorithms that have a default of their own."""
 
 
-def mismatch_sums(
-    logp_old: Tensor, logp_sampler: Tensor, weight: Tensor, mask: Tensor, cap: float
-) -> dict[str, float]:
-    """Sums over the masked tokens from which `mismatch_metrics` makes global figures; add the sums
-    of all ranks first (`max` and `min` keys by maximum and minimum)."""
-    old, mu = logp_old[mask].double(), logp_sampler[mask].double()
-    w = weight[mask].double()
-    raw = (old - mu).clamp(-LOG_LIMIT, LOG_LIMIT)
-    diff = (old.exp() - mu.exp()).abs()
-    some = diff.numel() > 0
-    return {
-        "count": float(diff.numel()),
-        "k1": float(-raw.sum()),
-        "k3": float((raw.expm1() - raw).sum()),
-        "diff": float(diff.sum()),
-        "max_diff": float(diff.max()) if some else 0.0,
-        "w": float(w.sum()),
-        "w2": float(w.square().sum()),
-        "high": float((raw.exp() > cap).sum()),
-        "max_w": float(w.max()) if some else 0.0,
-        "min_w": float(w.min()) if some else float("inf"),
-    }
+def log_ratio(x: LossInputs) -> Tensor:
+    """[T] log(p / p_old), clamped as in verl: beyond the limit there is no gradient."""
+    return (x.logp - x.logp_old).clamp(-LOG_LIMIT, LOG_LIMIT)
 
 
-def mismatch_metrics(s: dict[str, float]) -> dict[str, float]:
-    """Global mismatch figures from summed `mismatch_sums`."""
-    n = max(s["count"], 1.0)
-    mean, square = s["w"] / n, s["w2"] / n
-    return {
-        "rollout_corr/kl": s["k1"] / n,
-        "rollout_corr/k3_kl": s["k3"] / n,
-        "rollout_corr/rollout_is_mean": mean,
-        "rollout_corr/rollout_is_std": max(square - mean * mean, 0.0) ** 0.5,
-        "rollout_corr/rollout_is_max": s["max_w"],
-        "rollout_corr/rollout_is_min": s["min_w"] if s["count"] else 0.0,
-        "rollout_corr/rollout_is_eff_sample_size": mean * mean / square if square else 0.0,
-        "rollout_corr/rollout_is_ratio_fraction_high": s["high"] / n,
-        "training/rollout_probs_diff_mean": s["diff"] / n,
-        "training/rollout_probs_diff_max": s["max_diff"],
-    }
+def clipped(
+    ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's pessimistic loss [T] and the clip fractions.
+
+        L = -min(r A, clip(r, 1 - low, 1 + high) A)          A >= 0
+        L = min(that, -dual A)                               A < 0   (dual clip, arXiv:1912.09729)
+
+    `dual` 0 or inf leaves the dual clip out.
+    """
+    free = -ratio * advantage
+    held = -ratio.clamp(1 - low, 1 + high) * advantage
+    policy = torch.maximum(free, held)
+    metrics = {"actor/pg_clipfrac": (held > free).float()}
+    if dual > 0 and isfinite(dual):
+        ceiling = -dual * advantage
+        over = (advantage < 0) & (policy > ceiling)
+        policy = torch.where(over, ceiling, policy)
+        metrics["actor/pg_clipfrac_lower"] = over.float()
+    return policy, metrics
+
+
+def dual_problems(value: float) -> list[str]:
+    """What is wrong with a `clip_dual`: at 1 or less it would cut where nothing has moved."""
+    if 0 < value <= 1:
+        return [f"--algo.clip_dual {value}: must be above 1; 0 turns it off"]
+    return []

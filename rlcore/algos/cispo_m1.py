@@ -1,0 +1,31 @@
+"""CISPO with the upper bound alone, as MiniMax-M1 trains it. arXiv:2506.13585, arXiv:2510.13786
+
+    r = p(a_t) / p_old(a_t)
+    L = -sg(min(r, clip_max)) A log p(a_t)
+
+Differs from the M1 paper, which writes the bound as 1 + eps_high and does not print it: clip_max
+bounds the ratio itself, and 5 is TRL's setting of ScaleRL (arXiv:2510.13786).
+Equals TRL loss_type "cispo" with epsilon_high = clip_max. `cispo` has the two-sided bound.
+"""
+
+from dataclasses import dataclass
+
+from rlcore.algos import ratio
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOM1Config(AlgoConfig):
+    clip_max: float = 5.0
+    """The weight is held below this."""
+
+
+def loss(x: LossInputs, cfg: CISPOM1Config) -> LossOutput:
+    """Policy loss [T] and the share of bounded weights."""
+    r = ratio.log_ratio(x).detach().exp()
+    weight = r.clamp(max=cfg.clip_max)
+    return LossOutput(
+        per_token=-weight * x.advantage * x.logp * x.correction,
+        metrics={"actor/pg_clipfrac": (r > weight).float()},
+    )

@@ -1,0 +1,45 @@
+"""DAPO: a wider upper clip, one weight per token, no equal groups, soft overlong punishment.
+arXiv:2503.14476
+
+    r = p(a_t) / p_old(a_t)
+    L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
+    L = min(that, -dual A)                                   A < 0
+
+over all trained tokens of the update (token-mean). Groups without spread are left out, and a
+response that enters the last fifth of rollout.max_tokens loses reward, linearly up to 1.
+
+Differs from the paper: groups that are left out are not replaced by further prompts, the dual clip
+at 10 is that of the published verl script, and overlong filtering (truncated_responses drop) is
+off as there. Equals verl `compute_policy_loss_vanilla` with that script's clips.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.algos import ratio
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPOConfig(AlgoConfig):
+    clip_low: float = 0.2
+    """The ratio is held above 1 - clip_low."""
+    clip_high: float = 0.28
+    """The ratio is held below 1 + clip_high (clip-higher)."""
+    clip_dual: float = 10.0
+    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+    equal_reward_groups: Literal["keep", "drop"] = "drop"
+    """Groups whose rewards are all equal; `drop` is the filter of dynamic sampling."""
+    overlong_share: float = 0.2
+    """The last part of rollout.max_tokens in which a longer response costs reward."""
+
+    def problems(self) -> list[str]:
+        return super().problems() + ratio.dual_problems(self.clip_dual)
+
+
+def loss(x: LossInputs, cfg: DAPOConfig) -> LossOutput:
+    """Policy loss [T] and clip fractions."""
+    r = ratio.log_ratio(x).exp()
+    policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
+    return LossOutput(per_token=policy * x.correction, metrics=metrics)

@@ -1,0 +1,72 @@
+"""Decoupled PPO: clip around the learner of this step, weigh by how far the sampler was from it.
+arXiv:2110.00641, arXiv:2505.24298
+
+    r = p / p_prox       p_prox: the learner before the first update of this step (logp_old)
+    w = sg(p_prox / p_behave)                p_behave: the sampler, with the weights it had
+    L = -w min(r A, clip(r, 1 - low, 1 + high) A), and PPO's dual clip where clip_dual is on
+
+Above the cap, `token_mask` gives the token no loss but leaves it in the denominator, `truncate`
+takes the cap for w. `none` takes w = 1.
+
+Differs from the papers, which do not cap: truncate with behave_cap inf is theirs. Equals AReaL
+`ppo_actor_loss_fn`: token_mask is rejection_sampling {level: token, action: mask, metric: ratio,
+upper: 5} (its old behave_imp_weight_cap), truncate is action clamp, none is no rejection_sampling.
+verl's token-level rollout_is on ppo equals truncate.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlcore.algos import ratio
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoupledPPOConfig(AlgoConfig):
+    rollout_is: Literal["none", "token", "sequence"] = "none"
+    """Importance weight p_old / p_sampler of the objective; `behave` has it already."""
+    behave: Literal["token_mask", "truncate", "none"] = "token_mask"
+    """What happens to tokens whose weight p_prox / p_behave is above behave_cap."""
+    behave_cap: float = 5.0
+    """Largest weight; inf is no cap."""
+    clip_low: float = 0.2
+    """The ratio is held above 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is held below 1 + clip_high."""
+    clip_dual: float = 0.0
+    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+
+    def problems(self) -> list[str]:
+        out = super().problems() + ratio.dual_problems(self.clip_dual)
+        if not self.behave_cap > 0:
+            out.append(f"--algo.behave_cap {self.behave_cap}: must be above 0; inf is no cap")
+        if self.behave != "none" and self.rollout_is != "none":
+            out.append(
+                f"--algo.rollout_is {self.rollout_is}: decoupled_ppo weighs by p_old / p_sampler "
+                "itself; set it to none, or algo.behave to none"
+            )
+        if self.bypass_mode:
+            out.append(
+                "--algo.bypass_mode True: makes p_prox the sampler, so decoupled_ppo has nothing "
+                "to weigh; use --algo ppo"
+            )
+        return out
+
+
+def loss(x: LossInputs, cfg: DecoupledPPOConfig) -> LossOutput:
+    """Policy loss [T], clip fractions, the weight and the share of tokens above the cap."""
+    r = ratio.log_ratio(x).exp()
+    policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
+    log_w = (x.logp_old - x.logp_sampler).detach().clamp(-ratio.LOG_LIMIT, ratio.LOG_LIMIT)
+    weight = log_w.exp()
+    over = weight > cfg.behave_cap
+    metrics["algo/behave_over_cap"] = over.float()
+    if cfg.behave != "none":
+        above = 0.0 if cfg.behave == "token_mask" else cfg.behave_cap
+        weight = torch.where(over, above, weight)
+        metrics["algo/behave_weight"] = weight
+        policy = policy * weight
+    return LossOutput(per_token=policy * x.correction, metrics=metrics)

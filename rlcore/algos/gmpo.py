@@ -1,0 +1,48 @@
+"""GMPO: the geometric mean of a sequence's ratios, each clipped before it enters. arXiv:2507.20673
+
+    d_t = log p(a_t) - log p_old(a_t)
+    c_t = min(d_t, high) where A > 0,  max(d_t, -low) where A < 0         clip in log space
+    L   = -A exp(mean_t c_t) exp(mean_t log w_t)                          one number a sequence
+
+A is the mean advantage of the sequence and w_t the correction weights, which enter by their
+geometric mean. Every token of the sequence carries L, so the mean over its tokens is L again.
+
+Differs from the paper in nothing. Equals verl `compute_policy_loss_geo_mean`, save that verl
+averages over the sequences of a micro-batch, where this is over those of the update, that |d_t| is
+held below 20, and that the clip fractions count only where the clip cut the gradient: A > 0 in
+pg_clipfrac, A < 0 in pg_clipfrac_lower. TRL: trl.experimental.gmpo.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlcore.algos import ratio, sequence
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPOConfig(AlgoConfig):
+    loss_agg_mode: ratio.Aggregation = "seq-mean-token-mean"
+    """How per-token losses become one number."""
+    clip_low: float = 0.4
+    """The log of a ratio is held above -clip_low."""
+    clip_high: float = 0.4
+    """The log of a ratio is held below clip_high."""
+
+
+def loss(x: LossInputs, cfg: GMPOConfig) -> LossOutput:
+    """Policy loss [T], equal for all tokens of a sequence, and clip fractions."""
+    where = (x.mask, x.sequence, x.num_sequences)
+    d, sign = ratio.log_ratio(x), x.advantage.sign()  # [T]
+    held = d.clamp(-cfg.clip_low, cfg.clip_high)
+    kept = sign * torch.minimum(sign * d, sign * held)
+    r = sequence.mean(kept, *where).exp()  # [B]
+    weight = sequence.mean(x.correction.log(), *where).exp()
+    policy = -sequence.mean(x.advantage, *where) * r * weight
+    metrics = {
+        "actor/pg_clipfrac": ((sign > 0) & (d > cfg.clip_high)).float(),
+        "actor/pg_clipfrac_lower": ((sign < 0) & (d < -cfg.clip_low)).float(),
+    }
+    return LossOutput(per_token=policy[x.sequence], metrics=metrics)

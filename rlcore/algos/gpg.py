@@ -1,0 +1,27 @@
+"""GPG: the plain policy gradient with advantages scaled up for groups that teach nothing.
+arXiv:2504.02546
+
+    L = -A log p(a_t),        A = alpha (R - mean R)          (adv_estimator gpg)
+
+Differs from the paper in alpha, which is verl's: all samples over those with a reward that is not
+0. Equals verl `compute_policy_loss_gpg`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlcore.algos.base import AlgoConfig, Estimator
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPGConfig(AlgoConfig):
+    has_ratio: ClassVar[bool] = False
+
+    adv_estimator: Estimator = "gpg"
+    """How rewards become advantages."""
+
+
+def loss(x: LossInputs, cfg: GPGConfig) -> LossOutput:
+    """Policy loss [T]."""
+    return LossOutput(per_token=-x.advantage * x.logp * x.correction, metrics={})

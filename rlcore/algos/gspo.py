@@ -1,0 +1,48 @@
+"""GSPO: the ratio is that of the whole sequence, and so is the clip. arXiv:2507.18071
+
+    s   = exp(mean_t (log p(a_t) - log p_old(a_t)))          one number a sequence
+    s_t = sg(s) p(a_t) / sg(p(a_t))                          level token: GSPO-token
+    L   = -min(s A, clip(s, 1 - low, 1 + high) A)            with s or s_t
+
+averaged over the tokens of a response, then over responses. Where advantage and correction weight
+are the same for all tokens of a response, both levels have one value and one gradient. Where they
+are not, the token level gives a token's advantage and weight to that token alone.
+
+Differs from the paper: GSPO-token is the default, since it is what verl computes and correction
+weights are per token; log s is held below 10, as in verl.
+Equals verl `compute_policy_loss_gspo` (token), TRL importance_sampling_level "sequence_token"
+(token) and "sequence", both with loss_type "grpo".
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.algos import ratio, sequence
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+LOG_MAX = 10.0  # verl's bound of log s
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOConfig(AlgoConfig):
+    loss_agg_mode: ratio.Aggregation = "seq-mean-token-mean"
+    """How per-token losses become one number."""
+    level: Literal["sequence", "token"] = "token"
+    """`sequence`: gradients flow through the sequence's ratio. `token`: through each token's own
+    log-prob, with the sequence's ratio as a constant (GSPO-token)."""
+    clip_low: float = 3e-4
+    """The sequence's ratio is held above 1 - clip_low."""
+    clip_high: float = 4e-4
+    """The sequence's ratio is held below 1 + clip_high."""
+
+
+def loss(x: LossInputs, cfg: GSPOConfig) -> LossOutput:
+    """Policy loss [T] and clip fraction."""
+    where = (x.mask, x.sequence, x.num_sequences)
+    log_s = sequence.mean(x.logp - x.logp_old, *where)[x.sequence]  # [T]
+    if cfg.level == "token":
+        log_s = log_s.detach() + (x.logp - x.logp.detach())
+    s = log_s.clamp(max=LOG_MAX).exp()
+    policy, metrics = ratio.clipped(s, x.advantage, cfg.clip_low, cfg.clip_high)
+    return LossOutput(per_token=policy * x.correction, metrics=metrics)

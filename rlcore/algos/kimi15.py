@@ -1,0 +1,38 @@
+"""Kimi k1.5: policy gradient with a squared pull back to the old policy. arXiv:2501.12599 eq. 3
+
+    d = log p(a_t) - log p_old(a_t)
+    L = -A log p(a_t) + tau / 2 d^2,        A = R - mean R
+
+Differs from the paper, whose d is the sum over the response: here it is of the token, as in ROLL.
+The log-ratio is not clamped, since its gradient is what pulls a far token back. The correction
+weight multiplies both terms, as in ROLL. Equals ROLL pg_variant "kimi15" (`_compute_kimi15_loss`).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kimi15Config(AlgoConfig):
+    has_ratio: ClassVar[bool] = False
+
+    norm_adv_by_std: bool = False
+    """Divide a group's advantages by its standard deviation; the paper takes the mean off only."""
+    tau: float = 0.1
+    """Strength of the pull to the old policy."""
+
+    def problems(self) -> list[str]:
+        out = super().problems()
+        if not self.tau >= 0:
+            out.append(f"--algo.tau {self.tau}: must be 0 or more")
+        return out
+
+
+def loss(x: LossInputs, cfg: Kimi15Config) -> LossOutput:
+    """Policy loss [T] and its second term."""
+    pull = cfg.tau / 2 * (x.logp - x.logp_old).square()
+    policy = (pull - x.advantage * x.logp) * x.correction
+    return LossOutput(per_token=policy, metrics={"algo/pull": pull.detach()})

@@ -1,0 +1,38 @@
+"""PPO: advantages of a critic, a step held near the old policy by clipping. arXiv:1707.06347
+
+    r = p(a_t) / p_old(a_t)
+    L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
+    L = min(that, -dual A)                                   A < 0
+
+Differs from the paper in the dual clip (arXiv:1912.09729): a token that became `dual` times more
+likely although it was bad would pull without bound. The bounds of the clip are two keys.
+Equals verl `compute_policy_loss_vanilla`. The same loss with group baselines is grpo.
+"""
+
+from dataclasses import dataclass
+
+from rlcore.algos import ratio
+from rlcore.algos.base import AlgoConfig, Estimator
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(AlgoConfig):
+    adv_estimator: Estimator = "gae"
+    """How rewards become advantages; gae trains a critic."""
+    clip_low: float = 0.2
+    """The ratio is held above 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is held below 1 + clip_high."""
+    clip_dual: float = 3.0
+    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+
+    def problems(self) -> list[str]:
+        return super().problems() + ratio.dual_problems(self.clip_dual)
+
+
+def loss(x: LossInputs, cfg: PPOConfig) -> LossOutput:
+    """Policy loss [T] and clip fractions."""
+    r = ratio.log_ratio(x).exp()
+    policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
+    return LossOutput(per_token=policy * x.correction, metrics=metrics)

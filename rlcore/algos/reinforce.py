@@ -1,0 +1,32 @@
+"""REINFORCE, leave-one-out baseline, summed over the response. Williams 1992, arXiv:2402.14740
+
+    L = -w A log p(a_t),        A_i = R_i - mean of the other rewards       (adv_estimator rloo)
+
+w is the rollout-correction weight; with bypass_mode it is p / p_sampler of this very pass.
+
+Differs from arXiv:2402.14740 in nothing; it takes the response for one action, hence the sum over
+its tokens. Equals verl `compute_policy_loss_reinforce`, the loss of its preset bypass_pg_is
+(bypass_mode, rollout_is sequence).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlcore.algos import ratio
+from rlcore.algos.base import AlgoConfig, Estimator
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceConfig(AlgoConfig):
+    has_ratio: ClassVar[bool] = False
+
+    adv_estimator: Estimator = "rloo"
+    """How rewards become advantages."""
+    loss_agg_mode: ratio.Aggregation = "seq-mean-token-sum"
+    """How per-token losses become one number."""
+
+
+def loss(x: LossInputs, cfg: ReinforceConfig) -> LossOutput:
+    """Policy loss [T]."""
+    return LossOutput(per_token=-x.advantage * x.logp * x.correction, metrics={})

@@ -1,0 +1,48 @@
+"""SAPO: a smooth gate instead of a clip. arXiv:2511.20347
+
+    r   = p(a_t) / p_old(a_t)
+    tau = tau_pos where A > 0, else tau_neg
+    L   = -(4 / tau) sigmoid(tau (r - 1)) A
+
+The gradient is -g r A grad log p with g = 4 s (1 - s), s = sigmoid(tau (r - 1)): 1 at r = 1 and
+falling to both sides, faster where the advantage is negative. g is the metric algo/gate.
+
+Differs from the paper in nothing. Equals verl `compute_policy_loss_sapo`, TRL loss_type "sapo" and
+AReaL `sapo_loss_fn` at token level (averaged there over tokens, here per response first).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlcore.algos import ratio
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPOConfig(AlgoConfig):
+    loss_agg_mode: ratio.Aggregation = "seq-mean-token-mean"
+    """How per-token losses become one number."""
+    tau_pos: float = 1.0
+    """Steepness of the gate where the advantage is positive."""
+    tau_neg: float = 1.05
+    """Steepness of the gate elsewhere."""
+
+    def problems(self) -> list[str]:
+        return super().problems() + [
+            f"--algo.{name} {getattr(self, name)}: must be above 0; the paper has 1.0 and 1.05"
+            for name in ("tau_pos", "tau_neg")
+            if not getattr(self, name) > 0
+        ]
+
+
+def loss(x: LossInputs, cfg: SAPOConfig) -> LossOutput:
+    """Policy loss [T] and the gate's factor on the gradient."""
+    r = ratio.log_ratio(x).exp()
+    tau = torch.full_like(r, cfg.tau_neg).masked_fill(x.advantage > 0, cfg.tau_pos)
+    s = torch.sigmoid(tau * (r - 1))
+    gate = (4 * s * (1 - s)).detach()
+    return LossOutput(
+        per_token=-(4 / tau) * s * x.advantage * x.correction, metrics={"algo/gate": gate}
+    )

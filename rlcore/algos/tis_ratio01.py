@@ -1,0 +1,41 @@
+"""ROLL's truncated importance sampling: the ratio is a constant weight, held between 0 and 1.
+
+    r = p(a_t) / p_old(a_t)
+    L = -sg(clip(r, clip_min, clip_max)) A log p(a_t)
+
+Not the TIS of sampler against learner: that is `rollout_is token`, works with every loss and caps
+p_old / p_sampler at 2. Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
+"""
+
+from dataclasses import dataclass
+
+from rlcore.algos import ratio
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class TISRatio01Config(AlgoConfig):
+    clip_min: float = 0.0
+    """The weight is held above this."""
+    clip_max: float = 1.0
+    """The weight is held below this."""
+
+    def problems(self) -> list[str]:
+        out = super().problems()
+        if self.clip_min > self.clip_max:
+            out.append(
+                f"--algo.clip_min {self.clip_min}: must be at most algo.clip_max {self.clip_max}"
+            )
+        return out
+
+
+def loss(x: LossInputs, cfg: TISRatio01Config) -> LossOutput:
+    """Policy loss [T] and the shares of bounded weights."""
+    r = ratio.log_ratio(x).detach().exp()
+    weight = r.clamp(cfg.clip_min, cfg.clip_max)
+    metrics = {
+        "actor/pg_clipfrac": (r != weight).float(),
+        "actor/pg_clipfrac_lower": (r < weight).float(),
+    }
+    return LossOutput(per_token=-weight * x.advantage * x.logp * x.correction, metrics=metrics)

@@ -1,0 +1,54 @@
+"""TOPR: good responses are learned as they are, bad ones with a tapered weight. arXiv:2503.14286
+
+    r = p(a_t) / p_old(a_t)                       level token
+    r = prod_t p(a_t) / p_old(a_t)                level sequence
+    L = -positive_weight A log p(a_t)             score > 0
+    L = -negative_weight sg(min(r, 1)) A log p(a_t)      else
+
+`score` is what the reward function gave, before shaping and baseline.
+
+Differs from the paper: the ratio is of the token unless level is sequence, the return is the
+advantage, and a score of 0 is negative. Equals ROLL pg_variant "topr" (level token) with
+topr_positive_weight and topr_negative_weight (weighted TOPR).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlcore.algos import sequence
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOPRConfig(AlgoConfig):
+    level: Literal["token", "sequence"] = "token"
+    """Taper each token by its own ratio (ROLL), or all of them by the sequence's (the paper)."""
+    positive_weight: float = 1.0
+    """Factor of responses with a score above 0."""
+    negative_weight: float = 1.0
+    """Factor of the others."""
+
+    def problems(self) -> list[str]:
+        return super().problems() + [
+            f"--algo.{name} {getattr(self, name)}: must be 0 or more"
+            for name in ("positive_weight", "negative_weight")
+            if not getattr(self, name) >= 0
+        ]
+
+
+def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:
+    """Policy loss [T], the share of tapered tokens and of tokens of positive responses."""
+    d = (x.logp - x.logp_old).detach()
+    if cfg.level == "sequence":
+        d = sequence.total(d, x.mask, x.sequence, x.num_sequences)[x.sequence]
+    taper = d.clamp(max=0).exp()
+    good = x.score > 0
+    weight = torch.where(good, cfg.positive_weight, cfg.negative_weight * taper)
+    metrics = {
+        "actor/pg_clipfrac": (~good & (d > 0)).float(),
+        "algo/positive": good.float(),
+    }
+    return LossOutput(per_token=-weight * x.advantage * x.logp * x.correction, metrics=metrics)
