@@ -1,29 +1,184 @@
-"""Rewards of a group to advantages of its samples.
+"""Rewards of a group to one advantage per response. R_1..R_n are the rewards of a group, l_i the
+trained tokens of response i, m and s mean and standard deviation (n - 1) of the group.
 
-    grpo:   A_i = (R_i - mean R) / (std R + 1e-6)     std over the group with n - 1, as verl
+    estimator                     A_i                                              n = 1
+    grpo                          (R_i - m) / (s + 1e-6)                           R / (1 + 1e-6)
+    grpo, norm_adv_by_std off     R_i - m                                          R
+    grpo_passk                    the best: (R_1st - R_2nd) / (s + 1e-6), others 0 ValueError
+    rloo                          R_i - sum_{j != i} R_j / (n - 1)                 R
+    reinforce_plus_plus_baseline  whitened(R_i - m)                                whitened(R)
+    opo                           R_i - sum_j l_j R_j / sum_j l_j                  R
+    gpg                           alpha (R_i - m)                                  alpha R
 
-A group of one has no baseline: its advantage is its reward, as in verl. A group with equal rewards
-has advantage 0.
+alpha is the number of responses of the step by the number of those whose reward is not 0. Whitening
+is over the trained tokens of the step:
+
+    whitened(A) = (A - mean A) / sqrt(var A + 1e-8)     var with N - 1 for N tokens
+
+A group whose rewards are all equal has advantage 0 exactly, before whitening. Responses without
+trained tokens have no part in opo's baseline and in the whitening.
+
+Differs from verl: float64, and no rounding where rewards are equal; whitening over at most one
+token gives 0, verl raises. rloo with one response gives its reward, as verl's `rloo`; its
+`rloo_vectorized` gives 0.
+
+Sources: verl core_algos.compute_*_outcome_advantage; grpo arXiv:2402.03300, its mean alone
+arXiv:2503.20783 (Dr. GRPO), grpo_passk arXiv:2503.19595, rloo arXiv:2402.14740,
+reinforce_plus_plus_baseline arXiv:2501.03262, opo arXiv:2505.23585, gpg arXiv:2504.02546.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch
+from rlcore.algos.base import AlgoConfig
 
 EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
 
 
-def grpo(rewards: Sequence[float], norm_by_std: bool = True) -> list[float]:
-    """Advantages of one group, in the order of its rewards."""
-    r = torch.tensor(rewards, dtype=torch.float64)
-    if r.numel() == 1:
-        return r.tolist()
-    a = r - r.mean()
-    if norm_by_std:
-        a = a / (r.std() + EPSILON)
-    return a.tolist()
+@dataclass(frozen=True)
+class GroupRewards:
+    """The responses to one prompt."""
+
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    """Trained tokens of each response."""
+
+    def __post_init__(self) -> None:
+        if not self.rewards or len(self.rewards) != len(self.lengths):
+            raise ValueError(
+                f"a group has {len(self.rewards)} rewards and {len(self.lengths)} lengths: give "
+                "one of each for every response, at least one"
+            )
+
+
+Groups = Sequence[GroupRewards]
 
 
 def is_equal(rewards: Sequence[float]) -> bool:
     """All rewards of the group are the same, so none of its samples teaches anything."""
     return max(rewards) - min(rewards) < 1e-8
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    """R_i - m; R alone."""
+    if len(rewards) == 1:
+        return list(rewards)
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)  # the mean may differ by a rounding, which s + 1e-6 blows up
+    mean = math.fsum(rewards) / len(rewards)
+    return [r - mean for r in rewards]
+
+
+def _scale(rewards: Sequence[float], cfg: AlgoConfig) -> float:
+    """s + 1e-6, with s = 1 for a group of one; 1 where the std is off."""
+    if not cfg.norm_adv_by_std:
+        return 1.0
+    if len(rewards) == 1:
+        return 1.0 + EPSILON
+    squares = math.fsum(a * a for a in _centred(rewards))
+    return math.sqrt(squares / (len(rewards) - 1)) + EPSILON
+
+
+def grpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Distance to the group's mean, in standard deviations."""
+    out = []
+    for g in groups:
+        scale = _scale(g.rewards, cfg)
+        out.append([a / scale for a in _centred(g.rewards)])
+    return out
+
+
+def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """The best response gets what it is ahead of the second, the others 0; so do all on a tie."""
+    out = []
+    for i, g in enumerate(groups):
+        if len(g.rewards) < 2:
+            raise ValueError(
+                f"--algo.adv_estimator grpo_passk: group {i} has one response, it needs two or "
+                "more; raise --rollout.samples_per_prompt"
+            )
+        second, first = sorted(g.rewards)[-2:]
+        best = g.rewards.index(first)
+        lead = (first - second) / _scale(g.rewards, cfg)
+        out.append([lead if j == best else 0.0 for j in range(len(g.rewards))])
+    return out
+
+
+def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Distance to the mean of the others, which is n / (n - 1) times that to the group's mean."""
+    out = []
+    for g in groups:
+        n = len(g.rewards)
+        out.append([a * n / max(n - 1, 1) for a in _centred(g.rewards)])
+    return out
+
+
+def reinforce_plus_plus_baseline(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Distance to the group's mean; `outcome` whitens it."""
+    return [_centred(g.rewards) for g in groups]
+
+
+def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Distance to the mean over the group's tokens, the baseline of least variance if the gradient
+    of a response grows with its length. Without trained tokens the baseline is 0."""
+    out = []
+    for g in groups:
+        tokens = sum(g.lengths)
+        if len(g.rewards) > 1 and max(g.rewards) == min(g.rewards):
+            out.append([0.0] * len(g.rewards))
+            continue
+        base = 0.0
+        if len(g.rewards) > 1 and tokens:
+            base = math.fsum(n * r for n, r in zip(g.lengths, g.rewards, strict=True)) / tokens
+        out.append([r - base for r in g.rewards])
+    return out
+
+
+def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Distance to the group's mean, larger the fewer responses of the step have a reward."""
+    rewards = [r for g in groups for r in g.rewards]
+    alpha = len(rewards) / max(sum(r != 0 for r in rewards), 1)
+    return [[alpha * a for a in _centred(g.rewards)] for g in groups]
+
+
+OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
+    f.__name__: f for f in (grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg)
+}
+"""Estimators with one number per response; those per token are in returns.py."""
+
+
+def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Advantages of every response of a step by `cfg.adv_estimator`, in the order of the groups."""
+    if cfg.adv_estimator not in OUTCOME:
+        raise ValueError(
+            f"--algo.adv_estimator {cfg.adv_estimator}: has no single number per response; take "
+            f"one of {', '.join(OUTCOME)}"
+        )
+    for i, g in enumerate(groups):
+        for j, r in enumerate(g.rewards):
+            if not math.isfinite(r):
+                raise ValueError(
+                    f"reward {r} of response {j} of group {i}: must be finite; mend the reward "
+                    "function"
+                )
+    out = OUTCOME[cfg.adv_estimator](groups, cfg)
+    if cfg.whiten_advantages or cfg.adv_estimator == "reinforce_plus_plus_baseline":
+        return _whitened(out, groups)
+    return out
+
+
+def _whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
+    flat = [
+        (a, n)
+        for row, g in zip(values, groups, strict=True)
+        for a, n in zip(row, g.lengths, strict=True)
+    ]
+    tokens = sum(n for _, n in flat)
+    if tokens < 2:
+        return [[0.0] * len(row) for row in values]
+    mean = math.fsum(n * a for a, n in flat) / tokens
+    variance = math.fsum(n * (a - mean) ** 2 for a, n in flat) / (tokens - 1)
+    scale = math.sqrt(variance + WHITEN_EPSILON)
+    return [[(a - mean) / scale for a in row] for row in values]

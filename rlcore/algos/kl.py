@@ -1,19 +1,82 @@
-"""KL(p || p_ref) estimated from samples of p. http://joschu.net/blog/kl-approx.html
+"""KL(p || p_ref) estimated from samples of p, and the controller of its weight.
 
-d  = log p_ref - log p
-k1 = -d                 unbiased, may be negative
-k2 = d^2 / 2            biased, low variance
-k3 = exp(d) - 1 - d     unbiased, never negative
+    d = log p_ref - log p
+
+    kind        value                                            gradient
+    k1          -d                  unbiased, may be negative    0 in expectation
+    k2          d^2 / 2             biased, low variance         of KL(p || p_ref)
+    k3          exp(d) - 1 - d      unbiased, never negative     of KL(p_ref || p)
+    abs         |d|
+    low_var_kl  k3 of d clamped to +-20, then clamped to +-10    0 where the clamp is at work
+    k1+, k3+    of k1, k3                                        of k2 (straight through)
+
+Differs from verl: k3 is exact; verl's k3 is its low_var_kl. exp(d) - 1 is expm1(d), since the
+difference would be rounding noise for nearly equal log-probs.
+
+Sources: verl core_algos.kl_penalty; http://joschu.net/blog/kl-approx.html; the controller
+arXiv:1909.08593, section 2.2.
 """
+
+import math
 
 from torch import Tensor
 
 
 def estimate(kind: str, logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """Per-token estimate [T]; gradients flow through `logp`. `kind`: k1, k2 or k3."""
+    """[T] estimate per token; gradients flow through `logp`."""
     d = logp_ref - logp
+    if kind.endswith("+"):
+        value = estimate(kind.removesuffix("+"), logp, logp_ref).detach()
+        square = d.square() / 2
+        return value + (square - square.detach())
     if kind == "k1":
         return -d
     if kind == "k2":
         return d.square() / 2
-    return d.expm1() - d  # exp(d) - 1 would be rounding noise for nearly equal log-probs
+    if kind == "k3":
+        return d.expm1() - d
+    if kind == "abs":
+        return d.abs()
+    if kind == "low_var_kl":
+        d = d.clamp(-20, 20)
+        return (d.expm1() - d).clamp(-10, 10)
+    raise ValueError(
+        f"KL estimator {kind}: unknown; take k1, k2, k3, abs, low_var_kl, k1+ or k3+ "
+        "(--algo.kl_type, --algo.kl_reward_type)"
+    )
+
+
+class AdaptiveController:
+    """A factor on the KL's weight that holds the KL at a target.
+
+        e     = clip(KL / target - 1, -0.2, 0.2)
+        scale = scale (1 + e samples / horizon)
+
+    Differs from verl: a step with more samples than the horizon counts as one horizon, or the
+    factor could become negative; a KL that is not finite (the update was left out and counted)
+    changes nothing.
+    """
+
+    def __init__(self, target: float, horizon: float) -> None:
+        """
+        Args:
+            target: KL to hold; 0 keeps the factor at 1.
+            horizon: samples over which it answers.
+        """
+        self._target, self._horizon = target, horizon
+        self.scale = 1.0
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Answer the mean KL of a step of `num_samples` responses."""
+        if not self._target or not math.isfinite(kl):
+            return
+        error = min(max(kl / self._target - 1, -0.2), 0.2)
+        self.scale *= 1 + error * min(num_samples / self._horizon, 1.0)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from `state()`."""
+        self.scale = float(state["scale"])

@@ -1,0 +1,174 @@
+"""Rollout correction: weights and rejection for the mismatch between sampler and learner.
+
+    w_t = p_old(a_t) / p_sampler(a_t)         log w clamped to +-20
+
+    rollout_is   weight                                        name
+    token        min(w_t, C)                                   TIS; C = inf: vanilla IS
+    sequence     min(prod_t w_t, C) on all of its tokens       sequence TIS
+
+    rollout_rs   keeps the token or the whole response while
+    token_k1     lower <= 1 / w_t <= upper                     token MIS; with a weight: IcePop
+    seq_sum_k1   lower <= prod_t 1 / w_t <= upper              sequence MIS
+    seq_mean_k1  lower <= exp(mean_t -log w_t) <= upper        geometric
+    *_k2         (log w)^2 / 2 <= upper
+    *_k3         w - 1 - log w <= upper                        seq_mean_k3: k3 rejection
+    seq_max_*    the largest k2 or k3 of the response is within
+
+The bounds of k1 are those of p_sampler / p_old, the inverse of the weight, as in verl: IcePop's
+alpha <= w <= beta is token_k1 with 1/beta_1/alpha. Weights are detached and multiply the policy
+loss; there is no lower bound, w < 1 stays. A rejected token leaves the denominators too. Both see
+all trained tokens of a response, before any rejection. Equal log-probs give weight 1 exactly and
+reject nothing.
+
+Differs from verl: k3 by expm1; the bounds of k1 must enclose 1; thresholds are given one by one,
+verl takes one for all. Weights outside the mask are finite, verl's are 0.
+
+Sources: verl rollout_corr_helper.compute_rollout_correction_weights and
+compute_rollout_rejection_mask; TIS, fengyao.notion.site/off-policy-rl; MIS and geometric rejection,
+richardli.xyz/rl-collapse; IcePop, arXiv:2510.18855.
+Shapes: T packed tokens, B sequences. `log_w` [T] is log p_old - log p_sampler.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.algos import sequence as sequences
+from rlcore.algos.base import AlgoConfig
+
+LOG_LIMIT = 20.0
+"""log w beyond this is clamped before exp; e^20 is 5e8."""
+
+DEFAULTS = {
+    "token_k1": "0.5_2.0",
+    "seq_sum_k1": "0.5_2.0",
+    "seq_mean_k1": "0.999_1.001",
+    "seq_mean_k3": "0.01",
+}
+"""Thresholds where rollout_rs_threshold is empty."""
+
+
+class Rule(NamedTuple):
+    """One of rollout_rs with the bounds of its statistic, both within."""
+
+    name: str
+    lower: float
+    upper: float
+
+
+def weights(
+    cfg: AlgoConfig, log_w: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
+) -> Tensor:
+    """[T] detached weights in (0, cap], before batch normalisation."""
+    kept = torch.where(mask, log_w.detach(), 0.0)
+    if cfg.rollout_is == "none":
+        return torch.ones_like(kept)
+    if cfg.rollout_is == "sequence":
+        sums = sequences.total(kept.double(), mask, sequence, num_sequences)
+        kept = sums[sequence].to(kept.dtype)
+    return kept.clamp(-LOG_LIMIT, LOG_LIMIT).exp().clamp(max=cfg.rollout_is_threshold)
+
+
+def normalisation_sums(
+    cfg: AlgoConfig, weights: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
+) -> Tensor:
+    """[2] float64: sum and count of the weights, of tokens or of sequences with trained tokens as
+    rollout_is says. The sums of all ranks give the mean that rollout_is_batch_normalize divides by.
+    """
+    if cfg.rollout_is == "sequence":
+        weights = sequences.mean(weights.double(), mask, sequence, num_sequences)
+        mask = sequences.count(mask, sequence, num_sequences) > 0
+    kept = torch.where(mask, weights.double(), 0.0)
+    return torch.stack([kept.sum(), mask.sum().double()])
+
+
+def keep(
+    cfg: AlgoConfig, log_w: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
+) -> Tensor:
+    """[T] bool: the tokens that pass all of rollout_rs; True outside the mask.
+
+    A NaN passes: it must reach the loss, where it is noticed, and not vanish here.
+    """
+    out = torch.ones_like(mask)
+    if not cfg.rollout_rs:
+        return out
+    where = (mask, sequence, num_sequences)
+    d = torch.where(mask, log_w.detach(), 0.0).clamp(-LOG_LIMIT, LOG_LIMIT)
+    estimates = {"k1": -d, "k2": d.square() / 2, "k3": d.expm1() - d}
+    for rule in thresholds(cfg):
+        tokens, _, kind = rule.name.rpartition("_")
+        value = estimates[kind]
+        if tokens != "token":
+            figure = {
+                "seq_sum": sequences.total,
+                "seq_mean": sequences.mean,
+                "seq_max": sequences.maximum,
+            }[tokens]
+            value = figure(value.double(), *where)[sequence].to(value.dtype)
+        out &= ~((value < rule.lower) | (value > rule.upper))
+    return out | ~mask
+
+
+def thresholds(cfg: AlgoConfig) -> list[Rule]:
+    """The rules of rollout_rs; ValueError in one sentence where a threshold cannot be one."""
+    given = cfg.rollout_rs_threshold
+    if given and len(given) != len(cfg.rollout_rs):
+        raise ValueError(
+            f"--algo.rollout_rs_threshold {','.join(given)}: {len(given)} for "
+            f"{len(cfg.rollout_rs)} of rollout_rs; give one for each, in order"
+        )
+    if given:
+        return [_parsed(name, text) for name, text in zip(cfg.rollout_rs, given, strict=True)]
+    for name in cfg.rollout_rs:
+        if name not in DEFAULTS:
+            raise ValueError(
+                f"--algo.rollout_rs {name}: has no default threshold; give "
+                "--algo.rollout_rs_threshold, one for each of rollout_rs"
+            )
+    return [_parsed(name, DEFAULTS[name]) for name in cfg.rollout_rs]
+
+
+def problems(cfg: AlgoConfig) -> list[str]:
+    """What cannot work in rollout_rs and rollout_rs_threshold, one sentence each."""
+    given = cfg.rollout_rs_threshold
+    paired = given and len(given) == len(cfg.rollout_rs)
+    out = []
+    # One at a time where they go in pairs, so that every wrong threshold is named.
+    for name, text in zip(cfg.rollout_rs, given, strict=True) if paired else ():
+        try:
+            _parsed(name, text)
+        except ValueError as e:
+            out.append(str(e))
+    if not paired:
+        try:
+            thresholds(cfg)
+        except ValueError as e:
+            out.append(str(e))
+    return out
+
+
+def _parsed(name: str, text: str) -> Rule:
+    where = f"--algo.rollout_rs_threshold {text}"
+    parts = [_number(p) for p in text.split("_")]
+    if not name.endswith("k1"):
+        if len(parts) != 1 or not 0 < parts[0] < math.inf:
+            raise ValueError(f"{where}: {name} takes one number above 0, such as 0.01")
+        return Rule(name, -math.inf, parts[0])
+    if len(parts) == 1:
+        parts.insert(0, 1 / parts[0] if parts[0] else math.nan)
+    if len(parts) != 2 or not 0 < parts[0] <= 1 <= parts[1]:
+        raise ValueError(
+            f"{where}: {name} takes lower_upper with 0 < lower <= 1 <= upper, such as "
+            f"{DEFAULTS[name]}, or the upper bound alone, whose inverse is the lower one"
+        )
+    return Rule(name, math.log(parts[0]), math.log(parts[1]))
+
+
+def _number(text: str) -> float:
+    """NaN, which passes no comparison, for what is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

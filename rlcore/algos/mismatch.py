@@ -1,0 +1,350 @@
+"""How far the learner is from the sampler, from sums that ranks and micro-batches add.
+
+p is the sampler's, q the learner's probability of a sampled token, w = q / p. A mean is over
+trained tokens, [mean] over responses with trained tokens; t runs over those of one response.
+
+    rollout_corr/
+      kl, k3_kl                mean -log w, mean (w - 1 - log w)
+      training_log_ppl         [mean] h_q,       h_q = mean_t -log q
+      training_ppl             [mean] exp h_q;   rollout_* the same of p
+      log_ppl_diff             [mean] h_q - h_p; also _abs_diff, _diff_max, _diff_min
+      ppl_ratio                [mean] exp(h_q - h_p)
+      chi2_token, chi2_seq     mean w^2 - 1, [mean] (prod_t w)^2 - 1, log clamped to +-20
+      response_max_diff_*      mean and max over responses of max_t |p - q|
+      response_mean_diff_*     the same of mean_t |p - q|
+      responses_above_half     share of responses with max_t |p - q| > 1/2
+      rollout_is_{mean,min,max}             the weight before cap C and batch normalisation
+      rollout_is_{std,eff_sample_size}      of u, the weight clamped to [1/C, C];
+                                            the latter (mean u)^2 / mean u^2
+      rollout_is_ratio_fraction_{high,low}  share of weights above C, below 1/C
+                                            (of responses where rollout_is is sequence)
+      rollout_rs_masked_fraction            share of tokens rejected
+      rollout_rs_seq_masked_fraction        share of responses with a rejected token
+    training/
+      rollout_probs_diff_{mean,max,std}     |p - q|
+      rollout_actor_probs_pearson_corr      of p and q; left out where one of them is constant
+    training/off_policy/       of versions v_t, the version trained being n
+      token_staleness          mean, max of n - v_t
+      trajectory_staleness     mean, max, min over responses of n - newest v_t
+      trajectory_staleness_worst            the same of n - oldest v_t
+      trajectory_spans         the same of newest - oldest + 1: versions within a response
+
+All figures see the trained tokens before rejection. rollout_is_* stand only where the weight is
+used and rollout_rs_* only where something may be rejected, as in verl.
+
+Differs from verl: responses without trained tokens count nowhere (verl takes them with log-prob 0);
+standard deviations divide by n, so that ranks with the same tokens may count them twice; k3 by
+expm1.
+
+Sources: verl rollout_corr_helper.compute_offpolicy_metrics and compute_is_metrics,
+utils/debug/metrics.calculate_debug_metrics; the two measures of a response,
+fengyao.notion.site/off-policy-rl.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlcore.algos import sequence as sequences
+from rlcore.algos.base import AlgoConfig
+from rlcore.algos.correction import LOG_LIMIT
+from rlcore.tensors import LossInputs
+
+# The healthy range: `unhealthy` speaks up outside of it.
+MAX_PROBS_DIFF = 0.5
+"""Largest |p - q| of a step; the TIS study counts responses above it."""
+MAX_K3 = 1e-2
+"""NeMo-RL advises divergences below 1e-3 for equal weights; a few updates of staleness raise it."""
+MIN_ESS = 0.9
+
+ADDED = (
+    "tokens",
+    "k1",
+    "k3",
+    "w2",
+    "p",
+    "q",
+    "p2",
+    "q2",
+    "pq",
+    "diff",
+    "diff2",
+    "weight",
+    "bounded",
+    "bounded2",
+    "high",
+    "low",
+    "rejected",
+    "staleness",
+    "known_tokens",
+    "responses",
+    "log_ppl_p",
+    "log_ppl_q",
+    "ppl_p",
+    "ppl_q",
+    "log_ppl_abs_diff",
+    "ppl_ratio",
+    "w2_response",
+    "high_response",
+    "low_response",
+    "max_diff",
+    "mean_diff",
+    "above_half",
+    "rejected_responses",
+    "newest_staleness",
+    "oldest_staleness",
+    "spans",
+    "known_responses",
+)
+"""What `Sums.added` holds."""
+HIGHEST = (
+    "log_ppl_diff",
+    "-log_ppl_diff",
+    "diff",
+    "mean_diff",
+    "weight",
+    "-weight",
+    "staleness",
+    "newest_staleness",
+    "-newest_staleness",
+    "oldest_staleness",
+    "-oldest_staleness",
+    "spans",
+    "-spans",
+)
+"""What `Sums.highest` holds; a minus turns a minimum into a maximum."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of one micro-batch, or of several with `total`. On the device of the loss, float64."""
+
+    added: Tensor
+    """[len(ADDED)]"""
+    highest: Tensor
+    """[len(HIGHEST)], -inf where there was nothing."""
+
+    @staticmethod
+    def total(parts: Sequence["Sums"]) -> "Sums":
+        """Of all parts together; of none: zeros and -inf, on the CPU."""
+        if not parts:
+            return Sums(
+                torch.zeros(len(ADDED), dtype=torch.float64),
+                torch.full((len(HIGHEST),), -math.inf, dtype=torch.float64),
+            )
+        return Sums(
+            torch.stack([p.added for p in parts]).sum(0),
+            torch.stack([p.highest for p in parts]).amax(0),
+        )
+
+
+@torch.no_grad()
+def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version: int) -> Sums:
+    """Of one micro-batch, without waiting for the device.
+
+    Args:
+        x: its `mask` is what rejection has left of `trained`.
+        log_w: [T] log-prob of the learner less that of the sampler.
+        trained: [T] the mask before rejection.
+        version: of the weights that are trained.
+    """
+    where = (trained, x.sequence, x.num_sequences)
+    log_w = torch.where(trained, log_w.double(), 0.0)
+    log_p = torch.where(trained, x.logp_sampler.double(), 0.0)
+    log_q = log_p + log_w
+    # p - 1 and q - 1: the moments keep their digits where the model is sure, and nearly always it
+    # is. Variance, correlation and difference are those of p and q.
+    p, q = log_p.expm1(), log_q.expm1()
+    diff = (p - q).abs()
+    tokens = trained.double()
+    rejected = trained & ~x.mask
+    age = version - x.versions.double()
+    known = trained & (x.versions >= 0)
+
+    count = sequences.total(tokens, *where)  # [B]
+    some = count > 0
+    log_ppl_p, log_ppl_q = sequences.mean(-log_p, *where), sequences.mean(-log_q, *where)
+    log_ppl_diff = log_ppl_q - log_ppl_p
+    log_w_sum = sequences.total(log_w, *where).clamp(-LOG_LIMIT, LOG_LIMIT)
+    max_diff, mean_diff = sequences.maximum(diff, *where), sequences.mean(diff, *where)
+    of_known = (known, x.sequence, x.num_sequences)
+    newest, oldest = -sequences.maximum(-age, *of_known), sequences.maximum(age, *of_known)
+    dated = oldest > -math.inf
+    spans = oldest - newest + 1
+
+    limited = log_w.clamp(-LOG_LIMIT, LOG_LIMIT)
+    cap = cfg.rollout_is_threshold
+    weight = (log_w_sum[x.sequence] if cfg.rollout_is == "sequence" else limited).exp()
+    bounded = weight.clamp(1 / cap, cap)
+    w_sum = log_w_sum.exp()
+
+    by_token = {
+        "tokens": tokens,
+        "k1": -log_w,
+        "k3": log_w.expm1() - log_w,
+        "w2": (2 * limited).exp(),
+        "p": p,
+        "q": q,
+        "p2": p * p,
+        "q2": q * q,
+        "pq": p * q,
+        "diff": diff,
+        "diff2": diff.square(),
+        "weight": weight,
+        "bounded": bounded,
+        "bounded2": bounded.square(),
+        "high": weight > cap,
+        "low": weight < 1 / cap,
+        "rejected": rejected,
+    }
+    by_response = {
+        "responses": some,
+        "log_ppl_p": log_ppl_p,
+        "log_ppl_q": log_ppl_q,
+        "ppl_p": log_ppl_p.exp(),
+        "ppl_q": log_ppl_q.exp(),
+        "log_ppl_abs_diff": log_ppl_diff.abs(),
+        "ppl_ratio": log_ppl_diff.exp(),
+        "w2_response": w_sum.square(),
+        "high_response": w_sum > cap,
+        "low_response": w_sum < 1 / cap,
+        "max_diff": max_diff,
+        "mean_diff": mean_diff,
+        "above_half": max_diff > 0.5,
+        "rejected_responses": sequences.count(rejected, x.sequence, x.num_sequences) > 0,
+    }
+    by_dated = {
+        "newest_staleness": newest,
+        "oldest_staleness": oldest,
+        "spans": spans,
+        "known_responses": dated,
+    }
+    added = {
+        name: torch.where(mask, value.double(), 0.0).sum()
+        for mask, values in ((trained, by_token), (some, by_response), (dated, by_dated))
+        for name, value in values.items()
+    }
+    added["staleness"] = torch.where(known, age, 0.0).sum()
+    added["known_tokens"] = known.sum().double()
+    spread = {
+        "log_ppl_diff": (log_ppl_diff, some),
+        "diff": (diff, trained),
+        "mean_diff": (mean_diff, some),
+        "weight": (weight, trained),
+        "staleness": (age, known),
+        "newest_staleness": (newest, dated),
+        "oldest_staleness": (oldest, dated),
+        "spans": (spans, dated),
+    }
+    highest = [
+        _highest(-value if name.startswith("-") else value, mask)
+        for name in HIGHEST
+        for value, mask in [spread[name.removeprefix("-")]]
+    ]
+    return Sums(torch.stack([added[name] for name in ADDED]), torch.stack(highest))
+
+
+def _highest(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest value in the mask, -inf without one."""
+    start = values.new_full((1,), -math.inf)
+    return torch.cat([start, torch.where(mask, values, -math.inf)]).amax()
+
+
+def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -> dict[str, float]:
+    """The figures from the sums of all ranks; none if nothing was trained."""
+    s = dict(zip(ADDED, added, strict=True))
+    top = dict(zip(HIGHEST, highest, strict=True))
+    n, b = s["tokens"], s["responses"]
+    if not n:
+        return {}
+    out = {
+        "rollout_corr/kl": s["k1"] / n,
+        "rollout_corr/k3_kl": s["k3"] / n,
+        "rollout_corr/training_ppl": s["ppl_q"] / b,
+        "rollout_corr/training_log_ppl": s["log_ppl_q"] / b,
+        "rollout_corr/rollout_ppl": s["ppl_p"] / b,
+        "rollout_corr/rollout_log_ppl": s["log_ppl_p"] / b,
+        "rollout_corr/log_ppl_diff": (s["log_ppl_q"] - s["log_ppl_p"]) / b,
+        "rollout_corr/log_ppl_abs_diff": s["log_ppl_abs_diff"] / b,
+        "rollout_corr/log_ppl_diff_max": top["log_ppl_diff"],
+        "rollout_corr/log_ppl_diff_min": -top["-log_ppl_diff"],
+        "rollout_corr/ppl_ratio": s["ppl_ratio"] / b,
+        "rollout_corr/chi2_token": s["w2"] / n - 1,
+        "rollout_corr/chi2_seq": s["w2_response"] / b - 1,
+        "rollout_corr/response_max_diff_mean": s["max_diff"] / b,
+        "rollout_corr/response_max_diff_max": top["diff"],
+        "rollout_corr/response_mean_diff_mean": s["mean_diff"] / b,
+        "rollout_corr/response_mean_diff_max": top["mean_diff"],
+        "rollout_corr/responses_above_half": s["above_half"] / b,
+        "training/rollout_probs_diff_mean": s["diff"] / n,
+        "training/rollout_probs_diff_max": top["diff"],
+        "training/rollout_probs_diff_std": _std(s["diff"], s["diff2"], n),
+    }
+    correlation = _pearson(s)
+    if correlation is not None:
+        out["training/rollout_actor_probs_pearson_corr"] = correlation
+    if cfg.rollout_is != "none" and not (cfg.bypass_mode and cfg.has_ratio):
+        whole = cfg.rollout_is == "sequence"
+        high, low = ("high_response", "low_response") if whole else ("high", "low")
+        out |= {
+            "rollout_corr/rollout_is_mean": s["weight"] / n,
+            "rollout_corr/rollout_is_std": _std(s["bounded"], s["bounded2"], n),
+            "rollout_corr/rollout_is_min": -top["-weight"],
+            "rollout_corr/rollout_is_max": top["weight"],
+            "rollout_corr/rollout_is_eff_sample_size": s["bounded"] ** 2 / (s["bounded2"] * n),
+            "rollout_corr/rollout_is_ratio_fraction_high": s[high] / (b if whole else n),
+            "rollout_corr/rollout_is_ratio_fraction_low": s[low] / (b if whole else n),
+        }
+    if cfg.rollout_rs:
+        out["rollout_corr/rollout_rs_masked_fraction"] = s["rejected"] / n
+        out["rollout_corr/rollout_rs_seq_masked_fraction"] = s["rejected_responses"] / b
+    if s["known_tokens"]:
+        out |= _staleness(s, top)
+    return out
+
+
+def _staleness(s: dict[str, float], top: dict[str, float]) -> dict[str, float]:
+    prefix = "training/off_policy/"
+    out = {
+        prefix + "token_staleness/mean": s["staleness"] / s["known_tokens"],
+        prefix + "token_staleness/max": top["staleness"],
+    }
+    names = {
+        "trajectory_staleness": "newest_staleness",
+        "trajectory_staleness_worst": "oldest_staleness",
+        "trajectory_spans": "spans",
+    }
+    for name, figure in names.items():
+        out[f"{prefix}{name}/mean"] = s[figure] / s["known_responses"]
+        out[f"{prefix}{name}/max"] = top[figure]
+        out[f"{prefix}{name}/min"] = -top["-" + figure]
+    return out
+
+
+def _std(total: float, squares: float, n: float) -> float:
+    return math.sqrt(max(squares / n - (total / n) ** 2, 0.0))
+
+
+def _pearson(s: dict[str, float]) -> float | None:
+    """None where the spread of p or q is only rounding."""
+    n = s["tokens"]
+    var_p, var_q = s["p2"] - s["p"] ** 2 / n, s["q2"] - s["q"] ** 2 / n
+    if not (var_p > 1e-12 * s["p2"] and var_q > 1e-12 * s["q2"]):
+        return None
+    found = (s["pq"] - s["p"] * s["q"] / n) / math.sqrt(var_p * var_q)
+    return min(max(found, -1.0), 1.0)
+
+
+def unhealthy(metrics: dict[str, float]) -> str:
+    """A phrase for the step line where the mismatch leaves the healthy range, else ""."""
+    diff = metrics.get("rollout_corr/response_max_diff_max", 0.0)
+    k3 = metrics.get("rollout_corr/k3_kl", 0.0)
+    ess = metrics.get("rollout_corr/rollout_is_eff_sample_size")
+    if diff <= MAX_PROBS_DIFF and k3 <= MAX_K3 and (ess is None or ess >= MIN_ESS):
+        return ""  # so a NaN is unhealthy
+    k1 = metrics.get("rollout_corr/kl", 0.0)
+    note = f"mismatch: max |dp| {diff:.2g}, k1 {k1:.2g}, k3 {k3:.2g}"
+    return note if ess is None else f"{note}, ess {ess:.2g}"

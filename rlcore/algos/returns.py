@@ -1,0 +1,137 @@
+"""Rewards to one advantage per token. r_t is the reward of token t, V_t the critic's value before
+it; t runs over the trained tokens of a response, so t + 1 is the next trained one.
+
+    estimator            G_t (returns)                     A_t
+    reinforce_plus_plus  r_t + gamma G_{t+1}               G_t                        whitened
+    remax                r_t + G_{t+1}                     G_t - R(greedy response)
+    gae                  A_t + V_t                         d_t + gamma lam A_{t+1}    whitened
+                         d_t = r_t + gamma V_{t+1} - V_t
+
+After the last trained token G, A and V are 0. Tokens of a response outside the mask (the output of
+a tool) are skipped: they neither discount nor end a return. Outside the mask everything is 0.
+
+Differs from verl: its reinforce_plus_plus starts G anew at a token outside the mask, so that what
+stands before a tool's output would not see the reward; its remax counts rewards of the mask only,
+which is the same here. Everything is float64 inside.
+
+Sources: verl core_algos.compute_{reinforce_plus_plus_outcome,remax_outcome,gae}_advantage*;
+reinforce_plus_plus arXiv:2501.03262, remax arXiv:2310.10505, gae arXiv:1506.02438.
+Shapes: T packed tokens, M of them in the mask, B sequences.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlcore.algos import sequence as sequences
+from rlcore.algos.advantage import WHITEN_EPSILON
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import Batch
+
+TOKEN = ("reinforce_plus_plus", "remax", "gae")
+"""Estimators with one number per token; those per response are in advantage.py."""
+
+
+def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None) -> Tensor:
+    """[T] the response's reward on its last trained token, less `penalty` [T] on all of them.
+
+    A row without trained tokens has no reward. The dtype is that of `penalty`, else of the
+    sampler's log-probs.
+    """
+    if len(rewards) != batch.num_sequences:
+        raise ValueError(
+            f"{len(rewards)} rewards for {batch.num_sequences} sequences: give one for each"
+        )
+    mask = batch.mask
+    like = batch.logp_sampler if penalty is None else penalty
+    dtype = torch.float32 if like is None else like.dtype
+    sequence = batch.sequence_index.to(mask.device)
+    place = torch.arange(len(mask), dtype=torch.float64, device=mask.device)
+    last = sequences.maximum(place, mask, sequence, batch.num_sequences)
+    given = torch.tensor(rewards, dtype=dtype, device=mask.device)
+    out = torch.where(mask & (place == last[sequence]), given[sequence], 0.0)
+    return out if penalty is None else out - torch.where(mask, penalty, 0.0)
+
+
+def advantages(
+    batch: Batch, reward: Tensor, cfg: AlgoConfig, baseline: Sequence[float] | None
+) -> tuple[Tensor, Tensor]:
+    """(advantage [T], returns [T]) by `cfg.adv_estimator`, before whitening, in `reward`'s dtype.
+
+    Args:
+        reward: [T] from `token_rewards`.
+        baseline: of every sequence, the reward of the greedy response; only for remax.
+    """
+    where = batch.mask.nonzero().squeeze(1)  # [M]
+    sequence = batch.sequence_index.to(where.device)[where]
+    longest = max(batch.lengths, default=0)
+    r = reward[where].double()
+    if cfg.adv_estimator == "gae":
+        assert batch.value_old is not None, "gae needs values"
+        v = batch.value_old[where].double()
+        delta = r + cfg.gamma * _later(v, sequence, 1) - v
+        found = _discounted(delta, sequence, cfg.gamma * cfg.lam, longest)
+        gains = found + v
+    elif cfg.adv_estimator == "reinforce_plus_plus":
+        found = gains = _discounted(r, sequence, cfg.gamma, longest)
+    elif cfg.adv_estimator == "remax":
+        assert baseline is not None and len(baseline) == batch.num_sequences, baseline
+        base = torch.tensor(baseline, dtype=torch.float64, device=where.device)
+        gains = _discounted(r, sequence, 1.0, longest)
+        found = gains - base[sequence]
+    else:
+        raise ValueError(
+            f"--algo.adv_estimator {cfg.adv_estimator}: has one number per response; take one of "
+            f"{', '.join(TOKEN)}"
+        )
+    zeros = torch.zeros_like(reward)
+    return (
+        zeros.index_copy(0, where, found.to(reward.dtype)),
+        zeros.index_copy(0, where, gains.to(reward.dtype)),
+    )
+
+
+def _later(values: Tensor, sequence: Tensor, steps: int) -> Tensor:
+    """[M] the value `steps` tokens later in the same sequence, 0 after its end."""
+    out = torch.zeros_like(values)
+    if steps < len(values):
+        same = sequence[steps:] == sequence[:-steps]
+        out[:-steps] = torch.where(same, values[steps:], 0.0)
+    return out
+
+
+def _discounted(values: Tensor, sequence: Tensor, factor: float, longest: int) -> Tensor:
+    """[M] sum_i factor^i values[t + i] to the end of the sequence.
+
+    By doubling: the sum over 2 k tokens is that over k plus factor^k times the one k later. So
+    log2(longest) passes over the packed tokens do what a loop over time does in `longest`.
+    """
+    total, steps = values, 1
+    while steps < longest:
+        total = total + factor**steps * _later(total, sequence, steps)
+        steps *= 2
+    return total
+
+
+def whitening_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """[3] float64: count, sum and sum of squares over the mask; add those of all ranks.
+
+    The variance from them is wrong by about 1e-16 mean^2, against the 1e-8 that is added to it: of
+    no matter while advantages are below 1e3.
+    """
+    kept = torch.where(mask, values.double(), 0.0)
+    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def whitened(values: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+    """[T] (A - mean) / sqrt(var + 1e-8) with the unbiased variance of the tokens in `sums`.
+
+    0 outside the mask, and everywhere if `sums` counts at most one token, where verl's
+    `masked_whiten` raises.
+    """
+    count, total, squares = sums.double().to(values.device)
+    mean = total / count.clamp(min=1)
+    variance = ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)
+    out = (values.double() - mean) * (variance + WHITEN_EPSILON).rsqrt()
+    return torch.where(mask & (count > 1), out, 0.0).to(values.dtype)

@@ -1,0 +1,47 @@
+"""The critic's loss: squared error to the returns, without reward for moves beyond the clip.
+
+    L = max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) / 2
+
+Sources: verl core_algos.compute_value_loss, arXiv:1707.06347 as in its first implementation.
+Shapes: T packed tokens of one micro-batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlcore.tensors import LossOutput, ValueInputs
+
+
+def loss(x: ValueInputs, clip: float) -> LossOutput:
+    """`clip` is c; inf does not clip. 0 outside the mask, and so is the gradient."""
+    bounded = torch.clamp(x.value, x.value_old - clip, x.value_old + clip)
+    plain = torch.where(x.mask, x.value - x.returns, 0.0).square()
+    clipped = torch.where(x.mask, bounded - x.returns, 0.0).square()
+    per_token = torch.maximum(plain, clipped) / 2
+    metrics = {
+        "critic/vf_loss": per_token.detach(),
+        "critic/vf_clipfrac": (clipped > plain).to(plain.dtype),
+        "critic/vpred_mean": torch.where(x.mask, x.value, 0.0).detach(),
+    }
+    return LossOutput(per_token=per_token, metrics=metrics)
+
+
+def variance_sums(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """[5] float64: count, sums of G and G^2, of G - V and its square; add those of all ranks."""
+    gain = torch.where(mask, returns.double(), 0.0)
+    error = torch.where(mask, returns.double() - value.double(), 0.0)
+    parts = [mask.double(), gain, gain.square(), error, error.square()]
+    return torch.stack([p.sum() for p in parts])
+
+
+def explained_variance(sums: Sequence[float]) -> float:
+    """1 - var(G - V) / (var G + 1e-5), verl's critic/vf_explained_var: 1 is a perfect critic, 0 one
+    that knows the mean. 0 with fewer than two tokens."""
+    count, gain, gain2, error, error2 = sums
+    if count < 2:
+        return 0.0
+    left = (error2 - error * error / count) / (count - 1)
+    spread = (gain2 - gain * gain / count) / (count - 1)
+    return 1 - max(left, 0.0) / (max(spread, 0.0) + 1e-5)
