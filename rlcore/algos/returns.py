@@ -46,7 +46,7 @@ def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None
     mask = batch.mask
     like = batch.logp_sampler if penalty is None else penalty
     dtype = torch.float32 if like is None else like.dtype
-    sequence = batch.sequence_index.to(mask.device)
+    sequence = _sequence(batch)
     place = torch.arange(len(mask), dtype=torch.float64, device=mask.device)
     last = sequences.maximum(place, mask, sequence, batch.num_sequences)
     given = torch.tensor(rewards, dtype=dtype, device=mask.device)
@@ -64,7 +64,7 @@ def advantages(
         baseline: of every sequence, the reward of the greedy response; only for remax.
     """
     where = batch.mask.nonzero().squeeze(1)  # [M]
-    sequence = batch.sequence_index.to(where.device)[where]
+    sequence = _sequence(batch)[where]
     longest = max(batch.lengths, default=0)
     r = reward[where].double()
     if cfg.adv_estimator == "gae":
@@ -90,6 +90,11 @@ def advantages(
         zeros.index_copy(0, where, found.to(reward.dtype)),
         zeros.index_copy(0, where, gains.to(reward.dtype)),
     )
+
+
+def _sequence(batch: Batch) -> Tensor:
+    """[T] the sequence of each token, on the device of the mask; of a rank without rows too."""
+    return torch.repeat_interleave(batch.cu_seqlens.diff().long()).to(batch.mask.device)
 
 
 def _later(values: Tensor, sequence: Tensor, steps: int) -> Tensor:

@@ -1,0 +1,434 @@
+"""Advantages by hand, against slow references written from the papers, and their identities."""
+
+import math
+import random
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlcore.algos import advantage, returns
+from rlcore.algos.advantage import OUTCOME, GroupRewards, outcome
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import Batch, cumulative
+
+NAN, INF = math.nan, math.inf
+
+REWARDS = st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=1, max_size=5)
+
+
+@st.composite
+def steps(draw, smallest: int = 1) -> list[GroupRewards]:
+    """Groups of uneven size, responses of uneven length, some without trained tokens."""
+    reward = st.sampled_from([0.0, 1.0, -1.0, 0.25]) | st.floats(-5, 5, allow_subnormal=False)
+    row = st.tuples(reward, st.integers(0, 7))
+    made = draw(st.lists(st.lists(row, min_size=smallest, max_size=5), min_size=1, max_size=4))
+    return [GroupRewards(*map(tuple, zip(*rows, strict=True))) for rows in made]
+
+
+def one(*rewards: float, lengths: tuple[int, ...] = ()) -> list[GroupRewards]:
+    return [GroupRewards(rewards, lengths or (1,) * len(rewards))]
+
+
+def of(groups: list[GroupRewards], name: str, **algo: Any) -> list[list[float]]:
+    return outcome(groups, AlgoConfig(adv_estimator=name, **algo))
+
+
+# one number per response
+
+
+def test_grpo_divides_the_distance_to_the_mean_by_the_deviation():
+    """Mean 1/4, squares 3/4, unbiased deviation 1/2."""
+    assert of(one(1, 0, 0, 0), "grpo")[0] == pytest.approx(
+        [0.75 / 0.500001] + [-0.25 / 0.500001] * 3, rel=1e-14
+    )
+
+
+def test_grpo_without_the_deviation_is_the_distance_to_the_mean():
+    assert of(one(1, 0), "grpo", norm_adv_by_std=False) == [[0.5, -0.5]]
+
+
+def test_passk_gives_the_best_response_its_lead_over_the_second():
+    assert of(one(1, 4, 3), "grpo_passk", norm_adv_by_std=False) == [[0, 1, 0]]
+    std = math.sqrt((25 + 16 + 1) / 9 / 2 * 1)  # distances to 8/3: -5/3, 4/3, 1/3
+    assert of(one(1, 4, 3), "grpo_passk")[0] == pytest.approx([0, 1 / (std + 1e-6), 0])
+
+
+def test_passk_gives_nothing_on_a_tie_of_the_best():
+    assert of(one(1, 1, 0), "grpo_passk") == [[0, 0, 0]]
+
+
+def test_rloo_is_the_distance_to_the_mean_of_the_others():
+    assert of(one(4, 1, 1), "rloo")[0] == pytest.approx([3, -1.5, -1.5])
+
+
+def test_opo_weighs_its_baseline_by_length():
+    """(1 x 1 + 3 x 0) / 4 = 1/4."""
+    assert of(one(1, 0, lengths=(1, 3)), "opo") == [[0.75, -0.25]]
+
+
+def test_gpg_grows_with_the_share_of_responses_without_reward_over_the_step():
+    groups = one(1, 0) + one(0, 0) + one(1, 0)  # two of six have a reward
+    assert of(groups, "gpg") == [[1.5, -1.5], [0, 0], [1.5, -1.5]]
+    assert of(one(0, 0), "gpg") == [[0, 0]]
+
+
+def test_reinforce_plus_plus_baseline_is_whitened_over_tokens():
+    """Centred rewards 1/2 on one token and -1/2 on three: mean -1/4, squares 3/4, by 3: 1/4."""
+    found = of(one(1, 0, lengths=(1, 3)), "reinforce_plus_plus_baseline")[0]
+    assert found == pytest.approx([0.75 / math.sqrt(0.25 + 1e-8), -0.25 / math.sqrt(0.25 + 1e-8)])
+
+
+def test_whitening_works_on_every_estimator():
+    groups = one(1, 0, lengths=(1, 3))
+    plain = of(groups, "reinforce_plus_plus_baseline")
+    assert of(groups, "grpo", norm_adv_by_std=False, whiten_advantages=True) == plain
+
+
+@pytest.mark.parametrize(
+    "name, want",
+    [
+        ("grpo", 0.7 / (1 + 1e-6)),
+        ("rloo", 0.7),
+        ("opo", 0.7),
+        ("gpg", 0.7),
+        ("reinforce_plus_plus_baseline", 0.0),  # the only tokens of the step have no spread
+    ],
+)
+def test_a_group_of_one_has_its_reward_for_an_advantage(name, want):
+    assert of(one(0.7, lengths=(2,)), name)[0] == pytest.approx([want], abs=1e-15)
+
+
+def test_passk_refuses_a_group_of_one():
+    with pytest.raises(ValueError, match="group 1 has one response, it needs two or more; raise"):
+        of(one(1, 0) + one(1), "grpo_passk")
+
+
+@pytest.mark.parametrize("name", OUTCOME)
+def test_a_group_without_spread_has_advantage_zero_exactly(name):
+    """0.1 + 0.1 + 0.1 is not 0.3: a mean that is off by a rounding, by 1e-6, would be seen."""
+    assert of(one(0.1, 0.1, 0.1) + one(0.7, 0.7), name) == [[0, 0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("name", OUTCOME)
+def test_responses_without_trained_tokens_give_finite_advantages(name):
+    found = of([GroupRewards((1.0, 0.0), (0, 0))], name)
+    assert all(map(math.isfinite, found[0]))
+    if name == "reinforce_plus_plus_baseline":
+        assert found == [[0, 0]]
+
+
+def test_responses_without_trained_tokens_count_in_no_mean_over_tokens():
+    groups = one(1, 0, 9, lengths=(1, 3, 0))
+    assert of(groups, "opo")[0][:2] == [0.75, -0.25]
+    alone = of(one(1, 0, lengths=(1, 3)), "grpo", norm_adv_by_std=False, whiten_advantages=True)
+    more = of(groups, "grpo", norm_adv_by_std=False, whiten_advantages=True)
+    assert more[0][:2] == pytest.approx(alone[0])
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_reward_that_is_not_finite_is_named(bad):
+    with pytest.raises(ValueError, match=f"reward {bad} of response 1 of group 1: must be finite"):
+        of(one(1, 0) + one(0, bad), "grpo")
+
+
+def test_rewards_and_lengths_must_agree():
+    with pytest.raises(ValueError, match="2 rewards and 1 lengths"):
+        GroupRewards((1.0, 0.0), (1,))
+    with pytest.raises(ValueError, match="0 rewards and 0 lengths"):
+        GroupRewards((), ())
+
+
+def test_an_estimator_per_token_is_refused():
+    with pytest.raises(ValueError, match="gae: has no single number per response; take one of"):
+        of(one(1, 0), "gae")
+
+
+def test_equal_rewards_are_equal_to_rounding():
+    assert advantage.is_equal([0.3, 0.3]) and not advantage.is_equal([0.3, 0.4])
+    assert advantage.is_equal([0.1 + 0.2, 0.3])
+
+
+def padded(groups: list[GroupRewards]) -> tuple[Tensor, Tensor, list[int]]:
+    """Rewards [B], mask [B, L] and group of every response."""
+    index = [i for i, g in enumerate(groups) for _ in g.rewards]
+    lengths = torch.tensor([n for g in groups for n in g.lengths])
+    score = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
+    return score, (torch.arange(8)[None] < lengths[:, None]).double(), index
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    n = mask.sum()
+    mean = (values * mask).sum() / n
+    var = ((values - mean) ** 2 * mask).sum() / (n - 1)
+    return (values - mean) / torch.sqrt(var + 1e-8) * mask
+
+
+def slow(name: str, groups: list[GroupRewards], by_std: bool, whitens: bool) -> Tensor:
+    """[B, L] as the papers write it: one response after the other, each against its group."""
+    score, mask, index = padded(groups)
+    out = torch.zeros_like(mask)
+    for i in range(len(score)):
+        mine = [j for j in range(len(score)) if index[j] == index[i]]
+        others = [j for j in mine if j != i]
+        r = score[mine]
+        alone = not others
+        mean = 0.0 if alone else r.sum() / len(r)
+        std = 1.0 if alone else torch.sqrt(((r - r.mean()) ** 2).sum() / (len(r) - 1))
+        scale = std + 1e-6 if by_std else 1.0
+        if name == "grpo":
+            a = (score[i] - mean) / scale
+        elif name == "grpo_passk":
+            best = all(score[i] > score[j] for j in others)
+            a = (score[i] - max(score[j] for j in others)) / scale if best else 0.0
+        elif name == "rloo":
+            a = score[i] - (sum(score[j] for j in others) / len(others) if others else 0.0)
+        elif name == "opo":
+            tokens = mask[mine].sum()
+            base = (mask[mine].sum(1) * r).sum() / tokens if tokens and others else 0.0
+            a = score[i] - base
+        elif name == "gpg":
+            a = (score[i] - mean) * len(score) / max(int((score != 0).sum()), 1)
+        else:
+            a = score[i] - mean
+        out[i] = a * mask[i]
+    if name == "reinforce_plus_plus_baseline" or whitens:
+        out = whiten(out, mask) if mask.sum() > 1 else torch.zeros_like(out)
+    return out
+
+
+def settled(groups: list[GroupRewards]) -> list[GroupRewards]:
+    """Without spreads so small that the 1e-6 beside them makes a rounding of the mean visible."""
+    return [
+        g
+        if max(g.rewards) - min(g.rewards) > 1e-2
+        else GroupRewards((g.rewards[0],) * len(g.rewards), g.lengths)
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize("whitens", [True, False])
+@pytest.mark.parametrize("name", OUTCOME)
+def test_every_estimator_agrees_with_the_slow_reference(name, whitens, by_std):
+    draw = random.Random(f"{name} {whitens} {by_std}")
+    # Sums of 64ths have no rounding, which 1e-6 and 1e-8 in denominators would blow up to 1e-12.
+    for _ in range(20):
+        smallest = 2 if name == "grpo_passk" else 1
+        groups = []
+        for _ in range(draw.randint(1, 4)):
+            n = draw.randint(smallest, 5)
+            rewards = tuple(draw.choice([0, 64, draw.randint(-200, 200)]) / 64 for _ in range(n))
+            groups.append(GroupRewards(rewards, tuple(draw.randint(0, 7) for _ in range(n))))
+        found = of(groups, name, norm_adv_by_std=by_std, whiten_advantages=whitens)
+        _, mask, _ = padded(groups)
+        flat = torch.tensor([a for row in found for a in row], dtype=torch.float64)
+        want = slow(name, groups, by_std, whitens)
+        torch.testing.assert_close(flat[:, None] * mask, want, rtol=1e-12, atol=1e-12)
+
+
+@given(REWARDS)
+def test_rloo_is_the_reward_minus_the_mean_of_the_others(rewards):
+    found = of(one(*rewards), "rloo")[0]
+    for i, a in enumerate(found):
+        others = rewards[:i] + rewards[i + 1 :]
+        base = math.fsum(others) / len(others) if others else 0.0
+        assert a == pytest.approx(rewards[i] - base, abs=1e-12)
+
+
+@given(steps(smallest=2), st.booleans())
+def test_grpo_advantages_of_a_group_sum_to_zero(groups, by_std):
+    for row in of(settled(groups), "grpo", norm_adv_by_std=by_std):
+        assert math.fsum(row) == pytest.approx(0.0, abs=1e-11)
+
+
+@given(steps(smallest=2))
+def test_opo_advantages_of_a_group_sum_to_zero_over_its_tokens(groups):
+    for g, row in zip(groups, of(groups, "opo"), strict=True):
+        tokens = math.fsum(n * a for n, a in zip(g.lengths, row, strict=True))
+        assert tokens == pytest.approx(0.0, abs=1e-11)
+
+
+@given(steps(), st.sampled_from(sorted(set(OUTCOME) - {"grpo_passk"})))
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(groups, name):
+    groups = settled(groups)
+    found = of(groups, name, whiten_advantages=True)
+    flat = [a for row in found for a in row]
+    plain = [
+        a for a, n in zip(flat, chain(*(g.lengths for g in groups)), strict=True) for _ in range(n)
+    ]
+    tokens = len(plain)
+    if tokens < 2 or max(plain) - min(plain) < 1e-3:
+        assert all(abs(a) < 1 for a in plain)
+        return
+    assert math.fsum(plain) / tokens == pytest.approx(0.0, abs=1e-9)
+    assert math.fsum(a * a for a in plain) / (tokens - 1) == pytest.approx(1.0, abs=1e-2)
+
+
+# one number per token
+
+
+def batch_of(masks: list[list[int]], **values: Any) -> Batch:
+    """Packed sequences by their masks, for example [0, 1, 1]."""
+    mask = torch.tensor([m for row in masks for m in row], dtype=torch.bool)
+    values = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items()}
+    return Batch(
+        tokens=torch.zeros(len(mask), dtype=torch.int64),
+        cu_seqlens=cumulative([len(row) for row in masks]),
+        mask=mask,
+        **values,
+    )
+
+
+def test_the_reward_stands_on_the_last_trained_token_and_the_penalty_on_all():
+    batch = batch_of([[0, 1, 1, 0], [0, 0], [1]])
+    penalty = torch.tensor([NAN, 0.25, 0.5, INF, NAN, NAN, 1.0], dtype=torch.float64)
+    found = returns.token_rewards(batch, [2.0, NAN, -1.0], penalty)
+    assert found.tolist() == [0, -0.25, 1.5, 0, 0, 0, -2] and found.dtype == torch.float64
+    plain = returns.token_rewards(batch, [2.0, 3.0, -1.0], None)
+    assert plain.tolist() == [0, 0, 2, 0, 0, 0, -1] and plain.dtype == torch.float32
+
+
+def test_every_sequence_needs_a_reward():
+    with pytest.raises(ValueError, match="1 rewards for 2 sequences"):
+        returns.token_rewards(batch_of([[1], [1]]), [1.0], None)
+
+
+def test_reinforce_plus_plus_discounts_over_trained_tokens_only():
+    """1/2 per step back from the reward 8; the tool's output between is no step."""
+    batch = batch_of([[0, 1, 1, 0, 1]])
+    reward = returns.token_rewards(batch, [8.0], torch.zeros(5).double())
+    cfg = AlgoConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
+    found, gains = returns.advantages(batch, reward, cfg, None)
+    assert found.tolist() == [0, 2, 4, 0, 8] and gains.tolist() == found.tolist()
+
+
+def test_remax_takes_the_reward_of_the_greedy_response_off():
+    batch = batch_of([[0, 1, 1], [0, 0], [1, 1]])
+    reward = torch.tensor([0, -0.5, 2, 0, 0, 0, 1]).double()
+    cfg = AlgoConfig(adv_estimator="remax", gamma=0.5)  # has no discount
+    found, gains = returns.advantages(batch, reward, cfg, [1.0, NAN, 3.0])
+    assert gains.tolist() == [0, 1.5, 2, 0, 0, 1, 1]
+    assert found.tolist() == [0, 0.5, 1, 0, 0, -2, -2]
+
+
+def test_gae_by_hand():
+    """gamma 1/2, lambda 1/2, values 1 and 2, reward 4 at the end: d_2 = 2, d_1 = 0 + 1 - 1."""
+    batch = batch_of([[0, 1, 1]], value_old=[9, 1, 2])
+    reward = torch.tensor([0, 0, 4]).double()
+    cfg = AlgoConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
+    found, gains = returns.advantages(batch, reward, cfg, None)
+    assert found.tolist() == [0, 0.5, 2] and gains.tolist() == [0, 1.5, 4]
+
+
+def test_an_estimator_per_response_is_refused_here():
+    batch = batch_of([[1]])
+    with pytest.raises(ValueError, match="grpo: has one number per response; take one of"):
+        returns.advantages(batch, torch.zeros(1), AlgoConfig(), None)
+
+
+def slow_tokens(
+    cfg: AlgoConfig, reward: list[float], value: list[float], mask: list[int], base: float
+) -> tuple[list[float], list[float]]:
+    """One sequence, from its last token to its first, as the papers write it."""
+    found, gains = [0.0] * len(mask), [0.0] * len(mask)
+    after, next_value, gain = 0.0, 0.0, 0.0
+    for t in reversed(range(len(mask))):
+        if not mask[t]:
+            continue
+        if cfg.adv_estimator == "gae":
+            delta = reward[t] + cfg.gamma * next_value - value[t]
+            after = delta + cfg.gamma * cfg.lam * after
+            next_value = value[t]
+            found[t], gains[t] = after, after + value[t]
+        else:
+            gamma = cfg.gamma if cfg.adv_estimator == "reinforce_plus_plus" else 1.0
+            gain = reward[t] + gamma * gain
+            gains[t] = gain
+            found[t] = gain - (base if cfg.adv_estimator == "remax" else 0.0)
+    return found, gains
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("name", returns.TOKEN)
+def test_returns_agree_with_the_loop_over_time_whatever_stands_outside_the_mask(name, gamma, lam):
+    g = torch.Generator().manual_seed(0)
+    masks = [
+        (torch.rand(n, generator=g) < 0.8).int().tolist() for n in (1, 3, 17, 64, 33, 5, 0, 129)
+    ]
+    masks[1] = [0, 0, 0]
+    size = sum(map(len, masks))
+    mask = torch.tensor([m for row in masks for m in row]).bool()
+    reward, value = torch.randn(2, size, generator=g, dtype=torch.float64)
+    base = torch.randn(len(masks), generator=g, dtype=torch.float64).tolist()
+    cfg = AlgoConfig(adv_estimator=name, gamma=gamma, lam=lam)
+    batch = batch_of(masks, value_old=torch.where(mask, value, NAN).tolist())
+    found, gains = returns.advantages(batch, torch.where(mask, reward, INF), cfg, base)
+    lengths = [len(row) for row in masks]
+    for i, (a, ret, r, v) in enumerate(
+        zip(*(t.split(lengths) for t in (found, gains, reward, value)), strict=True)
+    ):
+        want = slow_tokens(cfg, r.tolist(), v.tolist(), masks[i], base[i])
+        torch.testing.assert_close(a.tolist(), want[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ret.tolist(), want[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", returns.TOKEN)
+def test_a_rank_without_rows_and_rows_without_trained_tokens_give_zeros(name):
+    cfg = AlgoConfig(adv_estimator=name)
+    for masks in ([], [[0, 0], [0]]):
+        batch = batch_of(masks, value_old=[NAN] * sum(map(len, masks)))
+        reward = returns.token_rewards(batch, [NAN] * len(masks), None)
+        found, gains = returns.advantages(batch, reward, cfg, [NAN] * len(masks))
+        assert not found.any() and not gains.any() and len(found) == batch.num_tokens
+        sums = returns.whitening_sums(found, batch.mask)
+        assert sums.tolist() == [0, 0, 0]
+        assert not returns.whitened(found, batch.mask, sums).any()
+
+
+def test_float32_in_gives_float32_out():
+    batch = batch_of([[1, 1]], value_old=[0.5, 0.25])
+    for name in returns.TOKEN:
+        cfg = AlgoConfig(adv_estimator=name)
+        found, gains = returns.advantages(batch, torch.zeros(2), cfg, [0.0])
+        assert found.dtype == gains.dtype == torch.float32
+        sums = returns.whitening_sums(found, batch.mask)
+        assert sums.dtype == torch.float64
+        assert returns.whitened(found, batch.mask, sums).dtype == torch.float32
+
+
+def test_one_token_is_whitened_to_zero():
+    values, mask = torch.tensor([3.0, NAN]), torch.tensor([True, False])
+    sums = returns.whitening_sums(values, mask)
+    assert returns.whitened(values, mask, sums).tolist() == [0, 0]
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=40), st.data())
+@settings(max_examples=50)
+def test_two_shards_are_whitened_as_the_whole(numbers, data):
+    values = torch.tensor(numbers, dtype=torch.float64)
+    keep = data.draw(st.lists(st.booleans(), min_size=len(numbers), max_size=len(numbers)))
+    mask = torch.tensor(keep)
+    cut = data.draw(st.integers(0, len(numbers)))
+    noisy = torch.where(mask, values, NAN)
+    parts = [(noisy[:cut], mask[:cut]), (noisy[cut:], mask[cut:])]
+    sums = sum(returns.whitening_sums(*part) for part in parts)
+    found = torch.cat([returns.whitened(*part, sums) for part in parts])
+    whole = returns.whitened(noisy, mask, returns.whitening_sums(noisy, mask))
+    torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
+    inside = values[mask]
+    if len(inside) > 1:
+        scale = torch.rsqrt(inside.var() + 1e-8)
+        want = torch.zeros_like(values).masked_scatter(mask, (inside - inside.mean()) * scale)
+        torch.testing.assert_close(found, want, rtol=1e-7, atol=1e-7)
+
+
+def test_whitening_agrees_with_two_passes_to_rounding():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.arange(1000) % 3 > 0
+    found = returns.whitened(values, mask, returns.whitening_sums(values, mask))
+    torch.testing.assert_close(found, whiten(values, mask.double()), rtol=1e-12, atol=1e-12)
