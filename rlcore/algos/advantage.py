@@ -174,11 +174,13 @@ def _whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
         (a, n)
         for row, g in zip(values, groups, strict=True)
         for a, n in zip(row, g.lengths, strict=True)
+        if n
     ]
     tokens = sum(n for _, n in flat)
     if tokens < 2:
         return [[0.0] * len(row) for row in values]
-    mean = math.fsum(n * a for a, n in flat) / tokens
+    start = flat[0][0]  # from where the mean of equal values has no rounding
+    mean = start + math.fsum(n * (a - start) for a, n in flat) / tokens
     variance = math.fsum(n * (a - mean) ** 2 for a, n in flat) / (tokens - 1)
     scale = math.sqrt(variance + WHITEN_EPSILON)
     return [[(a - mean) / scale for a in row] for row in values]

@@ -163,7 +163,8 @@ def padded(groups: list[GroupRewards]) -> tuple[Tensor, Tensor, list[int]]:
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     n = mask.sum()
-    mean = (values * mask).sum() / n
+    start = values[mask > 0][0]  # from where the mean of equal values has no rounding
+    mean = start + ((values - start) * mask).sum() / n
     var = ((values - mean) ** 2 * mask).sum() / (n - 1)
     return (values - mean) / torch.sqrt(var + 1e-8) * mask
 
