@@ -1,145 +1,211 @@
-"""GRPO, TIS, KL, advantages and reductions: numbers worked by hand."""
+"""Names, settings and refusals of the algorithms, and the aggregation of their losses."""
 
+import dataclasses
+import inspect
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlcore import algos
-from rlcore.algos import advantage, grpo, kl, ratio, reduce
-from rlcore.tensors import Batch, LossInputs, cumulative
-
-
-def inputs(logp, old, adv, mask=None, correction=None, ref=None, entropy=None) -> LossInputs:
-    n = len(logp)
-    t = lambda v: torch.tensor(v, dtype=torch.float64)  # noqa: E731
-    return LossInputs(
-        logp=t(logp).requires_grad_(),
-        entropy=t(entropy or [0.5] * n).requires_grad_(),
-        mask=torch.tensor(mask or [True] * n),
-        advantage=t(adv),
-        logp_old=t(old),
-        logp_sampler=t(old),
-        correction=t(correction or [1.0] * n),
-        logp_ref=None if ref is None else t(ref),
-        sequence=torch.zeros(n, dtype=torch.int64),
-        num_sequences=1,
-        versions=torch.zeros(n, dtype=torch.int32),
-    )
-
-
-def test_at_ratio_one_the_loss_is_minus_the_advantage_and_its_gradient_too():
-    x = inputs([-1.0, -2.0], [-1.0, -2.0], [2.0, -3.0])
-    out = grpo.loss(x, grpo.GRPOConfig())
-    assert out.per_token.tolist() == [-2.0, 3.0]
-    out.per_token.sum().backward()
-    assert x.logp.grad.tolist() == [-2.0, 3.0]
-
-
-def test_the_clip_cuts_the_gradient_only_where_the_step_would_go_further():
-    up, down = math.log(1.5), math.log(0.5)
-    x = inputs([up, up, down, down], [0.0] * 4, [1.0, -1.0, 1.0, -1.0])
-    out = grpo.loss(x, grpo.GRPOConfig(clip_low=0.2, clip_high=0.28))
-    assert out.per_token.tolist() == pytest.approx([-1.28, 1.5, -0.5, 0.8])
-    assert out.metrics["actor/pg_clipfrac"].tolist() == [1, 0, 0, 1]
-    out.per_token.sum().backward()
-    assert x.logp.grad.tolist() == pytest.approx([0.0, 1.5, -0.5, 0.0])
-
-
-def test_the_correction_scales_loss_and_gradient():
-    x = inputs([0.0, 0.0], [0.0, 0.0], [1.0, 1.0], correction=[0.5, 2.0])
-    grpo.loss(x, grpo.GRPOConfig()).per_token.sum().backward()
-    assert x.logp.grad.tolist() == [-0.5, -2.0]
-
-
-def test_kl_and_entropy_enter_the_loss_with_their_coefficients():
-    cfg = grpo.GRPOConfig(kl_coef=0.1, kl_type="k1", entropy_coef=0.01)
-    x = inputs([-1.0], [-1.0], [0.0], ref=[-1.5], entropy=[2.0])
-    out = grpo.loss(x, cfg)
-    assert out.per_token.item() == pytest.approx(0.1 * 0.5 - 0.01 * 2.0)
-    out.per_token.sum().backward()
-    assert x.entropy.grad.item() == pytest.approx(-0.01)
-
-
-@pytest.mark.parametrize(
-    ("kind", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)]
+from rlcore.algos import (
+    dapo,
+    decoupled_ppo,
+    gpg,
+    grpo,
+    kimi15,
+    ppo,
+    reduce,
+    reinforce,
+    sapo,
+    tis_ratio01,
+    topr,
 )
-def test_kl_estimators(kind, value):
-    got = kl.estimate(kind, torch.tensor([-1.0]), torch.tensor([-1.5]))
-    assert got.item() == pytest.approx(value)
+from rlcore.algos.base import AlgoConfig
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def test_k3_keeps_its_digits_for_nearly_equal_log_probs():
-    """exp(d) - 1 - d is d^2 / 2 for a small d; in float32 the plain form gives 0 or noise."""
-    got = kl.estimate("k3", torch.tensor([-1.0]), torch.tensor([-1.0 + 2.0**-12]))
-    assert got.item() == pytest.approx(2.0**-25, rel=1e-2)
+# ---- names
 
 
-def test_group_advantages_have_mean_zero_and_the_groups_spread_as_unit():
-    got = advantage.grpo([1.0, 0.0, 0.0, 0.0])
-    std = math.sqrt(3 * 0.25**2 / 3 + 0.75**2 / 3)
-    assert got == pytest.approx([0.75 / std, *[-0.25 / std] * 3], rel=1e-5)
-    assert advantage.grpo([1.0, 0.0], norm_by_std=False) == [0.5, -0.5]
+@pytest.mark.parametrize("name", algos.NAMES)
+def test_every_name_has_a_loss_and_a_config_without_problems(name):
+    cfg = algos.config_class(name)()
+    assert callable(algos.module(name).loss)
+    assert cfg.problems() == []
 
 
-def test_an_equal_group_and_a_group_of_one():
-    assert advantage.grpo([0.3, 0.3, 0.3]) == pytest.approx([0.0] * 3)
-    assert advantage.is_equal([0.3, 0.3]) and not advantage.is_equal([0.3, 0.4])
-    assert advantage.grpo([0.7]) == pytest.approx([0.7])
+@pytest.mark.parametrize("name", algos.NAMES)
+def test_every_key_of_an_algorithm_says_what_it_does(name):
+    """`--help` prints the sentence under a field; a key without one would be silent."""
+    own = algos.config_class(name)
+    source = inspect.getsource(own)
+    for f in own.__annotations__:
+        if "ClassVar" not in str(own.__annotations__[f]):
+            after = source.split(f"    {f}: ")[1].split("\n")[1]
+            assert after.strip().startswith('"""'), f
 
 
-def test_equal_log_probs_make_the_correction_exactly_one():
-    logp = torch.tensor([-0.1, -7.3, -20.0])
-    assert ratio.token_tis(logp, logp.clone(), 2.0).tolist() == [1.0, 1.0, 1.0]
-
-
-def test_the_correction_is_capped_above_only_and_carries_no_gradient():
-    old = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
-    sampler = torch.log(torch.tensor([0.1, 2.0, 1.0]))
-    w = ratio.token_tis(old, sampler, 2.0)
-    assert w.tolist() == pytest.approx([2.0, 0.5, 1.0])
-    assert not w.requires_grad
-    assert ratio.token_tis(old, sampler, math.inf)[0].item() == pytest.approx(10.0)
-
-
-def test_mismatch_metrics_by_hand():
-    old = torch.log(torch.tensor([0.5, 0.2, 0.9]))
-    mu = torch.log(torch.tensor([0.25, 0.4, 0.1]))
-    mask = torch.tensor([True, True, False])
-    w = ratio.token_tis(old, mu, 1.5)
-    m = ratio.mismatch_metrics(ratio.mismatch_sums(old, mu, w, mask, 1.5))
-    assert m["rollout_corr/rollout_is_mean"] == pytest.approx((1.5 + 0.5) / 2)
-    assert m["rollout_corr/rollout_is_max"] == pytest.approx(1.5)
-    assert m["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5
-    assert m["rollout_corr/kl"] == pytest.approx((-math.log(2) + math.log(2)) / 2, abs=1e-6)
-    assert m["training/rollout_probs_diff_max"] == pytest.approx(0.25)
-    assert m["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0 / 1.25)
-
-
-def batch() -> Batch:
-    mask = torch.tensor([0, 1, 1, 1, 0, 1], dtype=torch.bool)
-    return Batch(tokens=torch.arange(6), cu_seqlens=cumulative([4, 2]), mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("mode", "weight", "count"),
-    [
-        ("token-mean", [1.0, 1.0], 4.0),
-        ("seq-mean-token-sum", [1.0, 1.0], 2.0),
-        ("seq-mean-token-mean", [1 / 3, 1.0], 2.0),
-        ("seq-mean-token-sum-norm", [0.1, 0.1], 2.0),
-    ],
-)
-def test_aggregation_weights_and_counts(mode, weight, count):
-    w = reduce.weights(mode, batch(), max_tokens=10)
-    assert [w[1].item(), w[5].item()] == pytest.approx(weight)
-    assert reduce.count(mode, [3, 1]) == count
-
-
-def test_unknown_algorithms_are_refused_in_a_sentence():
-    with pytest.raises(ValueError, match="--algo foo: allowed are grpo"):
+def test_an_unknown_name_is_refused_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r"--algo grop: allowed are ppo, grpo, .*mean grpo\?$"):
+        algos.module("grop")
+    with pytest.raises(ValueError, match="or a dotted path$"):
         algos.module("foo")
+
+
+def test_a_dotted_path_is_any_module_with_a_loss():
+    assert algos.module("rlcore.algos.grpo") is grpo
+    assert algos.config_class("rlcore.algos.grpo") is grpo.GRPOConfig
     with pytest.raises(ValueError, match="cannot import no_such_package"):
         algos.module("no_such_package.loss")
     with pytest.raises(ValueError, match="has no function loss"):
         algos.module("json.decoder")
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (grpo.GRPOConfig(clip_low=-0.1), "--algo.clip_low -0.1: must be 0 or more"),
+        (ppo.PPOConfig(clip_high=math.nan), "--algo.clip_high nan: must be 0 or more"),
+        (ppo.PPOConfig(clip_dual=-3.0), "--algo.clip_dual -3.0: must be 0 or more"),
+        (dapo.DAPOConfig(clip_dual=1.0), "--algo.clip_dual 1.0: must be above 1; 0 turns it off"),
+        (sapo.SAPOConfig(tau_neg=0.0), "--algo.tau_neg 0.0: must be above 0"),
+        (kimi15.Kimi15Config(tau=-1.0), "--algo.tau -1.0: must be 0 or more"),
+        (topr.TOPRConfig(negative_weight=-0.5), "--algo.negative_weight -0.5: must be 0 or more"),
+        (tis_ratio01.TISRatio01Config(clip_min=2.0), "--algo.clip_min 2.0: must be at most"),
+        (decoupled_ppo.DecoupledPPOConfig(behave_cap=0.0), "--algo.behave_cap 0.0: must be above"),
+        (
+            decoupled_ppo.DecoupledPPOConfig(rollout_is="token"),
+            "--algo.rollout_is token: decoupled_ppo weighs by p_old / p_sampler itself",
+        ),
+        (
+            decoupled_ppo.DecoupledPPOConfig(bypass_mode=True),
+            "--algo.bypass_mode True: makes p_prox the sampler",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named_in_one_sentence(config, said):
+    [sentence] = config.problems()
+    assert sentence.startswith(said)
+
+
+@pytest.mark.parametrize("off", [0.0, math.inf])
+def test_the_dual_clip_can_be_off(off):
+    assert grpo.GRPOConfig(clip_dual=off).problems() == []
+
+
+def test_decoupled_ppo_without_a_weight_of_its_own_may_be_corrected():
+    cfg = decoupled_ppo.DecoupledPPOConfig(behave="none", rollout_is="token")
+    assert cfg.problems() == []
+
+
+def test_the_defaults_that_a_method_defines():
+    changed = {}
+    base = {f.name: f.default for f in dataclasses.fields(AlgoConfig)}
+    for name in algos.NAMES:
+        cfg = algos.config_class(name)()
+        changed[name] = {k: getattr(cfg, k) for k in base if getattr(cfg, k) != base[k]}
+    mean = {"loss_agg_mode": "seq-mean-token-mean"}
+    assert {k: v for k, v in changed.items() if v} == {
+        "ppo": {"adv_estimator": "gae"},
+        "dapo": {"equal_reward_groups": "drop", "overlong_share": 0.2},
+        "dr_grpo": {"norm_adv_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
+        "gspo": mean,
+        "gmpo": mean,
+        "sapo": mean,
+        "decoupled_ppo": {"rollout_is": "none"},
+        "kimi15": {"norm_adv_by_std": False},
+        "gpg": {"adv_estimator": "gpg"},
+        "reinforce": {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"},
+    }
+
+
+def test_losses_without_p_over_p_old_say_so():
+    """With bypass_mode these get the weight p / p_sampler, the others have it in their ratio."""
+    without = {name for name in algos.NAMES if not algos.config_class(name).has_ratio}
+    assert without == {"gpg", "reinforce", "kimi15"}
+    assert not (gpg.GPGConfig.has_ratio or reinforce.ReinforceConfig.has_ratio)
+
+
+# ---- aggregation: sequences of 3 and 2 tokens after prompts, one with all its tokens rejected
+
+SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+MASK = torch.tensor([False, True, True, True, False, True, True, False, False])
+LOSS = torch.tensor([9.0, 1.0, 2.0, 3.0, 9.0, 4.0, 6.0, 9.0, 9.0], dtype=torch.float64)
+
+
+def aggregated(mode: str, mask: torch.Tensor, loss: torch.Tensor = LOSS) -> float:
+    """L with the counts of `mask`, max_tokens 10."""
+    weight = reduce.weights(mode, mask, SEQUENCE, 3, 10)
+    sequences = len(set(SEQUENCE[mask].tolist()))
+    n = reduce.normaliser(mode, int(mask.sum()), sequences)
+    return float(torch.where(mask, loss * weight, 0.0).sum() / n)
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [
+        ("token-mean", (1 + 2 + 3 + 4 + 6) / 5),
+        ("seq-mean-token-sum", ((1 + 2 + 3) + (4 + 6)) / 2),
+        ("seq-mean-token-mean", ((1 + 2 + 3) / 3 + (4 + 6) / 2) / 2),
+        ("seq-mean-token-sum-norm", ((1 + 2 + 3) / 10 + (4 + 6) / 10) / 2),
+    ],
+)
+def test_a_sequence_without_tokens_is_in_no_mean(mode, value):
+    assert aggregated(mode, MASK) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [
+        ("token-mean", (1 + 3 + 4 + 6) / 4),
+        ("seq-mean-token-sum", ((1 + 3) + (4 + 6)) / 2),
+        ("seq-mean-token-mean", ((1 + 3) / 2 + (4 + 6) / 2) / 2),
+        ("seq-mean-token-sum-norm", ((1 + 3) / 10 + (4 + 6) / 10) / 2),
+    ],
+)
+def test_a_rejected_token_leaves_the_denominator(mode, value):
+    left = MASK.clone()
+    left[2] = False
+    assert aggregated(mode, left) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [
+        ("token-mean", 5.0),
+        ("seq-mean-token-sum", 10.0),
+        ("seq-mean-token-mean", 5.0),
+        ("seq-mean-token-sum-norm", 1.0),
+    ],
+)
+def test_a_rejected_sequence_leaves_both_denominators(mode, value):
+    assert aggregated(mode, MASK & (SEQUENCE == 1)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_are_finite_where_everything_is_rejected(mode):
+    weight = reduce.weights(mode, MASK & False, SEQUENCE, 3, 10)
+    assert weight.isfinite().all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(MODES), st.integers(0, 3), st.integers(0, 2**9 - 1))
+def test_the_sum_over_micro_batches_is_the_loss_of_the_batch(mode, cut, bits):
+    """Weights see whole sequences and N is global, so a cut between sequences changes nothing."""
+    mask = torch.tensor([bool(bits >> i & 1) for i in range(9)])
+    if not mask.any():
+        return
+    n = reduce.normaliser(mode, int(mask.sum()), len(set(SEQUENCE[mask].tolist())))
+    total = 0.0
+    for part in (cut > SEQUENCE, cut <= SEQUENCE):
+        names, renumbered = torch.unique(SEQUENCE[part], return_inverse=True)
+        weight = reduce.weights(mode, mask[part], renumbered, len(names), 10)
+        total += float((LOSS[part] * weight)[mask[part]].sum())
+    assert total / n == pytest.approx(aggregated(mode, mask))
