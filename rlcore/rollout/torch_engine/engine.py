@@ -39,6 +39,7 @@ from rlcore.records import (
 )
 from rlcore.rollout.torch_engine.cache import Cache
 from rlcore.rollout.torch_engine.model import Model, Span, Step
+from rlcore.rollout.torch_engine.quantize import Quantize
 from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
 from rlcore.utils.buckets import open_payload, unpack
 from rlcore.utils.seed import derive
@@ -191,6 +192,10 @@ class TorchEngine:
     `cache_tokens` bounds rows x longest row, 0 takes max_running full-length rows or what memory
     allows. When the cache is full the latest request of the lowest priority is preempted and
     prefilled again later. `decode_floor_ms` makes every decode step last at least that long.
+
+    `quantize` rounds the projections of every push to a coarse grid, `quantize.py` says how; the
+    log-probs are those of the rounded model. `fp32_head` computes final norm and logits in float32
+    in an engine of bfloat16, and changes nothing in a wider one.
     """
 
     def __init__(
@@ -206,6 +211,8 @@ class TorchEngine:
         threads: int = 1,
         progress_s: float = 0.5,
         decode_floor_ms: float = 0.0,
+        quantize: Quantize = "none",
+        fp32_head: bool = False,
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -229,7 +236,14 @@ class TorchEngine:
         self._floor_s = decode_floor_ms / 1000
         self._rank = rank
         self._clock = clock
-        self._model = Model(hf, dtype=self._dtype, device=self._device, max_tokens=max_model_tokens)
+        self._model = Model(
+            hf,
+            dtype=self._dtype,
+            device=self._device,
+            max_tokens=max_model_tokens,
+            quantize=quantize,
+            fp32_head=fp32_head,
+        )
         self._model.allocate()
         self._cache: Cache | None = self._make_cache()
         self._seats = _Seats.make(max_running)

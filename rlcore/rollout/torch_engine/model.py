@@ -8,6 +8,10 @@ The head dimension of queries and keys is stored interleaved: dimensions i and i
 rotates together, lie side by side and are rotated as one complex number. Dot products of queries
 and keys do not notice.
 
+With `quantize` the projections are rounded to a coarse grid as they are copied, always from the
+values that came. With `fp32_head` the final norm and lm_head are held and computed in float32; an
+embedding that is tied to the head is rounded to the model's dtype when it is looked up.
+
 Letters: B rows, S new tokens of a row, H query heads, K key-value heads, D head dimension.
 """
 
@@ -22,6 +26,13 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import EMBED, HEAD, NORM, expected, layer_prefix
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.rollout.torch_engine.cache import Cache
+from rlcore.rollout.torch_engine.quantize import (
+    Quantize,
+    format_of,
+    is_quantized,
+    quantize_tokens,
+    quantize_weight,
+)
 
 Span = tuple[int, int, int]
 """Rows from, rows to, columns that they attend to."""
@@ -74,10 +85,21 @@ class _Weights:
 class Model:
     """Weights and forward. Not loaded until every name of `views` has been copied."""
 
-    def __init__(self, hf: HFConfig, *, dtype: torch.dtype, device: torch.device, max_tokens: int):
+    def __init__(
+        self,
+        hf: HFConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+        quantize: Quantize = "none",
+        fp32_head: bool = False,
+    ):
         self.hf = hf
         self.dtype = dtype
         self.device = device
+        self._format = format_of(quantize)
+        self._head_dtype = torch.promote_types(dtype, torch.float32) if fp32_head else dtype
         self.shapes = expected(hf)
         self.views: dict[str, Tensor] = {}
         self._weights: _Weights | None = None
@@ -98,18 +120,21 @@ class Model:
         """Take the memory of the weights; contents are undefined."""
         if self._weights is not None:
             return
-        hf, new = self.hf, self._empty
-        views = {EMBED: new(hf.vocab_size, hf.hidden_size), NORM: new(hf.hidden_size)}
-        if not hf.tie_word_embeddings:
-            views[HEAD] = new(hf.vocab_size, hf.hidden_size)
+        hf, new, wide = self.hf, self._empty, self._head_dtype
+        views = {NORM: new(hf.hidden_size, dtype=wide)}
+        if hf.tie_word_embeddings:
+            views[EMBED] = new(hf.vocab_size, hf.hidden_size, dtype=wide)
+        else:
+            views[EMBED] = new(hf.vocab_size, hf.hidden_size)
+            views[HEAD] = new(hf.vocab_size, hf.hidden_size, dtype=wide)
         weights = _Weights(views[EMBED], views.get(HEAD, views[EMBED]), views[NORM])
         for number in range(hf.num_layers):
             weights.layers.append(self._allocate_layer(layer_prefix(number), views))
         assert views.keys() == self.shapes.keys()
         self.views, self._weights = views, weights
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def _allocate_layer(self, prefix: str, views: dict[str, Tensor]) -> _Layer:
         hf, new = self.hf, self._empty
@@ -171,12 +196,15 @@ class Model:
         return layer
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor, converted to the model's dtype. ValueError: unknown name or shape."""
+        """Copy one tensor, quantised where that is asked for and converted to the dtype of its
+        place. ValueError: unknown name or shape."""
         if name not in self.shapes:
             raise ValueError(f"tensor {name}: the model has none of that name")
         if tuple(tensor.shape) != self.shapes[name]:
             want = list(self.shapes[name])
             raise ValueError(f"tensor {name}: shape {list(tensor.shape)}, the model has {want}")
+        if self._format is not None and is_quantized(name):
+            tensor = quantize_weight(tensor.to(self.device), self._format)
         view = self.views[name]
         if view.dim() == 3 and name.endswith("_norm.weight"):
             tensor = tensor.view(1, 2, -1).expand(view.shape)
@@ -187,10 +215,11 @@ class Model:
         self.views, self._weights = {}, None
 
     def forward(self, step: Step, cache: Cache) -> Tensor:
-        """Write keys and values of the new tokens and return the last hidden states [B, S, h]."""
+        """Write keys and values of the new tokens and return the last hidden states [B, S, h], in
+        the head's dtype."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
-        return rms_norm(hidden, self._weights.norm, self.hf.rms_norm_eps)
+        return rms_norm(hidden.to(self._head_dtype), self._weights.norm, self.hf.rms_norm_eps)
 
     def fill(self, step: Step, cache: Cache) -> None:
         """Write keys and values of the new tokens; nothing is predicted from them."""
@@ -205,14 +234,14 @@ class Model:
         hf, weights = self.hf, self._weights
         rows, new = step.tokens.shape
         heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
-        x = weights.embed[step.tokens].view(rows * new, hf.hidden_size)
+        x = weights.embed[step.tokens].to(self.dtype).view(rows * new, hf.hidden_size)
         rope = self._rope[step.positions].view(rows * new, 1, dim // 2)
         if step.index is None:
             step.index = cache_index(step.positions, step.slot, cache)
         key_index, value_index = step.index
         masks = self._masks(step)
         for number, layer in enumerate(weights.layers):
-            h = rms_norm(x, layer.norm1, hf.rms_norm_eps)
+            h = self._input(rms_norm(x, layer.norm1, hf.rms_norm_eps))
             if layer.qkv_bias is None:
                 qkv = h @ layer.qkv
             else:
@@ -230,14 +259,20 @@ class Model:
                 return None
             query = qk[:, :heads].view(rows, new, heads, dim)
             mixed = self._attend(query, slab, step, masks)
-            x = torch.addmm(x, mixed, layer.out)
+            x = torch.addmm(x, self._input(mixed), layer.out)
             h = rms_norm(x, layer.norm2, hf.rms_norm_eps)
             if layer.router is not None:
                 x = x + self._experts(h, layer)
                 continue
-            gate, up = (h @ layer.gate_up).chunk(2, -1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+            gate, up = (self._input(h) @ layer.gate_up).chunk(2, -1)
+            x = torch.addmm(x, self._input(F.silu(gate).mul_(up)), layer.down)
         return x.view(rows, new, hf.hidden_size)
+
+    def _input(self, h: Tensor) -> Tensor:
+        """What a quantised projection multiplies: `h`, or its values on the grid."""
+        if self._format is None or not self._format.activations:
+            return h
+        return quantize_tokens(h, self._format)
 
     def _rotate(self, qk: Tensor, rope: Tensor) -> Tensor:
         """RoPE on interleaved pairs; in float32 where the model is narrower."""
@@ -305,8 +340,8 @@ class Model:
         order = chosen.flatten().argsort(stable=True)
         token = order // hf.experts_per_token
         ends = torch.bincount(chosen.flatten(), minlength=hf.num_experts).cumsum(0)
-        gate, up = grouped(h[token], layer.gate_up, ends).chunk(2, -1)
-        out = grouped(F.silu(gate) * up, layer.down, ends)
+        gate, up = grouped(self._input(h)[token], layer.gate_up, ends).chunk(2, -1)
+        out = grouped(self._input(F.silu(gate) * up), layer.down, ends)
         out = out * weight.flatten()[order, None].to(out.dtype)
         # Back in place before the sum: adding by index has no fixed order on a GPU.
         mixed = torch.empty_like(out).index_copy_(0, order, out)

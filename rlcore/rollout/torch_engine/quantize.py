@@ -1,0 +1,94 @@
+"""Fake quantisation: weights take the values that few bits represent and stay in a full dtype.
+
+    scale = max |x| / largest,  q(x) = scale * round(x / scale)
+
+The grid is symmetric; a scale belongs to one output channel or to a whole tensor. The products run
+in the engine's dtype with these values, so a quantised engine samples from the distribution of the
+model with quantised weights, and is neither faster nor smaller than a full one.
+
+Quantised are the projections of attention and MLP, experts included. Embedding, lm_head, the router
+of experts, norms and biases keep the values that came, as in 8-bit rollouts (FlashRL) and 8-bit
+checkpoints. Differs from those: an integer kernel sums in int32 and scales the sum, here the sum is
+the engine's; in bfloat16 the quantised value is rounded once more.
+
+The formats below eight bits are for experiments on small models, where eight bits leave hardly a
+gap between sampler and learner; `tools/exp_tis.py --formats FOLDER` measures each.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Quantize = Literal["none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "fp8", "fp4", "fp3"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """Which numbers there are, and what shares a scale."""
+
+    largest: int
+    mantissa_bits: int | None = None
+    """Of a floating-point grid; None: the integers."""
+    min_exponent: int = 0
+    """Of the smallest normal number of a floating-point grid."""
+    per_tensor: bool = False
+    """One scale for a whole weight instead of one for each output channel."""
+    activations: bool = False
+    """The inputs of the quantised projections too, with a scale for each token as it comes."""
+
+
+FORMATS: dict[str, Format | None] = {
+    "none": None,
+    "int8": Format(largest=127),
+    "int8_tensor": Format(largest=127, per_tensor=True),
+    "int8_w8a8": Format(largest=127, activations=True),
+    "int4": Format(largest=7),
+    "int3": Format(largest=3),
+    "fp8": Format(largest=448, mantissa_bits=3, min_exponent=-6),  # e4m3
+    "fp4": Format(largest=6, mantissa_bits=1),  # e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6
+    "fp3": Format(largest=4, mantissa_bits=0),  # e2m0: 0, 1, 2, 4
+}
+assert FORMATS.keys() == set(get_args(Quantize))
+
+
+def format_of(name: str) -> Format | None:
+    """The format of a name; None quantises nothing. ValueError for a name that is not there."""
+    if name not in FORMATS:
+        raise ValueError(f"--rollout.quantize {name}: unknown; give one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def is_quantized(name: str) -> bool:
+    """Is the tensor of this name one of those that a format changes?"""
+    return name.endswith("_proj.weight")
+
+
+def quantize_weight(weight: Tensor, form: Format) -> Tensor:
+    """[out, in] with the values that `form` has, in the weight's dtype."""
+    wide = _wide(weight)
+    top = wide.abs().amax() if form.per_tensor else wide.abs().amax(-1, keepdim=True)
+    return _on_grid(wide, top, form).to(weight.dtype)
+
+
+def quantize_tokens(x: Tensor, form: Format) -> Tensor:
+    """[..., in] with a scale for each token; a token's values depend on no other token."""
+    wide = _wide(x)
+    return _on_grid(wide, wide.abs().amax(-1, keepdim=True), form).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _on_grid(x: Tensor, top: Tensor, form: Format) -> Tensor:
+    """`x` rounded to the grid whose largest number is `top`; ties go to even."""
+    scale = torch.where(top == 0, 1, top / form.largest)
+    y = x / scale
+    if form.mantissa_bits is None:
+        return y.round_().mul_(scale)
+    exponent = torch.frexp(y).exponent - 1  # |y| is in [2^exponent, 2^(exponent + 1))
+    exponent = exponent.clamp_(min=form.min_exponent) - form.mantissa_bits
+    step = torch.ldexp(torch.ones_like(y), exponent)
+    return (y / step).round_().mul_(step).mul_(scale)
