@@ -105,8 +105,11 @@ class RolloutConfig:
     the memory allows."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """`auto` takes model.dtype."""
-    quantize: Literal["none", "int8", "fp8"] = "none"
-    """The engine's weights, quantised on every push."""
+    quantize: Literal[
+        "none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "fp8", "fp4", "fp3"
+    ] = "none"
+    """The torch engine's attention and MLP weights take the values of this format at every push;
+    products stay in rollout.dtype, so it changes the samples and not the speed."""
     fp32_lm_head: bool = False
     """The engine's last norm and output layer in fp32, whatever rollout.dtype is."""
     threads: int = 1
