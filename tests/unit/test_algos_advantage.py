@@ -17,6 +17,7 @@ from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import Batch, cumulative
 
 NAN, INF = math.nan, math.inf
+examples = settings(max_examples=50, deadline=None)
 
 REWARDS = st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=1, max_size=5)
 
@@ -232,6 +233,7 @@ def test_every_estimator_agrees_with_the_slow_reference(name, whitens, by_std):
         torch.testing.assert_close(flat[:, None] * mask, want, rtol=1e-12, atol=1e-12)
 
 
+@examples
 @given(REWARDS)
 def test_rloo_is_the_reward_minus_the_mean_of_the_others(rewards):
     found = of(one(*rewards), "rloo")[0]
@@ -241,12 +243,14 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others(rewards):
         assert a == pytest.approx(rewards[i] - base, abs=1e-12)
 
 
+@examples
 @given(steps(smallest=2), st.booleans())
 def test_grpo_advantages_of_a_group_sum_to_zero(groups, by_std):
     for row in of(settled(groups), "grpo", norm_adv_by_std=by_std):
         assert math.fsum(row) == pytest.approx(0.0, abs=1e-11)
 
 
+@examples
 @given(steps(smallest=2))
 def test_opo_advantages_of_a_group_sum_to_zero_over_its_tokens(groups):
     for g, row in zip(groups, of(groups, "opo"), strict=True):
@@ -254,6 +258,7 @@ def test_opo_advantages_of_a_group_sum_to_zero_over_its_tokens(groups):
         assert tokens == pytest.approx(0.0, abs=1e-11)
 
 
+@examples
 @given(steps(), st.sampled_from(sorted(set(OUTCOME) - {"grpo_passk"})))
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(groups, name):
     groups = settled(groups)
@@ -408,8 +413,8 @@ def test_one_token_is_whitened_to_zero():
     assert returns.whitened(values, mask, sums).tolist() == [0, 0]
 
 
+@examples
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=40), st.data())
-@settings(max_examples=50)
 def test_two_shards_are_whitened_as_the_whole(numbers, data):
     values = torch.tensor(numbers, dtype=torch.float64)
     keep = data.draw(st.lists(st.booleans(), min_size=len(numbers), max_size=len(numbers)))
