@@ -21,7 +21,7 @@ from rlcore.records import (
     RewardResult,
     Sample,
 )
-from rlcore.tensors import Batch, Loss
+from rlcore.tensors import Batch, Loss, ValueLoss
 
 PauseMode = Literal["in_place", "recompute", "abort"]
 Tag = Literal["weights", "kv_cache"]
@@ -76,7 +76,9 @@ class Engine(Protocol):
 
 class Learner(Protocol):
     """The model in training. Every call is collective over the train ranks (`accumulate` over one
-    model replica only); a `Batch` is the shard of the caller's data-parallel rank."""
+    model replica only); a `Batch` is the shard of the caller's data-parallel rank. A learner with a
+    value head, a critic, has `values` where the others have `logprobs`, `reference` and `export`;
+    what it lacks raises RuntimeError."""
 
     replicas: Sequence[Sequence[int]]
     """Global ranks that get the same batch, for every data-parallel rank."""
@@ -84,9 +86,16 @@ class Learner(Protocol):
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
         """[T] float32 on the CPU, valid on every rank."""
 
-    def accumulate(self, batch: Batch, loss: Loss) -> None:
+    def reference(self) -> AbstractContextManager[None]:
+        """Keeps the reference's weights in place for many `logprobs(batch, "reference")`; nothing
+        else works inside."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """[T] float32 on the CPU, valid on every rank: the critic's, before each token is drawn."""
+
+    def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         """Add the gradient of sum(per_token * mask * weight) of this batch. Local to one model
-        replica: no data-parallel communication."""
+        replica: no data-parallel communication. A critic's loss is a `ValueLoss`."""
 
     def kept(self) -> tuple[int, int]:
         """Tokens and sequences that the loss left in its mask since the last `apply`, over all

@@ -57,21 +57,26 @@ class Source(Protocol):
         """A tensor on the CPU, or the part of it that `index` names."""
 
 
-def load_hf(models: Sequence[Module], hf: HFConfig, folder: str | Path, layout: Layout) -> None:
-    """Fill the model chunks of this rank from a Hugging Face folder. Not collective.
+def load_hf(
+    models: Sequence[Module], hf: HFConfig, folder: str | Path, layout: Layout, *, head: bool = True
+) -> None:
+    """Fill the model chunks of this rank from a Hugging Face folder. Not collective. Without
+    `head`, the output layer stays as it is and the folder needs no lm_head.
 
     ValueError, the same on every rank: a shard or tensor is missing, or has another shape than
     config.json asks for.
     """
     reader = WeightReader(folder)
-    reader.check(expected(hf))
-    _fill(models, hf, layout, reader)
+    reader.check({n: shape for n, shape in expected(hf).items() if head or n != HEAD})
+    _fill(models, hf, layout, reader, head)
 
 
-def init_random(models: Sequence[Module], hf: HFConfig, layout: Layout, seed: int) -> None:
+def init_random(
+    models: Sequence[Module], hf: HFConfig, layout: Layout, seed: int, *, head: bool = True
+) -> None:
     """Random weights that depend on (seed, tensor name) only, so every layout gets the same model:
-    normal with `initializer_range` for matrices, norms 1, biases 0."""
-    _fill(models, hf, layout, _Random(hf, seed))
+    normal with `initializer_range` for matrices, norms 1, biases 0. `head` as in `load_hf`."""
+    _fill(models, hf, layout, _Random(hf, seed), head)
 
 
 def export_hf(
@@ -168,12 +173,16 @@ def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
 # ---- loading
 
 
-def _fill(models: Sequence[Module], hf: HFConfig, layout: Layout, source: Source) -> None:
+def _fill(
+    models: Sequence[Module], hf: HFConfig, layout: Layout, source: Source, head: bool
+) -> None:
     params = _parameters(models, hf, layout)
+    output = "output_layer.weight"
+    if not head:
+        params.pop(output, None)
     todo = [piece for piece in pieces(hf) if piece.name in params]
-    head = "output_layer.weight"
-    if hf.tie_word_embeddings and head in params:  # the last pipeline stage has a copy of its own
-        todo.append(Piece(head, (EMBED,), "vocab", hf.num_layers))
+    if hf.tie_word_embeddings and output in params:  # the last stage has a copy of its own
+        todo.append(Piece(output, (EMBED,), "vocab", hf.num_layers))
     unknown = sorted(params.keys() - {piece.name for piece in todo})
     assert not unknown, f"the bridge does not know the parameters {unknown[:3]}"
     with torch.no_grad():

@@ -5,6 +5,7 @@ The same layers run on CPU and GPU: Megatron's local ones with our RMSNorm and c
 """
 
 import importlib.util
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,11 @@ from rlcore.mcore.attention import CoreAttention
 from rlcore.mcore.layout import Layout, check_model
 from rlcore.mcore.norm import RMSNorm
 from rlcore.mcore.shim import patch_moe_utils
+from rlcore.mcore.value_head import ValueHead
 from rlcore.utils.log import announce
+
+Head = Literal["lm", "value"]
+"""What the model's last layer says of a token: its logits, or one value (a critic)."""
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -207,8 +212,10 @@ def build(
     train: TrainConfig,
     layout: Layout,
     device: torch.device,
+    head: Head = "lm",
 ) -> list[GPTModel]:
-    """This rank's model chunks, weights undefined. Needs the process groups of `layout`."""
+    """This rank's model chunks; weights are undefined but for a value head, which is new. Needs the
+    process groups of `layout`."""
     check(hf, model, train)
     if hf.num_experts:
         patch_moe_utils()
@@ -226,7 +233,7 @@ def build(
             max_sequence_length=hf.max_positions,
             pre_process=layout.is_first_stage and stage == 0,
             post_process=layout.is_last_stage and stage == layout.vpp - 1,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and head == "lm",
             # The local layers rotate inside the core attention (rope.py).
             position_embedding_type="rope" if train.spec == "te" else "none",
             rotary_base=hf.rope_theta,
@@ -235,6 +242,8 @@ def build(
             parallel_output=True,
             vp_stage=vp_stage,
         )
+        if head == "value" and chunk.post_process:
+            chunk.output_layer = ValueHead(config)
         chunks.append(chunk.to(device))
     assert parallel_state.model_parallel_is_initialized()
     return chunks

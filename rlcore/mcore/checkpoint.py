@@ -62,14 +62,21 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
     dist.barrier()
 
 
-def load(path: Path, models: Sequence[Any], optimizer: Any) -> dict[str, Any]:
+def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm") -> dict[str, Any]:
     """Read what `save` wrote into model and optimizer; returns its `state`. Collective.
 
     Raises:
-        ValueError: `path` holds no checkpoint.
+        ValueError: `path` holds no checkpoint, or `state["head"]` was not `head`. Megatron would
+            cut logits' weights down to those of a value, since it takes them for padding.
     """
     if not (path / "metadata.json").is_file():
         raise ValueError(f"{path}: holds no complete checkpoint; choose another or start afresh")
+    saved = dist_checkpointing.load_common_state_dict(str(path))["rlcore"].get("head", "lm")
+    if saved != head:
+        raise ValueError(
+            f"{path}: is of a model with the head {saved} and this one has {head}; an actor loads "
+            "what an actor saved and a critic what a critic saved"
+        )
     _patch_loading()
     found = dist_checkpointing.load(_sharded(models, optimizer, loading=True), str(path))
     for key, model in zip(_keys(models), models, strict=True):

@@ -5,10 +5,14 @@
 
 The same samples give the same gradient under every layout and every cut into micro-batches, up to
 rounding. No random numbers are drawn in training: dropout is 0.
+
+The model has a head: logits over the vocabulary (the actor, and whoever gives log-probs), or one
+value per token (a critic). Actor and critic of one process share the process groups and nothing
+else.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,14 +34,15 @@ from rlcore.algos import sequence
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.mcore import bridge, checkpoint, compat, parallel
-from rlcore.mcore.build import build, check, dtype_of
+from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
+from rlcore.mcore.build import Head, build, check, dtype_of
 from rlcore.mcore.layout import replicas
 from rlcore.mcore.logprob import log_probs
 from rlcore.mcore.memory import Parked
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
+from rlcore.mcore.reference import Reference
 from rlcore.mcore.schedule import learning_rate
-from rlcore.tensors import Batch, Loss, LossInputs
+from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
 from rlcore.utils.log import announce, log
 
 
@@ -51,6 +56,7 @@ class MegatronLearner:
         model: ModelConfig,
         train: TrainConfig,
         *,
+        head: Head = "lm",
         device: torch.device | str | None = None,
         temperature: float = 1.0,
         seed: int = 0,
@@ -61,22 +67,27 @@ class MegatronLearner:
         """Build the model on this rank and load its weights. Collective.
 
         Args:
+            head: lm gives log-probs, value makes a critic: `values` instead of `logprobs`, metrics
+                named critic/* instead of actor/*, and no export.
             temperature: of the sampler; log-probs and entropies are of logits / temperature.
             seed: of the weights, with `model.random_init`.
             total_updates: where a learning-rate schedule without an end of its own ends.
             keep_reference: keep the start weights for `logprobs(..., "reference")`.
 
         Raises:
-            ValueError: a setting or layout that cannot work.
+            ValueError: a setting or layout that cannot work, or another than that of a learner that
+                this process has.
         """
         check(hf, model, train)
         learning_rate(train, train.lr_warmup_updates, total_updates)
+        if head == "value" and keep_reference:
+            raise ValueError(
+                "keep_reference True: a critic has no log-probs to ask its start weights for; keep "
+                "the actor's"
+            )
         self.device = torch.device(device) if device is not None else parallel.device()
-        self._own_world = not dist.is_initialized()
-        if self._own_world:
-            backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        self.hf, self.temperature = hf, temperature
+        self.hf, self.head, self.temperature = hf, head, temperature
+        self._role = "critic" if head == "value" else "actor"
         self.version = 0
         self.updates = 0
         """Optimizer steps tried, skipped ones included: the learning rate follows it."""
@@ -85,19 +96,29 @@ class MegatronLearner:
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
             # Nothing reads memory before it writes it: filling it would only take time.
             torch.utils.deterministic.fill_uninitialized_memory = False
-        self.layout, self._groups = parallel.initialise(train, seed=seed, timeout_s=timeout_s)
+        with ExitStack() as undo:
+            self.layout, self._groups = parallel.initialise(
+                train, where=self.device, seed=seed, timeout_s=timeout_s
+            )
+            undo.callback(parallel.destroy)
+            self._build(model, seed, keep_reference)
+            self._on_close = undo.pop_all()
+
+    # ---- building
+
+    def _build(self, model: ModelConfig, seed: int, keep_reference: bool) -> None:
+        hf, train = self.hf, self._train
         self.replicas = replicas(train, self.layout.world_size)
-        chunks = build(hf, model, train, self.layout, self.device)
+        chunks = build(hf, model, train, self.layout, self.device, self.head)
         self._config = chunks[0].config
+        whole = self.head == "lm"
         if model.random_init:
-            bridge.init_random(chunks, hf, self.layout, seed)
+            bridge.init_random(chunks, hf, self.layout, seed, head=whole)
         else:
-            bridge.load_hf(chunks, hf, model.path, self.layout)
+            bridge.load_hf(chunks, hf, model.path, self.layout, head=whole)
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
-        self._reference = None
-        if keep_reference:
-            self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        self._reference = Reference(self._parameters()) if keep_reference else None
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
@@ -111,10 +132,9 @@ class MegatronLearner:
         self._accumulated = False
         self._parked: Parked | None = None
         announce(
-            "learner", f"Megatron-Core on {self.device.type}, {model.dtype}, {self._describe()}"
+            "critic" if self.head == "value" else "learner",
+            f"Megatron-Core on {self.device.type}, {model.dtype}, {self._describe()}",
         )
-
-    # ---- building
 
     def _wrapped(self, chunk: torch.nn.Module, dtype: torch.dtype) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
@@ -155,29 +175,38 @@ class MegatronLearner:
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
         """[T] float32 on the CPU, on every rank: log p of each token, 0 for first tokens."""
-        self._must_be_here("logprobs")
-        cut = self._cut(batch)
-        found: list[Tensor] = []
+        self._must_have("lm", "logprobs")
+        if model == "actor":
+            self._must_be_here("logprobs")
+            return self._per_token(batch, self._logp)
+        in_place = self._reference is not None and self._reference.is_in_place
+        with nullcontext() if in_place else self.reference():
+            return self._per_token(batch, self._logp)
 
-        def collect(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
-            logp, _ = self._scores(micro, logits, entropy_grad=False)
-            found.append(logp.float())
-            return logp.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """While it lasts the reference's weights are on the device and the learner's own out of
+        reach: `logprobs(batch, "reference")` of many batches then fetches them once."""
+        self._must_be_here("reference")
+        if self._reference is None:
+            raise RuntimeError("reference: there is none; build the learner with keep_reference")
+        with self._reference.in_place():
+            yield
 
-        with torch.no_grad(), self._weights(model):
-            self._run(cut, collect, forward_only=True)
-        values = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self.device)
-        if self.layout.is_last_stage:
-            values[cut.order.to(self.device)] = torch.cat(found)
-        if self.layout.pp > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(values, group=group, group_src=self.layout.pp - 1)
-        return values.cpu()
+    def values(self, batch: Batch) -> Tensor:
+        """[T] float32 on the CPU, on every rank: what a critic expects before each token is drawn,
+        0 for first tokens."""
+        self._must_have("value", "values")
+        self._must_be_here("values")
+        return self._per_token(batch, self._value)
 
-    def accumulate(self, batch: Batch, loss: Loss) -> None:
+    def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         """Add the gradient of sum(per_token * mask * weight). Local to the model replica; under
-        expert parallelism to the replicas that share experts. An empty batch takes part too."""
+        expert parallelism to the replicas that share experts. An empty batch takes part too. A
+        critic hands `ValueInputs` to a `ValueLoss`."""
         self._must_be_here("accumulate")
+        if self.head == "value" and batch.num_tokens and batch.returns is None:
+            raise ValueError("accumulate on a critic: the batch has no returns to learn; set them")
         self._name_metrics(batch, loss)
         self._run(self._cut(batch), partial(self._loss, loss), forward_only=False)
         self._accumulated = True
@@ -194,10 +223,12 @@ class MegatronLearner:
     def apply(self, normaliser: float) -> dict[str, float]:
         """One optimizer step on the gradient sums divided by `normaliser`, counted over all ranks.
 
-        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` and the means of the loss's metrics over
-        all trained tokens since the last call. A gradient that is not finite changes nothing and
-        is reported as `actor/skipped` 1. Every rank must have called `accumulate`.
+        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (a critic's are called critic/*) and the
+        means of the loss's metrics over all trained tokens since the last call. A gradient that is
+        not finite changes nothing and is reported as `actor/skipped` 1. Every rank must have called
+        `accumulate`.
         """
+        self._must_be_here("apply")
         if not self._accumulated:
             raise RuntimeError("apply without accumulate: every rank accumulates, be it nothing")
         if not normaliser > 0:
@@ -215,23 +246,27 @@ class MegatronLearner:
         if finite:
             self.version += 1
         else:
-            log.warning("update %d is left out: its gradient norm is %s", self.updates, norm)
+            log.warning(
+                "%s: update %d is left out, its gradient norm is %s", self._role, self.updates, norm
+            )
         self._accumulated = False
         self._kept.zero_()
         return self._metrics(normaliser) | {
-            "actor/grad_norm": norm,
-            "actor/lr": rate,
-            "actor/skipped": 0.0 if finite else 1.0,
+            f"{self._role}/grad_norm": norm,
+            f"{self._role}/lr": rate,
+            f"{self._role}/skipped": 0.0 if finite else 1.0,
         }
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names, full on every rank; collective, exhaust it."""
+        self._must_have("lm", "export")
         self._must_be_here("export")
         return bridge.export_hf(self._models, self.hf, self.layout)
 
     def offload(self) -> None:
         """Give the accelerator's memory back: weights, gradients and optimizer states wait in host
         memory, gradients as zeros. On the CPU there is nothing to do."""
+        self._must_be_itself("offload")
         if self.device.type == "cpu":
             announce("offload", "nothing to do, the learner is on the CPU")
             return
@@ -251,25 +286,40 @@ class MegatronLearner:
             OSError: on every rank, where one could not write; what was at `path` stays.
         """
         self._must_be_here("save")
-        state = {"version": self.version, "updates": self.updates}
+        state = {"version": self.version, "updates": self.updates, "head": self.head}
         checkpoint.save(Path(path), self._models, self._optimizer, state)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, under any layout; collective."""
+        """Read what `save` wrote, under any layout; collective.
+
+        Raises:
+            ValueError: `path` holds no checkpoint, or one of a model with another head.
+        """
         self._must_be_here("load")
-        state = checkpoint.load(Path(path), self._models, self._optimizer)
+        state = checkpoint.load(Path(path), self._models, self._optimizer, head=self.head)
         self.version, self.updates = state["version"], state["updates"]
 
     def close(self) -> None:
-        """Drop Megatron's process groups, and the world if it was made here."""
-        parallel.destroy()
-        if self._own_world:
-            dist.destroy_process_group()
+        """Leave the process groups; the last learner of the process drops them. Safe to call
+        twice."""
+        self._on_close.close()
+
+    def _must_have(self, head: Head, what: str) -> None:
+        if self.head == head:
+            return
+        if head == "value":
+            raise RuntimeError(f"{what} of an actor: it has no value head; ask the critic")
+        raise RuntimeError(f"{what} of a critic: it has values and no logits; ask the actor")
 
     def _must_be_here(self, what: str) -> None:
         """Emptied storages are not an error to torch, but whatever lies at address 0."""
         if self._parked is not None:
             raise RuntimeError(f"{what} between offload and onload: the weights are not here")
+        self._must_be_itself(what)
+
+    def _must_be_itself(self, what: str) -> None:
+        if self._reference is not None and self._reference.is_in_place:
+            raise RuntimeError(f"{what} inside reference(): the weights are the reference's")
 
     # ---- forward and backward
 
@@ -301,6 +351,26 @@ class MegatronLearner:
             forward_only=forward_only,
         )
 
+    def _per_token(self, batch: Batch, read: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor:
+        """[T] float32 on the CPU: what `read` makes of the outputs, in the batch's order."""
+        cut = self._cut(batch)
+        found: list[Tensor] = []
+
+        def collect(micro: MicroBatch, outputs: Tensor) -> tuple[Tensor, Tensor, dict]:
+            values = read(micro, outputs)
+            found.append(values.float())
+            return values.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+
+        with torch.no_grad():
+            self._run(cut, collect, forward_only=True)
+        values = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self.device)
+        if self.layout.is_last_stage:
+            values[cut.order.to(self.device)] = torch.cat(found)
+        if self.layout.pp > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(values, group=group, group_src=self.layout.pp - 1)
+        return values.cpu()
+
     def _scores(
         self, micro: MicroBatch, logits: Tensor, *, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
@@ -316,6 +386,13 @@ class MegatronLearner:
         )
         return self._about(micro, scores.logp), self._about(micro, scores.entropy)
 
+    def _logp(self, micro: MicroBatch, logits: Tensor) -> Tensor:
+        return self._scores(micro, logits, entropy_grad=False)[0]
+
+    def _value(self, micro: MicroBatch, outputs: Tensor) -> Tensor:
+        """[T]: the row that predicts a token holds the value before it is drawn."""
+        return self._about(micro, outputs.view(-1))
+
     def _about(self, micro: MicroBatch, rows: Tensor) -> Tensor:
         """From rows of this rank to the tokens that they predict."""
         if self.layout.cp > 1:
@@ -323,34 +400,35 @@ class MegatronLearner:
             rows = _GatherRows.apply(rows, group, micro.packed.plan.gathered)
         return torch.where(micro.predicted, rows.index_select(0, micro.take), 0.0)
 
+    def _inputs(
+        self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
+    ) -> LossInputs | ValueInputs:
+        if self.head == "value":
+            return inputs.of_value(micro, self._value(micro, outputs))
+        entropy_grad = getattr(loss, "needs_entropy_grad", True)
+        return inputs.of_policy(micro, *self._scores(micro, outputs, entropy_grad=entropy_grad))
+
     def _loss(
-        self, loss: Loss, micro: MicroBatch, logits: Tensor
+        self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logp, entropy = self._scores(
-            micro, logits, entropy_grad=getattr(loss, "needs_entropy_grad", True)
-        )
-        inputs = _inputs(micro, logp, entropy)
-        out = loss(inputs)
+        x = self._inputs(loss, micro, outputs)
+        out = loss(x)
         terms = out.per_token if micro.batch.weight is None else out.per_token * micro.batch.weight
-        kept = inputs.mask if out.mask is None else inputs.mask & out.mask
+        kept = x.mask if out.mask is None else x.mask & out.mask
         total = torch.where(kept, terms, 0.0).sum()
         # Tensor- and context-parallel ranks have the same tokens: one of them counts.
         own = self.layout.tp_rank == self.layout.cp_rank == 0
-        counted = inputs.mask if own else inputs.mask & False
+        counted = x.mask if own else x.mask & False
         self._add("loss", torch.where(kept & counted, terms, 0.0).sum())
         self._add("count", counted.sum())
-        self._kept += torch.stack(
-            [
-                (kept & counted).sum(),
-                sequence.count(kept & counted, inputs.sequence, inputs.num_sequences).gt(0).sum(),
-            ]
-        )
-        for name, values in ({"actor/entropy": entropy} | out.metrics).items():
+        tokens = sequence.count(kept & counted, x.sequence, x.num_sequences)
+        self._kept += torch.stack([(kept & counted).sum(), tokens.gt(0).sum()])
+        for name, values in _metrics_of(x, out).items():
             self._add(name, torch.where(counted, values, 0.0).sum())
         # The model's outputs must reach the loss, or backward of a dummy has no graph to follow.
         if not total.requires_grad:
-            total = total + 0.0 * logp.sum()
-        return total, inputs.mask.sum().int(), {}
+            total = total + 0.0 * (x.value if isinstance(x, ValueInputs) else x.logp).sum()
+        return total, x.mask.sum().int(), {}
 
     # ---- the step
 
@@ -376,13 +454,13 @@ class MegatronLearner:
         value = value.detach().double()
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def _name_metrics(self, batch: Batch, loss: Loss) -> None:
+    def _name_metrics(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         """Stages before the last learn the metrics' names from a loss over a token that nobody
         trains, so that all ranks reduce the same vector."""
         if self.layout.is_last_stage:
             return
-        out = loss(_no_inputs(self.device, batch.logp_ref is not None))
-        for name in ["loss", "count", "actor/entropy", *out.metrics]:
+        x = inputs.of_nobody(self.head, self.device, reference=batch.logp_ref is not None)
+        for name in ["loss", "count", *_metrics_of(x, loss(x))]:
             self._add(name, torch.zeros((), device=self.device))
 
     def _metrics(self, normaliser: float) -> dict[str, float]:
@@ -394,27 +472,10 @@ class MegatronLearner:
         total = dict(zip(names, sums.tolist(), strict=True))
         loss, count = total.pop("loss"), total.pop("count")
         return {name: value / max(count, 1.0) for name, value in total.items()} | {
-            "actor/loss": loss / normaliser
+            f"{self._role}/loss": loss / normaliser
         }
 
     # ---- weights
-
-    @contextmanager
-    def _weights(self, model: str) -> Iterator[None]:
-        """The reference's weights stand in for the actor's."""
-        if model == "actor":
-            yield
-            return
-        if self._reference is None:
-            raise RuntimeError("logprobs of the reference: build the learner with keep_reference")
-        kept = [p.detach().to("cpu", copy=True) for p in self._parameters()]
-        try:
-            for p, value in zip(self._parameters(), self._reference, strict=True):
-                p.data.copy_(value)
-            yield
-        finally:
-            for p, value in zip(self._parameters(), kept, strict=True):
-                p.data.copy_(value)
 
     def _kept_tensors(self) -> Iterator[Tensor]:
         """Everything on the accelerator whose contents must survive an offload."""
@@ -449,41 +510,6 @@ class _GatherRows(torch.autograd.Function):
         return every[ctx.rank * ctx.size : (ctx.rank + 1) * ctx.size], None, None
 
 
-def _inputs(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
-    batch, own = micro.batch, logp.detach()
-    versions = batch.versions
-    if versions is None:
-        versions = torch.full_like(batch.tokens, -1, dtype=torch.int32)
-    return LossInputs(
-        logp=logp,
-        entropy=entropy,
-        mask=batch.mask & micro.predicted,
-        score=torch.zeros_like(own) if batch.score is None else batch.score,
-        advantage=torch.zeros_like(own) if batch.advantage is None else batch.advantage,
-        logp_old=own if batch.logp_old is None else batch.logp_old,
-        logp_sampler=own if batch.logp_sampler is None else batch.logp_sampler,
-        correction=torch.ones_like(own) if batch.correction is None else batch.correction,
-        logp_ref=batch.logp_ref,
-        sequence=micro.sequence,
-        num_sequences=batch.num_sequences,
-        versions=versions,
-    )
-
-
-def _no_inputs(device: torch.device, reference: bool) -> LossInputs:
-    """One token that nobody trains."""
-    zero = torch.zeros(1, device=device)
-    return LossInputs(
-        logp=zero,
-        entropy=zero,
-        mask=torch.zeros(1, dtype=torch.bool, device=device),
-        score=zero,
-        advantage=zero,
-        logp_old=zero,
-        logp_sampler=zero,
-        correction=zero + 1,
-        logp_ref=zero if reference else None,
-        sequence=torch.zeros(1, dtype=torch.int64, device=device),
-        num_sequences=1,
-        versions=torch.zeros(1, dtype=torch.int32, device=device),
-    )
+def _metrics_of(x: LossInputs | ValueInputs, out: LossOutput) -> dict[str, Tensor]:
+    """[T] by name: what is averaged over the trained tokens."""
+    return out.metrics if isinstance(x, ValueInputs) else {"actor/entropy": x.entropy} | out.metrics

@@ -1,5 +1,10 @@
-"""Process groups of the train ranks, made from a `Layout` by Megatron and checked against it."""
+"""Process groups of the train ranks, made from a `Layout` by Megatron and checked against it.
 
+Megatron keeps one set of groups per process. Learners of one process share it (actor and critic):
+the first makes it, the last to leave drops it.
+"""
+
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,27 +25,73 @@ class Groups:
     """Ranks that run the same number of micro-batches; None where they share their batch anyway."""
 
 
-def initialise(
-    train: TrainConfig, *, seed: int = 0, timeout_s: float = 600.0
-) -> tuple[Layout, Groups]:
-    """Megatron's process groups over the default group, which must be the train ranks' own.
+@dataclass(kw_only=True, slots=True)
+class _Shared:
+    layout: Layout
+    groups: Groups
+    own_world: bool
+    """The default process group was made here."""
+    users: int = 1
 
-    Collective. Groups of an earlier layout must be destroyed first (`destroy`).
+
+_shared: _Shared | None = None
+
+
+def initialise(
+    train: TrainConfig,
+    *,
+    where: torch.device | None = None,
+    seed: int = 0,
+    timeout_s: float = 600.0,
+) -> tuple[Layout, Groups]:
+    """Megatron's process groups over the default group, which must be the train ranks' own; without
+    one, a world of one is made. Every call needs its `destroy`. Collective.
+
+    Args:
+        seed: of Megatron's random states; only the first call sets them.
+
+    Raises:
+        ValueError: the layout is not that of the groups that this process has.
     """
-    layout = layout_of(train, dist.get_world_size(), dist.get_rank())
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=train.tp,
-        pipeline_model_parallel_size=train.pp,
-        virtual_pipeline_model_parallel_size=train.vpp if train.vpp > 1 else None,
-        context_parallel_size=train.cp,
-        expert_model_parallel_size=train.ep,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-    )
-    groups = Groups(lockstep=_lockstep_group(train, layout, timeout_s))
-    model_parallel_cuda_manual_seed(seed + 1)
-    _check(layout)
+    global _shared
+    if _shared is not None:
+        _check_same(layout_of(train, dist.get_world_size(), dist.get_rank()), _shared.layout)
+        _shared.users += 1
+        return _shared.layout, _shared.groups
+    with ExitStack() as undo:
+        own_world = not dist.is_initialized()
+        if own_world:
+            cpu = (where or device()).type == "cpu"
+            backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            undo.callback(dist.destroy_process_group)
+        layout = layout_of(train, dist.get_world_size(), dist.get_rank())
+        undo.callback(parallel_state.destroy_model_parallel)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=train.tp,
+            pipeline_model_parallel_size=train.pp,
+            virtual_pipeline_model_parallel_size=train.vpp if train.vpp > 1 else None,
+            context_parallel_size=train.cp,
+            expert_model_parallel_size=train.ep,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        )
+        groups = Groups(lockstep=_lockstep_group(train, layout, timeout_s))
+        model_parallel_cuda_manual_seed(seed + 1)
+        _check(layout)
+        undo.pop_all()
+    _shared = _Shared(layout=layout, groups=groups, own_world=own_world)
     return layout, groups
+
+
+def _check_same(wanted: Layout, found: Layout) -> None:
+    for name in ("tp", "pp", "vpp", "cp", "ep"):
+        ours, theirs = getattr(wanted, name), getattr(found, name)
+        if ours != theirs:
+            raise ValueError(
+                f"--train.{name} {ours}: a learner of this process has {theirs}, and learners of "
+                "one process share their process groups; give both the same layout or close it"
+            )
 
 
 def _lockstep_group(
@@ -84,8 +135,18 @@ def _check(layout: Layout) -> None:
 
 
 def destroy() -> None:
-    """Drop Megatron's groups, so that another layout can be initialised."""
+    """Leave the groups. The last to leave drops them, and the world if it was made here, so that
+    another layout can be initialised."""
+    global _shared
+    if _shared is None:
+        return
+    _shared.users -= 1
+    if _shared.users:
+        return
     parallel_state.destroy_model_parallel()
+    if _shared.own_world:
+        dist.destroy_process_group()
+    _shared = None
 
 
 def device() -> torch.device:

@@ -18,20 +18,23 @@ from tests.ranks.sizes import LENGTHS
 TRAIN = {"lr": 1e-2, "clip_grad": 0.5, "adam_eps": 1e-3, "tokens_per_micro_batch": 64}
 
 
+LEFT_OUT = -1.0
+"""Tokens with this score or less are rejected: about one in six."""
+
+
 class Loss:
-    """GRPO with an entropy bonus and a KL to given log-probs, so that every input has an effect."""
+    """GRPO with an entropy bonus, a term of whole sequences and tokens that it rejects, so that
+    every input has an effect."""
 
     needs_entropy_grad = True
-
-    def __init__(self) -> None:
-        self._cfg = grpo.GRPOConfig(entropy_coef=0.01)
 
     def __call__(self, x: LossInputs) -> LossOutput:
         # A sequence-level term: it needs all tokens of a sequence on one rank.
         sums = x.logp.new_zeros(x.num_sequences).index_add(0, x.sequence, x.logp * x.mask)
-        out = grpo.loss(x, self._cfg)
+        out = grpo.loss(x, grpo.GRPOConfig())
+        more = 0.001 * sums[x.sequence].square() - 0.01 * x.entropy
         return LossOutput(
-            per_token=out.per_token + 0.001 * sums[x.sequence].square(), metrics=out.metrics
+            per_token=out.per_token + more, metrics=out.metrics, mask=x.score > LEFT_OUT
         )
 
 
@@ -49,8 +52,15 @@ def rows(step: int, lengths: list[int] = LENGTHS, vocab: int = 53) -> Batch:
         advantage=torch.randn(total, generator=g),
         weight=0.5 + torch.rand(total, generator=g),
         correction=0.5 + torch.rand(total, generator=g),
+        score=torch.randn(total, generator=g),
         ids=tuple(f"t{step}.{i}" for i in range(len(lengths))),
     )
+
+
+def to_keep(batch: Batch) -> list[int]:
+    """Tokens and sequences that `Loss` leaves, counted here."""
+    left = batch.mask & (batch.score > LEFT_OUT)
+    return [int(left.sum()), len(set(batch.sequence_index[left].tolist()))]
 
 
 def make(
@@ -80,12 +90,18 @@ def step(learner: MegatronLearner, number: int) -> dict[str, float]:
 
 
 def observe(learner: MegatronLearner, steps: int = 3) -> dict[str, Any]:
-    """Log-probs of this rank's rows, metrics of some updates, and the weights after them."""
+    """Log-probs of this rank's rows, what the loss kept and the metrics of some updates, and the
+    weights after them."""
     batch = rows(0)
     found: dict[str, Any] = {"rows": list(range(learner.layout.dp_rank, 12, learner.layout.dp))}
     found["logp"] = learner.logprobs(mine(learner, batch))
     for number in range(steps):
-        found |= {f"{k} {number}": v for k, v in step(learner, number).items()}
+        batch = rows(number)
+        learner.accumulate(mine(learner, batch), Loss())
+        found[f"kept {number}"] = list(learner.kept())
+        found[f"to keep {number}"] = to_keep(batch)
+        metrics = learner.apply(float(batch.mask.sum()))
+        found |= {f"{k} {number}": v for k, v in metrics.items()}
     found["weights"] = kit.state(learner.export())
     return found
 
@@ -157,7 +173,7 @@ def saved(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dic
         for number in range(2):
             step(learner, number)
         learner.save(Path(folder) / name)
-        found[name] = _two_more(learner)
+        found[name] = two_more(learner)
         learner.close()
     return found
 
@@ -171,12 +187,12 @@ def resumed(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> d
         learner = make(**case)
         step(learner, 7)
         learner.load(path)
-        found[name] = {"version at load": learner.version} | _two_more(learner)
+        found[name] = {"version at load": learner.version} | two_more(learner)
         learner.close()
     return found
 
 
-def _two_more(learner: MegatronLearner) -> dict[str, Any]:
+def two_more(learner: MegatronLearner) -> dict[str, Any]:
     return {
         "metrics": {f"{k} {n}": v for n in (2, 3) for k, v in step(learner, n).items()},
         "weights": kit.state(learner.export()),

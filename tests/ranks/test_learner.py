@@ -53,13 +53,26 @@ def test_three_updates_equal_those_of_one_rank(
 ) -> None:
     want = wanted(alone, case)
     figures = {k: v for k, v in want.items() if isinstance(v, float)}
-    assert len(figures) == 3 * 8
+    every = {"grad_norm", "lr", "loss", "skipped", "entropy", "pg_clipfrac"}
+    assert {f"actor/{name} {n}" for name in every for n in range(3)} <= figures.keys()
     assert figures["actor/grad_norm 0"] > 0.5  # the clip is at work
     for rank in gang:
         found = rank["parity"][case]
         ours = {k: v for k, v in found.items() if isinstance(v, float)}
         kit.assert_close_named(ours, figures, rtol=1e-5, atol=1e-5)
         kit.assert_close_named(found["weights"], want["weights"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_loss_keeps_is_counted_once_over_all_ranks(
+    gang: list[dict[str, Any]], case: str
+) -> None:
+    for rank in gang:
+        found = rank["parity"][case]
+        for number in range(3):
+            tokens, sequences = found[f"to keep {number}"]
+            assert 100 < tokens < 178 and 0 < sequences <= len(LENGTHS)
+            assert found[f"kept {number}"] == [tokens, sequences]
 
 
 @pytest.mark.parametrize("case", CASES)

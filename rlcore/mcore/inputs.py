@@ -1,0 +1,66 @@
+"""What a loss sees of a micro-batch: the inputs of policy and value losses."""
+
+import torch
+from torch import Tensor
+
+from rlcore.mcore.microbatch import MicroBatch
+from rlcore.tensors import LossInputs, ValueInputs
+
+
+def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
+    """Log-prob and entropy [T] with what the batch brought; what it did not has no effect."""
+    batch, own = micro.batch, logp.detach()
+    versions = batch.versions
+    if versions is None:
+        versions = torch.full_like(batch.tokens, -1, dtype=torch.int32)
+    return LossInputs(
+        logp=logp,
+        entropy=entropy,
+        mask=batch.mask & micro.predicted,
+        score=torch.zeros_like(own) if batch.score is None else batch.score,
+        advantage=torch.zeros_like(own) if batch.advantage is None else batch.advantage,
+        logp_old=own if batch.logp_old is None else batch.logp_old,
+        logp_sampler=own if batch.logp_sampler is None else batch.logp_sampler,
+        correction=torch.ones_like(own) if batch.correction is None else batch.correction,
+        logp_ref=batch.logp_ref,
+        sequence=micro.sequence,
+        num_sequences=batch.num_sequences,
+        versions=versions,
+    )
+
+
+def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
+    """Values [T] with what the batch brought; without returns it has no tokens."""
+    batch, own = micro.batch, value.detach()
+    return ValueInputs(
+        value=value,
+        value_old=own if batch.value_old is None else batch.value_old,
+        returns=torch.zeros_like(own) if batch.returns is None else batch.returns,
+        mask=batch.mask & micro.predicted,
+        sequence=micro.sequence,
+        num_sequences=batch.num_sequences,
+    )
+
+
+def of_nobody(head: str, device: torch.device, *, reference: bool) -> LossInputs | ValueInputs:
+    """One token that nobody trains; `reference`: with log-probs of the reference."""
+    zero = torch.zeros(1, device=device)
+    shared = {
+        "mask": torch.zeros(1, dtype=torch.bool, device=device),
+        "sequence": torch.zeros(1, dtype=torch.int64, device=device),
+        "num_sequences": 1,
+    }
+    if head == "value":
+        return ValueInputs(value=zero, value_old=zero, returns=zero, **shared)
+    return LossInputs(
+        logp=zero,
+        entropy=zero,
+        score=zero,
+        advantage=zero,
+        logp_old=zero,
+        logp_sampler=zero,
+        correction=zero + 1,
+        logp_ref=zero if reference else None,
+        versions=torch.zeros(1, dtype=torch.int32, device=device),
+        **shared,
+    )
