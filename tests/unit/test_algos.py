@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlcore import algos
 from rlcore.algos import (
+    correction,
     dapo,
     decoupled_ppo,
     gpg,
@@ -24,6 +27,8 @@ from rlcore.algos import (
     topr,
 )
 from rlcore.algos.base import AlgoConfig
+from rlcore.config import resolve
+from rlcore.rewards import registry
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -209,3 +214,33 @@ def test_the_sum_over_micro_batches_is_the_loss_of_the_batch(mode, cut, bits):
         weight = reduce.weights(mode, mask[part], renumbered, len(names), 10)
         total += float((LOSS[part] * weight)[mask[part]].sum())
     assert total / n == pytest.approx(aggregated(mode, mask))
+
+
+# ---- the README
+
+README = (Path(algos.__file__).parent / "README.md").read_text()
+
+
+def test_the_readme_has_a_row_for_every_algorithm():
+    table = README.split("## Losses")[1].split("## Advantages")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.M)) == algos.NAMES
+
+
+@pytest.mark.parametrize("keys", re.findall(r"^\| .*? \| `(--algo[^`]*)`", README, re.M))
+def test_the_keys_of_the_readme_make_a_configuration(keys):
+    sections = {"algo": algos.config_class, "reward": registry.config_class}
+    cfg = resolve.parse(keys.split(), sections).algo
+    assert [*cfg.problems(), *correction.problems(cfg)] == []
+
+
+def test_icepop_and_token_mis_keep_what_they_say():
+    """The bounds of the README are of the weight's inverse."""
+    log_w = torch.tensor([0.4, 0.6, 1.9, 2.1, 4.9, 5.1]).log()
+    where = (torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.int64), 1)
+
+    def kept(bounds: str) -> list[bool]:
+        cfg = AlgoConfig(rollout_rs=("token_k1",), rollout_rs_threshold=(bounds,))
+        return correction.keep(cfg, log_w, *where).tolist()
+
+    assert kept("0.2_2.0") == [False, True, True, True, True, False]
+    assert kept("0.5_2.0") == [False, True, True, False, False, False]

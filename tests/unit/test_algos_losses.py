@@ -2,9 +2,12 @@
 
 Everything is float64. A test calls the loss as the learner does: tokens outside the mask are left
 out by `torch.where`, aggregation weights multiply, one number comes out.
+
+RLCORE_ALGO=my_pkg.my_loss puts a module of yours under the tests for every algorithm.
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +23,9 @@ from rlcore.algos import reduce
 from rlcore.tensors import LossInputs, LossOutput
 
 F64 = torch.float64
+OWN = os.environ.get("RLCORE_ALGO", "").split()
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *[(name, {}) for name in algos.NAMES],
+    *[(name, {}) for name in (*algos.NAMES, *OWN)],
     ("grpo", {"clip_dual": 0.0}),
     ("gspo", {"clip_low": 0.1, "clip_high": 0.15}),
     ("gspo", {"clip_low": 0.1, "clip_high": 0.15, "level": "sequence"}),
