@@ -11,7 +11,7 @@ value per token (a critic). Actor and critic of one process share the process gr
 else.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -445,8 +445,7 @@ class MegatronLearner:
             return norm
         if self._train.clip_grad > 0 and norm > self._train.clip_grad:
             for part in optimizer.chained_optimizers:
-                if parameters := part.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, self._train.clip_grad, norm)
+                _clip(part.get_parameters(), self._train.clip_grad, norm)
         optimizer.step_with_ready_grads()
         return norm
 
@@ -508,6 +507,19 @@ class _GatherRows(torch.autograd.Function):
         (gathered,) = ctx.saved_tensors
         every = torch.empty_like(grad).index_copy_(0, gathered, grad)
         return every[ctx.rank * ctx.size : (ctx.rank + 1) * ctx.size], None, None
+
+
+def _clip(parameters: Sequence[Tensor], most: float, norm: float) -> None:
+    """Scale the gradients, whose norm is `norm`, to the norm `most`."""
+    if not parameters:
+        return
+    if parameters[0].dtype is not torch.float64:
+        clip_grad_by_total_norm_fp32(parameters, most, norm)
+        return
+    # Megatron refuses float64.
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(most / (norm + 1e-6))
 
 
 def _metrics_of(x: LossInputs | ValueInputs, out: LossOutput) -> dict[str, Tensor]:

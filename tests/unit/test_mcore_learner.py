@@ -27,6 +27,11 @@ def nll(x: LossInputs) -> LossOutput:
     return LossOutput(per_token=-x.logp, metrics={})
 
 
+def rejecting(x: LossInputs) -> LossOutput:
+    keep = x.score > 0
+    return LossOutput(per_token=-x.logp, metrics={"actor/rejected": (~keep).float()}, mask=keep)
+
+
 def test_accumulated_halves_are_the_whole(learner: MegatronLearner, tmp_path: Path) -> None:
     batch = ranks.rows(0)
     learner.save(tmp_path / "start")
@@ -70,6 +75,36 @@ def test_what_a_loss_sees_of_a_bare_batch(learner: MegatronLearner) -> None:
         assert x.logp.requires_grad and x.entropy.requires_grad
 
 
+def test_tokens_that_the_loss_rejects_are_as_if_they_were_not_trained(
+    learner: MegatronLearner, tmp_path: Path
+) -> None:
+    batch = ranks.rows(0)
+    left = batch.mask & (batch.score > 0)
+    learner.save(tmp_path / "start")
+    found = []
+    for trained, loss in ((batch.mask, rejecting), (left, nll)):
+        learner.load(tmp_path / "start")
+        learner.accumulate(batch.with_(mask=trained), loss)
+        found.append((learner.kept(), learner.apply(50.0), kit.state(learner.export())))
+    (kept, ours, weights), (theirs_kept, theirs, theirs_weights) = found
+    sequences = len(set(batch.sequence_index[left].tolist()))
+    assert kept == theirs_kept == (int(left.sum()), sequences)
+    assert ours["actor/loss"] == theirs["actor/loss"]
+    assert ours["actor/grad_norm"] == theirs["actor/grad_norm"] > 0
+    kit.assert_bitwise(weights, theirs_weights)
+    assert learner.kept() == (0, 0)
+    # Metrics are of all trained tokens, rejected ones too.
+    assert ours["actor/rejected"] == pytest.approx(1 - int(left.sum()) / int(batch.mask.sum()))
+
+
+def test_a_loss_that_rejects_everything_has_a_gradient_of_zero(learner: MegatronLearner) -> None:
+    batch = ranks.rows(0)
+    learner.accumulate(batch, lambda x: LossOutput(per_token=-x.logp, metrics={}, mask=x.score > 9))
+    assert learner.kept() == (0, 0)
+    figures = learner.apply(1.0)
+    assert figures["actor/grad_norm"] == 0 == figures["actor/skipped"]
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(learner: MegatronLearner) -> None:
     before = kit.state(learner.export())
 
@@ -98,6 +133,71 @@ def test_the_reference_stays_at_the_start(learner: MegatronLearner) -> None:
     assert torch.equal(learner.logprobs(batch, "reference"), start)
     kit.assert_bitwise(kit.state(learner.export()), moved)
     assert (learner.logprobs(batch) - start).abs().max() > 1e-3
+
+
+def everything(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """What training changes: weights, what the optimizer steps on, its moments."""
+    return {str(i): t.detach().clone() for i, t in enumerate(learner._kept_tensors())}
+
+
+def test_the_reference_stands_in_without_moving_a_byte(learner: MegatronLearner) -> None:
+    ranks.step(learner, 0)
+    batch = ranks.rows(0)
+    logp, before = learner.logprobs(batch), everything(learner)
+    places = [p.data_ptr() for p in learner._parameters()]
+    one_by_one = learner.logprobs(batch, "reference")
+    with learner.reference():
+        assert not set(places) & {p.data_ptr() for p in learner._parameters()}
+        for _ in range(2):
+            assert torch.equal(learner.logprobs(batch, "reference"), one_by_one)
+    assert [p.data_ptr() for p in learner._parameters()] == places
+    kit.assert_bitwise(everything(learner), before)
+    assert torch.equal(learner.logprobs(batch), logp)
+    assert not torch.equal(one_by_one, logp)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_does_not_notice_the_reference(dtype: str, distributed: bool) -> None:
+    layout, found = {"distributed_optimizer": distributed}, {}
+    for asked in (False, True):
+        learner = ranks.make(layout, dtype=dtype, keep_reference=True)
+        try:
+            figures = []
+            for number in range(3):
+                if asked:
+                    learner.logprobs(ranks.rows(number), "reference")
+                figures.append(ranks.step(learner, number))
+            found[asked] = figures, everything(learner)
+        finally:
+            learner.close()
+    assert found[True][0] == found[False][0]
+    kit.assert_bitwise(found[True][1], found[False][1])
+
+
+def test_nothing_else_works_while_the_reference_is_in_place(
+    learner: MegatronLearner, tmp_path: Path
+) -> None:
+    batch = ranks.rows(0)
+    learner.accumulate(batch, nll)
+    before = everything(learner)
+    with learner.reference():
+        for name, call in {
+            "logprobs": lambda: learner.logprobs(batch),
+            "accumulate": lambda: learner.accumulate(batch, nll),
+            "apply": lambda: learner.apply(1.0),
+            "export": learner.export,
+            "save": lambda: learner.save(tmp_path / "x"),
+            "load": lambda: learner.load(tmp_path / "x"),
+            "offload": learner.offload,
+            "reference": lambda: learner.reference().__enter__(),
+        }.items():
+            with pytest.raises(RuntimeError, match=rf"{name} inside reference\(\)"):
+                call()
+    kit.assert_bitwise(everything(learner), before)
+    with pytest.raises(ZeroDivisionError), learner.reference():
+        raise ZeroDivisionError
+    kit.assert_bitwise(everything(learner), before)
 
 
 def test_apply_asks_for_gradients_and_a_count(learner: MegatronLearner) -> None:
@@ -150,6 +250,20 @@ def test_bfloat16_keeps_fp32_main_parameters() -> None:
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     # Norms start at 1, where half a digit of bfloat16 is 20 such steps: only their sum shows.
     assert (after["model.norm.weight"] != 1).any()
+
+
+def test_an_update_with_clipping_is_the_same_in_float64() -> None:
+    found = []
+    for dtype in ("float32", "float64"):
+        learner = ranks.make({"clip_grad": 0.5}, dtype=dtype)
+        try:
+            figures = ranks.step(learner, 0)
+            assert figures["actor/grad_norm"] > 0.6
+            found.append((figures, kit.state(learner.export())))
+        finally:
+            learner.close()
+    kit.assert_close_named(*[figures for figures, _ in found])
+    kit.assert_close_named(*[weights for _, weights in found])
 
 
 # ---- checkpoints
