@@ -35,6 +35,9 @@ Rejection = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 KL = Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"]
 
 
@@ -57,9 +60,7 @@ class AlgoConfig:
     """Discount of reinforce_plus_plus and gae."""
     lam: float = 1.0
     """Lambda of gae."""
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    loss_agg_mode: Aggregation = "token-mean"
     """How per-token losses become one number; always over the global batch of an update."""
     equal_reward_groups: Literal["keep", "drop"] = "keep"
     """A group whose rewards are all equal has no advantage. `keep` trains its rows as the other

@@ -16,7 +16,7 @@ this name leaves out the mean over responses. TRL: loss_type "dr_grpo", scale_re
 from dataclasses import dataclass
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import Aggregation, AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
 
 
@@ -24,7 +24,7 @@ from rlcore.tensors import LossInputs, LossOutput
 class DrGRPOConfig(AlgoConfig):
     norm_adv_by_std: bool = False
     """Divide a group's advantages by its standard deviation; that is the bias of difficulty."""
-    loss_agg_mode: ratio.Aggregation = "seq-mean-token-sum-norm"
+    loss_agg_mode: Aggregation = "seq-mean-token-sum-norm"
     """How per-token losses become one number; a mean over a response is the bias of length."""
     clip_low: float = 0.2
     """The ratio is held above 1 - clip_low."""

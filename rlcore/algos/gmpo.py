@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 
 from rlcore.algos import ratio, sequence
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import Aggregation, AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class GMPOConfig(AlgoConfig):
-    loss_agg_mode: ratio.Aggregation = "seq-mean-token-mean"
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """How per-token losses become one number."""
     clip_low: float = 0.4
     """The log of a ratio is held above -clip_low."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.algos import ratio, sequence
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import Aggregation, AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
 
 LOG_MAX = 10.0  # verl's bound of log s
@@ -26,7 +26,7 @@ LOG_MAX = 10.0  # verl's bound of log s
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOConfig(AlgoConfig):
-    loss_agg_mode: ratio.Aggregation = "seq-mean-token-mean"
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """How per-token losses become one number."""
     level: Literal["sequence", "token"] = "token"
     """`sequence`: gradients flow through the sequence's ratio. `token`: through each token's own

@@ -8,13 +8,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import LossInputs
 
 LOG_LIMIT = 20.0  # verl clamps log-ratios to +-20 before exp
-
-Aggregation = AlgoConfig.__annotations__["loss_agg_mode"]
-"""The type of `loss_agg_mode`, for algorithms that have a default of their own."""
 
 
 def log_ratio(x: LossInputs) -> Tensor:

@@ -22,14 +22,19 @@ from rlcore.algos import sequence as sequences
 
 
 def weights(
-    mode: str, mask: Tensor, sequence: Tensor, num_sequences: int, max_tokens: int
+    mode: str,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    max_tokens: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[T] float32; |o_i| counts the tokens of a sequence in `mask` [T]."""
+    """[T]; |o_i| counts the tokens of a sequence in `mask` [T]."""
     if mode == "seq-mean-token-mean":
-        count = sequences.count(mask, sequence, num_sequences)
+        count = sequences.count(mask, sequence, num_sequences).to(dtype)
         return 1.0 / count.clamp(min=1)[sequence]
     scale = 1.0 / max_tokens if mode == "seq-mean-token-sum-norm" else 1.0
-    return torch.full(mask.shape, scale, device=mask.device)
+    return torch.full(mask.shape, scale, dtype=dtype, device=mask.device)
 
 
 def normaliser(mode: str, num_tokens: float, num_sequences: float) -> float:

@@ -12,8 +12,7 @@ its tokens. Equals verl `compute_policy_loss_reinforce`, the loss of its preset 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig, Estimator
+from rlcore.algos.base import Aggregation, AlgoConfig, Estimator
 from rlcore.tensors import LossInputs, LossOutput
 
 
@@ -23,7 +22,7 @@ class ReinforceConfig(AlgoConfig):
 
     adv_estimator: Estimator = "rloo"
     """How rewards become advantages."""
-    loss_agg_mode: ratio.Aggregation = "seq-mean-token-sum"
+    loss_agg_mode: Aggregation = "seq-mean-token-sum"
     """How per-token losses become one number."""
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import Aggregation, AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig(AlgoConfig):
-    loss_agg_mode: ratio.Aggregation = "seq-mean-token-mean"
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """How per-token losses become one number."""
     tau_pos: float = 1.0
     """Steepness of the gate where the advantage is positive."""

@@ -1,4 +1,4 @@
-"""Figures of whole sequences from packed tokens. T tokens, B sequences; only tokens in `mask` count.
+"""Figures of whole sequences from packed tokens. T tokens, B sequences; tokens in `mask` count alone.
 
 Every rank that computes a loss holds all tokens of its sequences, under context parallelism too.
 """

@@ -59,6 +59,7 @@ METRICS = [
     Metric("critic/vf_loss", "", "value loss, mean over trained tokens"),
     Metric("critic/vf_clipfrac", "", "share of trained tokens where the value clip is at work"),
     Metric("critic/vpred_mean", "", "mean of the critic's values"),
+    Metric("critic/vf_explained_var", "", "share of the returns' variance that the critic tells"),
     Metric("critic/loss", "", "the same as vf_loss"),
     Metric("critic/grad_norm", "", "the critic's gradient norm before clipping"),
     Metric("critic/lr", "", "learning rate of the critic's last update"),
@@ -76,7 +77,9 @@ METRICS = [
     Metric("actor/pg_loss", "", "policy-gradient loss, mean over trained tokens"),
     Metric("actor/sft_nll", "nats", "negative log-prob of a demonstration's token"),
     Metric("actor/pg_clipfrac", "", "share of trained tokens where the clip cut the gradient"),
-    Metric("actor/pg_clipfrac_lower", "", "share of trained tokens under the lower (dual) clip"),
+    Metric(
+        "actor/pg_clipfrac_lower", "", "share of trained tokens under the lower or the dual clip"
+    ),
     Metric(
         "actor/ppo_kl", "nats", "k1 from the old to the new learner: mean of old - new log-prob"
     ),
@@ -95,17 +98,38 @@ METRICS = [
     Metric("rollout_corr/kl", "nats", "k1 from sampler to learner: mean of sampler - old log-prob"),
     Metric("rollout_corr/k3_kl", "nats", "k3 estimate of the same"),
     Metric("rollout_corr/chi2_token", "", "mean of the squared probability ratio, minus 1"),
+    Metric("rollout_corr/chi2_seq", "", "the same of the ratio of whole responses"),
     Metric("rollout_corr/training_ppl", "", "perplexity of the responses under the learner"),
+    Metric("rollout_corr/training_log_ppl", "nats", "its logarithm, mean over responses"),
     Metric("rollout_corr/rollout_ppl", "", "perplexity of the responses under the sampler"),
-    Metric("rollout_corr/log_ppl_diff", "nats", "mean over samples of sampler - learner log-prob"),
+    Metric("rollout_corr/rollout_log_ppl", "nats", "its logarithm, mean over responses"),
+    Metric("rollout_corr/log_ppl_diff", "nats", "mean over responses of learner - sampler log ppl"),
     Metric("rollout_corr/log_ppl_abs_diff", "nats", "mean of the absolute value of the same"),
+    Metric("rollout_corr/log_ppl_diff_max", "nats", "the largest of them"),
+    Metric("rollout_corr/log_ppl_diff_min", "nats", "the smallest of them"),
+    Metric("rollout_corr/ppl_ratio", "", "perplexity of learner by sampler, mean over responses"),
+    *_spread(
+        "rollout_corr/response_max_diff",
+        "",
+        "over responses, the largest |p_sampler - p_learner| of a token",
+        "_mean _max",
+    ),
+    *_spread(
+        "rollout_corr/response_mean_diff",
+        "",
+        "over responses, the mean |p_sampler - p_learner| of its tokens",
+        "_mean _max",
+    ),
+    Metric("rollout_corr/responses_above_half", "", "share with a token whose |dp| is above 0.5"),
+    Metric("rollout_corr/score_is", "", "the mean score as the learner would see it, weighted"),
     *_spread(
         "rollout_corr/rollout_is", "", "the rollout-correction weight", "_mean _std _min _max"
     ),
     Metric("rollout_corr/rollout_is_eff_sample_size", "", "effective share of the trained tokens"),
-    Metric("rollout_corr/rollout_is_ratio_fraction_high", "", "share of weights at the upper cap"),
-    Metric("rollout_corr/rollout_is_ratio_fraction_low", "", "share of weights at the lower cap"),
+    Metric("rollout_corr/rollout_is_ratio_fraction_high", "", "share of weights above the cap"),
+    Metric("rollout_corr/rollout_is_ratio_fraction_low", "", "share of weights below its inverse"),
     Metric("rollout_corr/rollout_rs_masked_fraction", "", "share of tokens rejected for mismatch"),
+    Metric("rollout_corr/rollout_rs_seq_masked_fraction", "", "share of responses that lost some"),
     *_spread(
         "training/rollout_probs_diff",
         "",
@@ -114,9 +138,14 @@ METRICS = [
     ),
     Metric("training/rollout_actor_probs_pearson_corr", "", "correlation of the two probabilities"),
     # staleness, in policy versions
-    *_spread("training/off_policy/trajectory_staleness", "versions", "the age of samples"),
-    *_spread("training/off_policy/trajectory_spans", "versions", "the versions within a sample"),
-    *_spread("training/off_policy/token_staleness", "versions", "the age of trained tokens"),
+    *_spread(
+        "training/off_policy/token_staleness", "versions", "the age of trained tokens", "/mean /max"
+    ),
+    *_spread("training/off_policy/trajectory_staleness", "versions", "the age of the newest token"),
+    *_spread(
+        "training/off_policy/trajectory_staleness_worst", "versions", "the age of the oldest token"
+    ),
+    *_spread("training/off_policy/trajectory_spans", "versions", "the versions within a response"),
     # speed and memory
     Metric("perf/throughput", "tokens/s/rank", "prompt and response tokens by step time and rank"),
     Metric("perf/time_per_step", "s", "the same as timing_s/step"),

@@ -68,9 +68,14 @@ class Objective:
             total = total + cfg.kl_coef * self._kl_scale * divergence
             metrics["actor/kl_loss"] = divergence.detach()
         weight = reduce.weights(
-            cfg.loss_agg_mode, keep & trained, x.sequence, x.num_sequences, self._max_tokens
+            cfg.loss_agg_mode,
+            keep & trained,
+            x.sequence,
+            x.num_sequences,
+            self._max_tokens,
+            total.dtype,
         )
-        return LossOutput(per_token=total * weight.to(total.dtype), metrics=metrics, mask=keep)
+        return LossOutput(per_token=total * weight, metrics=metrics, mask=keep)
 
     def _corrected(self, x: LossInputs) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
         """The inputs with weights and the mask that rejection leaves, that mask, and log w [T]."""
