@@ -1,4 +1,4 @@
-"""Figures of whole sequences from packed tokens. T tokens, B sequences; tokens in `mask` count alone.
+"""Figures of whole sequences from packed tokens. T tokens, B sequences; only `mask` counts.
 
 Every rank that computes a loss holds all tokens of its sequences, under context parallelism too.
 """
