@@ -95,7 +95,7 @@ def keep(
     if not cfg.rollout_rs:
         return out
     where = (mask, sequence, num_sequences)
-    d = torch.where(mask, log_w.detach(), 0.0).clamp(-LOG_LIMIT, LOG_LIMIT)
+    d = log_w.detach().clamp(-LOG_LIMIT, LOG_LIMIT)
     estimates = {"k1": -d, "k2": d.square() / 2, "k3": d.expm1() - d}
     for rule in thresholds(cfg):
         tokens, _, kind = rule.name.rpartition("_")

@@ -152,8 +152,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         version: of the weights that are trained.
     """
     where = (trained, x.sequence, x.num_sequences)
-    log_w = torch.where(trained, log_w.double(), 0.0)
-    log_p = torch.where(trained, x.logp_sampler.double(), 0.0)
+    log_w, log_p = log_w.double(), x.logp_sampler.double()
     log_q = log_p + log_w
     # p - 1 and q - 1: the moments keep their digits where the model is sure, and nearly always it
     # is. Variance, correlation and difference are those of p and q.

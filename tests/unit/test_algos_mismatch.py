@@ -1,7 +1,7 @@
 """Mismatch figures by hand, against a slow reference, and what must not move them."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -371,6 +371,24 @@ def test_sums_take_float32_and_give_float64_on_the_device_of_the_loss():
     assert found.added.dtype == found.highest.dtype == torch.float64
     assert found.added.shape == (len(mismatch.ADDED),)
     assert found.highest.shape == (len(mismatch.HIGHEST),)
+
+
+def test_nothing_is_read_back_from_the_device():
+    """Tensors on the meta device have no values: reading one is an error."""
+    x = inputs(BY_HAND, [[0, 0], [0]], outside=NAN)
+    moved = {
+        f.name: getattr(x, f.name).to("meta")
+        for f in fields(x)
+        if isinstance(getattr(x, f.name), torch.Tensor)
+    }
+    x = replace(x, **moved)
+    cfg = AlgoConfig(rollout_is="sequence", rollout_rs=("token_k1", "seq_mean_k1"))
+    where = (x.mask, x.sequence, x.num_sequences)
+    log_w = torch.zeros_like(x.logp)
+    assert correction.keep(cfg, log_w, *where).shape == log_w.shape
+    assert correction.weights(cfg, log_w, *where).shape == log_w.shape
+    parts = [mismatch.sums(x, log_w, x.mask, cfg, 0)] * 2
+    assert mismatch.Sums.total(parts).added.shape == (len(mismatch.ADDED),)
 
 
 def test_the_names_are_declared():
