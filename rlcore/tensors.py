@@ -155,7 +155,7 @@ class ValueInputs:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
     """Loss and metrics per token. The learner masks the loss, sums, and divides by the global
-    normaliser in `apply`; metrics are averaged over the tokens of the mask of all ranks."""
+    normaliser in `apply`; metrics are averaged over the tokens that are left, of all ranks."""
 
     per_token: Tensor  # [T]
     metrics: dict[str, Tensor]  # name -> [T], detached

@@ -224,7 +224,7 @@ class MegatronLearner:
         """One optimizer step on the gradient sums divided by `normaliser`, counted over all ranks.
 
         Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (a critic's are called critic/*) and the
-        means of the loss's metrics over all trained tokens since the last call. A gradient that is
+        means of the loss's metrics over the tokens that it kept since the last call. A gradient that is
         not finite changes nothing and is reported as `actor/skipped` 1. Every rank must have called
         `accumulate`.
         """
@@ -418,11 +418,11 @@ class MegatronLearner:
         total = torch.where(kept, terms, 0.0).sum()
         # Tensor- and context-parallel ranks have the same tokens: one of them counts.
         own = self.layout.tp_rank == self.layout.cp_rank == 0
-        counted = x.mask if own else x.mask & False
-        self._add("loss", torch.where(kept & counted, terms, 0.0).sum())
+        counted = kept if own else kept & False
+        self._add("loss", torch.where(counted, terms, 0.0).sum())
         self._add("count", counted.sum())
-        tokens = sequence.count(kept & counted, x.sequence, x.num_sequences)
-        self._kept += torch.stack([(kept & counted).sum(), tokens.gt(0).sum()])
+        tokens = sequence.count(counted, x.sequence, x.num_sequences)
+        self._kept += torch.stack([counted.sum(), tokens.gt(0).sum()])
         for name, values in _metrics_of(x, out).items():
             self._add(name, torch.where(counted, values, 0.0).sum())
         # The model's outputs must reach the loss, or backward of a dummy has no graph to follow.

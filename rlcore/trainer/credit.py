@@ -7,7 +7,7 @@ from the plan; those per token work on this rank's batches. Sums over ranks make
 import torch
 from torch import Tensor
 
-from rlcore.algos import advantage, kl, returns, sequence
+from rlcore.algos import advantage, kl, returns, sequence, value
 from rlcore.data.packing import per_token
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
@@ -78,6 +78,8 @@ def _by_token(
             base = [baselines[r.id.rpartition(".")[0]] for r in rows]
         found, gains = returns.advantages(batch, reward, cfg, base)
         out.append(batch.with_(advantage=found, returns=gains))
+    if cfg.adv_estimator == "gae":
+        run.pending["critic/vf_explained_var"] = explained(run, out)
     if cfg.adv_estimator == "remax" and not cfg.whiten_advantages:
         return out
     sums = torch.zeros(3, dtype=torch.float64)
@@ -86,6 +88,15 @@ def _by_token(
             sums += returns.whitening_sums(b.advantage, b.mask)
     sums = torch.tensor(collective.reduce_floats(sums.tolist()), dtype=torch.float64)
     return [b.with_(advantage=returns.whitened(b.advantage, b.mask, sums)) for b in out]
+
+
+def explained(run: Run, batches: list[Batch]) -> float:
+    """Share of the returns' variance that the critic told before this step. Collective."""
+    sums = torch.zeros(5, dtype=torch.float64)
+    if run.leads_replica:
+        for b in batches:
+            sums += value.variance_sums(b.value_old, b.returns, b.mask)
+    return value.explained_variance(collective.reduce_floats(sums.tolist()))
 
 
 def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
@@ -120,8 +131,8 @@ def _sums_by_row(
     if run.leads_replica:
         for u, (b, v) in enumerate(zip(batches, values, strict=True)):
             rows = sequence.total(v.double(), b.mask, b.sequence_index, b.num_sequences)
-            for row, value in zip(_rows(run, plan, u), rows.tolist(), strict=True):
-                sums[place[row.id]] = value
+            for row, lost in zip(_rows(run, plan, u), rows.tolist(), strict=True):
+                sums[place[row.id]] = lost
     return dict(zip(ids, collective.reduce_floats(sums), strict=True))
 
 

@@ -58,7 +58,8 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
 
 def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     """Log-probs of the start weights."""
-    return [b.with_(logp_ref=run.learner.logprobs(b, "reference")) for b in batches]
+    with run.learner.reference():
+        return [b.with_(logp_ref=run.learner.logprobs(b, "reference")) for b in batches]
 
 
 def old_values(run: Run, batches: list[Batch]) -> list[Batch]:

@@ -25,7 +25,7 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "level": "sequence",
             "rollout_rs": ("seq_mean_k3",),
-            "rollout_rs_threshold": ("0.06",),
+            "rollout_rs_threshold": ("0.1",),
             "loss_agg_mode": "seq-mean-token-sum",
         },
     ),

@@ -18,11 +18,13 @@ class Part:
         return lambda tags=(): self._said.append(" ".join([self._name, what, *tags]))
 
 
-def run_of(said: list[str], *, offload: bool, down: str = "") -> SimpleNamespace:
+def run_of(
+    said: list[str], *, offload: bool, down: str = "", models: tuple[str, ...] = ("learner",)
+) -> SimpleNamespace:
     return SimpleNamespace(
         cfg=SimpleNamespace(train=SimpleNamespace(offload=offload)),
         engine=Part("engine", said, down),
-        learner=Part("learner", said),
+        learners=[Part(name, said) for name in models],
     )
 
 
@@ -35,6 +37,21 @@ def test_the_learner_comes_back_while_something_of_it_is_written() -> None:
         "learner onload",
         "write",
         "learner offload",
+        "engine wake kv_cache",
+    ]
+
+
+def test_a_critic_comes_and_goes_with_the_learner() -> None:
+    said: list[str] = []
+    run = run_of(said, offload=True, models=("learner", "critic"))
+    phases.engine_sleeps(run)
+    phases.engine_wakes(run)
+    assert said == [
+        "engine sleep weights kv_cache",
+        "learner onload",
+        "critic onload",
+        "learner offload",
+        "critic offload",
         "engine wake kv_cache",
     ]
 
