@@ -13,6 +13,8 @@ trained tokens, [mean] over responses with trained tokens; t runs over those of 
       response_max_diff_*      mean and max over responses of max_t |p - q|
       response_mean_diff_*     the same of mean_t |p - q|
       responses_above_half     share of responses with max_t |p - q| > 1/2
+      score_is                 sum w_o R_o / sum w_o over responses, w_o = prod_t w: the mean score
+                               that the learner would have
       rollout_is_{mean,min,max}             the weight before cap C and batch normalisation
       rollout_is_{std,eff_sample_size}      of u, the weight clamped to [1/C, C];
                                             the latter (mean u)^2 / mean u^2
@@ -87,7 +89,9 @@ ADDED = (
     "ppl_q",
     "log_ppl_abs_diff",
     "ppl_ratio",
+    "w_response",
     "w2_response",
+    "w_score",
     "high_response",
     "low_response",
     "max_diff",
@@ -178,7 +182,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
     cap = cfg.rollout_is_threshold
     weight = (log_w_sum[x.sequence] if cfg.rollout_is == "sequence" else limited).exp()
     bounded = weight.clamp(1 / cap, cap)
-    w_sum = log_w_sum.exp()
+    w_sum = log_w_sum.exp()  # [B]
 
     by_token = {
         "tokens": tokens,
@@ -207,7 +211,9 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         "ppl_q": log_ppl_q.exp(),
         "log_ppl_abs_diff": log_ppl_diff.abs(),
         "ppl_ratio": log_ppl_diff.exp(),
+        "w_response": w_sum,
         "w2_response": w_sum.square(),
+        "w_score": w_sum * sequences.mean(x.score.double(), *where),
         "high_response": w_sum > cap,
         "low_response": w_sum < 1 / cap,
         "max_diff": max_diff,
@@ -273,6 +279,7 @@ def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -
         "rollout_corr/ppl_ratio": s["ppl_ratio"] / b,
         "rollout_corr/chi2_token": s["w2"] / n - 1,
         "rollout_corr/chi2_seq": s["w2_response"] / b - 1,
+        "rollout_corr/score_is": s["w_score"] / s["w_response"],
         "rollout_corr/response_max_diff_mean": s["max_diff"] / b,
         "rollout_corr/response_max_diff_max": top["diff"],
         "rollout_corr/response_mean_diff_mean": s["mean_diff"] / b,

@@ -34,7 +34,7 @@ def inputs(rows: list[Row], versions: list[list[int]], outside: float) -> LossIn
         logp=values,
         entropy=values,
         mask=torch.tensor(mask),
-        score=values,
+        score=torch.where(torch.tensor(mask), 1.0, outside),
         advantage=values,
         logp_old=values,
         logp_sampler=values,
@@ -148,6 +148,17 @@ def test_rejection_by_hand():
     assert m["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
     assert m["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
     assert m["rollout_corr/kl"] == figures(sums(BY_HAND))["rollout_corr/kl"]  # before rejection
+
+
+def test_the_score_is_weighted_by_the_learners_share_of_each_response():
+    """Weights 1/2 and 4 on scores 1 and 0; outside the mask nothing counts."""
+    cfg = AlgoConfig()
+    x = inputs(BY_HAND, [[0, 0], [0]], outside=NAN)
+    score = torch.where(x.mask & (x.sequence == 0), 1.0, torch.where(x.mask, 0.0, NAN))
+    log_w = torch.tensor([q - p for row in BY_HAND for p, q in row]).double()
+    log_w = torch.full_like(x.logp, NAN).masked_scatter(x.mask, log_w)
+    part = mismatch.sums(replace(x, score=score), log_w, x.mask, cfg, 0)
+    assert figures(part)["rollout_corr/score_is"] == pytest.approx(0.5 / 4.5)
 
 
 def test_staleness_by_hand():
@@ -361,6 +372,7 @@ def test_all_figures_agree_with_the_slow_reference(noise):
         rows.append(list(zip(p.tolist(), q.clamp(max=0).tolist(), strict=True)))
     found = figures(sums(rows[:3]), sums(rows[3:]))
     found = {k: v for k, v in found.items() if "off_policy" not in k}
+    assert found.pop("rollout_corr/score_is") == pytest.approx(1)  # all scores are 1
     assert found == pytest.approx(reference(rows, 2.0), rel=1e-12, abs=1e-12)
 
 
