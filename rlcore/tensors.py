@@ -50,8 +50,7 @@ class Batch:
     @property
     def sequence_index(self) -> Tensor:
         """[T] int64: the sequence that each token belongs to, on the CPU."""
-        lengths = torch.as_tensor(self.lengths)
-        return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
+        return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     def check(self) -> None:
         """ValueError naming the first tensor whose length is not the tokens', and the first trained

@@ -724,10 +724,11 @@ def findings(rows: Sequence[Row], repeats: Mapping[str, float]) -> list[dict[str
     sampler = [r["note"] for r in rows if r["sampler"].startswith("sglang")]
     say("the sampler's backend alone is not decisive", [], f"SGLang: {', '.join(set(sampler))}")
     say(*_deterministic(one, repeats))
+    pairs = (("sft", "random", "short"), ("rl", "sft", "short"), ("rl", "sft", "own long"))
     trained = [
-        compare(f"{a} / {b}", table.get(a), table.get(b))
-        for a, b in (("sft", "random"), ("rl", "sft"))
-        if table.get(a) and table.get(b)
+        compare(f"{a} / {b} {n}", table.get(a, length=n), table.get(b, length=n))
+        for a, b, n in pairs
+        if table.get(a, length=n) and table.get(b, length=n)
     ]
     larger("a base model has less mismatch than a post-trained one", trained)
     moe = [
@@ -934,7 +935,6 @@ def main() -> int:
     print(f"{seconds:.0f} s")
     if a.json:
         head = {
-            "command": " ".join(["tools/mismatch_study.py", *sys.argv[1:]]),
             "what": "per-response max and mean |p_sampler - p_learner| over settings",
             "settings": {"seed": a.seed, "trained": a.trained is not None, **asdict(size)},
             "seconds": seconds,

@@ -41,6 +41,10 @@ Aggregation = Literal[
 KL = Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"]
 
 
+LOG_LIMIT = 20.0
+"""Log-ratios are clamped to +-20 before exp, as in verl; e^20 is 5e8."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
     has_ratio: ClassVar[bool] = True
@@ -127,7 +131,11 @@ class AlgoConfig:
         for name in ("gamma", "lam", "overlong_share"):
             if not 0 <= getattr(self, name) <= 1:
                 out.append(f"--algo.{name} {getattr(self, name)}: must be between 0 and 1")
-        for name in ("rollout_is_threshold", "kl_horizon"):
-            if not getattr(self, name) > 0:
-                out.append(f"--algo.{name} {getattr(self, name)}: must be above 0")
+        if not self.rollout_is_threshold >= 1:
+            out.append(
+                f"--algo.rollout_is_threshold {self.rollout_is_threshold}: must be 1 or more, or "
+                "equal log-probs would not have weight 1; inf does not truncate"
+            )
+        if not self.kl_horizon > 0:
+            out.append(f"--algo.kl_horizon {self.kl_horizon}: must be above 0")
         return out

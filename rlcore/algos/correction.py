@@ -36,10 +36,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algos import sequence as sequences
-from rlcore.algos.base import AlgoConfig
-
-LOG_LIMIT = 20.0
-"""log w beyond this is clamped before exp; e^20 is 5e8."""
+from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 
 DEFAULTS = {
     "token_k1": "0.5_2.0",

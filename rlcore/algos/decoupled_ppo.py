@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
 
 
@@ -60,7 +60,7 @@ def loss(x: LossInputs, cfg: DecoupledPPOConfig) -> LossOutput:
     """Policy loss [T], clip fractions, the weight and the share of tokens above the cap."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
-    log_w = (x.logp_old - x.logp_sampler).detach().clamp(-ratio.LOG_LIMIT, ratio.LOG_LIMIT)
+    log_w = (x.logp_old - x.logp_sampler).detach().clamp(-LOG_LIMIT, LOG_LIMIT)
     weight = log_w.exp()
     over = weight > cfg.behave_cap
     metrics["algo/behave_over_cap"] = over.float()

@@ -51,8 +51,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algos import sequence as sequences
-from rlcore.algos.base import AlgoConfig
-from rlcore.algos.correction import LOG_LIMIT
+from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 from rlcore.tensors import LossInputs
 
 # The healthy range: `unhealthy` speaks up outside of it.

@@ -8,9 +8,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from rlcore.algos.base import LOG_LIMIT
 from rlcore.tensors import LossInputs
-
-LOG_LIMIT = 20.0  # verl clamps log-ratios to +-20 before exp
 
 
 def log_ratio(x: LossInputs) -> Tensor:

@@ -224,9 +224,9 @@ class MegatronLearner:
         """One optimizer step on the gradient sums divided by `normaliser`, counted over all ranks.
 
         Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (a critic's are called critic/*) and the
-        means of the loss's metrics over the tokens that it kept since the last call. A gradient that is
-        not finite changes nothing and is reported as `actor/skipped` 1. Every rank must have called
-        `accumulate`.
+        means of the loss's metrics over the tokens that it kept since the last call. A gradient
+        that is not finite changes nothing and is reported as `actor/skipped` 1. Every rank must
+        have called `accumulate`.
         """
         self._must_be_here("apply")
         if not self._accumulated:

@@ -121,7 +121,7 @@ METRICS = [
         "_mean _max",
     ),
     Metric("rollout_corr/responses_above_half", "", "share with a token whose |dp| is above 0.5"),
-    Metric("rollout_corr/score_is", "", "the mean score as the learner would see it, weighted"),
+    Metric("rollout_corr/score_is", "", "estimate of the learner's own mean score"),
     *_spread(
         "rollout_corr/rollout_is", "", "the rollout-correction weight", "_mean _std _min _max"
     ),

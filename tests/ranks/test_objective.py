@@ -1,5 +1,5 @@
-"""One gradient whatever the split: whole objectives, with sequence-level ratios and rejection, under
-data, tensor, context and pipeline parallelism and any cut into micro-batches."""
+"""One gradient whatever the split: whole objectives, with sequence-level ratios and rejection,
+under data, tensor, context and pipeline parallelism and any cut into micro-batches."""
 
 from pathlib import Path
 from typing import Any
