@@ -49,7 +49,15 @@ MODELS = {
         "eos_token_id": 1,
     },
 }
-WORLDS = {"grpo_gsm8k_0.5b": "2", "grpo_32b": "32", "grpo_tiny": "2"}  # on a machine without GPUs
+MODELS |= {"algo_tiny": MODELS["grpo_tiny"], "exp_tis_int8": MODELS["grpo_tiny"]}
+# on a machine without GPUs
+WORLDS = {
+    "grpo_gsm8k_0.5b": "2",
+    "grpo_32b": "32",
+    "grpo_tiny": "2",
+    "algo_tiny": "1",
+    "exp_tis_int8": "1",
+}
 
 
 def parts(recipe: Path) -> tuple[str, str, str]:
