@@ -90,3 +90,48 @@ def advantages(
         zeros.index_copy(0, where, found.to(reward.dtype)),
         zeros.index_copy(0, where, gains.to(reward.dtype)),
     )
+
+
+def _later(values: Tensor, sequence: Tensor, steps: int) -> Tensor:
+    """[M] the value `steps` tokens later in the same sequence, 0 after its end."""
+    out = torch.zeros_like(values)
+    if steps < len(values):
+        same = sequence[steps:] == sequence[:-steps]
+        out[:-steps] = torch.where(same, values[steps:], 0.0)
+    return out
+
+
+def _discounted(values: Tensor, sequence: Tensor, factor: float, longest: int) -> Tensor:
+    """[M] sum_i factor^i values[t + i] to the end of the sequence.
+
+    By doubling: the sum over 2 k tokens is that over k plus factor^k times the one k later. So
+    log2(longest) passes over the packed tokens do what a loop over time does in `longest`.
+    """
+    total, steps = values, 1
+    while steps < longest:
+        total = total + factor**steps * _later(total, sequence, steps)
+        steps *= 2
+    return total
+
+
+def whitening_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """[3] float64: count, sum and sum of squares over the mask; add those of all ranks.
+
+    The variance from them is wrong by about 1e-16 mean^2, against the 1e-8 that is added to it: of
+    no matter while advantages are below 1e3.
+    """
+    kept = torch.where(mask, values.double(), 0.0)
+    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def whitened(values: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+    """[T] (A - mean) / sqrt(var + 1e-8) with the unbiased variance of the tokens in `sums`.
+
+    0 outside the mask, and everywhere if `sums` counts at most one token, where verl's
+    `masked_whiten` raises.
+    """
+    count, total, squares = sums.double().to(values.device)
+    mean = total / count.clamp(min=1)
+    variance = ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)
+    out = (values.double() - mean) * (variance + WHITEN_EPSILON).rsqrt()
+    return torch.where(mask & (count > 1), out, 0.0).to(values.dtype)
