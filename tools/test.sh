@@ -26,6 +26,7 @@ case ${1:-} in
     ;;
   --long)
     MARKS=''
+    export RLCORE_EXAMPLES=new # property tests draw new examples
     shift
     ;;
   --help | -h)
