@@ -79,7 +79,7 @@ def main() -> int:
     if a.json:
         result = {
             "what": "rlcore's objectives against their public implementations, in float64",
-            "command": " ".join(["tools/compare_algos.py", *sys.argv[1:]]),
+            "command": " ".join(["tools/compare_algos.py", *named(a, sys.argv[1:])]),
             "settings": {"seed": a.seed, "cases": a.cases},
             "versions": versions,
             "machine": env.report(),
@@ -107,6 +107,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if folder and not (Path(folder) / package).is_dir():
             p.error(f"{flag} {folder}: has no folder {package}; give the root of a checkout")
     return a
+
+
+def named(a: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """The command line with DIR in the place of folders of this machine."""
+    return ["DIR" if w in (a.roll_source, a.areal_source) else w for w in words]
 
 
 # ---- the peers

@@ -163,7 +163,7 @@ REJECTIONS = tuple(
     )
 ) + (_rule(TIS, TIS, ("seq_mean_k1", "0.5_2.0"), ("token_k3", "0.5")),)
 GEOMETRIC = _rule({}, OFF, ("seq_mean_k1", "0.999_1.001"))
-TOKEN_MIS = _rule({"loss_type": "ppo_clip"}, TIS, ("seq_mean_k1", "0.7_1.4"))
+BYPASS_GEOMETRIC = _rule({"loss_type": "ppo_clip"}, TIS, ("seq_mean_k1", "0.7_1.4"))
 ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
 OUR_ICEPOP = {
     "rollout_is": "token",
@@ -374,7 +374,7 @@ def _verl_objective() -> Iterator[Check]:
     yield from _verl_counts()
     by_bypass = (
         ("grpo", "bypass, PPO-IS", {"loss_type": "ppo_clip"}, TIS),
-        ("grpo", f"bypass, {TOKEN_MIS[0]}", *TOKEN_MIS[1:]),
+        ("grpo", f"bypass, {BYPASS_GEOMETRIC[0]}", *BYPASS_GEOMETRIC[1:]),
         (
             "reinforce",
             "bypass, sequence, cap 2",
