@@ -549,8 +549,8 @@ def _verl_correction() -> Iterator[Check]:
         known="verl counts a response without trained tokens with log-prob 0, rlcore does not",
     )
     applied = (
-        "verl takes them of the weight after the cap, rlcore of the weight before it, and the last "
-        "two of the weight within [1/C, C]"
+        "verl since 0.8 takes them of the weight after the cap; rlcore as verl before it: mean and "
+        "max of the weight before the cap, std and eff_sample_size of the weight in [1/C, C]"
     )
     for setting, theirs, mine in (WEIGHTS[0], WEIGHTS[2]):
         name = f"figures: weights, {setting}"
@@ -625,7 +625,8 @@ def _trl() -> Iterator[Check]:
     )
     for setting, algo, mine, theirs in (rows[0], rows[3], rows[6]):
         mine = mine if algo == "gmpo" else {"clip_dual": 0.0, **mine}
-        more = {"cases": ("masked",), "known": UNTRAINED}
+        known = f"{UNTRAINED}; TRL's gmpo gives them the loss -A" if algo == "gmpo" else UNTRAINED
+        more = {"cases": ("masked",), "known": known}
         yield _trl_row(algo, f"{setting}, untrained row".lstrip(", "), mine, theirs, **more)
     yield _trl_row(
         "grpo",
