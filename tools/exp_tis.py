@@ -57,7 +57,7 @@ COLOURS = ("#000000", "#8c8c8c", "#d55e00", "#0072b2", "#56b4e9", "#009e73", "#e
 
 ACCURACY = "val-core/label/acc/mean@1"
 REWARD = "critic/score/mean"
-REWARD_IS = "rollout_corr/score_is/mean"
+REWARD_IS = "rollout_corr/score_is"
 ENTROPY = "actor/entropy"
 LENGTH = "response_length/mean"
 K1 = "rollout_corr/kl"

@@ -17,6 +17,7 @@ from rlcore.cli import settings, sft
 from rlcore.config.schema import RolloutConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import save_folder
+from rlcore.metrics import names
 from rlcore.rollout.torch_engine.quantize import FORMATS
 from tests.contracts.engine_contract import weights
 
@@ -243,6 +244,11 @@ def test_what_an_arm_does_not_log_is_a_dash_and_said(exp, tmp_path, capsys):
     assert found["arms"]["int3-ppo_is"]["k1"] == {"mean": None, "std_err": None, "num_seeds": 0}
     assert [row["arm"] for row in found["rows"]] == ["int3-ppo_is", "int3-none"]
     assert (tmp_path / "out" / "exp.png").stat().st_size > 20_000
+
+
+def test_every_metric_that_it_reads_is_declared(exp):
+    for name in (exp.ACCURACY, *exp.SERIES):
+        names.check(name)
 
 
 def test_a_folder_without_steps_is_named(exp, tmp_path):
