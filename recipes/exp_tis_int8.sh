@@ -37,10 +37,10 @@ REWARD=(
 ALGO=(
   --algo grpo
   --algo.clip_low 0.2
-  --algo.clip_high 0.28 # asymmetric clip, as in DAPO
-  --algo.equal_reward_groups drop
-  --algo.rollout_is token       # none: no correction
-  --algo.rollout_is_threshold 2 # the cap C; inf: vanilla importance sampling
+  --algo.clip_high 0.28           # asymmetric clip, as in DAPO
+  --algo.equal_reward_groups keep # the estimate of the score is over trained responses: all
+  --algo.rollout_is token         # none: no correction
+  --algo.rollout_is_threshold 2   # the cap C; inf: vanilla importance sampling
 )
 TRAIN=(
   --train.samples_per_update 128 # two updates per step
