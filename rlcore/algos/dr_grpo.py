@@ -9,8 +9,8 @@ summed over a response, divided by the constant rollout.max_tokens and not by th
 length, then averaged over responses.
 
 Differs from the paper in the dual clip (verl's; 0 turns it off). Equals verl
-`compute_policy_loss_vanilla` with norm_adv_by_std_in_grpo False, save that verl's aggregation of
-this name leaves out the mean over responses. TRL: loss_type "dr_grpo", scale_rewards "none".
+`compute_policy_loss_vanilla` with norm_adv_by_std_in_grpo False. TRL: loss_type
+"dr_grpo", scale_rewards "none".
 """
 
 from dataclasses import dataclass

@@ -8,9 +8,10 @@ A is the mean advantage of the sequence and w_t the correction weights, which en
 geometric mean. Every token of the sequence carries L, so the mean over its tokens is L again.
 
 Differs from the paper in nothing. Equals verl `compute_policy_loss_geo_mean`, save that verl
-averages over the sequences of a micro-batch, where this is over those of the update, that |d_t| is
-held below 20, and that the clip fractions count only where the clip cut the gradient: A > 0 in
-pg_clipfrac, A < 0 in pg_clipfrac_lower. TRL: trl.experimental.gmpo.
+averages over the sequences of a micro-batch, where this is over those of the update, that it adds
+1e-10 to w before the logarithm, that |d_t| is held below 20 here, and that the clip fractions count
+only where the clip cut the gradient: A > 0 in pg_clipfrac, A < 0 in pg_clipfrac_lower. TRL:
+trl.experimental.gmpo.
 """
 
 from dataclasses import dataclass

@@ -10,8 +10,8 @@ are not, the token level gives a token's advantage and weight to that token alon
 
 Differs from the paper: GSPO-token is the default, since it is what verl computes and correction
 weights are per token; log s is held below 10, as in verl.
-Equals verl `compute_policy_loss_gspo` (token), TRL importance_sampling_level "sequence_token"
-(token) and "sequence", both with loss_type "grpo".
+Equals verl `compute_policy_loss_gspo` (token), TRL importance_sampling_level "sequence" with
+loss_type "grpo".
 """
 
 from dataclasses import dataclass

@@ -15,9 +15,9 @@ trained tokens, [mean] over responses with trained tokens; t runs over those of 
       responses_above_half     share of responses with max_t |p - q| > 1/2
       score_is                 sum w_o R_o / sum w_o over responses, w_o = prod_t w: the mean score
                                that the learner would have
-      rollout_is_{mean,min,max}             the weight before cap C and batch normalisation
-      rollout_is_{std,eff_sample_size}      of u, the weight clamped to [1/C, C];
-                                            the latter (mean u)^2 / mean u^2
+      rollout_is_{mean,std,min,max}         of the weight u under its cap C, before batch
+                                            normalisation
+      rollout_is_eff_sample_size            (mean u)^2 / mean u^2
       rollout_is_ratio_fraction_{high,low}  share of weights above C, below 1/C
                                             (of responses where rollout_is is sequence)
       rollout_rs_masked_fraction            share of tokens rejected
@@ -74,8 +74,7 @@ ADDED = (
     "diff",
     "diff2",
     "weight",
-    "bounded",
-    "bounded2",
+    "weight2",
     "high",
     "low",
     "rejected",
@@ -180,7 +179,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
     limited = log_w.clamp(-LOG_LIMIT, LOG_LIMIT)
     cap = cfg.rollout_is_threshold
     weight = (log_w_sum[x.sequence] if cfg.rollout_is == "sequence" else limited).exp()
-    bounded = weight.clamp(1 / cap, cap)
+    capped = weight.clamp(max=cap)
     w_sum = log_w_sum.exp()  # [B]
 
     by_token = {
@@ -195,9 +194,8 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         "pq": p * q,
         "diff": diff,
         "diff2": diff.square(),
-        "weight": weight,
-        "bounded": bounded,
-        "bounded2": bounded.square(),
+        "weight": capped,
+        "weight2": capped.square(),
         "high": weight > cap,
         "low": weight < 1 / cap,
         "rejected": rejected,
@@ -237,7 +235,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         "log_ppl_diff": (log_ppl_diff, some),
         "diff": (diff, trained),
         "mean_diff": (mean_diff, some),
-        "weight": (weight, trained),
+        "weight": (capped, trained),
         "staleness": (age, known),
         "newest_staleness": (newest, dated),
         "oldest_staleness": (oldest, dated),
@@ -296,10 +294,10 @@ def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -
         high, low = ("high_response", "low_response") if whole else ("high", "low")
         out |= {
             "rollout_corr/rollout_is_mean": s["weight"] / n,
-            "rollout_corr/rollout_is_std": _std(s["bounded"], s["bounded2"], n),
+            "rollout_corr/rollout_is_std": _std(s["weight"], s["weight2"], n),
             "rollout_corr/rollout_is_min": -top["-weight"],
             "rollout_corr/rollout_is_max": top["weight"],
-            "rollout_corr/rollout_is_eff_sample_size": s["bounded"] ** 2 / (s["bounded2"] * n),
+            "rollout_corr/rollout_is_eff_sample_size": s["weight"] ** 2 / (s["weight2"] * n),
             "rollout_corr/rollout_is_ratio_fraction_high": s[high] / (b if whole else n),
             "rollout_corr/rollout_is_ratio_fraction_low": s[low] / (b if whole else n),
         }

@@ -11,8 +11,7 @@
 A token or sequence that is rejected is in none of them. N is handed to `Learner.apply`; nothing
 here averages over what one rank happens to hold.
 
-Differs from verl: seq-mean-token-sum-norm divides by the sequences too, as Dr. GRPO writes it; verl
-leaves that to the learning rate.
+Differs from verl's trainer, whose N counts what is rejected too in modes over sequences.
 """
 
 import torch

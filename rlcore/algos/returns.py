@@ -10,9 +10,7 @@ it; t runs over the trained tokens of a response, so t + 1 is the next trained o
 After the last trained token G, A and V are 0. Tokens of a response outside the mask (the output of
 a tool) are skipped: they neither discount nor end a return. Outside the mask everything is 0.
 
-Differs from verl: its reinforce_plus_plus starts G anew at a token outside the mask, so that what
-stands before a tool's output would not see the reward; its remax counts rewards of the mask only,
-which is the same here. Everything is float64 inside.
+Everything is float64 inside.
 
 Sources: verl core_algos.compute_{reinforce_plus_plus_outcome,remax_outcome,gae}_advantage*;
 reinforce_plus_plus arXiv:2501.03262, remax arXiv:2310.10505, gae arXiv:1506.02438.

@@ -118,11 +118,11 @@ def test_differences_of_probabilities_by_hand():
 
 
 def test_token_weights_by_hand():
-    """Weights 1/2, 1, 4 with C = 2: the mean is before the cap, u = 1/2, 1, 2 after."""
+    """Weights 1/2, 1, 4 with C = 2 count as 1/2, 1, 2."""
     m = figures(sums(BY_HAND))
     prefix = "rollout_corr/rollout_is_"
-    assert m[prefix + "mean"] == pytest.approx(5.5 / 3)
-    assert (m[prefix + "min"], m[prefix + "max"]) == pytest.approx((0.5, 4))
+    assert m[prefix + "mean"] == pytest.approx(3.5 / 3)
+    assert (m[prefix + "min"], m[prefix + "max"]) == pytest.approx((0.5, 2))
     assert m[prefix + "std"] == pytest.approx(math.sqrt(5.25 / 3 - (3.5 / 3) ** 2))
     assert m[prefix + "eff_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
     assert m[prefix + "ratio_fraction_high"] == pytest.approx(1 / 3)
@@ -137,7 +137,7 @@ def test_sequence_weights_by_hand():
     prefix = "rollout_corr/rollout_is_"
     assert m[prefix + "mean"] == pytest.approx((0.25 + 0.25 + 1.5) / 3)
     assert (m[prefix + "min"], m[prefix + "max"]) == pytest.approx((0.25, 1.5))
-    assert m[prefix + "eff_sample_size"] == pytest.approx(2.5**2 / (3 * 2.75))
+    assert m[prefix + "eff_sample_size"] == pytest.approx(2.0**2 / (3 * 2.375))
     assert m[prefix + "ratio_fraction_high"] == 0 and m[prefix + "ratio_fraction_low"] == 0.5
 
 
@@ -324,7 +324,7 @@ def reference(rows: list[Row], cap: float) -> dict[str, float]:
     count = mask.sum(1)
     w, diff = (q - p).exp(), (p.exp() - q.exp()).abs()
     h_p, h_q = -(p * mask).sum(1) / count, -(q * mask).sum(1) / count
-    u = w[mask].clamp(1 / cap, cap)
+    u = w[mask].clamp(max=cap)
     product = torch.where(mask, w, 1.0).prod(1)
     by_row = torch.where(mask, diff, 0.0)
     both = torch.stack([p.exp()[mask], q.exp()[mask]])
@@ -342,10 +342,10 @@ def reference(rows: list[Row], cap: float) -> dict[str, float]:
         "rollout_corr/ppl_ratio": (h_q - h_p).exp().mean(),
         "rollout_corr/chi2_token": w[mask].square().mean() - 1,
         "rollout_corr/chi2_seq": product.square().mean() - 1,
-        "rollout_corr/rollout_is_mean": w[mask].mean(),
+        "rollout_corr/rollout_is_mean": u.mean(),
         "rollout_corr/rollout_is_std": u.std(correction=0),
         "rollout_corr/rollout_is_min": w[mask].min(),
-        "rollout_corr/rollout_is_max": w[mask].max(),
+        "rollout_corr/rollout_is_max": u.max(),
         "rollout_corr/rollout_is_eff_sample_size": u.mean() ** 2 / u.square().mean(),
         "rollout_corr/rollout_is_ratio_fraction_high": (w[mask] > cap).double().mean(),
         "rollout_corr/rollout_is_ratio_fraction_low": (w[mask] < 1 / cap).double().mean(),
