@@ -182,8 +182,7 @@ def loss(algo: str, **settings: Any) -> Callable[[Case], Answer]:
         responses = sequence.count(kept, x.sequence, x.num_sequences).gt(0).sum()
         count = reduce.normaliser(cfg.loss_agg_mode, float(kept.sum()), float(responses))
         total = torch.where(kept, out.per_token, 0.0).sum() / count
-        left = x.mask if out.mask is None else x.mask & out.mask
-        figures = {f"metric {n}": m[left].double().mean() for n, m in out.metrics.items()}
+        figures = {f"metric {n}": m[kept].double().mean() for n, m in out.metrics.items()}
         return _with_gradients(case, total, logp=x.logp, entropy=x.entropy) | figures
 
     return answer
