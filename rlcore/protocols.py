@@ -106,6 +106,9 @@ class Learner(Protocol):
         `normaliser` (the global count), clip, step, zero. Returns `grad_norm`, `lr` and the global
         means of the loss's metrics since the last call."""
 
+    def discard(self) -> None:
+        """Forget what was accumulated: no step, no metrics."""
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names, one tensor at a time, full on every rank. Collective:
         every rank must exhaust it."""

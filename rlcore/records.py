@@ -25,6 +25,15 @@ Version = Annotated[int, Meta(ge=0)]
 Finish = Literal["stop", "length", "abort"]
 
 
+BASELINE = "b"
+"""`bt12` is the greedy answer to the prompt of group `t12`: a baseline that is not trained."""
+
+
+def is_baseline(group: GroupId) -> bool:
+    """The group is a baseline of another one."""
+    return group.startswith(BASELINE)
+
+
 def group_of(request: RequestId) -> GroupId:
     """The group that a request belongs to: `t12.3` is in `t12`."""
     return request.rpartition(".")[0]

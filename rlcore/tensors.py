@@ -114,7 +114,8 @@ class LossInputs:
     logp: Tensor
     """Log-prob of the sampled token under the learner, with the sampling temperature applied."""
     entropy: Tensor
-    """Entropy of the learner's distribution at that token, same temperature."""
+    """Entropy of the learner's distribution at that token, same temperature; with a gradient where
+    the config says `uses_entropy` or has an `entropy_coef`."""
     mask: Tensor
     """bool: tokens that are trained."""
     score: Tensor

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def warm_start(folder: Path, seed: int) -> None:
 
 def one(folder: Path, algo: str, seed: int, steps: int, keys: list[str]) -> dict[str, Any]:
     """One run; its accuracies and how long it took."""
-    run = folder / f"algo_{algo}_{seed}_{steps}"
+    name = f"algo_{algo}_{seed}_{steps}"
+    run = folder / (f"{name}_{zlib.crc32(' '.join(keys).encode()):08x}" if keys else name)
     if not (run / "summary.json").is_file():
         command = ["bash", str(ROOT / "recipes/algo_tiny.sh"), "--algo", algo]
         command += ["--run.dir", str(folder), "--run.name", run.name, "--run.seed", str(seed)]
@@ -80,13 +82,13 @@ def one(folder: Path, algo: str, seed: int, steps: int, keys: list[str]) -> dict
         "value": s["val/accuracy_end"],
         "unit": "held-out accuracy",
         "baseline": s["val/accuracy_start"],
-        "ratio": s["val/accuracy_end"] / s["val/accuracy_start"],
+        "ratio": s["val/accuracy_end"] / max(s["val/accuracy_start"], 1e-9),
         "algo": algo,
         "seed": seed,
         "start": s["val/accuracy_start"],
         "end": s["val/accuracy_end"],
         "steps": s["steps"],
-        "wall_s": float((run / "wall_s").read_text()),
+        "wall_s": float(took.read_text()) if (took := run / "wall_s").is_file() else math.nan,
         "run": run.name,
     }
 

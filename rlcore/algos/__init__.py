@@ -51,6 +51,12 @@ def module(name: str) -> ModuleType:
     return found
 
 
+def estimator(found: ModuleType, cfg: AlgoConfig) -> str:
+    """How rewards become advantages: the name of an estimator, `own` where the module brings a
+    function `advantages(groups, cfg)`."""
+    return "own" if hasattr(found, "advantages") else cfg.adv_estimator
+
+
 def config_class(name: str) -> type[AlgoConfig]:
     """The config class that the algorithm's module defines."""
     found = module(name)

@@ -43,7 +43,10 @@ class GroupRewards:
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Trained tokens of each response."""
+    """Tokens of each response."""
+    trained: tuple[int, ...] = ()
+    """Those of them that are trained, for whitening: 0 where a response was left out after it was
+    sampled. Empty: all of them."""
 
     def __post_init__(self) -> None:
         if not self.rewards or len(self.rewards) != len(self.lengths):
@@ -165,15 +168,16 @@ def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
                 )
     out = OUTCOME[cfg.adv_estimator](groups, cfg)
     if cfg.whiten_advantages or cfg.adv_estimator == "reinforce_plus_plus_baseline":
-        return _whitened(out, groups)
+        return whitened(out, groups)
     return out
 
 
-def _whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
+def whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
+    """Mean 0 and variance 1 over the trained tokens of all groups."""
     flat = [
         (a, n)
         for row, g in zip(values, groups, strict=True)
-        for a, n in zip(row, g.lengths, strict=True)
+        for a, n in zip(row, g.trained or g.lengths, strict=True)
         if n
     ]
     tokens = sum(n for _, n in flat)

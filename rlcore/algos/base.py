@@ -50,6 +50,8 @@ class AlgoConfig:
     has_ratio: ClassVar[bool] = True
     """The loss weighs tokens by p / p_old itself. With bypass_mode that ratio is the correction
     already; a loss without one gets the weight p / p_sampler instead."""
+    uses_entropy: ClassVar[bool] = False
+    """The loss has a gradient through `x.entropy`, which is left out otherwise to save time."""
     drops_tokens: ClassVar[bool] = False
     """The loss takes tokens out of the denominators (`LossOutput.mask`)."""
 
@@ -121,13 +123,14 @@ class AlgoConfig:
     def problems(self) -> list[str]:
         """What cannot work, one sentence each: key, value, what is allowed. An algorithm extends
         it for keys of its own."""
-        out = [
-            f"--algo.{name} {value}: must be 0 or more"
-            for name, value in vars(self).items()
-            if name.startswith(("clip_", "kl_coef", "kl_reward_coef", "kl_target", "overlong_"))
-            and isinstance(value, (int, float))
-            and not value >= 0
-        ]
+        numbers = {k: v for k, v in vars(self).items() if type(v) in (int, float)}
+        signless = ("clip_", "kl_coef", "kl_reward_coef", "kl_target", "overlong_")
+        out = []
+        for name, value in numbers.items():
+            if name.startswith(signless) and not value >= 0:
+                out.append(f"--algo.{name} {value}: must be 0 or more")
+            elif value != value or (name.endswith("_coef") and abs(value) == float("inf")):
+                out.append(f"--algo.{name} {value}: must be a finite number")
         for name in ("gamma", "lam", "overlong_share"):
             if not 0 <= getattr(self, name) <= 1:
                 out.append(f"--algo.{name} {getattr(self, name)}: must be between 0 and 1")

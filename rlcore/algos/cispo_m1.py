@@ -20,6 +20,12 @@ class CISPOM1Config(AlgoConfig):
     clip_max: float = 5.0
     """The weight is held below this."""
 
+    def problems(self) -> list[str]:
+        out = super().problems()
+        if self.clip_max == 0:
+            out.append("--algo.clip_max 0: leaves no gradient; the weight of an old token is 1")
+        return out
+
 
 def loss(x: LossInputs, cfg: CISPOM1Config) -> LossOutput:
     """Policy loss [T] and the share of bounded weights."""

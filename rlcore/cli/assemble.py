@@ -13,7 +13,7 @@ from typing import Any
 from rlcore import algos
 from rlcore.algos.kl import AdaptiveController
 from rlcore.cli.world import World, make_hub
-from rlcore.config import resolve
+from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
 from rlcore.data import prompts
 from rlcore.data.sampler import EpochSampler
@@ -66,6 +66,8 @@ def open_folder(cfg: Config, world: World) -> None:
     log.setup(world.rank, folder / "logs")
     if aside is not None:
         log.log.info("the older run of this name is now %s", aside)
+    for line in rules.warnings(cfg) if world.rank == 0 else ():
+        log.log.warning("%s", line)
 
 
 TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
@@ -107,7 +109,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     learner = make_learner(cfg, hf, world)
     on_close(learner.close)
     critic = None
-    if cfg.algo.adv_estimator == "gae":
+    if wants(cfg) == "gae":
         critic = make_critic(cfg, hf, world)
         on_close(critic.close)
     run = Run(
@@ -286,9 +288,16 @@ def make_controller(cfg: Config, world_size: int) -> Controller:
     )
 
 
-def total_updates(cfg: Config) -> int:
+def wants(cfg: Config) -> str:
+    """The estimator of the advantages."""
+    return algos.estimator(algos.module(cfg.select.algo), cfg.algo)
+
+
+def total_updates(cfg: Config, alone: int = 0) -> int:
+    """Optimizer steps of the whole run, but for `alone` rounds at its start."""
     samples = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
-    return cfg.run.steps * cfg.train.epochs * (samples // (cfg.train.samples_per_update or samples))
+    rounds = max(cfg.run.steps - alone, 0)
+    return rounds * cfg.train.epochs * (samples // (cfg.train.samples_per_update or samples))
 
 
 def make_learner(cfg: Config, hf: HFConfig, world: World):
@@ -302,7 +311,7 @@ def make_learner(cfg: Config, hf: HFConfig, world: World):
         device=world.device,
         temperature=cfg.rollout.temperature,
         seed=cfg.run.seed,
-        total_updates=total_updates(cfg),
+        total_updates=total_updates(cfg, cfg.critic.warmup_steps if wants(cfg) == "gae" else 0),
         keep_reference=cfg.algo.needs_reference,
         timeout_s=cfg.cluster.timeout_s,
     )
@@ -348,6 +357,6 @@ def load_data(cfg: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     source = EpochOrder(
         next_rows,
         cfg.rollout.samples_per_prompt,
-        greedy_baseline=cfg.algo.adv_estimator == "remax",
+        greedy_baseline=wants(cfg) == "remax",
     )
     return {"sampler": sampler, "source": source, "eval_sets": eval_sets}

@@ -15,7 +15,8 @@ def show(cfg: Config) -> int:
 
     # recipes/common.sh tells the size of the real run
     world = int(os.environ.get("NODES", 1)) * int(os.environ.get("GPUS_PER_NODE", 1))
-    problems, notes = rules.broken(cfg), []
+    problems = rules.broken(cfg)
+    notes = [] if problems else [f"note         {line}" for line in rules.warnings(cfg)]
     layout = None
     try:
         layout = layout_of(cfg.train, world, 0)

@@ -57,6 +57,37 @@ def broken(cfg: Config) -> list[str]:
     return [*_ranges(cfg), *_data(cfg), *_batch(cfg), *_algo(cfg), *_train(cfg)]
 
 
+def warnings(cfg: Config) -> list[str]:
+    """What has no effect, or not the one that it seems to have; the run goes on."""
+    a, r, out = cfg.algo, cfg.rollout, []
+    cut = [k for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(r, k) != off]
+    if cut and (a.rollout_is != "none" or a.rollout_rs or a.bypass_mode):
+        out.append(
+            f"--rollout.{cut[0]} {getattr(r, cut[0])}: the sampler's log-probs are of what is left "
+            "of the vocabulary, the learner's of all of it, so every weight p_old / p_sampler is "
+            "too small; sample from all of it, or set --algo.rollout_is none"
+        )
+    default = type(a)()
+    idle = {
+        "gamma": a.adv_estimator not in ("gae", "reinforce_plus_plus"),
+        "lam": a.adv_estimator != "gae",
+        "norm_adv_by_std": a.adv_estimator not in ("grpo", "grpo_passk"),
+        "kl_type": not a.kl_coef,
+        "kl_reward_type": not a.kl_reward_coef,
+        "kl_horizon": not a.kl_target,
+        "overlong_penalty": not a.overlong_share,
+        "rollout_is_threshold": a.rollout_is == "none",
+        "rollout_is_batch_normalize": a.rollout_is == "none",
+    }
+    for key, useless in idle.items():
+        value = getattr(a, key)
+        if useless and value != getattr(default, key):
+            out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
+    if r.fp32_lm_head and (cfg.model.dtype if r.dtype == "auto" else r.dtype) != "bfloat16":
+        out.append("--rollout.fp32_lm_head: has no effect, the engine computes in full precision")
+    return out
+
+
 def check(cfg: Config) -> None:
     """ValueError with the broken rules, one a line."""
     found = broken(cfg)

@@ -257,6 +257,15 @@ class MegatronLearner:
             f"{self._role}/skipped": 0.0 if finite else 1.0,
         }
 
+    def discard(self) -> None:
+        """Forget what was accumulated: weights, optimizer and counters stay. Every rank does."""
+        for model in self._models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._accumulated = False
+        self._kept.zero_()
+        self._sums = {}
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names, full on every rank; collective, exhaust it."""
         self._must_have("lm", "export")

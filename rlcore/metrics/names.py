@@ -53,7 +53,7 @@ METRICS = [
     # what was sampled
     *_spread("critic/score", "", "the scores that the rewards gave"),
     Metric("critic/score/std_err", "", "standard error of the mean score, prompts as clusters"),
-    *_spread("critic/rewards", "", "the scores after shaping and penalties"),
+    *_spread("critic/rewards", "", "the scores after shaping by length"),
     *_spread("critic/advantages", "", "the advantages of trained tokens"),
     *_spread("critic/returns", "", "the returns of trained tokens"),
     Metric("critic/vf_loss", "", "value loss, mean over trained tokens"),

@@ -15,6 +15,11 @@ from rlcore.utils.log import log
 
 LABELS = {"old_log_prob": "old", "update_actor": "update", "update_critic": "critic"}
 QUIET_S = 30.0
+SMALL_PRINT = (
+    ("skipped", "actor/skipped"),
+    ("critic skipped", "critic/skipped"),
+    ("reward errors", "reward/errors"),
+)
 
 
 class Screen:
@@ -86,7 +91,7 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
         if "perf/total_num_tokens" in metrics:
             parts.append(f"{_rate(metrics['perf/total_num_tokens'] / time_s)} tok/s")
         parts.append(f"{_seconds(time_s)} s{_phases(metrics, time_s)}")
-    for label, name in (("skipped", "actor/skipped"), ("reward errors", "reward/errors")):
+    for label, name in SMALL_PRINT:
         if metrics.get(name):
             parts.append(f"{label} {metrics[name]:.0f}")
     return "  ".join(parts)

@@ -33,6 +33,7 @@ from rlcore.records import (
     Submit,
     Work,
     group_of,
+    is_baseline,
 )
 from rlcore.sched.roles import GroupState, Place, RequestState, Stop
 
@@ -215,7 +216,8 @@ class Controller:
 
     def _reward_stats(self, groups: Sequence[Group]) -> dict[str, float]:
         """Time of one score, and the means of the further numbers that the reward returned."""
-        kept = [self._requests[ref.id].result for g in groups for ref in g.refs]
+        trained = [g for g in groups if not is_baseline(g.id)]
+        kept = [self._requests[ref.id].result for g in trained for ref in g.refs]
         results = [r for r in kept if r is not None]
         if not results:
             return {}

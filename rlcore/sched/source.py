@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import structs
 
-from rlcore.records import Prompt, Sampling, Work
+from rlcore.records import BASELINE, Prompt, Sampling, Work
 
 
 class EpochOrder:
@@ -41,7 +41,12 @@ class EpochOrder:
             if self._greedy_baseline:
                 likely = structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
                 work.append(
-                    Work(id=f"bt{self.issued}", prompt=prompt, num_samples=1, sampling=likely)
+                    Work(
+                        id=f"{BASELINE}t{self.issued}",
+                        prompt=prompt,
+                        num_samples=1,
+                        sampling=likely,
+                    )
                 )
             self.issued += 1
         return work

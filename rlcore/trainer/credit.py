@@ -7,6 +7,7 @@ from the plan; those per token work on this rank's batches. Sums over ranks make
 import torch
 from torch import Tensor
 
+from rlcore import algos
 from rlcore.algos import advantage, kl, returns, sequence, value
 from rlcore.data.packing import per_token
 from rlcore.tensors import Batch
@@ -20,7 +21,7 @@ def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, floa
     `baselines` are the greedy rewards by group id (remax). Collective."""
     cfg = run.cfg.algo
     penalties = kl_penalties(run, plan, batches) if cfg.kl_reward_coef else None
-    if cfg.adv_estimator in returns.TOKEN and not hasattr(run.algo, "advantages"):
+    if algos.estimator(run.algo, cfg) in returns.TOKEN:
         out = _by_token(run, plan, batches, penalties, baselines)
     else:
         out = _by_response(run, plan, batches, penalties)
@@ -40,15 +41,21 @@ def _by_response(
     """One advantage for all tokens of a response; the KL penalty is summed over them. A function
     `advantages(groups, cfg)` in the algorithm's module takes the estimator's place."""
     lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
+    trained = plan.owners().keys()
     groups = [
         advantage.GroupRewards(
             rewards=tuple(r.reward - lost.get(r.id, 0.0) for r in members),
             lengths=tuple(r.num_tokens for r in members),
+            trained=tuple(r.num_tokens if r.id in trained else 0 for r in members),
         )
         for members in plan.groups
     ]
-    estimate = getattr(run.algo, "advantages", advantage.outcome)
-    found = estimate(groups, run.cfg.algo) if groups else []
+    cfg, found = run.cfg.algo, []
+    if groups and algos.estimator(run.algo, cfg) == "own":
+        found = run.algo.advantages(groups, cfg)
+        found = advantage.whitened(found, groups) if cfg.whiten_advantages else found
+    elif groups:
+        found = advantage.outcome(groups, cfg)
     by_id = {
         r.id: a
         for members, values in zip(plan.groups, found, strict=True)
@@ -103,7 +110,7 @@ def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
     """[T] of every batch: what each token loses for leaving the reference; also the metrics and
     the turn of the adaptive controller. Collective."""
     cfg = run.cfg.algo
-    coefficient = cfg.kl_reward_coef * run.kl.scale
+    coefficient = cfg.kl_reward_coef * run.kl.scale  # before this step's answer to it
     found = [kl.estimate(cfg.kl_reward_type, b.logp_old, b.logp_ref) for b in batches]
     means = torch.zeros(2, dtype=torch.float64)
     if run.leads_replica:
@@ -117,7 +124,8 @@ def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
         "actor/reward_kl_penalty": mean,
         "actor/reward_kl_penalty_coeff": coefficient,
     }
-    run.kl.update(mean, int(count))
+    if run.trains_actor:  # until then the KL is 0 and says nothing
+        run.kl.update(mean, int(count))
     return [coefficient * values for values in found]
 
 

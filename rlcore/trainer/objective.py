@@ -36,7 +36,7 @@ class Objective:
         self._algo, self._cfg = algo, cfg
         self._max_tokens, self._version = max_tokens, version
         self._mean, self._kl_scale = correction_mean, kl_scale
-        self.needs_entropy_grad = cfg.entropy_coef != 0
+        self.needs_entropy_grad = cfg.entropy_coef != 0 or cfg.uses_entropy
         self.watch_mismatch = True
         self._sums: list[mismatch.Sums] = []
 
@@ -52,6 +52,11 @@ class Objective:
             self._sums.append(mismatch.sums(x, log_w, trained, cfg, self._version))
         out = self._algo.loss(x, cfg)
         if out.mask is not None:
+            if not cfg.drops_tokens:
+                raise ValueError(
+                    f"{self._algo.__name__}: its loss returns a mask, so its config must say "
+                    "drops_tokens = True, or the denominators would count what it drops"
+                )
             keep = keep & out.mask
         policy = out.per_token
         total = policy
@@ -64,7 +69,9 @@ class Objective:
             total = total - cfg.entropy_coef * x.entropy
         if cfg.kl_coef:
             assert x.logp_ref is not None
-            divergence = kl.estimate(cfg.kl_type, x.logp, x.logp_ref)
+            # Outside the mask the two may be far apart, and exp of that has no gradient but NaN.
+            ref = torch.where(trained, x.logp_ref, x.logp.detach())
+            divergence = kl.estimate(cfg.kl_type, x.logp, ref)
             total = total + cfg.kl_coef * self._kl_scale * divergence
             metrics["actor/kl_loss"] = divergence.detach()
         weight = reduce.weights(

@@ -57,15 +57,21 @@ class Plan:
         }
 
 
-def scores_of(groups: Sequence[Group], shuffle_seed: int | None) -> list[list[float]]:
-    """Scores by group; with a seed, shuffled over all samples of the step (the control run)."""
-    scores = [list(g.scores) for g in groups]
+def rewards_of(
+    groups: Sequence[Group], cfg: AlgoConfig, max_tokens: int, shuffle_seed: int | None
+) -> list[list[tuple[float, float]]]:
+    """(score, shaped reward) of every sample, by group; with a seed, shuffled over all samples of
+    the step (the control run)."""
+    pairs = [
+        [(s, s - overlong(n, max_tokens, cfg)) for s, n in zip(g.scores, g.lengths, strict=True)]
+        for g in groups
+    ]
     if shuffle_seed is None:
-        return scores
-    flat = [s for group in scores for s in group]
+        return pairs
+    flat = [pair for group in pairs for pair in group]
     seeds.rng(shuffle_seed, "shuffle").shuffle(flat)
     it = iter(flat)
-    return [[next(it) for _ in group] for group in scores]
+    return [[next(it) for _ in group] for group in pairs]
 
 
 def overlong(length: int, max_tokens: int, cfg: AlgoConfig) -> float:
@@ -87,19 +93,19 @@ def make(
     max_tokens: int = 1,
     shuffle_rewards: bool = False,
 ) -> Plan:
-    """Rewards shaped, equal groups and truncated rows dropped if asked, rows shuffled by `seed`,
-    cut into `num_updates` parts of equal size and spread over `num_ranks` by length. `max_tokens`
-    is the longest response."""
+    """Rewards shaped, groups of equal scores and truncated rows dropped if asked, rows shuffled by
+    `seed`, cut into `num_updates` parts of equal size and spread over `num_ranks` by length.
+    `max_tokens` is the longest response."""
     rows: list[Row] = []
     kept: list[tuple[Row, ...]] = []
     equal = 0
-    scores = scores_of(groups, seed if shuffle_rewards else None)
-    for group, given in zip(groups, scores, strict=True):
+    rewards = rewards_of(groups, algo, max_tokens, seed if shuffle_rewards else None)
+    for group, given in zip(groups, rewards, strict=True):
         members = tuple(
-            Row(ref.id, ref.owner, s, s - overlong(n, max_tokens, algo), n, group.prompt_length)
-            for ref, s, n in zip(group.refs, given, group.lengths, strict=True)
+            Row(ref.id, ref.owner, score, reward, n, group.prompt_length)
+            for ref, (score, reward), n in zip(group.refs, given, group.lengths, strict=True)
         )
-        no_spread = is_equal([r.reward for r in members])
+        no_spread = is_equal([r.score for r in members])
         equal += no_spread
         if no_spread and algo.equal_reward_groups == "drop":
             continue

@@ -7,7 +7,7 @@ import resource
 import psutil
 import torch
 
-from rlcore.algos import advantage, mismatch
+from rlcore.algos import mismatch
 from rlcore.metrics import stats
 from rlcore.records import Group
 from rlcore.trainer.plan import Plan
@@ -53,8 +53,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
         **stats.summary("prompt_length", prompts),
         "prompt_length/clip_ratio": sum(n >= cfg.data.max_prompt_tokens for n in prompts)
         / len(prompts),
-        "training/equal_reward_groups": sum(advantage.is_equal(g.scores) for g in groups)
-        / len(groups),
+        "training/equal_reward_groups": plan.num_equal_groups / len(groups),
         "training/trained_rows": float(len(rows)),
         "global_seqlen/minmax_diff": float(max(loads) - min(loads)),
         "reward/errors": float(len(errors)),

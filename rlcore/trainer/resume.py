@@ -127,7 +127,8 @@ def load(run: Run, path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     if state["format"] != FORMAT:
         raise ValueError(
-            f"{path}: checkpoint format {state['format']}, this version reads {FORMAT}"
+            f"--run.resume {path}: is of format {state['format']}, this version reads {FORMAT}; "
+            "go on with the version that wrote it, or start anew with --run.resume fresh"
         )
     run.learner.load(path / "learner")
     if run.critic is not None:

@@ -68,6 +68,11 @@ class Run:
         return [self.learner] if self.critic is None else [self.learner, self.critic]
 
     @property
+    def trains_actor(self) -> bool:
+        """The critic is past its first steps, in which it learns alone."""
+        return self.critic is None or self.step > self.cfg.critic.warmup_steps
+
+    @property
     def leads_replica(self) -> bool:
         """The first of the ranks that hold the same samples: it alone counts them."""
         return self.replicas[self.dp_rank][0] == self.rank

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlcore.algos import reduce, value
-from rlcore.records import Group
+from rlcore.records import BASELINE, Group, is_baseline
 from rlcore.tensors import Batch
 from rlcore.trainer import credit, evaluate, phases, plan, report, resume
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils import seed as seeds
+from rlcore.utils.log import log
 
 
 def train(run: Run) -> None:
@@ -56,7 +57,7 @@ def one_step(run: Run) -> None:
         if run.source is not None:
             work = run.source.next_round(cfg.data.prompts_per_step, run.sampling)
         end = run.rollout.run(work)
-        groups, baselines = split_baselines(end.groups)
+        groups, baselines = split_baselines(run, end.groups)
     with spans.phase("route"):
         todo = plan.make(
             groups,
@@ -87,18 +88,21 @@ def learn(run: Run, todo: plan.Plan, batches: list[Batch], baselines: dict[str, 
     if run.critic is not None:
         with spans.phase("values"):
             batches = phases.old_values(run, batches)  # C
+    kl_scale = run.kl.scale
     with spans.phase("adv"):
         batches = credit.assign(run, todo, batches, baselines)  # C
         mean = phases.correction_mean(run, batches)  # C
     if run.critic is not None:
         with spans.phase("update_critic"):
             update_critic(run, todo, batches)
-    if run.step > cfg.critic.warmup_steps or run.critic is None:
+    if run.trains_actor:
         with spans.phase("update_actor"):
-            update_actor(run, todo, batches, mean)
+            update_actor(run, todo, batches, mean, kl_scale)
 
 
-def update_actor(run: Run, todo: plan.Plan, batches: list[Batch], correction_mean: float) -> None:
+def update_actor(
+    run: Run, todo: plan.Plan, batches: list[Batch], correction_mean: float, kl_scale: float
+) -> None:
     """The optimizer steps of this rollout."""
     cfg = run.cfg
     objective = Objective(
@@ -107,7 +111,7 @@ def update_actor(run: Run, todo: plan.Plan, batches: list[Batch], correction_mea
         max_tokens=cfg.rollout.max_tokens,
         version=run.step - 1,
         correction_mean=correction_mean,
-        kl_scale=run.kl.scale,
+        kl_scale=kl_scale,
     )
     for epoch in range(cfg.train.epochs):
         objective.watch_mismatch = epoch == 0
@@ -118,13 +122,17 @@ def update_actor(run: Run, todo: plan.Plan, batches: list[Batch], correction_mea
             n = phases.normaliser(run, todo, u)
             if objective.rejects:
                 n = reduce.normaliser(cfg.algo.loss_agg_mode, *run.learner.kept())  # C
-            # Where all is rejected the gradient is 0, and so it stays divided by 1.
-            report.add_update(run, run.learner.apply(n or 1.0), "actor")  # C
+            if n:
+                report.add_update(run, run.learner.apply(n), "actor")  # C
+            else:  # all is rejected: Adam would go on along its momentum
+                run.learner.discard()
+                report.add_update(run, {"actor/skipped": 1.0}, "actor")
             run.spans.alive()
     run.pending |= objective.mismatch(collective.reduce_floats)  # C
-    if cfg.algo.kl_coef and not cfg.algo.kl_reward_coef and "actor/kl_loss" in run.pending:
-        run.kl.update(run.pending["actor/kl_loss"], sum(len(p) for p in todo.groups))
-        run.pending["actor/kl_loss_coeff"] = cfg.algo.kl_coef * run.kl.scale
+    if cfg.algo.kl_coef and "actor/kl_loss" in run.pending:
+        run.pending["actor/kl_loss_coeff"] = cfg.algo.kl_coef * kl_scale
+        if not cfg.algo.kl_reward_coef:  # whose KL has had its answer already
+            run.kl.update(run.pending["actor/kl_loss"], sum(len(p) for p in todo.groups))
 
 
 def update_critic(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
@@ -140,15 +148,25 @@ def update_critic(run: Run, todo: plan.Plan, batches: list[Batch]) -> None:
                 run.spans.alive()
 
 
-def split_baselines(groups: Sequence[Group]) -> tuple[tuple[Group, ...], dict[str, float]]:
-    """The groups to train, and the rewards of the greedy answers to their prompts by group id."""
-    greedy = {g.id.removeprefix("b"): g.scores[0] for g in groups if g.id.startswith("b")}
-    return tuple(g for g in groups if not g.id.startswith("b")), greedy
+def split_baselines(
+    run: Run, groups: Sequence[Group]
+) -> tuple[tuple[Group, ...], dict[str, float]]:
+    """The groups to train, and the rewards of the greedy answers to their prompts by group id,
+    shaped as theirs are."""
+    cfg, greedy = run.cfg, {}
+    for g in (g for g in groups if is_baseline(g.id)):
+        lost = plan.overlong(g.lengths[0], cfg.rollout.max_tokens, cfg.algo)
+        greedy[g.id.removeprefix(BASELINE)] = g.scores[0] - lost
+        if g.errors[0] and run.rank == 0:
+            log.warning("the greedy answer of %s scores %g: %s", g.id, g.scores[0], g.errors[0])
+    return tuple(g for g in groups if not is_baseline(g.id)), greedy
 
 
 def push_weights(run: Run) -> None:
     """The learner's weights to every engine. Their version is the number of steps behind them."""
     phases.engine_revives(run)
+    if run.cfg.train.offload and run.critic is not None:
+        run.critic.offload()  # it has no part in the push, and the engine's weights need room
     if run.cfg.train.offload and run.engine is not None:
         run.engine.wake(["weights"])
     moved = run.channel.push(run.learner, run.engine, run.step)  # C

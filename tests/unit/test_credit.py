@@ -42,6 +42,7 @@ def setting(scores: list[list[float]], length: int = 2, **algo: Any):
         rank=0,
         replicas=[[0]],
         leads_replica=True,
+        trains_actor=True,
         pending={},
         kl=AdaptiveController(cfg.kl_target, cfg.kl_horizon),
     )
@@ -112,6 +113,21 @@ def test_a_long_answer_loses_reward_linearly():
     found = [plan.overlong(n, 100, cfg) for n in (10, 80, 85, 90, 100)]
     assert found == pytest.approx([0, 0, 0.25, 0.5, 1.0])
     assert plan.overlong(100, 100, AlgoConfig()) == 0
+
+
+def test_whitening_counts_what_is_trained():
+    """Two answers of a group were cut and left out; the other two have mean 0 and variance 1."""
+    cfg = AlgoConfig(truncated_responses="drop", whiten_advantages=True)
+    g = groups([[1.0, 0.0, 0.0, 0.0]])[0]
+    fields = {f: getattr(g, f) for f in g.__struct_fields__}
+    finishes = ("stop", "stop", "length", "length")
+    cut = g.__class__(**fields | {"finishes": finishes, "lengths": (2, 2, 100, 100)})
+    todo = plan.make([cut], cfg, num_updates=1, num_ranks=1, seed=0, max_tokens=100)
+    run, _, batch = setting([[1.0, 0.0]], truncated_responses="drop", whiten_advantages=True)
+    (out,) = credit.assign(run, todo, [batch], {})
+    found = [a for row in of_responses(out).values() for a in row]
+    assert sum(found) == pytest.approx(0, abs=1e-6)
+    assert sum(a * a for a in found) / 3 == pytest.approx(1, abs=1e-6)
 
 
 def test_truncated_responses_leave_the_update_but_stay_in_the_baseline():

@@ -1,5 +1,6 @@
 """Which sample is trained where: the rows of an update do not depend on the number of ranks."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,12 +73,23 @@ def test_destinations_are_all_ranks_of_the_replica_that_trains_a_sample():
 
 
 def test_shuffled_rewards_are_the_same_multiset_in_another_order():
+    """A score keeps what its own length cost, or the control would learn to be short."""
     g = groups([[float(4 * i + k) for k in range(4)] for i in range(4)])
-    shuffled = plan.scores_of(g, 5)
-    flat = [s for row in shuffled for s in row]
-    assert sorted(flat) == [float(i) for i in range(16)] and flat != sorted(flat)
-    assert plan.scores_of(g, 5) == shuffled
-    assert plan.scores_of(g, None) == [list(x.scores) for x in g]
+    cfg = AlgoConfig(overlong_share=1.0)
+    shuffled = plan.rewards_of(g, cfg, 20, 5)
+    flat = [pair for row in shuffled for pair in row]
+    plain = [pair for row in plan.rewards_of(g, cfg, 20, None) for pair in row]
+    assert sorted(flat) == sorted(plain) and flat != plain
+    assert plan.rewards_of(g, cfg, 20, 5) == shuffled
+    assert [score for score, _ in plain] == [s for x in g for s in x.scores]
+    lost = [score - reward for score, reward in plain]
+    assert lost == pytest.approx([n / 20 for x in g for n in x.lengths])
+
+
+def test_groups_are_dropped_for_equal_scores_whatever_their_lengths_cost():
+    cfg = AlgoConfig(equal_reward_groups="drop", overlong_share=1.0)
+    p = plan.make(groups(MIXED), cfg, num_updates=1, num_ranks=1, seed=1, max_tokens=20)
+    assert {i.split(".")[0] for i in rows(p, 0)} == {"t0", "t2"}
 
 
 def test_the_groups_that_are_trained_are_named_with_their_rewards():
