@@ -106,3 +106,15 @@ def test_every_rule_names_its_key(key, value):
 
 def test_every_key_has_a_meaning_or_a_plain_name():
     assert len(resolve.keys(good())) > 80
+
+
+def test_settings_without_effect_are_named_and_the_run_goes_on():
+    said = rules.warnings(
+        parse(["--algo.lam", "0.9", "--algo.kl_horizon", "5", "--rollout.top_p", "0.9"])
+    )
+    assert [line.split()[0] for line in said] == [
+        "--rollout.top_p",
+        "--algo.lam",
+        "--algo.kl_horizon",
+    ]
+    assert rules.warnings(parse([])) == []

@@ -1,0 +1,166 @@
+"""The whole loss that the learner is given: correction, rejection, KL, entropy, aggregation."""
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import ClassVar
+
+import pytest
+import torch
+
+from rlcore import algos
+from rlcore.algos.base import AlgoConfig
+from rlcore.tensors import LossInputs, LossOutput
+from rlcore.trainer.objective import Objective
+
+T = 12
+
+
+def inputs(gap: float = 0.0, ref_gap: float = 0.3) -> LossInputs:
+    """Three sequences of four tokens, the first of each a prompt; the sampler is `gap` off."""
+    g = torch.Generator().manual_seed(0)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(T, generator=g, dtype=torch.float64)
+
+    logp = -1 + noise(0.2)
+    old = logp + noise(0.1)
+    sequence = torch.arange(T) // 4
+    return LossInputs(
+        logp=logp.clone().requires_grad_(),
+        entropy=(1 + noise(0.1)).requires_grad_(),
+        mask=torch.arange(T) % 4 > 0,
+        score=(sequence % 2).double(),
+        advantage=torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)[sequence],
+        logp_old=old,
+        logp_sampler=old + noise(gap) if gap else old.clone(),
+        correction=torch.ones(T, dtype=torch.float64),
+        logp_ref=logp + noise(ref_gap),
+        sequence=sequence,
+        num_sequences=3,
+        versions=torch.zeros(T, dtype=torch.int32),
+    )
+
+
+def of(name: str, x: LossInputs, **settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum of the loss over what is kept, its gradient, and the kept mask."""
+    cfg = algos.config_class(name)(**settings)
+    assert not cfg.problems()
+    out = Objective(algos.module(name), cfg, max_tokens=10)(x)
+    kept = x.mask & out.mask
+    total = torch.where(kept, out.per_token, 0.0).sum()
+    (gradient,) = torch.autograd.grad(total, x.logp)
+    return total.detach(), gradient, kept
+
+
+CORRECTIONS = [
+    {"rollout_is": "token"},
+    {"rollout_is": "sequence"},
+    {"rollout_is": "token", "rollout_is_threshold": float("inf")},
+    {"rollout_rs": ("token_k1", "seq_mean_k1", "seq_mean_k3")},
+]
+
+
+@pytest.mark.parametrize("name", algos.NAMES)
+@pytest.mark.parametrize("settings", CORRECTIONS)
+def test_with_equal_log_probs_every_correction_is_exactly_nothing(name, settings):
+    if name == "decoupled_ppo":
+        settings = settings | {"rollout_is": "none"}
+    want, found = of(name, inputs(), rollout_is="none"), of(name, inputs(), **settings)
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", algos.NAMES)
+def test_an_infinite_cap_is_vanilla_importance_sampling(name):
+    """No weight is cut: the loss with the weights by hand, and no more than float64's rounding."""
+    if name == "decoupled_ppo":
+        pytest.skip("weighs by p_old / p_sampler itself")
+    x = inputs(gap=1.5)
+    found = of(name, x, rollout_is_threshold=float("inf"))
+    cfg = algos.config_class(name)(rollout_is="none")
+    weighed = replace(x, correction=(x.logp_old - x.logp_sampler).exp())
+    out = Objective(algos.module(name), cfg, max_tokens=10)(weighed)
+    total = torch.where(x.mask, out.per_token, 0.0).sum()
+    (gradient,) = torch.autograd.grad(total, x.logp)
+    assert found[0] == pytest.approx(total.item(), rel=1e-12)
+    assert torch.allclose(found[1], gradient, rtol=1e-12, atol=0)
+
+
+def test_ppo_is_has_its_ratio_against_the_sampler_and_no_weight():
+    x = inputs(gap=0.4)
+    found = of("ppo", x, bypass_mode=True)
+    want = of("ppo", replace(x, logp_old=x.logp_sampler), rollout_is="none")
+    assert torch.equal(found[1], want[1])
+
+
+def test_a_loss_without_a_ratio_is_weighed_by_this_very_pass_in_bypass_mode():
+    x = inputs(gap=0.4)
+    _, gradient, _ = of("reinforce", x, bypass_mode=True, rollout_is_threshold=float("inf"))
+    w = (x.logp - x.logp_sampler).exp().detach()
+    assert torch.allclose(gradient, torch.where(x.mask, -w * x.advantage, 0.0), rtol=1e-12)
+
+
+def test_rejected_tokens_leave_loss_gradient_and_the_count_of_their_sequence():
+    x = inputs()
+    sampler = x.logp_sampler.clone()
+    sampler[5] += 3.0  # one token of the second sequence
+    x = replace(x, logp_sampler=sampler)
+    _, gradient, kept = of(
+        "grpo", x, rollout_is="none", rollout_rs=("token_k1",), loss_agg_mode="seq-mean-token-mean"
+    )
+    assert kept.tolist() == [bool(m) and t != 5 for t, m in enumerate(x.mask)]
+    assert gradient[5] == 0
+    plain = of("grpo", x, rollout_is="none", loss_agg_mode="seq-mean-token-mean")[1]
+    assert torch.allclose(gradient[6:8], plain[6:8] * 3 / 2, rtol=1e-12)
+    assert torch.equal(gradient[8:], plain[8:])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"])
+def test_a_reference_far_away_outside_the_mask_is_nothing(kind):
+    x = inputs()
+    far = x.logp_ref.clone()
+    far[~x.mask] = 500.0
+    settings = {"kl_coef": 0.1, "kl_type": kind}
+    near, found = of("grpo", x, **settings), of("grpo", replace(x, logp_ref=far), **settings)
+    assert torch.equal(found[0], near[0]) and torch.equal(found[1], near[1])
+
+
+def test_kl_and_entropy_enter_with_their_coefficients():
+    x = inputs()
+    cfg = algos.config_class("grpo")(kl_coef=0.1, kl_type="k2", entropy_coef=0.01)
+    plain = Objective(algos.module("grpo"), algos.config_class("grpo")(), max_tokens=10)(x)
+    out = Objective(algos.module("grpo"), cfg, max_tokens=10, kl_scale=2.0)(x)
+    kl = (x.logp_ref - x.logp).square() / 2
+    want = plain.per_token + 0.2 * kl - 0.01 * x.entropy
+    assert torch.allclose(out.per_token[x.mask], want[x.mask], rtol=1e-12)
+    out.per_token[x.mask].sum().backward()
+    assert torch.allclose(x.entropy.grad[x.mask], torch.tensor(-0.01, dtype=torch.float64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropping(AlgoConfig):
+    drops_tokens: ClassVar[bool] = True
+
+
+def dropping(x: LossInputs, cfg: AlgoConfig) -> LossOutput:
+    return LossOutput(per_token=-x.logp, metrics={}, mask=x.advantage > 0)
+
+
+def test_a_loss_that_drops_tokens_must_say_so():
+    module = ModuleType("my_loss")
+    module.loss = dropping
+    assert Objective(module, Dropping(), max_tokens=10).rejects
+    out = Objective(module, Dropping(), max_tokens=10)(inputs())
+    assert out.mask.tolist() == (inputs().advantage > 0).tolist()
+    with pytest.raises(ValueError, match="my_loss: .* drops_tokens = True"):
+        Objective(module, AlgoConfig(), max_tokens=10)(inputs())
+
+
+def test_entropy_has_a_gradient_only_for_those_who_use_it():
+    @dataclass(frozen=True, kw_only=True)
+    class Curious(AlgoConfig):
+        uses_entropy: ClassVar[bool] = True
+
+    assert Objective(ModuleType("m"), Curious(), max_tokens=1).needs_entropy_grad
+    assert Objective(ModuleType("m"), AlgoConfig(entropy_coef=0.1), max_tokens=1).needs_entropy_grad
+    assert not Objective(ModuleType("m"), AlgoConfig(), max_tokens=1).needs_entropy_grad
