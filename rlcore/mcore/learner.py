@@ -261,7 +261,6 @@ class MegatronLearner:
         """Forget what was accumulated: weights, optimizer and counters stay. Every rank does."""
         for model in self._models:
             model.zero_grad_buffer()
-        self._optimizer.zero_grad()
         self._accumulated = False
         self._kept.zero_()
         self._sums = {}
