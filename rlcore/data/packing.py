@@ -18,7 +18,11 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
     for s in samples:
         if not len(s.prompt):
             raise ValueError(f"sample {s.id}: has no prompt tokens; a prompt needs at least one")
-        assert len(s.tokens) == len(s.logps) == len(s.versions), s.id
+        if not len(s.tokens) == len(s.logps) == len(s.versions):
+            raise ValueError(
+                f"sample {s.id}: has {len(s.tokens)} tokens, {len(s.logps)} log-probs and "
+                f"{len(s.versions)} versions; the engine must give one of each"
+            )
     parts = list(chain.from_iterable((s.prompt, s.tokens) for s in samples))
     lengths = np.array([len(p) for p in parts], dtype=np.int64)
     mask = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)

@@ -33,6 +33,14 @@ def lines(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
+def test_what_is_not_as_it_should_be_stands_at_the_end_of_the_line(lines):
+    screen = Screen(200, progress=False, clock=VirtualClock())
+    screen.step(12, STEP, note="mismatch: max |dp| 0.6")
+    screen.step(13, STEP)
+    assert lines()[0].endswith("(gen 0.30 update 0.25 sync 0.02)  mismatch: max |dp| 0.6")
+    assert lines()[1].endswith("sync 0.02)")
+
+
 def test_a_step_is_one_line():
     assert step_line(12, 200, STEP) == (
         "step  12/200  reward 0.530  loss -0.0123  kl 1.2e-04  len 26  15.0k tok/s  "
