@@ -4,16 +4,20 @@ Estimators with one number per response need the rewards of whole groups, which 
 from the plan; those per token work on this rank's batches. Sums over ranks make both global.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rlcore import algos
 from rlcore.algos import advantage, kl, returns, sequence, value
 from rlcore.data.packing import per_token
+from rlcore.records import BASELINE, Group, is_baseline
 from rlcore.tensors import Batch
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import Plan, overlong
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
+from rlcore.utils.log import log
 
 
 def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, float]) -> list[Batch]:
@@ -29,6 +33,20 @@ def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, floa
     if out and out[0].returns is not None:
         run.pending |= spread("critic/returns", [(b.returns, b.mask) for b in out])
     return out
+
+
+def split_baselines(
+    run: Run, groups: Sequence[Group]
+) -> tuple[tuple[Group, ...], dict[str, float]]:
+    """The groups to train, and the rewards of the greedy answers to their prompts by group id,
+    shaped as theirs are."""
+    cfg, greedy = run.cfg, {}
+    for g in (g for g in groups if is_baseline(g.id)):
+        lost = overlong(g.lengths[0], cfg.rollout.max_tokens, cfg.algo)
+        greedy[g.id.removeprefix(BASELINE)] = g.scores[0] - lost
+        if g.errors[0] and run.rank == 0:
+            log.warning("the greedy answer of %s scores %g: %s", g.id, g.scores[0], g.errors[0])
+    return tuple(g for g in groups if not is_baseline(g.id)), greedy
 
 
 def _rows(run: Run, plan: Plan, update: int):

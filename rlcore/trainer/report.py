@@ -29,6 +29,11 @@ def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
     run.pending[f"{model}/updates"] = n + 1
 
 
+def skip_update(run: Run, model: str) -> None:
+    """Count an update that was left out before it had any figures."""
+    run.pending[f"{model}/skipped"] = run.pending.get(f"{model}/skipped", 0.0) + 1
+
+
 def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, float]:
     """Scores, lengths and rewards of a step's samples."""
     cfg = run.cfg

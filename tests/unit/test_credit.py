@@ -89,6 +89,17 @@ def test_remax_takes_off_the_reward_of_the_greedy_answer():
     assert of_responses(out) == {"t0.0": [0.75] * 2, "t0.1": [-0.25] * 2}
 
 
+def test_greedy_answers_are_not_trained_and_lose_for_their_length_too():
+    run, _, _ = setting([[1.0, 0.0]], adv_estimator="remax", overlong_share=0.5)
+    run.cfg.rollout = SimpleNamespace(max_tokens=10)
+    made = groups([[1.0, 0.0], [1.0]], lengths=5)  # five tokens, and eight of the second group
+    fields = {f: getattr(made[1], f) for f in made[1].__struct_fields__}
+    greedy = made[1].__class__(**fields | {"id": "bt0"})
+    kept, baselines = credit.split_baselines(run, [made[0], greedy])
+    assert [g.id for g in kept] == ["t0"]
+    assert baselines == {"t0": pytest.approx(1.0 - 3 / 5)}
+
+
 def test_returns_per_token_are_whitened_over_the_step():
     run, todo, batch = setting([[1.0, 0.0]], adv_estimator="reinforce_plus_plus")
     (out,) = credit.assign(run, todo, [batch], {})

@@ -1,0 +1,83 @@
+"""What is learned from the samples of a step: log-probs and values before it, advantages, then the
+optimizer steps of critic and actor. Lines marked C are collective over the train ranks."""
+
+from functools import partial
+
+from rlcore.algos import reduce, value
+from rlcore.tensors import Batch
+from rlcore.trainer import credit, phases, report
+from rlcore.trainer.objective import Objective
+from rlcore.trainer.plan import Plan
+from rlcore.trainer.run import Run
+from rlcore.utils import collective
+
+
+def all_models(run: Run, todo: Plan, batches: list[Batch], baselines: dict[str, float]) -> None:
+    """Everything before the updates, then the updates of critic and actor."""
+    cfg, spans = run.cfg, run.spans
+    with spans.phase("old_log_prob"):
+        batches = phases.old_logprobs(run, batches)  # C
+    if cfg.algo.needs_reference:
+        with spans.phase("ref"):
+            batches = phases.reference_logprobs(run, batches)  # C
+    if run.critic is not None:
+        with spans.phase("values"):
+            batches = phases.old_values(run, batches)  # C
+    kl_scale = run.kl.scale
+    with spans.phase("adv"):
+        batches = credit.assign(run, todo, batches, baselines)  # C
+        mean = phases.correction_mean(run, batches)  # C
+    if run.critic is not None:
+        with spans.phase("update_critic"):
+            update_critic(run, todo, batches)
+    if run.trains_actor:
+        with spans.phase("update_actor"):
+            update_actor(run, todo, batches, mean, kl_scale)
+
+
+def update_actor(
+    run: Run, todo: Plan, batches: list[Batch], correction_mean: float, kl_scale: float
+) -> None:
+    """The optimizer steps of this rollout."""
+    cfg = run.cfg
+    objective = Objective(
+        run.algo,
+        cfg.algo,
+        max_tokens=cfg.rollout.max_tokens,
+        version=run.step - 1,
+        correction_mean=correction_mean,
+        kl_scale=kl_scale,
+    )
+    for epoch in range(cfg.train.epochs):
+        objective.watch_mismatch = epoch == 0
+        for u, batch in enumerate(batches):
+            if not todo.lengths(u):
+                continue
+            run.learner.accumulate(batch, objective)
+            n = phases.normaliser(run, todo, u)
+            if objective.rejects:
+                n = reduce.normaliser(cfg.algo.loss_agg_mode, *run.learner.kept())  # C
+            if n:
+                report.add_update(run, run.learner.apply(n), "actor")  # C
+            else:  # all is rejected: Adam would go on along its momentum
+                run.learner.discard()
+                report.skip_update(run, "actor")
+            run.spans.alive()
+    run.pending |= objective.mismatch(collective.reduce_floats)  # C
+    if cfg.algo.kl_coef and "actor/kl_loss" in run.pending:
+        run.pending["actor/kl_loss_coeff"] = cfg.algo.kl_coef * kl_scale
+        if not cfg.algo.kl_reward_coef:  # whose KL has had its answer already
+            run.kl.update(run.pending["actor/kl_loss"], sum(len(p) for p in todo.groups))
+
+
+def update_critic(run: Run, todo: Plan, batches: list[Batch]) -> None:
+    """The same for the value model; its loss is always a mean over tokens."""
+    assert run.critic is not None
+    cfg = run.cfg
+    loss = partial(value.loss, clip=cfg.critic.clip_value)
+    for _ in range(cfg.train.epochs):
+        for u, batch in enumerate(batches):
+            if lengths := todo.lengths(u):
+                run.critic.accumulate(batch, loss)
+                report.add_update(run, run.critic.apply(float(sum(lengths))), "critic")  # C
+                run.spans.alive()
