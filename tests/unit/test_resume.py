@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from rlcore.algos.kl import AdaptiveController
 from rlcore.trainer import resume
 
 
@@ -12,7 +15,13 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
     for step in steps:
         path = folder / "checkpoints" / f"step_{step:06d}"
         (path / "learner").mkdir(parents=True)
-        state = {"format": resume.FORMAT, "step": step, "issued": 0, "sampler": {}}
+        state = {
+            "format": resume.FORMAT,
+            "step": step,
+            "issued": 0,
+            "sampler": {},
+            "kl": {"scale": 1.5},
+        }
         (path / "state.json").write_text(json.dumps(state))
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}}}\n' for s in range(9)))
     return SimpleNamespace(
@@ -23,9 +32,24 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
         rank=0,
         step=0,
         learner=SimpleNamespace(load=lambda path: None),
+        critic=None,
+        kl=AdaptiveController(0.1, 100),
         source=None,
         sampler=None,
     )
+
+
+def test_the_controller_of_the_kl_goes_on_where_it_was(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [2])
+    resume.load(run, tmp_path / "checkpoints" / "step_000002")
+    assert run.kl.scale == 1.5
+
+
+def test_a_critic_that_the_checkpoint_does_not_have_is_one_sentence(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [2])
+    run.critic = SimpleNamespace(load=lambda path: None)
+    with pytest.raises(ValueError, match="was written without a critic, and .* gae needs one"):
+        resume.load(run, tmp_path / "checkpoints" / "step_000002")
 
 
 def names(folder: Path) -> list[str]:
