@@ -60,7 +60,7 @@ Groups = Sequence[GroupRewards]
 
 
 def is_equal(rewards: Sequence[float]) -> bool:
-    """All rewards of the group are the same, so none of its samples teaches anything."""
+    """All of them are the same, so none of the group's samples teaches anything."""
     return max(rewards) - min(rewards) < 1e-8
 
 

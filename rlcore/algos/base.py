@@ -69,8 +69,8 @@ class AlgoConfig:
     loss_agg_mode: Aggregation = "token-mean"
     """How per-token losses become one number; always over the global batch of an update."""
     equal_reward_groups: Literal["keep", "drop"] = "keep"
-    """A group whose rewards are all equal has no advantage. `keep` trains its rows as the other
-    frameworks do, `drop` takes them out of the batch and its denominators."""
+    """A group whose scores are all equal tells no answer from another. `keep` trains its rows as
+    the other frameworks do, `drop` takes them out of the batch and its denominators."""
     truncated_responses: Literal["keep", "drop"] = "keep"
     """`drop` takes responses cut at rollout.max_tokens out of the batch and its denominators; they
     still count in their group's baseline (DAPO's overlong filtering)."""

@@ -70,7 +70,7 @@ METRICS = [
     *_spread("prompt_length", "tokens", "the lengths of prompts"),
     Metric("prompt_length/clip_ratio", "", "share of prompts of data.max_prompt_tokens tokens"),
     Metric("response/aborted_ratio", "", "share of started responses that were aborted"),
-    Metric("training/equal_reward_groups", "", "share of groups whose rewards are all equal"),
+    Metric("training/equal_reward_groups", "", "share of groups whose scores are all equal"),
     Metric("training/trained_rows", "samples", "samples that had a gradient in this step"),
     # the update
     Metric("actor/loss", "", "the whole loss, averaged as algo.loss_agg_mode says"),
