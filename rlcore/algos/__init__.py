@@ -13,8 +13,9 @@ import difflib
 import importlib
 import inspect
 from types import ModuleType
+from typing import get_args
 
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import AlgoConfig, Estimator
 
 NAMES = (
     "ppo",
@@ -40,6 +41,8 @@ def module(name: str) -> ModuleType:
     if "." not in name and name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
+        if name in get_args(Estimator):
+            hint = f"; {name} is an advantage: --algo grpo --algo.adv_estimator {name}"
         raise ValueError(f"--algo {name}: allowed are {', '.join(NAMES)}, or a dotted path{hint}")
     path = name if "." in name else f"rlcore.algos.{name}"
     try:

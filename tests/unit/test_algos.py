@@ -244,3 +244,8 @@ def test_icepop_and_token_mis_keep_what_they_say():
 
     assert kept("0.2_2.0") == [False, True, True, True, True, False]
     assert kept("0.5_2.0") == [False, True, True, False, False, False]
+
+
+def test_the_name_of_an_advantage_says_where_it_belongs():
+    with pytest.raises(ValueError, match="remax is an advantage: .* --algo.adv_estimator remax"):
+        algos.module("remax")
