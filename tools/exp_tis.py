@@ -365,6 +365,19 @@ def label(arm: str) -> str:
     return f"{'full precision' if form == 'none' else form}, {LABELS[correction]}"
 
 
+def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row in the form that all benches have, with its own figures behind."""
+    start, end = row["full_start"], row["full_end"]
+    ratio = end / start if start else None
+    return {
+        "name": f"{row['arm']} seed {row['seed']}",
+        "value": end,
+        "unit": "held-out accuracy of the trained weights in full precision",
+        "baseline": start,
+        "ratio": ratio,
+    } | dict(row)
+
+
 def write(done: Sequence[Done], path: Path) -> None:
     """JSON, table and picture; prints the table."""
     arms = over_seeds(done)
@@ -382,7 +395,7 @@ def write(done: Sequence[Done], path: Path) -> None:
         if lacking:
             text += f"\n`{COLUMNS[column][0]}`: not logged by {', '.join(lacking)}.\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"arms": arms, "rows": rows}
+    found = {"arms": arms, "rows": [_named(row) for row in rows]}
     path.write_text(json.dumps(json.loads(json.dumps(found), parse_constant=none), indent=1) + "\n")
     path.with_suffix(".md").write_text(text)
     print("\n" + text)
