@@ -111,10 +111,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def trl_python(timeout_s: float) -> Path:
-    """The Python of TRL's virtual environment, made if it is not there or holds other versions."""
-    folder = ROOT / ".venvs" / "trl"
+    """The Python of TRL's virtual environment."""
+    return peer_python("trl", REQUIREMENTS, (), timeout_s)
+
+
+def peer_python(
+    name: str, requirements: Sequence[str], bare: Sequence[str], timeout_s: float
+) -> Path:
+    """The Python of a virtual environment for peers, made if it is not there or holds other
+    versions. The first of `requirements` is torch; `bare` come without their dependencies."""
+    folder = ROOT / ".venvs" / name
     stamp, python = folder / "requirements.stamp", folder / "bin" / "python"
-    wanted = " ".join(REQUIREMENTS)
+    wanted = " ".join([*requirements, *bare])
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
     print(f"installing {wanted} into {folder.relative_to(ROOT)}: a few minutes ...", flush=True)
@@ -122,8 +130,10 @@ def trl_python(timeout_s: float) -> Path:
         call([sys.executable, "-m", "venv", str(folder)], timeout_s)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
     index = os.environ.get("RLCORE_TORCH_INDEX")  # as in tools/setup.sh
-    call([*pip, *(["--index-url", index] if index else []), REQUIREMENTS[0]], timeout_s)
-    call([*pip, *REQUIREMENTS], timeout_s)
+    call([*pip, *(["--index-url", index] if index else []), requirements[0]], timeout_s)
+    call([*pip, *requirements], timeout_s)
+    if bare:
+        call([*pip, "--no-deps", *bare], timeout_s)
     stamp.write_text(wanted)
     return python
 

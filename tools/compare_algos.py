@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(PEERS)]
 import algo_cases  # noqa: E402
 import algo_checks  # noqa: E402
 from algo_checks import Check  # noqa: E402
-from bench_vs_trl import call, trl_python  # noqa: E402
+from bench_vs_trl import call, peer_python, trl_python  # noqa: E402
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.utils import env  # noqa: E402
@@ -118,23 +118,9 @@ def named(a: argparse.Namespace, words: Sequence[str]) -> list[str]:
 
 
 def peers_python(timeout_s: float) -> Path:
-    """The Python of verl and AReaL, made if it is not there or holds other versions. They come
-    without their dependencies, of which the functions that are compared need only a few."""
-    folder = ROOT / ".venvs" / "algo_peers"
-    stamp, python = folder / "requirements.stamp", folder / "bin" / "python"
-    wanted = " ".join(REQUIREMENTS + WITHOUT_DEPENDENCIES)
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return python
-    print(f"installing {wanted} into {folder.relative_to(ROOT)}: a minute ...", flush=True)
-    if not python.exists():
-        call([sys.executable, "-m", "venv", str(folder)], timeout_s)
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    index = os.environ.get("RLCORE_TORCH_INDEX")  # as in tools/setup.sh
-    call([*pip, *(["--index-url", index] if index else []), REQUIREMENTS[0]], timeout_s)
-    call([*pip, *REQUIREMENTS], timeout_s)
-    call([*pip, "--no-deps", *WITHOUT_DEPENDENCIES], timeout_s)
-    stamp.write_text(wanted)
-    return python
+    """The Python of verl and AReaL, of whose dependencies the functions that are compared need only
+    a few."""
+    return peer_python("algo_peers", REQUIREMENTS, WITHOUT_DEPENDENCIES, timeout_s)
 
 
 def ask(

@@ -419,7 +419,7 @@ def draw(done: Sequence[Done], path: Path) -> None:
     from matplotlib.lines import Line2D
 
     arms = list(dict.fromkeys(d.arm for d in done))
-    figure, grid = plt.subplots(2, 3, figsize=(17, 10), dpi=100)
+    figure, grid = plt.subplots(2, 3, figsize=(17, 10), dpi=75)
     width = max(1, max(len(d.steps) for d in done) // 20)
     for arm, colour in zip(arms, COLOURS, strict=False):
         runs = [d for d in done if d.arm == arm]
