@@ -2,9 +2,13 @@
 
 RLCORE_NATIVE=0 leaves the native part out, RLCORE_NATIVE=1 insists on it. Without either, a machine
 that cannot compile (no C++ compiler, no Python headers) installs the Python part and says so.
+RLCORE_CUDA=0 leaves the CUDA kernels out, RLCORE_CUDA=1 insists on them; else they are built where
+nvcc is. RLCORE_CUDA_ARCHS is CMake's list of architectures. The ops of torch need its headers:
+`pip install --no-build-isolation -e .`, as tools/setup.sh does.
 """
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -29,8 +33,23 @@ def obstacle() -> str:
     return ""
 
 
+def torch_folder() -> str:
+    """The torch package whose headers are used; "" if there is none. torch is not imported."""
+    spec = importlib.util.find_spec("torch")
+    return str(Path(spec.origin).parent) if spec and spec.origin else ""
+
+
+def cuda() -> str:
+    """CMake's RLCORE_CUDA."""
+    names = {"0": "OFF", "1": "ON", "": "AUTO"}
+    wanted = os.environ.get("RLCORE_CUDA", "")
+    if wanted not in names:
+        raise SystemExit(f"RLCORE_CUDA={wanted}: 0, 1, or leave it unset")
+    return names[wanted]
+
+
 class CMakeBuild(build_ext):
-    """One extension, `rlcore._C`, built by CMake and ninja."""
+    """`rlcore._C` and, where torch is, `rlcore/_C_torch.so`, built by CMake and ninja."""
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -39,7 +58,8 @@ class CMakeBuild(build_ext):
                 raise SystemExit(
                     f"RLCORE_NATIVE=1: {why}; install it, or leave RLCORE_NATIVE unset"
                 )
-            (ROOT / "rlcore" / target.name).unlink(missing_ok=True)  # it would be stale
+            for name in (target.name, "_C_torch.so"):
+                (ROOT / "rlcore" / name).unlink(missing_ok=True)  # it would be stale
             ext.optional = True  # or setuptools misses the file
             print(f"native build: left out ({why})", flush=True)
             return
@@ -57,14 +77,30 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DRLCORE_TORCH={torch_folder()}",
+            f"-DRLCORE_CUDA={cuda()}",
         ]
+        if archs := os.environ.get("RLCORE_CUDA_ARCHS"):
+            configure.append(f"-DRLCORE_CUDA_ARCHS={archs}")
         cmake = [sys.executable, "-m", "cmake"]
         for step in (["-S", str(ROOT), "-B", str(build), *configure], ["--build", str(build)]):
             if subprocess.run([*cmake, *step]).returncode:
                 raise SystemExit(
                     "the native build failed, see above; RLCORE_NATIVE=0 leaves it out"
                 )
-        print(f"native build: {target.name}", flush=True)
+        parts = [target.name]
+        library = target.parent / "_C_torch.so"
+        if torch_folder():
+            kernels = (build / "cuda.txt").read_text().strip()  # CMakeLists.txt: what took part
+            parts.append(f"{library.name} ({kernels})")
+            if self.editable_mode:  # setuptools copies the extensions it knows
+                fresh = ROOT / "rlcore" / f".{library.name}.new"
+                shutil.copy2(library, fresh)
+                fresh.replace(ROOT / "rlcore" / library.name)  # a running program keeps the old one
+        else:
+            (ROOT / "rlcore" / library.name).unlink(missing_ok=True)
+            parts.append(f"no {library.name}: no torch here, pip needs --no-build-isolation")
+        print(f"native build: {', '.join(parts)}", flush=True)
 
 
 setup(

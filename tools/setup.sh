@@ -20,6 +20,8 @@ environment
   RLCORE_TORCH_INDEX  package index to take torch from, for another CUDA version or a CPU-only build;
                       default: the index that pip is configured for
   RLCORE_NATIVE       0 leaves the C++ part out, 1 insists on it
+  RLCORE_CUDA         0 leaves the CUDA kernels out, 1 insists on them; default: where nvcc is
+  RLCORE_CUDA_ARCHS   architectures for nvcc; default 80-real;90a-real;100a
 TEXT
 }
 
@@ -72,7 +74,8 @@ native_key() {
   {
     find csrc CMakeLists.txt setup.py pyproject.toml -type f -print0 | sort -z | xargs -0 sha256sum
     cat "$VENV/pyvenv.cfg"
-    echo "$ROOT ${RLCORE_NATIVE:-} ${CXX:-} $(command -v c++ g++ clang++ | tr '\n' ' ')"
+    echo "$ROOT ${RLCORE_NATIVE:-} ${RLCORE_CUDA:-} ${RLCORE_CUDA_ARCHS:-} ${CXX:-}"
+    command -v c++ g++ clang++ nvcc || true
   } | digest
 }
 
@@ -84,7 +87,8 @@ native_ready() {
   local version
   version=$(sed -n 's/^version[^=]*= *\([0-9]*\)\.\([0-9]*\).*/\1\2/p' "$VENV/pyvenv.cfg")
   stamped native "$(native_key) python" ||
-    { stamped native "$(native_key) native" && compgen -G "rlcore/_C.cpython-$version-*" >/dev/null; }
+    { stamped native "$(native_key) native" && [[ -f rlcore/_C_torch.so ]] &&
+      compgen -G "rlcore/_C.cpython-$version-*" >/dev/null; }
 }
 
 ready() {

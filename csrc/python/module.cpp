@@ -9,6 +9,8 @@
 
 namespace py = pybind11;
 
+void bind_suffix(py::module_& m);  // suffix.cpp
+
 PYBIND11_MODULE(_C, m) {
   m.def(
       "balanced",
@@ -16,4 +18,5 @@ PYBIND11_MODULE(_C, m) {
         return rlcore::partition::balanced(lengths, parts, equal_size);
       },
       py::arg("lengths"), py::arg("parts"), py::arg("equal_size"));
+  bind_suffix(m);
 }

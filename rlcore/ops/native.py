@@ -1,12 +1,19 @@
-"""Which build of an op runs: the C++ extension, or the Python reference. Announced, never silent.
+"""Which build of an op runs: native code, or the reference in Python or torch. Announced, never
+silent.
+
+    _C         partition, suffix forest                       `load(op)`
+    _C_torch   ops of torch, rlcore_native::*, CPU and CUDA    `torch_ops(op, device)`
 
 The environment variable RLCORE_NATIVE=1 makes a missing build an error, 0 turns a present one off.
 """
 
 import functools
 import importlib
+import importlib.util
 import os
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rlcore.utils.log import announce
 
@@ -22,12 +29,72 @@ def load(op: str) -> ModuleType | None:
         core = importlib.import_module("rlcore._C")
     except ImportError as error:
         if wanted == "1":
-            raise ImportError(
-                f"RLCORE_NATIVE=1: {op} has no native build ({error}); "
-                "run `RLCORE_NATIVE=1 bash tools/setup.sh` for the reason"
-            ) from error
+            raise _missing(op, str(error)) from error
         why = "no native build" if isinstance(error, ModuleNotFoundError) else str(error)
         announce(op, f"python ({why})")
         return None
     announce(op, "native")
     return core
+
+
+@functools.cache
+def torch_ops(op: str, device: str = "cpu") -> Any | None:
+    """`torch.ops.rlcore_native` with kernels for `device` ("cpu", "cuda"), or None where `op` runs
+    its torch reference. Says which, once per op and device.
+
+    Raises:
+        ImportError: RLCORE_NATIVE=1 and there is no build, or none for this device.
+    """
+    wanted = os.environ.get("RLCORE_NATIVE", "")
+    if wanted == "0":
+        announce(op, f"torch on {device} (RLCORE_NATIVE=0)")
+        return None
+    why = _library() or _without_kernels(device)
+    if why:
+        if wanted == "1":
+            raise _missing(f"{op} on {device}", why)
+        announce(op, f"torch on {device} ({why})")
+        return None
+    announce(op, {"cpu": "native on cpu"}.get(device, device))
+    import torch
+
+    return torch.ops.rlcore_native
+
+
+def stream(device: Any) -> int:
+    """The current CUDA stream of `device` as the int that the ops take; 0 on the CPU."""
+    import torch
+
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@functools.cache
+def _library() -> str:
+    """Load `_C_torch.so`; why it cannot be, or ""."""
+    import torch
+
+    # Beside this package, or where an editable build lies.
+    path = Path(__file__).resolve().parents[1] / "_C_torch.so"
+    if not path.is_file():
+        return "no native build"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path.name} does not load: {error.__cause__ or error}"
+    return ""
+
+
+def _without_kernels(device: str) -> str:
+    """Why the library has nothing for `device`, or ""."""
+    import torch
+
+    if device == "cpu" or (device == "cuda" and torch.ops.rlcore_native.has_cuda()):
+        return ""
+    return f"the native build has no kernels for {device}"
+
+
+def _missing(op: str, why: str) -> ImportError:
+    return ImportError(
+        f"RLCORE_NATIVE=1: {op} has no native build ({why}); "
+        "run `RLCORE_NATIVE=1 bash tools/setup.sh` for the reason"
+    )

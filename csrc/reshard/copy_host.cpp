@@ -1,0 +1,1 @@
+// Copies on the host.

@@ -1,0 +1,2 @@
+// The loss's ops.
+#include "torch/checks.h"
