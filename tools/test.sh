@@ -15,6 +15,7 @@ usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
 environment
   RLCORE_DATA          folder of the real data; default ../shared/data; without it those tests are skipped
   RLCORE_TEST_WORKERS  tests at a time; default: the cores, at most 4
+  RLCORE_REQUIRE_NVCC  1: without nvcc the tests that compile the CUDA sources fail (CI sets it)
 TEXT
 }
 
@@ -48,7 +49,7 @@ check() { # tool and its arguments
 
 if (($# == 0)); then
   mapfile -t shell < <(git ls-files --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run)
-  mapfile -t cpp < <(git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h')
+  mapfile -t cpp < <(git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu')
   check ruff check --quiet .
   check ruff format --check --quiet .
   check shellcheck --color=auto "${shell[@]}"

@@ -1,0 +1,82 @@
+"""Every CUDA source compiles for every architecture we name, without warnings, spills or too many
+registers. What it computes is checked elsewhere: on the host in csrc/tests, on a GPU in tests/gpu.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu"))
+ARCHITECTURES = ("80", "90a", "100a")
+MAX_REGISTERS = 128
+"""Half of a thread's 255: two blocks of 256 threads fit a multiprocessor."""
+FLAGS = (
+    "-std=c++20 -O3 --expt-relaxed-constexpr -Werror all-warnings -Xptxas -v,-warn-spills -cubin"
+)
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    """nvcc of this machine. Without one these tests are skipped, but in `.ci/run`, where nothing
+    else looks at CUDA, they fail."""
+    found = shutil.which("nvcc")
+    if found is None:
+        reason = "no nvcc on PATH: the CUDA sources are not compiled"
+        if os.environ.get("RLCORE_REQUIRE_NVCC") == "1":
+            pytest.fail(f"{reason}; RLCORE_REQUIRE_NVCC=1 insists")
+        pytest.skip(reason)
+    return found
+
+
+def kernels(report: str) -> dict[str, tuple[int, int]]:
+    """Bytes spilled and registers used per function, from ptxas -v."""
+    found: dict[str, tuple[int, int]] = {}
+    name, spilled = "", 0
+    for line in report.splitlines():
+        if match := re.search(r"Function properties for (\S+)", line):
+            name = match.group(1)
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spilled = int(match.group(1)) + int(match.group(2))
+        elif match := re.search(r"Used (\d+) registers", line):
+            found[name] = (spilled, int(match.group(1)))
+    return found
+
+
+def test_the_report_of_ptxas_is_read() -> None:
+    report = """
+ptxas info    : Function properties for _Z1fv
+    24 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers
+"""
+    assert kernels(report) == {"_Z1fv": (12, 40)}
+
+
+def test_the_build_lists_every_source() -> None:
+    listed = (ROOT / "CMakeLists.txt").read_text()
+    assert SOURCES
+    for source in [*SOURCES, *(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cpp"))]:
+        assert source in listed or "/tests/" in source, f"{source} is in no target"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_source_compiles_without_warnings_and_spills(
+    nvcc: str, source: str, tmp_path: Path
+) -> None:
+    for arch in ARCHITECTURES:
+        command = [nvcc, *FLAGS.split(), f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+        command += [f"-I{ROOT / 'csrc'}", str(ROOT / source), "-o", str(tmp_path / "out.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, f"sm_{arch}:\n{said[-4000:]}"
+        found = kernels(said)
+        assert found or "row_sm90" in source, f"sm_{arch}: no kernel in {source}:\n{said}"
+        for name, (spilled, registers) in found.items():
+            assert spilled == 0, f"sm_{arch} {name}: {spilled} bytes spilled"
+            assert registers <= MAX_REGISTERS, f"sm_{arch} {name}: {registers} registers"

@@ -1,0 +1,102 @@
+"""The built libraries: they load beside the CPU wheel of torch, and say what they have."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlcore.ops import native
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = ROOT / "rlcore" / "_C_torch.so"
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not LIBRARY.is_file(), reason="no native build (no compiler at set-up)"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_memory():
+    """Each test asks anew."""
+    native.torch_ops.cache_clear()
+    native.load.cache_clear()
+    yield
+    native.torch_ops.cache_clear()
+    native.load.cache_clear()
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(native, "announce", lambda what, choice: lines.append(f"{what}: {choice}"))
+    return lines
+
+
+def run(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_torch_loads_the_library_in_a_fresh_process() -> None:
+    program = f"import torch; torch.ops.load_library({str(LIBRARY)!r}); "
+    assert run(program + "print(torch.ops.rlcore_native.has_cuda())") in ("True", "False")
+
+
+def test_the_library_needs_no_python_and_no_path_to_torch() -> None:
+    """One file for every Python, and for a torch that lies elsewhere."""
+    said = subprocess.run(
+        ["readelf", "-d", LIBRARY], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert "libtorch_cpu.so" in said
+    assert "python" not in said.lower()
+    assert "RUNPATH" not in said and "RPATH" not in said
+
+
+def test_the_library_uses_the_stable_abi_alone() -> None:
+    """No C++ symbol of torch or c10: those change from release to release."""
+    said = subprocess.run(
+        ["nm", "-D", "-C", "--undefined-only", LIBRARY],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    unstable = [x for x in said.splitlines() if " at::" in x or " c10::" in x or " torch::" in x]
+    assert unstable == []
+
+
+def test_the_cpu_build_is_announced(said: list[str], monkeypatch) -> None:
+    monkeypatch.delenv("RLCORE_NATIVE", raising=False)
+    assert native.torch_ops("token_logprob", "cpu") is not None
+    assert native.torch_ops("token_logprob", "cpu") is not None
+    assert said == ["token_logprob: native on cpu"]
+
+
+def test_an_unknown_device_runs_the_reference_and_says_so(said: list[str], monkeypatch) -> None:
+    monkeypatch.delenv("RLCORE_NATIVE", raising=False)
+    assert native.torch_ops("token_logprob", "mps") is None
+    assert said == ["token_logprob: torch on mps (the native build has no kernels for mps)"]
+
+
+def test_the_build_can_be_turned_off(said: list[str], monkeypatch) -> None:
+    monkeypatch.setenv("RLCORE_NATIVE", "0")
+    assert native.torch_ops("token_logprob", "cpu") is None
+    assert said == ["token_logprob: torch on cpu (RLCORE_NATIVE=0)"]
+
+
+def test_insisting_on_kernels_that_are_not_there_is_an_error(monkeypatch) -> None:
+    monkeypatch.setenv("RLCORE_NATIVE", "1")
+    with pytest.raises(ImportError, match="RLCORE_NATIVE=1: token_logprob on mps has no native"):
+        native.torch_ops("token_logprob", "mps")
+
+
+def test_insisting_on_a_library_that_is_not_there_is_an_error(monkeypatch) -> None:
+    monkeypatch.setenv("RLCORE_NATIVE", "1")
+    monkeypatch.setattr(native, "_library", lambda: "no native build")
+    with pytest.raises(ImportError, match="no native build"):
+        native.torch_ops("token_logprob", "cpu")
