@@ -1,1 +1,273 @@
-// Row kernels on the host.
+#include "loss/row_host.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#define RL_INLINE inline __attribute__((always_inline))
+
+namespace rlcore::loss {
+namespace {
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kLargest = std::numeric_limits<float>::max();
+
+template <class T>
+constexpr T kMinusInf = -std::numeric_limits<T>::infinity();
+template <>
+constexpr Bf16 kMinusInf<Bf16>{0xff80};
+template <>
+constexpr Fp16 kMinusInf<Fp16>{0xfc00};
+
+// 1 / temperature in two floats, so that x has the rounding of one multiplication in double.
+struct Scale {
+  explicit Scale(double t)
+      : temperature(t), high(static_cast<float>(1 / t)), low(static_cast<float>(1 / t - high)) {}
+  bool is_one() const { return temperature == 1; }
+  double temperature;
+  float high, low;
+};
+
+template <class Real>
+struct Stats {
+  Real top;
+  double sum, dot;
+};
+using RowStats = Stats<float>;
+
+// The gradient of a row: e^d (a + b d) with d = x - shift.
+struct Slope {
+  float shift, a, b;
+};
+
+template <class T>
+struct RowKernels {
+  RowStats (*stats)(const T* row, int64_t count, const Scale&);
+  void (*grad)(const T* row, T* out, int64_t count, const Scale&, const Slope&);
+};
+
+inline float scaled(float v, const Scale& scale) {
+  return static_cast<float>(static_cast<double>(v) / scale.temperature);
+}
+
+// Moves the sums to a larger maximum.
+template <class Real>
+void raise(Stats<Real>& s, Real top) {
+  if (s.top != -std::numeric_limits<Real>::infinity()) {
+    const double gap = static_cast<double>(s.top) - static_cast<double>(top);
+    const double factor = std::exp(gap);
+    s.dot = (s.dot + s.sum * gap) * factor;
+    s.sum *= factor;
+  }
+  s.top = top;
+}
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define RL_X86_TARGETS
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4")
+namespace avx512 {
+constexpr int kLanes = 16;
+#include "loss/row_simd.h"
+}  // namespace avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+namespace avx2 {
+constexpr int kLanes = 8;
+#include "loss/row_simd.h"
+}  // namespace avx2
+#pragma GCC pop_options
+#endif
+namespace baseline {
+constexpr int kLanes = 4;
+#include "loss/row_simd.h"
+}  // namespace baseline
+#pragma GCC diagnostic pop
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+Isa isa() {
+#ifdef RL_X86_TARGETS
+  static const Isa found = __builtin_cpu_supports("x86-64-v4")   ? Isa::kAvx512
+                           : __builtin_cpu_supports("x86-64-v3") ? Isa::kAvx2
+                                                                 : Isa::kBaseline;
+  return found;
+#else
+  return Isa::kBaseline;
+#endif
+}
+
+template <class T>
+const RowKernels<T>& kernels() {
+#ifdef RL_X86_TARGETS
+  if (isa() == Isa::kAvx512) return avx512::kernels<T>;
+  if (isa() == Isa::kAvx2) return avx2::kernels<T>;
+#endif
+  return baseline::kernels<T>;
+}
+
+// Element types as the scalar code sees them.
+template <class T>
+struct Element {
+  using Real = float;
+  static Real get(const T* at) {
+    T lanes[baseline::kLanes];
+    for (auto& lane : lanes) lane = *at;
+    return baseline::load(lanes)[0];
+  }
+  static void put(T* at, double v) {
+    T lanes[baseline::kLanes];
+    baseline::store(lanes, baseline::floats(static_cast<float>(v)));
+    *at = lanes[0];
+  }
+  static Stats<Real> stats(const T* row, int64_t count, const Scale& scale) {
+    return kernels<T>().stats(row, count, scale);
+  }
+  static void grad(const T* row, T* out, int64_t count, const Scale& scale, double shift, double a,
+                   double b) {
+    kernels<T>().grad(
+        row, out, count, scale,
+        Slope{static_cast<float>(shift), static_cast<float>(a), static_cast<float>(b)});
+  }
+};
+
+// Double is what tests differentiate in: plain loops.
+template <>
+struct Element<double> {
+  using Real = double;
+  static double get(const double* at) { return *at; }
+  static void put(double* at, double v) { *at = v; }
+  static Stats<double> stats(const double* row, int64_t count, const Scale& scale) {
+    Stats<double> out{-std::numeric_limits<double>::infinity(), 0.0, 0.0};
+    for (int64_t i = 0; i < count; ++i) out.top = row[i] > out.top ? row[i] : out.top;
+    out.top /= scale.temperature;
+    const double shift = out.top == -std::numeric_limits<double>::infinity() ? 0.0 : out.top;
+    for (int64_t i = 0; i < count; ++i) {
+      const double d = row[i] / scale.temperature - shift, e = std::exp(d);
+      out.sum += e;
+      if (e != 0) out.dot += e * d;
+    }
+    return out;
+  }
+  static void grad(const double* row, double* out, int64_t count, const Scale& scale, double shift,
+                   double a, double b) {
+    for (int64_t i = 0; i < count; ++i) {
+      const double d = row[i] / scale.temperature - shift, e = std::exp(d);
+      out[i] = e == 0 ? 0.0 : e * (a + b * d);
+    }
+  }
+};
+
+// The column of a row's token in this shard, or -1.
+int64_t column(const Logits& x, int64_t row) {
+  const int64_t id = x.tokens[row];
+  return id >= x.first && id - x.first < x.valid ? id - x.first : -1;
+}
+
+template <class T>
+void stats_rows(const StatsParams& p, int64_t begin, int64_t end) {
+  using E = Element<T>;
+  using Real = typename E::Real;
+  const Logits& x = p.logits;
+  const Scale scale(x.temperature);
+  Real* out = static_cast<Real*>(p.out);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* at = static_cast<const T*>(x.data) + row * x.stride;
+    const auto s = E::stats(at, x.valid, scale);
+    const int64_t token = column(x, row);
+    out[row] = s.top;
+    out[x.rows + row] = static_cast<Real>(s.sum);
+    out[2 * x.rows + row] = static_cast<Real>(s.dot);
+    out[3 * x.rows + row] =
+        token < 0 ? -std::numeric_limits<Real>::infinity()
+                  : static_cast<Real>(static_cast<double>(E::get(at + token)) / x.temperature);
+  }
+}
+
+template <class T>
+void clear(T* at, int64_t count) {
+  if (count > 0) std::memset(static_cast<void*>(at), 0, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Writes a row's gradient. `shift` and `log_sum` give log p = x - shift - log_sum: shift is what
+// the row is read with, so it is a value of the statistics' type.
+template <class T>
+void write_grad(const Logits& x, int64_t row, T* out, double shift, double log_sum, double entropy,
+                double g, double h) {
+  using E = Element<T>;
+  if (g == 0 && h == 0) return clear(out, x.width);
+  const T* at = static_cast<const T*>(x.data) + row * x.stride;
+  const int64_t token = column(x, row);
+  const double logit = token < 0 ? 0.0 : static_cast<double>(E::get(at + token));
+  const double factor = 1 / (x.temperature * std::exp(log_sum));
+  E::grad(at, out, x.valid, Scale(x.temperature), shift, -(g + h * (entropy - log_sum)) * factor,
+          -h * factor);
+  if (token >= 0) {
+    // g (1 - p), where 1 - p would lose what matters of a likely token.
+    const double logp = logit / x.temperature - shift - log_sum, p = std::exp(logp);
+    const double entropy_part = p == 0 ? 0.0 : h * p * (logp + entropy);
+    E::put(out + token, (-g * std::expm1(logp) - entropy_part) / x.temperature);
+  }
+  clear(out + x.valid, x.width - x.valid);
+}
+
+template <class T>
+void grad_rows(const GradParams& p, int64_t begin, int64_t end) {
+  using Real = typename Element<T>::Real;
+  const auto value = [](const void* at, int64_t row) {
+    return at ? static_cast<double>(static_cast<const Real*>(at)[row]) : 0.0;
+  };
+  for (int64_t row = begin; row < end; ++row) {
+    write_grad(p.logits, row, static_cast<T*>(p.out) + row * p.out_stride, value(p.lse, row), 0.0,
+               value(p.entropy, row), value(p.grad_logp, row), value(p.grad_entropy, row));
+  }
+}
+
+// Calls `f` with a null pointer of the element's type.
+template <class F>
+void dispatch(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::kBf16:
+      return f(static_cast<Bf16*>(nullptr));
+    case Dtype::kFp16:
+      return f(static_cast<Fp16*>(nullptr));
+    case Dtype::kFp32:
+      return f(static_cast<float*>(nullptr));
+    case Dtype::kFp64:
+      return f(static_cast<double*>(nullptr));
+  }
+}
+
+}  // namespace
+
+const char* instruction_set() {
+  return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "baseline";
+}
+
+void row_stats(const StatsParams& p, const ParallelFor& parallel_for) {
+  dispatch(p.logits.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    parallel_for(p.logits.rows, [&](int64_t a, int64_t b) { stats_rows<T>(p, a, b); });
+  });
+}
+
+void row_grad(const GradParams& p, const ParallelFor& parallel_for) {
+  dispatch(p.logits.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    parallel_for(p.logits.rows, [&](int64_t a, int64_t b) { grad_rows<T>(p, a, b); });
+  });
+}
+
+}  // namespace rlcore::loss

@@ -1,0 +1,27 @@
+// The row kernels on the CPU. Every row is one thread's work, so results do not depend on their
+// number; they may differ in the last bit between instruction sets.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "loss/logits.h"
+
+namespace rlcore::loss {
+
+// Calls the function for ranges [begin, end) that cover [0, count).
+using Range = std::function<void(int64_t, int64_t)>;
+using ParallelFor = std::function<void(int64_t count, const Range&)>;
+
+// top = max x (-inf where valid is 0), sum = sum e^(x - top), dot = sum e^(x - top) (x - top),
+// target = x[token] (-inf where the token is not in this shard). -inf logits count 0; a row with
+// NaN or +inf has a NaN sum.
+void row_stats(const StatsParams& params, const ParallelFor& parallel_for);
+
+// out = (g (onehot - p) - h p (log p + H)) / temperature. A row with g = h = 0 is not read.
+void row_grad(const GradParams& params, const ParallelFor& parallel_for);
+
+// "avx512", "avx2" or "baseline": which code this machine runs.
+const char* instruction_set();
+
+}  // namespace rlcore::loss
