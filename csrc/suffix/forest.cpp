@@ -1,0 +1,717 @@
+#include "suffix/forest.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <numeric>
+#include <system_error>
+#include <thread>
+
+#include "common/check.h"
+#include "suffix/build.h"
+
+namespace rlcore::suffix {
+namespace {
+
+constexpr uint64_t kLine = 64;
+constexpr double kWeightUnit = 65536.0;
+constexpr float kLargestReward = 16384.0f;
+constexpr int64_t kLongestPrompt = int64_t{1} << 29;
+constexpr int64_t kLongestStream = int64_t{1} << 30;
+
+// The history of a prompt without one.
+constexpr State kNothing = {kNoToken, kNil, kNil, 0, kNil, 0};
+
+uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+class File {
+ public:
+  File(const std::string& path, int flags) : path_(path) {
+    fd_ = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
+    if (fd_ < 0) fail();
+  }
+  ~File() { ::close(fd_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  int64_t size() const {
+    struct stat s;
+    if (::fstat(fd_, &s) != 0) fail();
+    return s.st_size;
+  }
+  // False: the file ends before.
+  bool read(char* to, uint64_t bytes) const {
+    for (uint64_t done = 0; done < bytes;) {
+      const ssize_t n = ::read(fd_, to + done, std::min<uint64_t>(bytes - done, 1u << 30));
+      if (n == 0) return false;
+      if (n < 0 && errno != EINTR) fail();
+      if (n > 0) done += static_cast<uint64_t>(n);
+    }
+    return true;
+  }
+  void write(const char* from, uint64_t bytes) const {
+    for (uint64_t done = 0; done < bytes;) {
+      const ssize_t n = ::write(fd_, from + done, std::min<uint64_t>(bytes - done, 1u << 30));
+      if (n < 0 && errno != EINTR) fail();
+      if (n > 0) done += static_cast<uint64_t>(n);
+    }
+  }
+
+ private:
+  [[noreturn]] void fail() const { throw std::system_error(errno, std::generic_category(), path_); }
+  std::string path_;
+  int fd_;
+};
+
+void check_offsets(const char* name, std::span<const int64_t> offsets, size_t parts, size_t total) {
+  RL_CHECK(offsets.size() == parts + 1, name, ": ", parts + 1, " entries are needed, got ",
+           offsets.size());
+  RL_CHECK(offsets[0] == 0, name, "[0] ", offsets[0], ": offsets begin with 0");
+  for (size_t i = 0; i < parts; ++i) {
+    RL_CHECK(offsets[i] <= offsets[i + 1], name, "[", i + 1, "] ", offsets[i + 1],
+             ": offsets do not fall, the one before is ", offsets[i]);
+  }
+  RL_CHECK(offsets[parts] == static_cast<int64_t>(total), name, "[", parts, "] ", offsets[parts],
+           ": the last offset is the number of what it cuts, ", total);
+}
+
+void check_tokens(std::span<const int32_t> tokens) {
+  int32_t signs = 0;
+  for (const int32_t t : tokens) signs |= t;
+  if (signs >= 0) return;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    RL_CHECK(tokens[i] >= 0, "tokens[", i, "] ", tokens[i], ": token ids are 0 or more");
+  }
+}
+
+}  // namespace
+
+// ---- Arena ---------------------------------------------------------------------------------
+
+std::unique_ptr<Arena> Arena::reserve(uint64_t bytes) {
+  bytes = round_up(bytes, 4096);
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) throw std::bad_alloc();
+  ::madvise(base, bytes, MADV_HUGEPAGE);  // walks jump about; without it they miss the TLB too
+  return std::unique_ptr<Arena>(new Arena(static_cast<char*>(base), bytes));
+}
+
+Arena::~Arena() { ::munmap(base_, reserved_); }
+
+char* Arena::take(uint64_t bytes) {
+  const uint64_t at = used_.fetch_add(round_up(bytes, kLine));
+  if (at + bytes > reserved_) throw std::bad_alloc();
+  return base_ + at;
+}
+
+void Arena::seal() {
+  const uint64_t keep = round_up(used_, 4096);
+  if (keep < reserved_) {
+    ::munmap(base_ + keep, reserved_ - keep);
+    reserved_ = keep;
+  }
+  Header& h = header();
+  h.magic = kMagic;
+  h.version = kVersion;
+  h.header_bytes = sizeof(Header);
+  h.bytes = used_;
+  h.num_states = h.num_edges = 0;
+  for (const Prompt& p : prompts()) {
+    h.num_states += p.num_states;
+    h.num_edges += p.num_edges;
+  }
+}
+
+const Prompt* Arena::find(int64_t key) const {
+  const auto all = prompts();
+  const auto less = [](const Prompt& p, int64_t k) { return p.key < k; };
+  const auto at = std::lower_bound(all.begin(), all.end(), key, less);
+  return at != all.end() && at->key == key ? &*at : nullptr;
+}
+
+History Arena::history(int64_t key) const {
+  const Prompt* p = find(key);
+  if (p == nullptr) return {&kNothing, nullptr};
+  return {reinterpret_cast<const State*>(base_ + p->states),
+          reinterpret_cast<const Edge*>(base_ + p->edges)};
+}
+
+// Four lanes, since one multiplication chain is slower than memory.
+uint64_t Arena::checksum() const {
+  constexpr uint64_t kMul = 0x9E3779B97F4A7C15ull;
+  uint64_t lane[4] = {1, 2, 3, 4};
+  for (uint64_t at = sizeof(Header); at < used_; at += 32) {
+    uint64_t word[4] = {};
+    std::memcpy(word, base_ + at, std::min<uint64_t>(32, used_ - at));
+    for (int i = 0; i < 4; ++i) {
+      lane[i] = (lane[i] ^ word[i]) * kMul;
+      lane[i] ^= lane[i] >> 29;
+    }
+  }
+  return ((lane[0] * kMul ^ lane[1]) * kMul ^ lane[2]) * kMul ^ lane[3];
+}
+
+void Arena::save(const std::string& path) const {
+  Header h = header();
+  h.checksum = checksum();
+  const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
+  file.write(reinterpret_cast<const char*>(&h), sizeof(h));
+  file.write(base_ + sizeof(h), used_ - sizeof(h));
+}
+
+std::unique_ptr<Arena> Arena::load(const std::string& path) {
+  const File file(path, O_RDONLY);
+  const auto size = static_cast<uint64_t>(std::max<int64_t>(file.size(), 0));
+  Header h;
+  RL_CHECK(size >= sizeof(h) && file.read(reinterpret_cast<char*>(&h), sizeof(h)), "path ", path,
+           ": not a suffix forest, ", size, " bytes");
+  RL_CHECK(h.magic == kMagic, "path ", path, ": not a suffix forest");
+  RL_CHECK(h.version == kVersion && h.header_bytes == sizeof(Header), "path ", path, ": version ",
+           h.version, ", this build reads ", kVersion);
+  RL_CHECK(h.bytes == size, "path ", path, ": ", size, " bytes, its header says ", h.bytes);
+  RL_CHECK(h.num_prompts <= (size - sizeof(h)) / sizeof(Prompt), "path ", path, ": ", h.num_prompts,
+           " prompts do not fit into ", size, " bytes");
+  auto arena = reserve(size);
+  arena->take(size);
+  arena->used_ = size;
+  arena->header() = h;
+  RL_CHECK(file.read(arena->base_ + sizeof(h), size - sizeof(h)), "path ", path,
+           ": the file ends early");
+  const uint64_t sum = arena->checksum();
+  RL_CHECK(sum == h.checksum, "path ", path, ": checksum ", sum, ", its header says ", h.checksum);
+  try {
+    arena->check_contents();
+  } catch (const std::invalid_argument& error) {
+    refuse("path ", path, ": ", error.what());
+  }
+  return arena;
+}
+
+// Every index in range and every chain of links finite: what match.h relies on.
+void Arena::check_contents() const {
+  const auto inside = [&](uint64_t at, uint64_t count, uint64_t each) {
+    return at % alignof(State) == 0 && at <= used_ && count <= (used_ - at) / each;
+  };
+  const auto all = prompts();
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Prompt& p = all[i];
+    RL_CHECK(i == 0 || all[i - 1].key < p.key, "keys do not ascend");
+    RL_CHECK(p.num_states > 0 && inside(p.states, p.num_states, sizeof(State)) &&
+                 inside(p.edges, p.num_edges, sizeof(Edge)),
+             "prompt ", p.key, " lies outside of the file");
+    const auto* states = reinterpret_cast<const State*>(base_ + p.states);
+    const auto* edges = reinterpret_cast<const Edge*>(base_ + p.edges);
+    const auto reaches = [&](const Edge& e) {
+      return e.token == kNoToken || (e.token >= 0 && e.to < p.num_states);
+    };
+    for (uint32_t s = 0; s < p.num_states; ++s) {
+      const State& x = states[s];
+      const bool root = s == kRoot;
+      bool good = (x.next == kNil) == (x.token == kNoToken) && x.token >= kNoToken;
+      good = good && (x.next == kNil || x.next < p.num_states);
+      good = good && (root ? x.link == kNil && x.link_length == 0 : x.link < p.num_states);
+      if (good && !root) {
+        good = x.link == kRoot ? x.link_length == 0 : x.link_length > states[x.link].link_length;
+      }
+      if (good && x.edges != kNil) {
+        good = x.edges < p.num_edges;
+        if (good) {
+          const Edge head = edges[x.edges];
+          const uint32_t room = p.num_edges - x.edges - 1;
+          good = head.token >= 0 && static_cast<uint32_t>(head.token) <= room;
+          good = good && (head.to == 0 || head.to + 1 == static_cast<uint32_t>(head.token));
+          good = good && (head.to & (head.to + 1)) == 0;
+          for (int32_t k = 1; good && k <= head.token; ++k) good = reaches(edges[x.edges + k]);
+        }
+      }
+      RL_CHECK(good, "prompt ", p.key, " has a broken state ", s);
+    }
+  }
+}
+
+// ---- requests ------------------------------------------------------------------------------
+
+struct Forest::Request {
+  History history;
+  Match match = {kRoot, 0};
+  Window window = {};
+  Live live = {};
+  int32_t capacity = 0;  // of text and prev
+  uint32_t filled = 0;   // slots
+  uint32_t generation = 0;
+  bool is_open = false;
+  uint64_t call = 0;
+  std::shared_ptr<const Arena> arena;
+  int64_t proposed() const { return window.proposed; }
+
+  ~Request() { clear(); }
+
+  void clear() {
+    std::free(live.text);
+    std::free(live.prev);
+    std::free(live.slots);
+    live = {};
+    capacity = 0;
+    filled = 0;
+    arena.reset();
+    window = {};
+    match = {kRoot, 0};
+  }
+
+  // Room for `more` tokens. std::bad_alloc leaves what was there.
+  void make_room(int64_t more) {
+    const int64_t size = live.size + more;
+    RL_CHECK(size <= kLongestStream, "tokens: a stream of ", size, " tokens, at most ",
+             kLongestStream);
+    if (size > capacity) {
+      const int64_t want = std::max<int64_t>({size, capacity * int64_t{3} / 2, 256});
+      grow(live.text, want);
+      grow(live.prev, want);
+      capacity = static_cast<int32_t>(want);
+    }
+    // Filled to three quarters at most.
+    const uint64_t grams = filled + static_cast<uint64_t>(more);
+    uint64_t slots = live.slots == nullptr ? 512 : uint64_t{live.mask} + 1;
+    while (grams * 4 > slots * 3) slots *= 2;
+    if (live.slots == nullptr || slots > uint64_t{live.mask} + 1) rehash(slots);
+  }
+
+  uint64_t live_bytes() const {
+    const uint64_t slots = live.slots == nullptr ? 0 : uint64_t{live.mask} + 1;
+    return static_cast<uint64_t>(capacity) * 8 + slots * sizeof(LiveSlot);
+  }
+
+ private:
+  static void grow(int32_t*& array, int64_t size) {
+    void* more = std::realloc(array, static_cast<size_t>(size) * sizeof(int32_t));
+    if (more == nullptr) throw std::bad_alloc();
+    array = static_cast<int32_t*>(more);
+  }
+
+  void rehash(uint64_t slots) {
+    auto* table = static_cast<LiveSlot*>(std::calloc(slots, sizeof(LiveSlot)));
+    if (table == nullptr) throw std::bad_alloc();
+    const auto mask = static_cast<uint32_t>(slots - 1);
+    for (uint64_t i = 0; live.slots != nullptr && i <= live.mask; ++i) {
+      const LiveSlot s = live.slots[i];
+      if (s.last == 0) continue;
+      uint32_t at = s.tag & mask;
+      while (table[at].last != 0) at = (at + 1) & mask;
+      table[at] = s;
+    }
+    std::free(live.slots);
+    live.slots = table;
+    live.mask = mask;
+  }
+};
+
+// ---- Forest --------------------------------------------------------------------------------
+
+namespace {
+
+Options checked(const Options& o) {
+  RL_CHECK(o.min_match >= 1 && o.min_match <= kLiveCap, "min_match ", o.min_match, ": 1 to ",
+           kLiveCap);
+  RL_CHECK(o.limit == 0 || o.limit >= o.min_match, "limit ", o.limit,
+           ": 0 for none, or at least min_match ", o.min_match);
+  RL_CHECK(o.min_prob >= 0 && o.min_prob <= 1, "min_prob ", o.min_prob, ": from 0 to 1");
+  RL_CHECK(o.max_window >= 1 && o.max_window <= 4096, "max_window ", o.max_window, ": 1 to 4096");
+  RL_CHECK(o.start_window >= 1 && o.start_window <= o.max_window, "start_window ", o.start_window,
+           ": 1 to max_window ", o.max_window);
+  RL_CHECK(o.growth >= 0 && o.growth <= 4096, "growth ", o.growth, ": 0 to 4096");
+  RL_CHECK(o.knee >= 0, "knee ", o.knee, ": 0 for unknown, or tokens per forward");
+  RL_CHECK(o.candidates >= 1, "candidates ", o.candidates, ": at least 1");
+  return o;
+}
+
+int checked_threads(int threads) {
+  RL_CHECK(threads >= 0, "threads ", threads, ": 0 for all cores, or more");
+  if (threads == 0) threads = static_cast<int>(std::thread::hardware_concurrency());
+  return std::max(threads, 1);
+}
+
+void check_corpus(const Corpus& c) {
+  const size_t responses = c.rewards.size();
+  check_offsets("prompt_offsets", c.prompt_offsets, c.keys.size(), responses);
+  check_offsets("response_offsets", c.response_offsets, responses, c.tokens.size());
+  check_tokens(c.tokens);
+  for (size_t i = 0; i < responses; ++i) {
+    RL_CHECK(std::abs(c.rewards[i]) <= kLargestReward, "rewards[", i, "] ", c.rewards[i],
+             ": finite numbers, at most ", kLargestReward, " in magnitude");
+  }
+  for (size_t p = 0; p < c.keys.size(); ++p) {
+    const auto first = static_cast<size_t>(c.prompt_offsets[p]);
+    const auto last = static_cast<size_t>(c.prompt_offsets[p + 1]);
+    const int64_t tokens = c.response_offsets[last] - c.response_offsets[first];
+    RL_CHECK(tokens <= kLongestPrompt, "response_offsets: prompt ", c.keys[p], " has ", tokens,
+             " tokens, at most ", kLongestPrompt);
+  }
+}
+
+// Prompts by ascending key.
+std::vector<size_t> order_of(std::span<const int64_t> keys) {
+  std::vector<size_t> order(keys.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return keys[a] < keys[b]; });
+  for (size_t i = 1; i < order.size(); ++i) {
+    RL_CHECK(keys[order[i - 1]] != keys[order[i]], "keys[", order[i], "] ", keys[order[i]],
+             ": every prompt once");
+  }
+  return order;
+}
+
+int64_t units(float reward) { return std::llrint(static_cast<double>(reward) * kWeightUnit); }
+
+// Builds the history of prompt `p` of the corpus and describes it in `entry`.
+void build_prompt(const Corpus& c, size_t p, Builder& builder, Arena& arena, Prompt& entry) {
+  const auto first = static_cast<size_t>(c.prompt_offsets[p]);
+  const auto last = static_cast<size_t>(c.prompt_offsets[p + 1]);
+  int64_t least = 0;
+  for (size_t r = first; r < last; ++r) least = std::min(least, units(c.rewards[r]));
+  builder.start(c.response_offsets[last] - c.response_offsets[first]);
+  for (size_t r = first; r < last; ++r) {
+    const auto from = static_cast<size_t>(c.response_offsets[r]);
+    const auto to = static_cast<size_t>(c.response_offsets[r + 1]);
+    builder.add(c.tokens.subspan(from, to - from), units(c.rewards[r]) - least);
+  }
+  builder.finish();
+  const uint64_t states = round_up(builder.num_states() * sizeof(State), kLine);
+  const uint64_t edges = builder.num_edges() * sizeof(Edge);
+  char* block = arena.take(states + edges);
+  const auto at = static_cast<uint64_t>(block - arena.base());
+  entry = {c.keys[p], at, at + states, builder.num_states(), builder.num_edges()};
+  builder.write(reinterpret_cast<State*>(block), reinterpret_cast<Edge*>(block + states));
+}
+
+}  // namespace
+
+Forest::Forest(const Options& options, int threads)
+    : options_(checked(options)), threads_(checked_threads(threads)) {}
+
+Forest::~Forest() = default;
+
+Built Forest::build(const Corpus& corpus) {
+  const std::lock_guard lock(building_);
+  const auto begin = std::chrono::steady_clock::now();
+  check_corpus(corpus);
+  const std::vector<size_t> order = order_of(corpus.keys);
+  const uint64_t prompts = corpus.keys.size(), tokens = corpus.tokens.size();
+  // At most 2 states and 3 ways out per token, an edge list at most three times its entries.
+  auto arena =
+      Arena::reserve(sizeof(Header) + prompts * (sizeof(Prompt) + 512) + tokens * 144 + 4096);
+  arena->take(sizeof(Header) + prompts * sizeof(Prompt));
+  arena->header().num_prompts = prompts;
+  arena->header().num_tokens = tokens;
+
+  std::atomic<size_t> next{0};
+  std::mutex failing;
+  std::exception_ptr failure;
+  const auto work = [&] {
+    try {
+      Builder builder;
+      for (size_t i = next++; i < prompts; i = next++) {
+        build_prompt(corpus, order[i], builder, *arena, arena->prompts()[i]);
+      }
+    } catch (...) {
+      const std::lock_guard guard(failing);
+      failure = std::current_exception();
+      next = prompts;
+    }
+  };
+  {
+    std::vector<std::jthread> helpers;
+    const size_t wanted = std::min<size_t>(static_cast<size_t>(threads_), prompts);
+    try {
+      for (size_t t = 1; t < wanted; ++t) helpers.emplace_back(work);
+    } catch (const std::system_error&) {
+      // Fewer threads than asked for do the same work.
+    }
+    work();
+  }
+  if (failure) std::rethrow_exception(failure);
+  arena->seal();
+
+  const Header& h = arena->header();
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  const Built built = {h.num_tokens, h.num_states, h.num_edges, h.bytes, took.count()};
+  const std::lock_guard serve(serving_);
+  next_ = std::move(arena);
+  arenas_.push_back(next_);
+  return built;
+}
+
+void Forest::swap() {
+  const std::lock_guard lock(serving_);
+  RL_CHECK(next_ != nullptr, "swap: nothing was built since the last one");
+  current_ = std::move(next_);
+  next_.reset();
+}
+
+void Forest::open(std::span<const int64_t> keys, std::span<int64_t> handles) {
+  const std::lock_guard lock(serving_);
+  while (free_.size() < keys.size()) {
+    free_.reserve(requests_.size() + 1);
+    requests_.push_back(std::make_unique<Request>());
+    free_.push_back(static_cast<uint32_t>(requests_.size() - 1));
+  }
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const uint32_t slot = free_.back();
+    free_.pop_back();
+    Request& r = *requests_[slot];
+    r.is_open = true;
+    r.arena = current_;
+    r.history = current_ ? current_->history(keys[i]) : History{&kNothing, nullptr};
+    handles[i] = static_cast<int64_t>((uint64_t{r.generation} << 32) | slot);
+  }
+}
+
+Forest::Request& Forest::request(std::span<const int64_t> handles, size_t i) {
+  const auto handle = static_cast<uint64_t>(handles[i]);
+  const uint64_t slot = handle & 0xffffffffu;
+  RL_CHECK(slot < requests_.size() && requests_[slot]->generation == handle >> 32 &&
+               requests_[slot]->is_open,
+           "handles[", i, "] ", handles[i], ": not open (closed, or never given out)");
+  return *requests_[slot];
+}
+
+// Fills found_. `once`: no handle may be there twice.
+void Forest::find(std::span<const int64_t> handles, bool once) {
+  found_.resize(handles.size());
+  ++call_;
+  for (size_t i = 0; i < handles.size(); ++i) {
+    Request& r = request(handles, i);
+    RL_CHECK(!once || r.call != call_, "handles[", i, "] ", handles[i], ": every handle once");
+    r.call = call_;
+    found_[i] = &r;
+  }
+}
+
+void Forest::close(std::span<const int64_t> handles) {
+  const std::lock_guard lock(serving_);
+  find(handles, true);
+  free_.reserve(requests_.size());
+  for (size_t i = 0; i < handles.size(); ++i) {
+    Request& r = *found_[i];
+    r.clear();
+    r.is_open = false;
+    r.generation = (r.generation + 1) & 0x7fffffffu;
+    free_.push_back(static_cast<uint32_t>(handles[i] & 0xffffffff));
+  }
+}
+
+void Forest::make_room(std::span<const int64_t> offsets) {
+  if (!options_.live) return;
+  for (size_t i = 0; i < found_.size(); ++i) found_[i]->make_room(offsets[i + 1] - offsets[i]);
+}
+
+void Forest::advance_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets) {
+  const int32_t limit = longest_match(options_);
+  const int32_t gram = options_.min_match;
+  for (size_t i = 0; i < found_.size(); ++i) {
+    Request& r = *found_[i];
+    for (int64_t k = offsets[i]; k < offsets[i + 1]; ++k) {
+      const int32_t token = tokens[static_cast<size_t>(k)];
+      r.match = suffix::advance(r.history, r.match, token, limit);
+      if (!options_.live) continue;
+      Live& live = r.live;
+      live.text[live.size] = token;
+      live.prev[live.size] = -1;
+      if (++live.size >= gram) {
+        const uint32_t tag = hash_gram(live.text + live.size - gram, gram);
+        r.filled += file_gram(live, live.size - 1, tag);
+      }
+    }
+  }
+}
+
+void Forest::advance(std::span<const int64_t> handles, std::span<const int32_t> tokens,
+                     std::span<const int64_t> offsets) {
+  check_offsets("offsets", offsets, handles.size(), tokens.size());
+  check_tokens(tokens);
+  const std::lock_guard lock(serving_);
+  find(handles, true);
+  make_room(offsets);
+  advance_found(tokens, offsets);
+}
+
+void Forest::check_accepted(std::span<const int64_t> handles,
+                            std::span<const int32_t> accepted) const {
+  RL_CHECK(accepted.size() == handles.size(), "accepted: ", handles.size(),
+           " entries are needed, got ", accepted.size());
+  for (size_t i = 0; i < accepted.size(); ++i) {
+    RL_CHECK(accepted[i] >= 0 && accepted[i] <= found_[i]->window.proposed, "accepted[", i, "] ",
+             accepted[i], ": 0 to the length of the last draft, ", found_[i]->window.proposed);
+  }
+}
+
+void Forest::accept_found(std::span<const int32_t> accepted) {
+  for (size_t i = 0; i < found_.size(); ++i) {
+    suffix::accept(found_[i]->window, accepted[i], options_.max_window);
+  }
+}
+
+void Forest::accept(std::span<const int64_t> handles, std::span<const int32_t> accepted) {
+  const std::lock_guard lock(serving_);
+  find(handles, true);
+  check_accepted(handles, accepted);
+  accept_found(accepted);
+}
+
+void Forest::check_windows(std::span<const int32_t> windows, size_t batch) const {
+  RL_CHECK(windows.size() == batch, "windows: ", batch, " entries are needed, got ",
+           windows.size());
+  for (size_t i = 0; i < windows.size(); ++i) {
+    RL_CHECK(windows[i] >= 0 && windows[i] <= options_.max_window, "windows[", i, "] ", windows[i],
+             ": 0 to max_window ", options_.max_window);
+  }
+}
+
+int32_t Forest::width(int64_t batch, std::span<const int32_t> windows, bool own,
+                      int64_t running) const {
+  if (own) return load_rule(options_, running > 0 ? running : batch).budget;
+  check_windows(windows, static_cast<size_t>(batch));
+  return windows.empty() ? 0 : *std::max_element(windows.begin(), windows.end());
+}
+
+void Forest::draft_found(std::span<const int32_t> windows, bool own, int64_t running,
+                         const Drafts& out) {
+  const auto batch = static_cast<int64_t>(found_.size());
+  const Load load = load_rule(options_, running > 0 ? running : batch);
+  for (size_t i = 0; i < found_.size(); ++i) {
+    Request& r = *found_[i];
+    const int32_t window_of = open_window(r.window, load);
+    const int32_t window = own ? window_of : windows[i];
+    const int64_t row = static_cast<int64_t>(i) * out.width;
+    int32_t* tokens = out.tokens + row;
+    int32_t n, depth;
+    if (out.parents == nullptr) {
+      depth = n =
+          suffix::draft(r.history, r.match, r.live, options_.live != 0, options_, window, tokens);
+    } else {
+      n = grow(r, window, tokens, out.parents + row, &depth);
+      std::fill(out.parents + row + n, out.parents + row + out.width, -1);
+    }
+    std::fill(tokens + n, tokens + out.width, kNoToken);
+    out.lengths[i] = n;
+    r.window.proposed = depth;
+  }
+}
+
+// As `draft` of match.h, with a tree from the history.
+int32_t Forest::grow(const Request& r, int32_t window, int32_t* tokens, int32_t* parents,
+                     int32_t* depth) {
+  *depth = 0;
+  if (window <= 0) return 0;
+  const Match from = shrink(r.history, r.match, options_.min_match);
+  int32_t n = 0;
+  if (from.length > 0) {
+    n = tree_.grow(r.history, from.state, window, options_.min_prob, tokens, parents, depth);
+  }
+  const int32_t length = n > 0 ? from.length : 0;
+  if (options_.live && length < longest_live(options_)) {
+    const LiveMatch own = find_live(r.live, options_);
+    if (own.length > length) {
+      n = *depth = copy_live(r.live, own, window, tokens);
+      std::iota(parents, parents + n, -1);
+    }
+  }
+  return n;
+}
+
+void Forest::draft(std::span<const int64_t> handles, std::span<const int32_t> windows, bool own,
+                   int64_t running, const Drafts& out) {
+  if (!own) check_windows(windows, handles.size());
+  const std::lock_guard lock(serving_);
+  find(handles, true);
+  draft_found(windows, own, running, out);
+}
+
+void Forest::step(std::span<const int64_t> handles, std::span<const int32_t> accepted,
+                  std::span<const int32_t> tokens, std::span<const int64_t> offsets,
+                  std::span<const int32_t> windows, bool own, int64_t running, const Drafts& out) {
+  if (!own) check_windows(windows, handles.size());
+  check_offsets("offsets", offsets, handles.size(), tokens.size());
+  check_tokens(tokens);
+  const std::lock_guard lock(serving_);
+  find(handles, true);
+  check_accepted(handles, accepted);
+  make_room(offsets);
+  accept_found(accepted);
+  advance_found(tokens, offsets);
+  draft_found(windows, own, running, out);
+}
+
+void Forest::matches(std::span<const int64_t> handles, std::span<int32_t> history,
+                     std::span<int32_t> live) {
+  const std::lock_guard lock(serving_);
+  find(handles, false);
+  for (size_t i = 0; i < found_.size(); ++i) {
+    const Request& r = *found_[i];
+    history[i] = r.match.length >= options_.min_match ? r.match.length : 0;
+    live[i] = options_.live && r.live.size > 0 ? find_live(r.live, options_).length : 0;
+  }
+}
+
+void Forest::windows(std::span<const int64_t> handles, std::span<int32_t> windows) {
+  const std::lock_guard lock(serving_);
+  find(handles, false);
+  for (size_t i = 0; i < found_.size(); ++i) {
+    const int32_t size = found_[i]->window.size;
+    windows[i] = size > 0 ? size : options_.start_window;
+  }
+}
+
+Stats Forest::stats() const {
+  const std::lock_guard lock(serving_);
+  Stats s = {};
+  if (current_) {
+    const Header& h = current_->header();
+    s = {h.num_prompts, h.num_tokens, h.num_states, h.num_edges, 0, 0, 0, 0};
+  }
+  for (const auto& held : arenas_) {
+    if (const auto arena = held.lock()) s.history_bytes += arena->nbytes();
+  }
+  for (const auto& r : requests_) {
+    if (!r->is_open) continue;
+    ++s.requests;
+    s.live_bytes += r->live_bytes();
+    s.live_tokens += static_cast<uint64_t>(r->live.size);
+  }
+  return s;
+}
+
+uint64_t Forest::nbytes() const {
+  const Stats s = stats();
+  return s.history_bytes + s.live_bytes;
+}
+
+void Forest::save(const std::string& path) const {
+  const auto arena = current();
+  RL_CHECK(arena != nullptr, "save: nothing to save before the first swap");
+  arena->save(path);
+}
+
+void Forest::load(const std::string& path) {
+  std::shared_ptr<const Arena> arena = Arena::load(path);
+  const std::lock_guard lock(serving_);
+  current_ = std::move(arena);
+  arenas_.push_back(current_);
+}
+
+std::shared_ptr<const Arena> Forest::current() const {
+  const std::lock_guard lock(serving_);
+  return current_;
+}
+
+}  // namespace rlcore::suffix

@@ -1,0 +1,1 @@
+// Suffix forest: one launch per batch.

@@ -1,0 +1,643 @@
+"""Suffix forest: drafts for speculative decoding from earlier responses to the same prompt.
+
+RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier responses; a request
+matches the end of its stream and is handed what followed there, along the branch with the largest
+sum of rewards.
+
+    match   the longest suffix of the stream (prompt, if fed, and response) that occurs in one of
+            the prompt's responses, at most `limit` tokens; below `min_match` there is no draft. If
+            nothing follows it anywhere it shrinks until something does.
+    branch  priority of a string = (sum over its occurrences of the response's reward, occurrences),
+            compared in this order, then the smaller token. If a reward of the prompt is negative,
+            all of the prompt's are shifted by the smallest. Rewards count in steps of 2**-16.
+    draft   the branch of highest priority, token by token, `window` at most; it stops where
+            count(path) < min_prob * count(match), which is the product of branch probabilities.
+    live    the request's own stream: among its last `candidates` earlier places where the same
+            `min_match` tokens end, the one with the longest match backwards (at most `limit`, 64 if
+            that is 0), the most recent of equals. The draft is what followed there, and beyond the
+            end of the stream what the draft begins with (a period goes on). Taken where the match
+            is longer than the one that the history drafts from, or the history has no draft.
+    window  starts at `start_window`; all of a draft accepted: + `growth`, at most `max_window`; any
+            rejected: back to the start; empty draft: unchanged. With a `knee` (tokens per forward
+            where compute begins to bound) a batch of `running` requests has a budget of
+            knee // running - 1 (1 to max_window) each; drafts are not longer than it, and windows
+            start and grow by budget // 4 (rounded down to even) where that is more.
+
+Differs from the paper: live matches, the match without a limit, and the load rule below the knee.
+C++ (`csrc/suffix`) where it is built; `Reference` gives the same drafts, a thousand times slower.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.ops import native
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+LIVE_CAP = 64
+WEIGHT_UNIT = 65536
+LARGEST_REWARD = 16384.0
+
+
+class Forest:
+    """Histories by prompt and live requests on them. B is the batch, W the width of its drafts.
+
+    Arrays are numpy, contiguous, of exactly the dtype that is said; what comes back is fresh. Bad
+    arguments are a ValueError that names them and change nothing; out of memory is a MemoryError
+    and leaves what was there. Calls release the GIL and may come from several threads: `build` runs
+    beside all others, the others one at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int = 7,
+        min_match: int = 3,
+        min_prob: float = 0.0,
+        max_window: int = 32,
+        start_window: int = 2,
+        growth: int = 2,
+        knee: int = 0,
+        live: bool = True,
+        candidates: int = 16,
+        threads: int = 0,
+    ) -> None:
+        """Args:
+        limit: longest match that is looked at; 0 is no limit.
+        min_match: shortest match that drafts.
+        min_prob: a draft stops before its path is rarer than this; 0 is off.
+        max_window: longest draft.
+        start_window: window of a new request, and after a rejection.
+        growth: added to the window when all was accepted.
+        knee: tokens per forward where compute begins to bound; 0 is unknown.
+        live: match the request's own stream too.
+        candidates: earlier places of the own stream that are compared.
+        threads: of `build`; 0 is one per core.
+        """
+        core = native.load("suffix forest")
+        make = Reference if core is None else core.SuffixForest
+        self._impl = make(
+            limit=limit,
+            min_match=min_match,
+            min_prob=min_prob,
+            max_window=max_window,
+            start_window=start_window,
+            growth=growth,
+            knee=knee,
+            live=live,
+            candidates=candidates,
+            threads=threads,
+        )
+
+    def build(
+        self,
+        keys: Longs,
+        tokens: Ints,
+        response_offsets: Longs,
+        prompt_offsets: Longs,
+        rewards: Floats,
+    ) -> dict[str, float]:
+        """Index the responses of P prompts. They serve after `swap`; requests may go on meanwhile.
+
+        Args:
+            keys: [P] prompts, each once.
+            tokens: [N] all responses, one after the other.
+            response_offsets: [R + 1] where each response begins in `tokens`.
+            prompt_offsets: [P + 1] where each prompt's responses begin among the R.
+            rewards: [R] of every response; finite, at most 16384 in magnitude.
+
+        Returns:
+            tokens, states, edges, bytes and seconds of the build.
+        """
+        return self._impl.build(keys, tokens, response_offsets, prompt_offsets, rewards)
+
+    def swap(self) -> None:
+        """What was built last serves requests that are opened from now on.
+
+        Those that are open stay on theirs; its memory goes when the last of them is closed.
+        """
+        self._impl.swap()
+
+    def open(self, keys: Longs) -> Longs:
+        """A new request for every key [B]; returns handles [B]. Unknown keys have no history."""
+        return self._impl.open(keys)
+
+    def close(self, handles: Longs) -> None:
+        """End requests [B]. Their handles are refused from now on."""
+        self._impl.close(handles)
+
+    def advance(self, handles: Longs, tokens: Ints, offsets: Longs) -> None:
+        """Append tokens[offsets[i] : offsets[i + 1]] to the stream of handles[i]."""
+        self._impl.advance(handles, tokens, offsets)
+
+    def draft(
+        self, handles: Longs, windows: Ints | None = None, *, running: int = 0
+    ) -> tuple[Ints, Ints]:
+        """Propose tokens.
+
+        Args:
+            handles: [B]
+            windows: [B] longest drafts; None: every request's own, under the load rule.
+            running: requests that share the forward; 0: B.
+
+        Returns:
+            tokens [B, W], -1 after the draft, and lengths [B]. W is the largest of `windows`, or
+            the budget of the load rule (max_window without a knee).
+        """
+        return self._impl.draft(handles, windows, running)
+
+    def draft_tree(
+        self, handles: Longs, windows: Ints | None = None, *, running: int = 0
+    ) -> tuple[Ints, Ints, Ints]:
+        """As `draft`, but the `window` most probable continuations, as a tree.
+
+        Best first by path probability; equals: the parent that came first, then the branch that a
+        chain takes, then the smaller token. A draft from the own stream is a chain.
+
+        Returns:
+            tokens [B, W], parents [B, W] (index in the row, -1: the end of the stream; both -1
+            after the draft) and lengths [B]. `accept` then takes at most the tree's depth.
+        """
+        return self._impl.draft_tree(handles, windows, running)
+
+    def accept(self, handles: Longs, lengths: Ints) -> None:
+        """How many tokens [B] of each last draft were accepted; moves the windows."""
+        self._impl.accept(handles, lengths)
+
+    def step(
+        self,
+        handles: Longs,
+        accepted: Ints,
+        tokens: Ints,
+        offsets: Longs,
+        windows: Ints | None = None,
+        *,
+        running: int = 0,
+    ) -> tuple[Ints, Ints]:
+        """`accept`, `advance` and `draft` in one call."""
+        return self._impl.step(handles, accepted, tokens, offsets, windows, running)
+
+    def matches(self, handles: Longs) -> tuple[Ints, Ints]:
+        """Lengths [B] of the present matches: history, own stream; 0 below `min_match`."""
+        return self._impl.matches(handles)
+
+    def windows(self, handles: Longs) -> Ints:
+        """The present windows [B], before the load rule."""
+        return self._impl.windows(handles)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of histories and streams that are held."""
+        return self._impl.nbytes
+
+    def stats(self) -> dict[str, int]:
+        """Counts: prompts, tokens, states, edges, history_bytes, live_bytes, live_tokens, requests.
+
+        The first four are of the present histories, history_bytes of all that are still held.
+        """
+        return self._impl.stats()
+
+    def save(self, path: str | Path) -> None:
+        """Write the present histories to a file; ValueError before the first `swap`."""
+        self._impl.save(str(path))
+
+    def load(self, path: str | Path) -> None:
+        """Serve the histories of a file, as after `swap`.
+
+        Raises:
+            ValueError: the file is not a whole forest of this version.
+            OSError: it cannot be read.
+        """
+        self._impl.load(str(path))
+
+
+# ---- the reference -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _History:
+    """One prompt: responses, their weights, and where every gram of min_match tokens ends."""
+
+    responses: list[list[int]]
+    weights: list[int]
+    ends: dict[tuple[int, ...], list[tuple[int, int]]]
+
+
+_NOTHING = _History([], [], {})
+
+
+@dataclass(slots=True)
+class _Request:
+    history: _History
+    stream: list[int] = field(default_factory=list)
+    window: int = 0
+    proposed: int = 0
+    start: int = 0
+    growth: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+
+    def depth(self) -> int:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return max(depths, default=0)
+
+
+class Reference:
+    """What `Forest` does, in Python, by looking at every occurrence. Cannot save or load."""
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        min_match: int,
+        min_prob: float,
+        max_window: int,
+        start_window: int,
+        growth: int,
+        knee: int,
+        live: bool,
+        candidates: int,
+        threads: int,
+    ) -> None:
+        def need(good: bool, sentence: str) -> None:
+            if not good:
+                raise ValueError(sentence)
+
+        need(1 <= min_match <= LIVE_CAP, f"min_match {min_match}: 1 to {LIVE_CAP}")
+        need(
+            limit == 0 or limit >= min_match,
+            f"limit {limit}: 0 for none, or at least min_match {min_match}",
+        )
+        need(0 <= min_prob <= 1, f"min_prob {min_prob}: from 0 to 1")
+        need(1 <= max_window <= 4096, f"max_window {max_window}: 1 to 4096")
+        need(
+            1 <= start_window <= max_window,
+            f"start_window {start_window}: 1 to max_window {max_window}",
+        )
+        need(0 <= growth <= 4096, f"growth {growth}: 0 to 4096")
+        need(knee >= 0, f"knee {knee}: 0 for unknown, or tokens per forward")
+        need(candidates >= 1, f"candidates {candidates}: at least 1")
+        need(threads >= 0, f"threads {threads}: 0 for all cores, or more")
+        self.limit, self.min_match, self.min_prob = limit, min_match, min_prob
+        self.max_window, self.start_window, self.growth = max_window, start_window, growth
+        self.knee, self.live, self.candidates = knee, live, candidates
+        self._current: dict[int, _History] = {}
+        self._next: dict[int, _History] | None = None
+        self._requests: dict[int, _Request] = {}
+        self._opened = 0
+
+    # ---- histories
+
+    def build(
+        self,
+        keys: Longs,
+        tokens: Ints,
+        response_offsets: Longs,
+        prompt_offsets: Longs,
+        rewards: Floats,
+    ) -> dict[str, float]:
+        _check("keys", keys, np.int64)
+        _check("tokens", tokens, np.int32)
+        _check("response_offsets", response_offsets, np.int64)
+        _check("prompt_offsets", prompt_offsets, np.int64)
+        _check("rewards", rewards, np.float32)
+        _check_offsets("prompt_offsets", prompt_offsets, len(keys), len(rewards))
+        _check_offsets("response_offsets", response_offsets, len(rewards), len(tokens))
+        _check_tokens(tokens)
+        for i, reward in enumerate(rewards.tolist()):
+            if not abs(reward) <= LARGEST_REWARD:
+                raise ValueError(
+                    f"rewards[{i}] {reward}: finite numbers, at most 16384 in magnitude"
+                )
+        made: dict[int, _History] = {}
+        flat, starts = tokens.tolist(), response_offsets.tolist()
+        for p, key in enumerate(keys.tolist()):
+            if key in made:
+                raise ValueError(f"keys[{p}] {key}: every prompt once")
+            mine = range(prompt_offsets[p], prompt_offsets[p + 1])
+            made[key] = self._index(
+                [flat[starts[r] : starts[r + 1]] for r in mine],
+                [round(float(rewards[r]) * WEIGHT_UNIT) for r in mine],
+            )
+        self._next = made
+        return {"tokens": len(tokens), "states": 0, "edges": 0, "bytes": 0, "seconds": 0.0}
+
+    def _index(self, responses: list[list[int]], units: list[int]) -> _History:
+        least = min(0, min(units, default=0))
+        ends: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for r, text in enumerate(responses):
+            for end in range(self.min_match, len(text) + 1):
+                ends[tuple(text[end - self.min_match : end])].append((r, end))
+        return _History(responses, [u - least for u in units], dict(ends))
+
+    def swap(self) -> None:
+        if self._next is None:
+            raise ValueError("swap: nothing was built since the last one")
+        self._current, self._next = self._next, None
+
+    # ---- requests
+
+    def open(self, keys: Longs) -> Longs:
+        _check("keys", keys, np.int64)
+        handles = np.arange(self._opened, self._opened + len(keys), dtype=np.int64)
+        for handle, key in zip(handles.tolist(), keys.tolist(), strict=True):
+            self._requests[handle] = _Request(self._current.get(key, _NOTHING))
+        self._opened += len(keys)
+        return handles
+
+    def close(self, handles: Longs) -> None:
+        self._find(handles)
+        for handle in handles.tolist():
+            del self._requests[handle]
+
+    def _find(self, handles: Longs, *, once: bool = True) -> list[_Request]:
+        _check("handles", handles, np.int64)
+        seen: set[int] = set()
+        for i, handle in enumerate(handles.tolist()):
+            if handle not in self._requests:
+                raise ValueError(f"handles[{i}] {handle}: not open (closed, or never given out)")
+            if once and handle in seen:
+                raise ValueError(f"handles[{i}] {handle}: every handle once")
+            seen.add(handle)
+        return [self._requests[h] for h in handles.tolist()]
+
+    def advance(self, handles: Longs, tokens: Ints, offsets: Longs) -> None:
+        requests = self._check_advance(handles, tokens, offsets)
+        self._append(requests, tokens, offsets)
+
+    def _check_advance(self, handles: Longs, tokens: Ints, offsets: Longs) -> list[_Request]:
+        requests = self._find(handles)
+        _check("tokens", tokens, np.int32)
+        _check("offsets", offsets, np.int64)
+        _check_offsets("offsets", offsets, len(handles), len(tokens))
+        _check_tokens(tokens)
+        return requests
+
+    def _append(self, requests: list[_Request], tokens: Ints, offsets: Longs) -> None:
+        for i, request in enumerate(requests):
+            request.stream += tokens[offsets[i] : offsets[i + 1]].tolist()
+
+    def accept(self, handles: Longs, lengths: Ints) -> None:
+        self._accept(self._check_accept(handles, lengths), lengths)
+
+    def _check_accept(self, handles: Longs, accepted: Ints) -> list[_Request]:
+        requests = self._find(handles)
+        _check("accepted", accepted, np.int32)
+        if len(accepted) != len(handles):
+            raise ValueError(f"accepted: {len(handles)} entries are needed, got {len(accepted)}")
+        for i, (request, n) in enumerate(zip(requests, accepted.tolist(), strict=True)):
+            if not 0 <= n <= request.proposed:
+                raise ValueError(
+                    f"accepted[{i}] {n}: 0 to the length of the last draft, {request.proposed}"
+                )
+        return requests
+
+    def _accept(self, requests: list[_Request], accepted: Ints) -> None:
+        for request, n in zip(requests, accepted.tolist(), strict=True):
+            if request.proposed > 0:
+                grown = min(request.window + request.growth, self.max_window)
+                request.window = grown if n >= request.proposed else request.start
+            request.proposed = 0
+
+    def draft(self, handles: Longs, windows: Ints | None, running: int) -> tuple[Ints, Ints]:
+        tokens, _, lengths = self._draft(handles, windows, running, tree=False)
+        return tokens, lengths
+
+    def draft_tree(
+        self, handles: Longs, windows: Ints | None, running: int
+    ) -> tuple[Ints, Ints, Ints]:
+        return self._draft(handles, windows, running, tree=True)
+
+    def step(
+        self,
+        handles: Longs,
+        accepted: Ints,
+        tokens: Ints,
+        offsets: Longs,
+        windows: Ints | None,
+        running: int,
+    ) -> tuple[Ints, Ints]:
+        self._check_windows(windows, len(handles))
+        requests = self._check_advance(handles, tokens, offsets)
+        self._check_accept(handles, accepted)
+        self._accept(requests, accepted)
+        self._append(requests, tokens, offsets)
+        return self.draft(handles, windows, running)
+
+    def _check_windows(self, windows: Ints | None, batch: int) -> None:
+        if windows is None:
+            return
+        _check("windows", windows, np.int32)
+        if len(windows) != batch:
+            raise ValueError(f"windows: {batch} entries are needed, got {len(windows)}")
+        for i, window in enumerate(windows.tolist()):
+            if not 0 <= window <= self.max_window:
+                raise ValueError(f"windows[{i}] {window}: 0 to max_window {self.max_window}")
+
+    def _load(self, running: int) -> tuple[int, int, int]:
+        """Budget, start and growth under the load of `running` requests."""
+        if self.knee == 0 or running <= 0:
+            return self.max_window, self.start_window, self.growth
+        budget = max(1, min(self.knee // running - 1, self.max_window))
+        step = budget // 4 // 2 * 2
+        return budget, max(self.start_window, step), max(self.growth, step)
+
+    def _draft(
+        self, handles: Longs, windows: Ints | None, running: int, *, tree: bool
+    ) -> tuple[Ints, Ints, Ints]:
+        requests = self._find(handles)
+        self._check_windows(windows, len(handles))
+        budget, start, growth = self._load(running if running > 0 else len(handles))
+        sizes: Sequence[int] = [] if windows is None else windows.tolist()
+        width = budget if windows is None else max(sizes, default=0)
+        tokens = np.full((len(handles), width), -1, np.int32)
+        parents = np.full((len(handles), width), -1, np.int32)
+        lengths = np.zeros(len(handles), np.int32)
+        for i, request in enumerate(requests):
+            request.window = request.window or start
+            request.start, request.growth = start, growth
+            window = sizes[i] if windows is not None else min(request.window, budget)
+            made = self._propose(request, window, tree)
+            lengths[i] = n = len(made.tokens)
+            tokens[i, :n], parents[i, :n] = made.tokens, made.parents
+            request.proposed = made.depth()
+        return tokens, parents, lengths
+
+    def matches(self, handles: Longs) -> tuple[Ints, Ints]:
+        requests = self._find(handles, once=False)
+        history = [self._match(r)[0] for r in requests]
+        live = [self._own(r)[1] if self.live else 0 for r in requests]
+        return np.array(history, np.int32), np.array(live, np.int32)
+
+    def windows(self, handles: Longs) -> Ints:
+        requests = self._find(handles, once=False)
+        return np.array([r.window or self.start_window for r in requests], np.int32)
+
+    # ---- match and draft
+
+    def _match(self, request: _Request) -> tuple[int, list[tuple[int, int, int]]]:
+        """Length of the match, and (response, end, own match backwards) of every candidate."""
+        stream, history = request.stream, request.history
+        limit = self.limit or len(stream)
+        found = []
+        if len(stream) >= self.min_match:
+            for r, end in history.ends.get(tuple(stream[-self.min_match :]), []):
+                text, n = history.responses[r], self.min_match
+                while n < min(limit, end, len(stream)) and text[end - n - 1] == stream[-n - 1]:
+                    n += 1
+                found.append((r, end, n))
+        return max((n for _, _, n in found), default=0), found
+
+    def _propose(self, request: _Request, window: int, tree: bool) -> _Draft:
+        if window <= 0:
+            return _Draft()
+        longest, found = self._match(request)
+        history, draft, length = request.history, _Draft(), 0
+        for length in range(longest, self.min_match - 1, -1):
+            places = [(r, end) for r, end, n in found if n >= length]
+            if self._children(history, places):
+                grow = self._grow_tree if tree else self._grow_chain
+                draft = grow(history, places, window)
+                break
+        if not draft.tokens:
+            length = 0
+        if self.live:
+            end, own = self._own(request)
+            if own > length:
+                stream = request.stream.copy()
+                for i in range(window):
+                    stream.append(stream[end + i])
+                draft = _Draft(stream[len(request.stream) :], list(range(-1, window - 1)))
+        return draft
+
+    @staticmethod
+    def _children(
+        history: _History, places: list[tuple[int, int]]
+    ) -> list[tuple[int, list[tuple[int, int]]]]:
+        """(token, places after it) for all that follows `places`, highest priority first."""
+        after: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for r, end in places:
+            if end < len(history.responses[r]):
+                after[history.responses[r][end]].append((r, end + 1))
+        weight = history.weights
+
+        def order(child: tuple[int, list[tuple[int, int]]]) -> tuple[int, int, int]:
+            return -sum(weight[r] for r, _ in child[1]), -len(child[1]), child[0]
+
+        return sorted(after.items(), key=order)
+
+    def _grow_chain(self, history: _History, places: list[tuple[int, int]], window: int) -> _Draft:
+        draft, least = _Draft(), self.min_prob * len(places)
+        while len(draft.tokens) < window:
+            children = self._children(history, places)
+            if not children or len(children[0][1]) < least:
+                break
+            token, places = children[0]
+            draft.parents.append(len(draft.tokens) - 1)
+            draft.tokens.append(token)
+        return draft
+
+    def _grow_tree(self, history: _History, places: list[tuple[int, int]], window: int) -> _Draft:
+        draft, least = _Draft(), self.min_prob * len(places)
+        open_: list[tuple[int, int, bool, int, list[tuple[int, int]]]] = []
+
+        def add(parent: int, places: list[tuple[int, int]]) -> None:
+            for rank, (token, there) in enumerate(self._children(history, places)):
+                if len(there) >= least:
+                    open_.append((-len(there), parent, rank > 0, token, there))
+
+        add(-1, places)
+        while open_ and len(draft.tokens) < window:
+            best = min(open_)
+            open_.remove(best)
+            draft.tokens.append(best[3])
+            draft.parents.append(best[1])
+            add(len(draft.tokens) - 1, best[4])
+        return draft
+
+    def _own(self, request: _Request) -> tuple[int, int]:
+        """(position after it, length) of the best match in the own stream; length 0 for none."""
+        stream, gram = request.stream, self.min_match
+        cap = max(self.limit or LIVE_CAP, gram)
+        best, seen = (0, 0), 0
+        for end in range(len(stream) - 1, gram - 1, -1):
+            if stream[end - gram : end] != stream[-gram:]:
+                continue
+            n = gram
+            while n < min(cap, end) and stream[end - n - 1] == stream[-n - 1]:
+                n += 1
+            best = max(best, (end, n), key=lambda place: place[1])
+            seen += 1
+            if seen == self.candidates:
+                break
+        return best
+
+    # ---- facts
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        tokens = sum(len(t) for h in self._current.values() for t in h.responses)
+        names = ["states", "edges", "history_bytes", "live_bytes"]
+        return {
+            "prompts": len(self._current),
+            "tokens": tokens,
+            **dict.fromkeys(names, 0),
+            "live_tokens": sum(len(r.stream) for r in self._requests.values()),
+            "requests": len(self._requests),
+        }
+
+    def save(self, path: str) -> None:
+        raise NotImplementedError(f"save {path}: the Python reference has no file format")
+
+    def load(self, path: str) -> None:
+        raise NotImplementedError(f"load {path}: the Python reference has no file format")
+
+
+def _check(name: str, array: Any, dtype: type) -> None:
+    wanted = np.dtype(dtype)
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name}: a numpy array of {wanted}, not {type(array).__name__}")
+    if array.dtype != wanted:
+        raise ValueError(f"{name}: {wanted}, not {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"{name}: one dimension, not {array.ndim}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: contiguous, not with a stride of {array.strides[0]} bytes")
+
+
+def _check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
+    if len(offsets) != parts + 1:
+        raise ValueError(f"{name}: {parts + 1} entries are needed, got {len(offsets)}")
+    if offsets[0] != 0:
+        raise ValueError(f"{name}[0] {offsets[0]}: offsets begin with 0")
+    for i in np.flatnonzero(np.diff(offsets) < 0)[:1] + 1:
+        raise ValueError(
+            f"{name}[{i}] {offsets[i]}: offsets do not fall, the one before is {offsets[i - 1]}"
+        )
+    if offsets[parts] != total:
+        raise ValueError(
+            f"{name}[{parts}] {offsets[parts]}: the last offset is the number of what it cuts, "
+            f"{total}"
+        )
+
+
+def _check_tokens(tokens: Ints) -> None:
+    for i in np.flatnonzero(tokens < 0)[:1]:
+        raise ValueError(f"tokens[{i}] {tokens[i]}: token ids are 0 or more")
