@@ -37,11 +37,11 @@ from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
 from rlcore.mcore.build import Head, build, check, dtype_of
 from rlcore.mcore.layout import replicas
-from rlcore.mcore.logprob import log_probs
 from rlcore.mcore.memory import Parked
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
 from rlcore.mcore.reference import Reference
 from rlcore.mcore.schedule import learning_rate
+from rlcore.ops.logprob import log_probs
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
 from rlcore.utils.log import announce, log
 
@@ -391,6 +391,7 @@ class MegatronLearner:
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
             entropy_grad=entropy_grad,
+            in_place=True,
         )
         return self._about(micro, scores.logp), self._about(micro, scores.entropy)
 

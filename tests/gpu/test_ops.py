@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.mcore import logprob, rope
+from rlcore.mcore import rope
 from rlcore.mcore.activation import SwiGLU
-from rlcore.mcore.logprob import log_probs
 from rlcore.mcore.norm import rms_norm
+from rlcore.ops import logprob
+from rlcore.ops.logprob import log_probs
 from rlcore.rollout.torch_engine import sampler
 from tests.gpu import side
 

@@ -1,4 +1,4 @@
-"""Norm, activation, RoPE, attention and log-probs against slow references, in float64."""
+"""Norm, activation, RoPE and attention against slow references, in float64."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.mcore import attention, logprob, rope
+from rlcore.mcore import attention, rope
 from rlcore.mcore.activation import SwiGLU
-from rlcore.mcore.logprob import log_probs
 from rlcore.mcore.norm import RMSNorm, rms_norm
 
 LENGTHS = [37, 5, 64, 21, 1, 20, 19, 2]
@@ -174,55 +173,3 @@ def test_buckets_waste_little_on_padding() -> None:
     padded = sum(bucket.count * bucket.query for bucket in made.buckets)
     assert padded < 1.2 * sum(lengths)
     assert len(made.buckets) < 12
-
-
-# ---- log-probs
-
-
-def reference(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    p = torch.distributions.Categorical(logits=logits / temperature)
-    return p.log_prob(tokens), p.entropy()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("block_bytes", [logprob.BLOCK_BYTES, 200])
-def test_log_probs_and_entropies_are_those_of_the_distribution(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, block_bytes: int
-) -> None:
-    monkeypatch.setattr(logprob, "BLOCK_BYTES", block_bytes)
-    logits, tokens = randn(7, 11), torch.arange(7) % 9
-    ours = log_probs(logits, tokens, vocab_size=9, temperature=temperature)
-    logp, entropy = reference(logits[:, :9], tokens, temperature)
-    assert torch.allclose(ours.logp, logp, atol=1e-12)
-    assert torch.allclose(ours.entropy, entropy, atol=1e-12)
-    assert torch.autograd.gradcheck(
-        lambda x: log_probs(x, tokens, vocab_size=9, temperature=temperature), (logits,)
-    )
-
-
-def test_log_probs_leave_the_logits_alone_and_give_a_gradient_in_their_dtype() -> None:
-    logits = randn(6, 13, grad=False).bfloat16().requires_grad_()
-    before = logits.detach().clone()
-    tokens = torch.arange(6)
-    ours = log_probs(logits, tokens, vocab_size=13)
-    assert ours.logp.dtype is torch.float32
-    ours.logp.sum().backward()
-    assert torch.equal(logits, before)
-    assert logits.grad.dtype is torch.bfloat16
-    exact = logits.detach().double().requires_grad_()
-    reference(exact, tokens, 1.0)[0].sum().backward()
-    assert (logits.grad - exact.grad).abs().max() < 4e-3
-
-
-def test_entropy_can_be_had_without_a_gradient() -> None:
-    logits, tokens = randn(4, 5), torch.arange(4)
-    ours = log_probs(logits, tokens, vocab_size=5, entropy_grad=False)
-    assert not ours.entropy.requires_grad
-    assert torch.allclose(ours.entropy, reference(logits, tokens, 1.0)[1])
-
-
-def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[1e4, 0.0, -1e4]])
-    ours = log_probs(logits, torch.tensor([1]), vocab_size=3)
-    assert ours.logp.item() == -1e4
-    assert ours.entropy.item() == 0.0

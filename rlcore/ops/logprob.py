@@ -1,0 +1,437 @@
+"""Log-prob and entropy of a token from (vocabulary-parallel) logits: op A, and its gradient: op B.
+
+    x = logits / temperature      logp = x[token] - logsumexp(x)      H = logsumexp(x) - sum p x
+
+One pass over the logits forward, one read and one write backward; nothing of their size is kept.
+Statistics are float32, float64 for float64 logits; gradients have the logits' dtype. Columns from
+`vocab_size` on are padding: probability 0, gradient 0. Under tensor parallelism one all-gather of
+four numbers per token joins the parts.
+
+Native code where it is built (`csrc/loss`), torch else; the start-up line says which. The ops are
+`torch.ops.rlcore.{row_stats,row_grad,row_grad_,token_logprob}`, with fake implementations, and
+autograd on the last.
+
+Shapes: T tokens, V vocabulary, W columns of this rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.ops import native
+
+BLOCK_BYTES = 64 << 20
+"""Size of one temporary of the torch reference; about three are alive."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# 2.13 renames it and warns at the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class LogProbs(NamedTuple):
+    logp: Tensor  # [T]
+    entropy: Tensor  # [T]
+
+
+class Shard(NamedTuple):
+    """This rank's part of the vocabulary."""
+
+    first: int  # global id of its first column
+    valid: int  # columns that are not padding
+
+
+def log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    entropy_grad: bool = True,
+    in_place: bool = False,
+) -> LogProbs:
+    """Log-prob of `tokens` and entropy of the whole distribution, both [T], differentiable.
+
+    A row that holds nan or +inf gives nan; -inf is a token that cannot be drawn.
+
+    Args:
+        logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
+        tokens: [T] int64, global ids. On the CPU one out of range is an error; on a GPU, where
+            looking would wait for the device, and under torch.compile its log-prob is nan.
+        vocab_size: entries that are real; columns from there on have probability 0.
+        group: tensor-parallel group, None or of size 1 for whole logits.
+        entropy_grad: False gives an entropy without a gradient, which makes backward cheaper.
+        in_place: backward writes the gradient over the logits, which nobody may need any more.
+            Eager mode only; torch.compile's functional graph has no use for it.
+
+    Raises:
+        ValueError: an argument that cannot be; RuntimeError: a second backward with `in_place`.
+    """
+    shard = check(logits, tokens, vocab_size, temperature, group)
+    check_tokens(tokens, vocab_size)
+    if _size(group) > 1 or (in_place and not torch.compiler.is_compiling()):
+        logp, entropy = _LogProb.apply(logits, tokens, shard, temperature, group, in_place)
+    else:
+        logp, entropy, _ = token_logprob(logits, tokens, *shard, temperature)
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        logp = torch.where((tokens >= 0) & (tokens < vocab_size), logp, float("nan"))
+    return LogProbs(logp, entropy if entropy_grad else entropy.detach())
+
+
+# ---- checks
+
+
+def check(
+    logits: Tensor,
+    tokens: Tensor,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+) -> Shard:
+    """What part of the vocabulary the logits are. ValueError where an argument cannot be."""
+    if logits.dim() != 2:
+        raise ValueError(f"logits: shape {list(logits.shape)}; must be [tokens, vocabulary]")
+    if logits.dtype not in DTYPES:
+        raise ValueError(
+            f"logits: dtype {logits.dtype}; must be bfloat16, float16, float32 or float64"
+        )
+    if logits.size(1) > 1 and logits.stride(1) != 1:
+        raise ValueError(
+            f"logits: the columns have stride {logits.stride(1)}; must be 1, so pass "
+            "logits.contiguous()"
+        )
+    check_row(tokens, "tokens", logits.size(0), logits.device, torch.int64)
+    return check_shard(logits.size(1), vocab_size, temperature, group)
+
+
+def check_row(
+    value: Tensor, name: str, rows: int, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """ValueError unless `value` is [rows] on the device, of that dtype."""
+    if value.shape != (rows,):
+        raise ValueError(f"{name}: shape {list(value.shape)} for {rows} rows; must be [{rows}]")
+    if dtype is not None and value.dtype is not dtype:
+        raise ValueError(f"{name}: dtype {value.dtype}; must be {dtype}")
+    if value.device != device:
+        raise ValueError(f"{name}: on {value.device}, the logits are on {device}; must be the same")
+
+
+def check_shard(
+    width: int, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
+) -> Shard:
+    """The columns of this rank. ValueError where ranks and vocabulary do not fit."""
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature {temperature}: must be a finite number above 0")
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size {vocab_size}: must be 1 or more")
+    size = _size(group)
+    if width * size < vocab_size:
+        raise ValueError(
+            f"vocab_size {vocab_size}: the group's {size} parts of {width} columns hold "
+            f"{width * size}; pass the group that the vocabulary is split over, or the right size"
+        )
+    first = group.rank() * width if group is not None and size > 1 else 0
+    return Shard(first, min(max(vocab_size - first, 0), width))
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """ValueError naming the first token on the CPU that is not in the vocabulary."""
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling() or not tokens.numel():
+        return
+    low, high = torch.aminmax(tokens)
+    if int(low) < 0 or int(high) >= vocab_size:
+        t = int(((tokens < 0) | (tokens >= vocab_size)).nonzero()[0])
+        raise ValueError(f"tokens: {int(tokens[t])} at {t}; must be 0 to {vocab_size - 1}")
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+# ---- the ops
+
+
+def statistics_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+
+
+@torch.library.custom_op("rlcore::row_stats", mutates_args=())
+def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
+    """[4, T] of this rank's columns: top = max x, sum e^(x - top), sum e^(x - top) (x - top), and x
+    of the token, -inf where it is another rank's."""
+    out = logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits))
+    ops = native.torch_ops("token_logprob", logits.device.type)
+    if ops is None:
+        reference_stats(logits, tokens, first, valid, temperature, out)
+    else:
+        where = native.stream(logits.device)
+        ops.row_stats(logits, tokens.contiguous(), first, valid, temperature, out, where)
+    return out
+
+
+@row_stats.register_fake
+def _(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
+    return logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits))
+
+
+@torch.library.custom_op("rlcore::row_grad", mutates_args=())
+def row_grad(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """[T, W] in the logits' dtype: (g (onehot - p) - h p (log p + H)) / temperature, with g and h
+    the gradients of log-prob and entropy; a row where both are 0 is not read."""
+    out = _like(logits)
+    _row_grad(logits, tokens, first, valid, temperature, lse, entropy, grad_logp, grad_entropy, out)
+    return out
+
+
+@row_grad.register_fake
+def _(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    return _like(logits)
+
+
+@torch.library.custom_op("rlcore::row_grad_", mutates_args=("logits",))
+def row_grad_(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    """`row_grad` written over the logits."""
+    _row_grad(
+        logits, tokens, first, valid, temperature, lse, entropy, grad_logp, grad_entropy, logits
+    )
+
+
+@torch.library.custom_op("rlcore::token_logprob", mutates_args=())
+def token_logprob(
+    logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob and entropy [T], both differentiable, and logsumexp [T], of whole logits."""
+    return combined(row_stats(logits, tokens, first, valid, temperature).unsqueeze(0))
+
+
+@token_logprob.register_fake
+def _(
+    logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = logits.new_empty((3, logits.size(0)), dtype=statistics_dtype(logits))
+    return torch.empty_like(made[0]), torch.empty_like(made[0]), torch.empty_like(made[0])
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, tokens, *ctx.where = inputs
+    _, entropy, lse = output
+    ctx.save_for_backward(logits, tokens, lse, entropy)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _token_logprob_grad(
+    ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: Any
+) -> tuple:
+    logits, tokens, lse, entropy = ctx.saved_tensors
+    out = None
+    if grad_logp is not None or grad_entropy is not None:
+        out = row_grad(logits, tokens, *ctx.where, lse, entropy, grad_logp, grad_entropy)
+    return out, None, None, None, None
+
+
+token_logprob.register_autograd(_token_logprob_grad, setup_context=_save)
+
+
+class _LogProb(torch.autograd.Function):
+    """What a functional op cannot be: with a process group, or with a gradient in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        shard: Shard,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        in_place: bool,
+    ) -> tuple[Tensor, Tensor]:
+        stats = row_stats(logits, tokens, *shard, temperature)
+        logp, entropy, lse = combined(gathered(stats, group))
+        # As plain attributes: a tensor that is written over is no error of whoever saved it.
+        ctx.logits = logits.detach()
+        ctx.save_for_backward(tokens, lse, entropy)
+        ctx.shard, ctx.temperature, ctx.in_place = shard, temperature, in_place
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple:
+        if grad_logp is None and grad_entropy is None:
+            return None, None, None, None, None, None
+        if ctx.logits is None:
+            raise RuntimeError(
+                "log_probs with in_place: a second backward, and the logits are gone; keep them "
+                "with in_place False"
+            )
+        logits, (tokens, lse, entropy) = ctx.logits, ctx.saved_tensors
+        rest = (tokens, *ctx.shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
+        if ctx.in_place:
+            ctx.logits = None
+            row_grad_(logits, *rest)
+            return logits, None, None, None, None, None
+        return row_grad(logits, *rest), None, None, None, None, None
+
+
+def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[R, 4, T]: the statistics of all parts of the vocabulary. Collective."""
+    if _size(group) == 1:
+        return stats.unsqueeze(0)
+    every = stats.new_empty(group.size() * 4, stats.size(1))
+    _all_gather(every, stats, group=group)
+    return every.view(group.size(), 4, stats.size(1))
+
+
+def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy and logsumexp [T] from the statistics [R, 4, T] of all parts."""
+    if stats.size(0) == 1:
+        top, total, dot, target = stats[0]
+    else:
+        tops = stats[:, 0]
+        top = tops.amax(0)
+        shift = tops - top  # [R, T], -inf for a part without a possible token
+        scale = shift.exp()
+        total = (stats[:, 1] * scale).sum(0)
+        # 0 times -inf is what such a part adds, and means 0.
+        moved = stats[:, 2] + stats[:, 1] * shift
+        dot = torch.where(scale == 0, 0.0, moved * scale).sum(0)
+        target = stats[:, 3].amax(0)
+    log_sum = total.log()
+    return target - top - log_sum, log_sum - dot / total, top + log_sum
+
+
+def _like(logits: Tensor) -> Tensor:
+    """A gradient has dense rows whatever the logits' are."""
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _row_grad(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+) -> None:
+    # Sums and expanded scalars come with stride 0.
+    g = None if grad_logp is None else grad_logp.to(lse.dtype).contiguous()
+    h = None if grad_entropy is None else grad_entropy.to(lse.dtype).contiguous()
+    rest = (tokens.contiguous(), first, valid, temperature, lse, entropy, g, h, out)
+    ops = native.torch_ops("token_logprob", logits.device.type)
+    if ops is None:
+        reference_grad(logits, *rest)
+    else:
+        ops.row_grad(logits, *rest, native.stream(logits.device))
+
+
+# ---- the same in torch
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    rows, width = logits.shape
+    item = 8 if logits.dtype is torch.float64 else 4
+    step = max(1, BLOCK_BYTES // max(1, width * item))
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _scaled(logits: Tensor, temperature: float, valid: int) -> Tensor:
+    """A fresh tensor of logits / temperature without the padding."""
+    x = logits[:, :valid].to(statistics_dtype(logits), copy=True)
+    return x.div_(temperature) if temperature != 1.0 else x
+
+
+def reference_stats(
+    logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float, out: Tensor
+) -> None:
+    """What `row_stats` does, in torch; temporaries exist for a block of tokens at a time."""
+    if not valid:
+        out[0], out[1:3], out[3] = float("-inf"), 0.0, float("-inf")
+        return
+    local = tokens - first
+    own = (local >= 0) & (local < valid)
+    local = local.clamp(0, valid - 1)
+    for block in _blocks(logits):
+        x = _scaled(logits[block], temperature, valid)
+        found = x.gather(-1, local[block].unsqueeze(-1)).squeeze(-1)
+        out[3, block] = torch.where(own[block], found, float("-inf"))
+        top = x.amax(-1)
+        out[0, block] = top
+        # A row of nothing but -inf has no top to take off.
+        x.sub_(torch.where(top == float("-inf"), 0.0, top).unsqueeze(-1))
+        e = x.exp()
+        out[1, block] = e.sum(-1)
+        out[2, block] = e.mul_(x.clamp_(min=torch.finfo(x.dtype).min)).sum(-1)
+
+
+def reference_grad(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+) -> None:
+    """What `row_grad` does, in torch; `out` may be the logits."""
+    none = torch.zeros_like(lse)
+    g = none if grad_logp is None else grad_logp
+    h = none if grad_entropy is None else grad_entropy
+    local = tokens - first
+    own = (local >= 0) & (local < valid)
+    local = local.clamp(0, max(valid - 1, 0))
+    for block in _blocks(logits) if valid else ():
+        x = _scaled(logits[block], temperature, valid)
+        x.sub_(lse[block].unsqueeze(-1))  # log p
+        p = x.exp()
+        if grad_entropy is not None:
+            # dH/dx = -p (log p + H), 0 where p is 0
+            x.masked_fill_(p == 0, 0.0).add_(entropy[block].unsqueeze(-1))
+            p.mul_(x.mul_(-h[block].unsqueeze(-1)).sub_(g[block].unsqueeze(-1)))
+        else:
+            p.mul_(-g[block].unsqueeze(-1))
+        target = torch.where(own[block], g[block], 0.0).unsqueeze(-1)
+        p.scatter_add_(-1, local[block].unsqueeze(-1), target)
+        idle = (g[block] == 0) & (h[block] == 0)
+        p.masked_fill_(idle.unsqueeze(-1), 0.0)
+        out[block, :valid] = p.div_(temperature) if temperature != 1.0 else p
+    out[:, valid:] = 0.0

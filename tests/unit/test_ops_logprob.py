@@ -1,0 +1,288 @@
+"""Log-prob and entropy of tokens, and their gradient: the torch reference and the native build,
+against torch.distributions and numbers by hand. tests/ranks/test_fused.py splits the vocabulary."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.ops import logprob, native
+from rlcore.ops.logprob import log_probs
+
+
+def has_native() -> bool:
+    return not native._library()
+
+
+BUILDS = [
+    "torch",
+    pytest.param(
+        "native",
+        marks=[
+            pytest.mark.native,
+            pytest.mark.skipif(not has_native(), reason="no native build (no compiler at set-up)"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(params=BUILDS, autouse=True)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which implementation the test sees."""
+    monkeypatch.setenv("RLCORE_NATIVE", "1" if request.param == "native" else "0")
+    native.torch_ops.cache_clear()
+    yield request.param
+    native.torch_ops.cache_clear()
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def slow(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    p = torch.distributions.Categorical(logits=logits / temperature)
+    return p.log_prob(tokens), p.entropy()
+
+
+def test_three_logits_by_hand() -> None:
+    # p = 1/2, 1/4, 1/4: H = 1/2 log 2 + 2 * 1/4 log 4 = 3/2 log 2
+    logits = torch.tensor([[2.0, 1.0, 1.0]], dtype=torch.float64) * math.log(2)
+    logits.requires_grad_()
+    made = log_probs(logits, torch.tensor([1]), vocab_size=3)
+    assert made.logp.item() == pytest.approx(-2 * math.log(2), abs=1e-15)
+    assert made.entropy.item() == pytest.approx(1.5 * math.log(2), abs=1e-15)
+    (grad,) = torch.autograd.grad(made.logp.sum(), logits, retain_graph=True)
+    assert grad[0].tolist() == pytest.approx([-0.5, 0.75, -0.25], abs=1e-15)
+    (grad,) = torch.autograd.grad(made.entropy.sum(), logits)
+    # -p (log p + H): log p + H = log 2 (-1 + 3/2) and log 2 (-2 + 3/2)
+    want = [-0.25 * math.log(2), 0.125 * math.log(2), 0.125 * math.log(2)]
+    assert grad[0].tolist() == pytest.approx(want, abs=1e-15)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("block_bytes", [logprob.BLOCK_BYTES, 200])
+def test_log_probs_and_entropies_are_those_of_the_distribution(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, block_bytes: int
+) -> None:
+    monkeypatch.setattr(logprob, "BLOCK_BYTES", block_bytes)
+    logits, tokens = randn(7, 11).requires_grad_(), torch.arange(7) % 9
+    ours = log_probs(logits, tokens, vocab_size=9, temperature=temperature)
+    logp, entropy = slow(logits[:, :9], tokens, temperature)
+    assert torch.allclose(ours.logp, logp, atol=1e-12)
+    assert torch.allclose(ours.entropy, entropy, atol=1e-12)
+    assert torch.autograd.gradcheck(
+        lambda x: log_probs(x, tokens, vocab_size=9, temperature=temperature), (logits,)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 31, 4099])
+def test_the_error_against_float64_is_rounding(dtype: torch.dtype, vocab: int) -> None:
+    logits = (randn(33, vocab) * 4).to(dtype).requires_grad_()
+    tokens = torch.arange(33) * 97 % vocab
+    ours = log_probs(logits, tokens, vocab_size=vocab, temperature=0.7)
+    assert ours.logp.dtype is ours.entropy.dtype is torch.float32
+    exact = logits.detach().double().requires_grad_()
+    want = slow(exact, tokens, 0.7)
+    for a, b in zip(ours, want, strict=True):
+        assert ((a - b).abs() / b.abs().clamp(min=1)).max() < 2e-6
+    upstream = randn(33, seed=5, dtype=torch.float32), randn(33, seed=6, dtype=torch.float32)
+    (found,) = torch.autograd.grad(list(ours), logits, list(upstream))
+    (right,) = torch.autograd.grad(list(want), exact, [g.double() for g in upstream])
+    assert found.dtype is dtype
+    # Half a unit in the last place, and what float32 leaves of log p (up to 20) times upstream.
+    limit = torch.finfo(dtype).eps / 2 * right.abs() + 1e-5
+    assert ((found - right).abs() <= limit).all()
+
+
+def test_the_logits_are_left_alone_unless_the_gradient_may_take_their_place() -> None:
+    logits, tokens = randn(6, 13, dtype=torch.bfloat16), torch.arange(6)
+    before = logits.clone()
+    mine = logits.requires_grad_() * 1
+    log_probs(mine, tokens, vocab_size=13).logp.sum().backward()
+    assert torch.equal(mine, before)
+    want = logits.grad.clone()
+    logits.grad = None
+    log_probs(mine := logits * 1, tokens, vocab_size=13, in_place=True).logp.sum().backward()
+    assert torch.equal(logits.grad, want) and torch.equal(mine, want)
+
+
+def test_a_second_backward_in_place_is_an_error_and_not_garbage() -> None:
+    logits = randn(3, 5).requires_grad_() * 1
+    made = log_probs(logits, torch.arange(3), vocab_size=5, in_place=True)
+    made.logp.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="in_place: a second backward"):
+        made.logp.sum().backward()
+
+
+def test_entropy_can_be_had_without_a_gradient() -> None:
+    logits, tokens = randn(4, 5).requires_grad_(), torch.arange(4)
+    ours = log_probs(logits, tokens, vocab_size=5, entropy_grad=False)
+    assert not ours.entropy.requires_grad and ours.logp.requires_grad
+    assert torch.allclose(ours.entropy, slow(logits, tokens)[1])
+
+
+def test_large_logits_do_not_overflow() -> None:
+    logits = torch.tensor([[1e4, 0.0, -1e4]])
+    ours = log_probs(logits, torch.tensor([1]), vocab_size=3)
+    assert ours.logp.item() == -1e4
+    assert ours.entropy.item() == 0.0
+
+
+def test_tokens_that_cannot_be_drawn_count_nothing() -> None:
+    free = randn(5, 7)
+    tokens, gone = torch.arange(5), torch.full((5, 3), -math.inf, dtype=torch.float64)
+    logits = torch.cat([free, gone], 1).requires_grad_()
+    ours = log_probs(logits, tokens, vocab_size=10)
+    want = slow(free.requires_grad_(), tokens)
+    assert torch.allclose(ours.logp, want[0]) and torch.allclose(ours.entropy, want[1])
+    (grad,) = torch.autograd.grad((ours.logp + ours.entropy).sum(), logits)
+    assert torch.allclose(grad[:, :7], torch.autograd.grad(sum(want).sum(), free)[0])
+    assert (grad[:, 7:] == 0).all()
+    assert log_probs(logits, torch.full((5,), 8), vocab_size=10).logp.tolist() == [-math.inf] * 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_a_distribution_gives_nan_and_only_that_row(bad: float) -> None:
+    logits = randn(3, 40, dtype=torch.float32)
+    logits[1, 17] = bad
+    ours = log_probs(logits, torch.arange(3), vocab_size=40)
+    for value in ours:
+        assert value.isnan().tolist() == [False, True, False]
+
+
+def test_padding_has_no_probability_and_no_gradient() -> None:
+    logits, tokens = randn(4, 9), torch.arange(4)
+    padded = torch.cat([logits, torch.full((4, 2), 50.0, dtype=torch.float64)], 1).requires_grad_()
+    ours = log_probs(padded, tokens, vocab_size=9)
+    want = log_probs(logits, tokens, vocab_size=9)
+    assert torch.equal(ours.logp, want.logp) and torch.equal(ours.entropy, want.entropy)
+    (grad,) = torch.autograd.grad(ours.logp.sum(), padded)
+    assert (grad[:, 9:] == 0).all() and (grad[:, :9] != 0).all()
+
+
+def test_rows_may_lie_apart() -> None:
+    wide, tokens = randn(6, 40), torch.arange(6)
+    part = wide[:, :23]
+    found = [log_probs(x, tokens, vocab_size=23) for x in (part, part.contiguous())]
+    assert torch.equal(found[0].logp, found[1].logp)
+    mine = wide.requires_grad_()[:, :23]
+    (grad,) = torch.autograd.grad(log_probs(mine, tokens, vocab_size=23).entropy.sum(), wide)
+    assert (grad[:, 23:] == 0).all() and (grad[:, :23] != 0).all()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_tokens_have_no_log_probs(in_place: bool) -> None:
+    logits = torch.zeros(0, 8, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    ours = log_probs(logits * 1, none, vocab_size=8, in_place=in_place)
+    assert ours.logp.shape == ours.entropy.shape == (0,)
+    ours.logp.sum().backward()
+    assert logits.grad.shape == (0, 8)
+
+
+def test_the_same_bits_in_every_run_and_with_any_number_of_threads() -> None:
+    logits, tokens = randn(37, 3001, dtype=torch.float32) * 3, torch.arange(37)
+    runs = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            x = logits.clone().requires_grad_()
+            made = log_probs(x, tokens, vocab_size=3001, temperature=0.9)
+            (made.logp - 0.1 * made.entropy).sum().backward()
+            runs.append([*made, x.grad])
+    finally:
+        torch.set_num_threads(before)
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_a_row_without_a_gradient_is_not_read() -> None:
+    logits = randn(2, 6)
+    logits[0] = math.nan
+    stats = (torch.zeros(2, dtype=torch.float64),) * 2
+    g = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    grad = torch.ops.rlcore.row_grad(logits, torch.tensor([0, 1]), 0, 6, 1.0, *stats, g, None)
+    assert (grad[0] == 0).all() and grad[1].isfinite().all()
+
+
+# ---- as an op of torch
+
+
+def arguments(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, int, int, float]:
+    return randn(5, 9, dtype=dtype).requires_grad_(), torch.arange(5), 0, 8, 0.7
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_ops_keep_torchs_rules(dtype: torch.dtype) -> None:
+    ops, args = torch.ops.rlcore, arguments(dtype)
+    torch.library.opcheck(ops.token_logprob, args)
+    plain = (args[0].detach(), *args[1:])
+    torch.library.opcheck(ops.row_stats, plain)
+    _, entropy, lse = ops.token_logprob(*plain)
+    for g, h in ((lse, None), (None, lse), (lse, entropy)):
+        torch.library.opcheck(ops.row_grad, (*plain, lse, entropy, g, h))
+        torch.library.opcheck(ops.row_grad_, (plain[0].clone(), *plain[1:], lse, entropy, g, h))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_graph_has_no_break_and_the_same_numbers(in_place: bool) -> None:
+    tokens = torch.arange(5)
+
+    def loss(x: Tensor) -> Tensor:
+        made = log_probs(x * 2, tokens, vocab_size=8, temperature=0.7, in_place=in_place)
+        return (made.logp - 0.1 * made.entropy).sum()
+
+    found = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        x = randn(5, 9).requires_grad_()
+        value = function(x)
+        found.append((value.detach(), torch.autograd.grad(value, x)[0]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_a_compiled_graph_gives_nan_for_a_token_out_of_range() -> None:
+    made = torch.compile(
+        lambda x, t: log_probs(x, t, vocab_size=9).logp, fullgraph=True, backend="aot_eager"
+    )
+    logp = made(randn(4, 9), torch.tensor([0, 9, -1, 8]))
+    assert logp.isnan().tolist() == [False, True, True, False]
+
+
+# ---- what is refused
+
+GOOD = {"logits": torch.zeros(3, 8), "tokens": torch.zeros(3, dtype=torch.int64), "vocab_size": 8}
+BAD = {
+    "logits: shape .3.": {"logits": torch.zeros(3)},
+    "logits: dtype torch.int64": {"logits": torch.zeros(3, 8, dtype=torch.int64)},
+    "logits: the columns have stride 3": {"logits": torch.zeros(8, 3).t()},
+    "tokens: shape .2. for 3 rows": {"tokens": torch.zeros(2, dtype=torch.int64)},
+    "tokens: dtype torch.int32": {"tokens": torch.zeros(3, dtype=torch.int32)},
+    "tokens: on meta": {"tokens": torch.zeros(3, dtype=torch.int64, device="meta")},
+    "tokens: 8 at 2": {"tokens": torch.tensor([0, 7, 8])},
+    "tokens: -1 at 0": {"tokens": torch.tensor([-1, 0, 0])},
+    "tokens: 7 at 1; must be 0 to 6": {"tokens": torch.tensor([0, 7, 0]), "vocab_size": 7},
+    "vocab_size 9: the group's 1 parts of 8": {"vocab_size": 9},
+    "vocab_size 0": {"vocab_size": 0},
+    "temperature 0": {"temperature": 0.0},
+    "temperature inf": {"temperature": math.inf},
+    "temperature nan": {"temperature": math.nan},
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_bad_input_is_a_sentence_that_names_the_argument(sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        log_probs(**(GOOD | BAD[sentence]))
+
+
+def test_which_build_runs_is_announced_once(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(native, "announce", lambda what, choice: said.append(f"{what}: {choice}"))
+    for _ in range(2):
+        log_probs(**GOOD)
+    names = {"torch": "torch on cpu (RLCORE_NATIVE=0)", "native": "native on cpu"}
+    assert said == [f"token_logprob: {names[build]}"]
