@@ -235,6 +235,53 @@ void grad_rows(const GradParams& p, int64_t begin, int64_t end) {
   }
 }
 
+template <class Real>
+void put_token(void* out, int64_t count, int64_t token, const TokenOutputs<Real>& result) {
+  for (int row = 0; row < kNumPolicyRows; ++row) {
+    static_cast<Real*>(out)[row * count + token] = result.row[row];
+  }
+}
+
+template <class Real>
+void policy_range(const TokensParams& p, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const auto x = token_inputs(p.inputs, i, static_cast<const Real*>(p.logp)[i],
+                                static_cast<const Real*>(p.entropy)[i]);
+    put_token(p.out, p.count, i, policy_token(x, p.settings));
+  }
+}
+
+template <class T>
+void policy_row_range(const PolicyRowsParams& p, int64_t begin, int64_t end) {
+  using E = Element<T>;
+  using Real = typename E::Real;
+  const Logits& x = p.logits;
+  const Scale scale(x.temperature);
+  Real* stats = static_cast<Real*>(p.stats);
+  for (int64_t row = begin; row < end; ++row) {
+    T* at = static_cast<T*>(x.data) + row * x.stride;
+    auto inputs = token_inputs<Real>(p.inputs, row, 0, 0);
+    double shift = 0, log_sum = 0, entropy = 0;
+    if (!(inputs.weight == 0)) {
+      const auto s = E::stats(at, x.valid, scale);
+      const int64_t token = column(x, row);
+      const double target = token < 0 ? std::numeric_limits<double>::quiet_NaN()
+                                      : static_cast<double>(E::get(at + token)) / x.temperature;
+      shift = static_cast<double>(s.top);
+      log_sum = std::log(s.sum);
+      entropy = log_sum - s.dot / s.sum;
+      inputs.logp = static_cast<Real>(target - shift - log_sum);
+      inputs.entropy = static_cast<Real>(entropy);
+    }
+    const auto result = policy_token(inputs, p.settings);
+    put_token(p.out, x.rows, row, result);
+    stats[row] = inputs.logp;
+    stats[x.rows + row] = inputs.entropy;
+    write_grad(x, row, at, shift, log_sum, entropy, static_cast<double>(result.row[kGradLogp]),
+               static_cast<double>(result.row[kGradEntropy]));
+  }
+}
+
 // Calls `f` with a null pointer of the element's type.
 template <class F>
 void dispatch(Dtype dtype, const F& f) {
@@ -267,6 +314,19 @@ void row_grad(const GradParams& p, const ParallelFor& parallel_for) {
   dispatch(p.logits.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     parallel_for(p.logits.rows, [&](int64_t a, int64_t b) { grad_rows<T>(p, a, b); });
+  });
+}
+
+void policy_tokens(const TokensParams& p, const ParallelFor& parallel_for) {
+  parallel_for(p.count, [&](int64_t a, int64_t b) {
+    p.is_double ? policy_range<double>(p, a, b) : policy_range<float>(p, a, b);
+  });
+}
+
+void policy_rows(const PolicyRowsParams& p, const ParallelFor& parallel_for) {
+  dispatch(p.logits.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    parallel_for(p.logits.rows, [&](int64_t a, int64_t b) { policy_row_range<T>(p, a, b); });
   });
 }
 

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "loss/logits.h"
+#include "loss/policy.h"
 
 namespace rlcore::loss {
 
@@ -20,6 +21,13 @@ void row_stats(const StatsParams& params, const ParallelFor& parallel_for);
 
 // out = (g (onehot - p) - h p (log p + H)) / temperature. A row with g = h = 0 is not read.
 void row_grad(const GradParams& params, const ParallelFor& parallel_for);
+
+// The objective of tokens whose log-probs are known, see policy.h.
+void policy_tokens(const TokensParams& params, const ParallelFor& parallel_for);
+
+// The objective from whole rows of logits, which become their gradient. A row is written while it
+// lies in the cache that its reading has filled: two passes over memory.
+void policy_rows(const PolicyRowsParams& params, const ParallelFor& parallel_for);
 
 // "avx512", "avx2" or "baseline": which code this machine runs.
 const char* instruction_set();

@@ -5,7 +5,9 @@
 // else fp32.
 #include <cmath>
 #include <optional>
+#include <vector>
 
+#include "loss/policy.h"
 #include "loss/row_host.h"
 #include "torch/checks.h"
 
@@ -47,7 +49,7 @@ ScalarType statistic_of(const Tensor& logits) {
   return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A contiguous tensor of statistics with `rows` tokens.
+// A contiguous tensor [tokens] or [kinds, tokens] with the dtype of the logits' statistics.
 void check_statistics(const Tensor& t, const Tensor& logits, const char* name, int64_t kinds = 0) {
   check_device(t, logits, name);
   RL_CHECK(t.scalar_type() == statistic_of(logits), name, ": dtype ", name_of(t.scalar_type()),
@@ -121,6 +123,77 @@ loss::GradParams grad_params(const Tensor& logits, const Tensor& tokens, int64_t
           .out_stride = out.stride(0)};
 }
 
+struct TokenTensors {
+  const Tensor &logp_old, &logp_sampler;
+  const std::optional<Tensor>& logp_ref;
+  const Tensor &advantage, &weight;
+  const std::vector<double>& params;
+};
+
+// `like` gives device, number of tokens and dtype.
+loss::PolicyInputs policy_inputs(const TokenTensors& x, const Tensor& like) {
+  check_statistics(x.logp_old, like, "logp_old");
+  check_statistics(x.logp_sampler, like, "logp_sampler");
+  check_statistics(x.advantage, like, "advantage");
+  check_statistics(x.weight, like, "weight");
+  return {.logp_old = x.logp_old.data_ptr(),
+          .logp_sampler = x.logp_sampler.data_ptr(),
+          .logp_ref = optional_statistics(x.logp_ref, like, "logp_ref"),
+          .advantage = x.advantage.data_ptr(),
+          .weight = x.weight.data_ptr()};
+}
+
+loss::PolicySettings policy_settings(const TokenTensors& x) {
+  RL_CHECK(x.params.size() == loss::kNumPolicyParams, "params: ", x.params.size(), " numbers; ",
+           loss::kNumPolicyParams, " are needed, see csrc/loss/policy.h");
+  loss::PolicySettings s;
+  for (size_t i = 0; i < x.params.size(); ++i) s.value[i] = x.params[i];
+  const double mode = s.value[loss::kIsMode], type = s.value[loss::kKlType];
+  RL_CHECK(mode == 0 || mode == 1 || mode == 2 || mode == 3, "params: is_mode ", mode,
+           "; allowed are 0 none, 1 truncate, 2 mask and 3 both");
+  RL_CHECK(type >= 0 && type < static_cast<int>(loss::kNumKlTypes) && type == std::floor(type),
+           "params: kl_type ", type, "; allowed are the integers below ",
+           static_cast<int>(loss::kNumKlTypes));
+  RL_CHECK(s.value[loss::kKlCoef] == 0 || (x.logp_ref && type != 0), "params: kl_coef ",
+           s.value[loss::kKlCoef], " needs logp_ref and a kl_type above 0");
+  return s;
+}
+
+loss::TokensParams tokens_params(const Tensor& logp, const Tensor& entropy, const TokenTensors& x,
+                                 const Tensor& out) {
+  const auto dtype = logp.scalar_type();
+  RL_CHECK(logp.dim() == 1 && logp.is_contiguous(), "logp: one dimension, contiguous, is needed");
+  RL_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, "logp: dtype ",
+           name_of(dtype), "; allowed are float32 and float64");
+  check_statistics(entropy, logp, "entropy");
+  check_statistics(out, logp, "out", loss::kNumPolicyRows);
+  return {.logp = logp.data_ptr(),
+          .entropy = entropy.data_ptr(),
+          .inputs = policy_inputs(x, logp),
+          .settings = policy_settings(x),
+          .out = out.data_ptr(),
+          .count = logp.size(0),
+          .is_double = dtype == ScalarType::Double};
+}
+
+loss::PolicyRowsParams rows_params(const Tensor& logits, const Tensor& tokens, int64_t first,
+                                   int64_t valid, double temperature, const TokenTensors& x,
+                                   const Tensor& stats, const Tensor& out) {
+  const auto rows = logits_of(logits, tokens, first, valid, temperature);
+  check_statistics(stats, logits, "stats", 2);
+  check_statistics(out, logits, "out", loss::kNumPolicyRows);
+  return {.logits = rows,
+          .inputs = policy_inputs(x, logits),
+          .settings = policy_settings(x),
+          .stats = stats.data_ptr(),
+          .out = out.data_ptr()};
+}
+
+void check_variant(int64_t variant) {
+  RL_CHECK(variant == 0 || variant == 1, "variant ", variant,
+           ": allowed are 0 (any device) and 1 (row kept on chip, sm_90)");
+}
+
 // torch's own threads, which obey torch.set_num_threads.
 void parallel_for(int64_t count, const loss::Range& range) {
   torch::stable::parallel_for(0, count, 1, range);
@@ -140,6 +213,26 @@ void row_grad_cpu(const Tensor& logits, const Tensor& tokens, int64_t first, int
                  parallel_for);
 }
 
+void policy_tokens_cpu(const Tensor& logp, const Tensor& entropy, const Tensor& logp_old,
+                       const Tensor& logp_sampler, std::optional<Tensor> logp_ref,
+                       const Tensor& advantage, const Tensor& weight, std::vector<double> params,
+                       Tensor out, int64_t /*stream*/) {
+  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  loss::policy_tokens(tokens_params(logp, entropy, x, out), parallel_for);
+}
+
+// `variant` chooses between kernels of the device; the CPU has one.
+void policy_rows_cpu(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
+                     double temperature, const Tensor& logp_old, const Tensor& logp_sampler,
+                     std::optional<Tensor> logp_ref, const Tensor& advantage, const Tensor& weight,
+                     std::vector<double> params, Tensor stats, Tensor out, int64_t variant,
+                     int64_t /*stream*/) {
+  check_variant(variant);
+  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  loss::policy_rows(rows_params(logits, tokens, first, valid, temperature, x, stats, out),
+                    parallel_for);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
@@ -149,9 +242,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
   m.def(
       "row_grad(Tensor logits, Tensor tokens, int first, int valid, float temperature, Tensor lse, "
       "Tensor entropy, Tensor? grad_logp, Tensor? grad_entropy, Tensor(a!) out, int stream) -> ()");
+  m.def(
+      "policy_tokens(Tensor logp, Tensor entropy, Tensor logp_old, Tensor logp_sampler, "
+      "Tensor? logp_ref, Tensor advantage, Tensor weight, float[] params, Tensor(a!) out, "
+      "int stream) -> ()");
+  m.def(
+      "policy_rows(Tensor(a!) logits, Tensor tokens, int first, int valid, float temperature, "
+      "Tensor logp_old, Tensor logp_sampler, Tensor? logp_ref, Tensor advantage, Tensor weight, "
+      "float[] params, Tensor(b!) stats, Tensor(c!) out, int variant, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlcore_native, CPU, m) {
   m.impl("row_stats", TORCH_BOX(&row_stats_cpu));
   m.impl("row_grad", TORCH_BOX(&row_grad_cpu));
+  m.impl("policy_tokens", TORCH_BOX(&policy_tokens_cpu));
+  m.impl("policy_rows", TORCH_BOX(&policy_rows_cpu));
 }
