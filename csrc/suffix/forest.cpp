@@ -332,6 +332,9 @@ Options checked(const Options& o) {
   RL_CHECK(o.growth >= 0 && o.growth <= 4096, "growth ", o.growth, ": 0 to 4096");
   RL_CHECK(o.knee >= 0, "knee ", o.knee, ": 0 for unknown, or tokens per forward");
   RL_CHECK(o.candidates >= 1, "candidates ", o.candidates, ": at least 1");
+  RL_CHECK(o.live_match >= 1 && o.live_match <= kLiveCap, "live_match ", o.live_match, ": 1 to ",
+           kLiveCap);
+  RL_CHECK(o.factor >= 0 && o.factor <= 4096, "factor ", o.factor, ": 0 for none, to 4096");
   return o;
 }
 
@@ -517,7 +520,7 @@ void Forest::make_room(std::span<const int64_t> offsets) {
 
 void Forest::advance_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets) {
   const int32_t limit = longest_match(options_);
-  const int32_t gram = options_.min_match;
+  const int32_t gram = options_.live_match;
   for (size_t i = 0; i < found_.size(); ++i) {
     Request& r = *found_[i];
     for (int64_t k = offsets[i]; k < offsets[i + 1]; ++k) {
@@ -616,13 +619,14 @@ int32_t Forest::grow(const Request& r, int32_t window, int32_t* tokens, int32_t*
   const Match from = shrink(r.history, r.match, options_.min_match);
   int32_t n = 0;
   if (from.length > 0) {
-    n = tree_.grow(r.history, from.state, window, options_.min_prob, tokens, parents, depth);
+    const int32_t nodes = window_for(options_, window, from.length);
+    n = tree_.grow(r.history, from.state, nodes, options_.min_prob, tokens, parents, depth);
   }
   const int32_t length = n > 0 ? from.length : 0;
   if (options_.live && length < longest_live(options_)) {
     const LiveMatch own = find_live(r.live, options_);
     if (own.length > length) {
-      n = *depth = copy_live(r.live, own, window, tokens);
+      n = *depth = copy_live(r.live, own, window_for(options_, window, own.length), tokens);
       std::iota(parents, parents + n, -1);
     }
   }

@@ -18,6 +18,8 @@ struct Options {
   int32_t knee = 0;          // tokens per forward where compute begins to bound; 0: unknown
   int32_t live = 1;          // match the request's own stream too
   int32_t candidates = 16;   // earlier places of the own stream that are compared
+  int32_t live_match = 3;    // shortest own match that drafts
+  double factor = 0.0;       // a draft is at most this many times as long as its match; 0: off
 };
 
 constexpr int32_t kLiveCap = 64;  // longest own match that is measured where there is no limit
@@ -25,7 +27,7 @@ constexpr int32_t kLiveCap = 64;  // longest own match that is measured where th
 RL_HD int32_t longest_match(const Options& o) { return o.limit > 0 ? o.limit : 0x7fffffff; }
 RL_HD int32_t longest_live(const Options& o) {
   const int32_t cap = o.limit > 0 ? o.limit : kLiveCap;
-  return cap > o.min_match ? cap : o.min_match;
+  return cap > o.live_match ? cap : o.live_match;
 }
 
 // ---- history -------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ struct LiveSlot {
   uint32_t last;  // 1 + where it ended last; 0: free
 };
 
-// Text, for every position the earlier one where the same `min_match` tokens end, and a hash table
+// Text, for every position the earlier one where the same `live_match` tokens end, and a hash table
 // from these tokens to the last such position.
 struct Live {
   int32_t* text;
@@ -160,12 +162,12 @@ struct LiveMatch {
   int32_t length;  // 0: none
 };
 
-// Among the last `candidates` earlier positions where the same `min_match` tokens end: the longest
+// Among the last `candidates` earlier positions where the same `live_match` tokens end: the longest
 // match backwards, the most recent of equals.
 RL_HD LiveMatch find_live(const Live& live, const Options& o) {
   LiveMatch best = {-1, 0};
   const int32_t end = live.size - 1;
-  if (live.size < o.min_match) return best;
+  if (live.size < o.live_match) return best;
   const int32_t cap = longest_live(o);
   int32_t at = live.prev[end];
   int32_t seen = 0;
@@ -173,7 +175,7 @@ RL_HD LiveMatch find_live(const Live& live, const Options& o) {
     int32_t n = 0;
     while (n < cap && n <= at && live.text[at - n] == live.text[end - n]) ++n;
     // Shorter: other tokens with the same hash.
-    if (n >= o.min_match) {
+    if (n >= o.live_match) {
       ++seen;
       if (n > best.length) best = {at, n};
       if (n == cap) break;
@@ -194,17 +196,26 @@ RL_HD int32_t copy_live(const Live& live, LiveMatch m, int32_t window, int32_t* 
 
 // ---- draft ---------------------------------------------------------------------------------
 
+RL_HD int32_t window_for(const Options& o, int32_t window, int32_t length) {
+  if (o.factor <= 0) return window;
+  const double most = o.factor * length;
+  return most < window ? static_cast<int32_t>(most) : window;
+}
+
 // The history's draft, or the own stream's where that matches longer or the history has none.
 // `indexed`: the own stream is filed up to its end. Returns the number of tokens.
 RL_HD int32_t draft(const History& h, Match m, const Live& live, bool indexed, const Options& o,
                     int32_t window, int32_t* out) {
   if (window <= 0) return 0;
   const Match from = shrink(h, m, o.min_match);
-  int32_t n = from.length > 0 ? follow(h, from.state, window, o.min_prob, out) : 0;
+  int32_t n = 0;
+  if (from.length > 0) {
+    n = follow(h, from.state, window_for(o, window, from.length), o.min_prob, out);
+  }
   const int32_t length = n > 0 ? from.length : 0;
   if (indexed && length < longest_live(o)) {
     const LiveMatch own = find_live(live, o);
-    if (own.length > length) n = copy_live(live, own, window, out);
+    if (own.length > length) n = copy_live(live, own, window_for(o, window, own.length), out);
   }
   return n;
 }

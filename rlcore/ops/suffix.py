@@ -13,7 +13,7 @@ sum of rewards.
     draft   the branch of highest priority, token by token, `window` at most; it stops where
             count(path) < min_prob * count(match), which is the product of branch probabilities.
     live    the request's own stream: among its last `candidates` earlier places where the same
-            `min_match` tokens end, the one with the longest match backwards (at most `limit`, 64 if
+            `live_match` tokens end, the one with the longest match backwards (at most `limit`, 64 if
             that is 0), the most recent of equals. The draft is what followed there, and beyond the
             end of the stream what the draft begins with (a period goes on). Taken where the match
             is longer than the one that the history drafts from, or the history has no draft.
@@ -68,6 +68,8 @@ class Forest:
         knee: int = 0,
         live: bool = True,
         candidates: int = 16,
+        live_match: int = 3,
+        factor: float = 0.0,
         threads: int = 0,
     ) -> None:
         """Args:
@@ -80,6 +82,8 @@ class Forest:
         knee: tokens per forward where compute begins to bound; 0 is unknown.
         live: match the request's own stream too.
         candidates: earlier places of the own stream that are compared.
+        live_match: shortest match in the own stream that drafts.
+        factor: a draft is at most this many times as long as its match; 0 is off.
         threads: of `build`; 0 is one per core.
         """
         core = native.load("suffix forest")
@@ -94,6 +98,8 @@ class Forest:
             knee=knee,
             live=live,
             candidates=candidates,
+            live_match=live_match,
+            factor=factor,
             threads=threads,
         )
 
@@ -271,6 +277,8 @@ class Reference:
         knee: int,
         live: bool,
         candidates: int,
+        live_match: int,
+        factor: float,
         threads: int,
     ) -> None:
         def need(good: bool, sentence: str) -> None:
@@ -291,10 +299,13 @@ class Reference:
         need(0 <= growth <= 4096, f"growth {growth}: 0 to 4096")
         need(knee >= 0, f"knee {knee}: 0 for unknown, or tokens per forward")
         need(candidates >= 1, f"candidates {candidates}: at least 1")
+        need(1 <= live_match <= LIVE_CAP, f"live_match {live_match}: 1 to {LIVE_CAP}")
+        need(0 <= factor <= 4096, f"factor {factor}: 0 for none, to 4096")
         need(threads >= 0, f"threads {threads}: 0 for all cores, or more")
         self.limit, self.min_match, self.min_prob = limit, min_match, min_prob
         self.max_window, self.start_window, self.growth = max_window, start_window, growth
         self.knee, self.live, self.candidates = knee, live, candidates
+        self.live_match, self.factor = live_match, factor
         self._current: dict[int, _History] = {}
         self._next: dict[int, _History] | None = None
         self._requests: dict[int, _Request] = {}
@@ -511,7 +522,7 @@ class Reference:
             places = [(r, end) for r, end, n in found if n >= length]
             if self._children(history, places):
                 grow = self._grow_tree if tree else self._grow_chain
-                draft = grow(history, places, window)
+                draft = grow(history, places, self._window_for(window, length))
                 break
         if not draft.tokens:
             length = 0
@@ -519,10 +530,14 @@ class Reference:
             end, own = self._own(request)
             if own > length:
                 stream = request.stream.copy()
+                window = self._window_for(window, own)
                 for i in range(window):
                     stream.append(stream[end + i])
                 draft = _Draft(stream[len(request.stream) :], list(range(-1, window - 1)))
         return draft
+
+    def _window_for(self, window: int, length: int) -> int:
+        return min(window, int(self.factor * length)) if self.factor > 0 else window
 
     @staticmethod
     def _children(
@@ -571,7 +586,7 @@ class Reference:
 
     def _own(self, request: _Request) -> tuple[int, int]:
         """(position after it, length) of the best match in the own stream; length 0 for none."""
-        stream, gram = request.stream, self.min_match
+        stream, gram = request.stream, self.live_match
         cap = max(self.limit or LIVE_CAP, gram)
         best, seen = (0, 0), 0
         for end in range(len(stream) - 1, gram - 1, -1):
