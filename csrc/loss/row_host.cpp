@@ -5,6 +5,11 @@
 #include <limits>
 #include <type_traits>
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define RL_X86_TARGETS
+#include <immintrin.h>
+#endif
+
 #define RL_INLINE inline __attribute__((always_inline))
 
 namespace rlcore::loss {
@@ -54,6 +59,9 @@ struct RowKernels {
   void (*grad)(const T* row, T* out, int64_t count, const Scale&, const Slope&);
 };
 
+// One NaN for all: rounding to bf16 counts on its low bits.
+inline float quieted(float v) { return v == v ? v : std::numeric_limits<float>::quiet_NaN(); }
+
 inline float scaled(float v, const Scale& scale) {
   return static_cast<float>(static_cast<double>(v) / scale.temperature);
 }
@@ -73,26 +81,28 @@ void raise(Stats<Real>& s, Real top) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define RL_X86_TARGETS
+#ifdef RL_X86_TARGETS
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4")
 namespace avx512 {
-constexpr int kLanes = 16;
+#define RL_LANES 16
 #include "loss/row_simd.h"
+#undef RL_LANES
 }  // namespace avx512
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 namespace avx2 {
-constexpr int kLanes = 8;
+#define RL_LANES 8
 #include "loss/row_simd.h"
+#undef RL_LANES
 }  // namespace avx2
 #pragma GCC pop_options
 #endif
 namespace baseline {
-constexpr int kLanes = 4;
+#define RL_LANES 4
 #include "loss/row_simd.h"
+#undef RL_LANES
 }  // namespace baseline
 #pragma GCC diagnostic pop
 
@@ -122,24 +132,21 @@ const RowKernels<T>& kernels() {
 template <class T>
 struct Element {
   using Real = float;
-  static Real get(const T* at) {
-    T lanes[baseline::kLanes];
-    for (auto& lane : lanes) lane = *at;
-    return baseline::load(lanes)[0];
-  }
+  static Real get(const T* at) { return baseline::load_part(at, 1).a[0]; }
   static void put(T* at, double v) {
-    T lanes[baseline::kLanes];
-    baseline::store(lanes, baseline::floats(static_cast<float>(v)));
-    *at = lanes[0];
+    T part[baseline::kStep];
+    const auto value = baseline::floats(quieted(static_cast<float>(v)));
+    baseline::store(part, {value, value});
+    *at = part[0];
   }
   static Stats<Real> stats(const T* row, int64_t count, const Scale& scale) {
     return kernels<T>().stats(row, count, scale);
   }
   static void grad(const T* row, T* out, int64_t count, const Scale& scale, double shift, double a,
                    double b) {
-    kernels<T>().grad(
-        row, out, count, scale,
-        Slope{static_cast<float>(shift), static_cast<float>(a), static_cast<float>(b)});
+    kernels<T>().grad(row, out, count, scale,
+                      Slope{quieted(static_cast<float>(shift)), quieted(static_cast<float>(a)),
+                            quieted(static_cast<float>(b))});
   }
 };
 

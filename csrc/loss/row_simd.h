@@ -1,32 +1,64 @@
 // One row of logits on the CPU: statistics and gradient, in vectors of kLanes floats.
 //
 // row_host.cpp includes this once per instruction set, inside a namespace and a region of that
-// target, so there is no include guard and nothing is included from here. GCC's and Clang's vector
-// extension keeps the text free of intrinsics: kLanes is the register's width on that target.
+// target, so there is no include guard and nothing is included from here. RL_LANES is the width of
+// a register there. GCC's and Clang's vector extension keeps all but the conversions of fp16 free
+// of intrinsics.
 //
-// Rounding: d = x - shift is one fma (two where temperature is not 1), relative error of e^d is
-// 2^-24 |d| + 2 ulp. Sums: lanes of a block in the element's type, blocks in double.
+// A step takes two vectors. Of 16-bit elements these are the even and the odd ones of one register
+// of words: a shift and a mask instead of shuffles, and no sum or maximum asks for the order.
+//
+// Rounding: d = x - shift is one fma (two where temperature is not 1), the relative error of e^d is
+// 2^-24 |d| + 1.5 ulp. Sums: lanes within a block of kBlock elements, blocks in double.
 
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
-
-inline constexpr int kUnroll = 4;  // independent chains, or latency is what is seen
-inline constexpr int64_t kStep = kLanes * kUnroll;
-inline constexpr int64_t kBlock = 2048;  // a block stays in L1 between its maximum and sum
+inline constexpr int kLanes = RL_LANES;
+inline constexpr int64_t kStep = 2 * kLanes;
+inline constexpr int64_t kBlock = 4096;  // stays in L1 between its maximum and its sum
 static_assert(kBlock % kStep == 0);
 
-RL_INLINE Floats floats(float v) { return v - Floats{}; }
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 
-// e^d for d <= 88; 0 below -87.33, where the result would be subnormal; NaN for NaN.
-// `held` is d from -87.33 up: a finite factor for the terms d e^d, also where d is -inf.
+struct Pair {
+  Floats a, b;
+};
+
+RL_INLINE Floats floats(float v) { return v - Floats{}; }
+RL_INLINE Words words(uint32_t v) { return v - Words{}; }
+RL_INLINE Floats as_floats(Words v) { return reinterpret_cast<Floats>(v); }
+RL_INLINE Words as_words(Floats v) { return reinterpret_cast<Words>(v); }
+
+template <class V, class T>
+RL_INLINE V read(const T* at) {
+  V v;
+  __builtin_memcpy(&v, at, sizeof v);
+  return v;
+}
+template <class V, class T>
+RL_INLINE void write(T* at, V v) {
+  __builtin_memcpy(at, &v, sizeof v);
+}
+
+// The larger one; of a NaN `v` and a number, v. One instruction, which GCC does not find where
+// `least` is constant.
+RL_INLINE Floats at_least(Floats least, Floats v) {
+#if RL_LANES == 16
+  return _mm512_maskz_max_ps(0xffff, least, v);
+#elif RL_LANES == 8
+  return _mm256_max_ps(least, v);
+#else
+  return least > v ? least : v;
+#endif
+}
+
+// e^d for d <= 88; 0 below -87.7; NaN for NaN. `held` is d from -88 up: a finite factor for the
+// terms d e^d, also where d is -inf.
 RL_INLINE Floats exp(Floats d, Floats& held) {
-  constexpr float kLeast = -87.33f, kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
-  // 1.5 * 2^23 rounds to an integer, 127 biases it: the low bits are those of the exponent.
+  constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+  // 1.5 * 2^23 rounds to an integer, 127 biases it: the low bits are those of the exponent, and
+  // for -88 they are 0, the exponent of 0.
   constexpr float kRound = 12582912.0f + 127.0f;
-  const Floats least = floats(kLeast);
-  held = d < least ? least : d;  // NaN stays
+  held = at_least(floats(-88.0f), d);
   const Floats shifted = held * kLog2e + kRound;
   const Floats r = held - (shifted - kRound) * kLn2;
   // Minimax on [-ln 2 / 2, ln 2 / 2], relative error 3.1e-9 before rounding.
@@ -36,156 +68,156 @@ RL_INLINE Floats exp(Floats d, Floats& held) {
   p = p * r + 4.99999934e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const Floats power = reinterpret_cast<Floats>(reinterpret_cast<Words>(shifted) << 23);
-  return d < least ? Floats{} : p * power;
+  return p * as_floats(as_words(shifted) << 23);
 }
 
-// Element types: load kLanes as floats, store kLanes floats.
-RL_INLINE Floats load(const float* at) {
-  Floats v;
-  __builtin_memcpy(&v, at, sizeof v);
-  return v;
-}
-RL_INLINE void store(float* at, Floats v) { __builtin_memcpy(at, &v, sizeof v); }
-
-RL_INLINE Floats load(const Bf16* at) {
-  Halves h;
-  __builtin_memcpy(&h, at, sizeof h);
-  return reinterpret_cast<Floats>(__builtin_convertvector(h, Words) << 16);
-}
-RL_INLINE void store(Bf16* at, Floats v) {
-  const Words bits = reinterpret_cast<Words>(v);
-  const Words even = bits + 0x7fffu + ((bits >> 16) & 1u);
-  const Words kept = (v == v ? even : Words{} + 0x7fc00000u) >> 16;
-  const Halves h = __builtin_convertvector(kept, Halves);
-  __builtin_memcpy(at, &h, sizeof h);
+RL_INLINE Pair load(const float* at) { return {read<Floats>(at), read<Floats>(at + kLanes)}; }
+RL_INLINE void store(float* at, Pair v) {
+  write(at, v.a);
+  write(at + kLanes, v.b);
 }
 
-RL_INLINE Floats load(const Fp16* at) {
-  Halves h;
-  __builtin_memcpy(&h, at, sizeof h);
-  const Words bits = __builtin_convertvector(h, Words);
-  const Words magnitude = (bits & 0x7fffu) << 13;
-  const Words exponent = magnitude & 0x0f800000u;
-  const Words normal = magnitude + (112u << 23);
-  // Infinities and NaN get the largest exponent; subnormals are normalised by a subtraction.
-  const Words special = normal + (112u << 23);
-  const Words small = reinterpret_cast<Words>(reinterpret_cast<Floats>(normal + (1u << 23)) -
-                                              reinterpret_cast<Floats>(Words{} + (113u << 23)));
-  const Words wide = exponent == 0x0f800000u ? special : (exponent == 0u ? small : normal);
-  return reinterpret_cast<Floats>(wide | ((bits & 0x8000u) << 16));
+RL_INLINE Pair load(const Bf16* at) {
+  const Words both = read<Words>(at);
+  return {as_floats(both << 16), as_floats(both & words(0xffff0000u))};
 }
-RL_INLINE void store(Fp16* at, Floats v) {
-  const Words bits = reinterpret_cast<Words>(v);
-  const Words sign = bits & 0x80000000u;
-  const Words magnitude = bits ^ sign;
-  const Words special = v == v ? Words{} + 0x7c00u : Words{} + 0x7e00u;
-  const Words half = Words{} + (126u << 23);  // 0.5, whose last bit is the least subnormal
-  const Words small = reinterpret_cast<Words>(reinterpret_cast<Floats>(magnitude) +
-                                              reinterpret_cast<Floats>(half)) -
-                      half;
-  const Words normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+// To nearest, ties to even. A NaN stays one if its low 15 bits are 0, as they are in every NaN
+// made from bf16 logits and from quieted().
+RL_INLINE Words rounded(Words bits) { return bits + words(0x7fffu) + ((bits >> 16) & words(1u)); }
+RL_INLINE void store(Bf16* at, Pair v) {
+  write(at, (rounded(as_words(v.a)) >> 16) | (rounded(as_words(v.b)) & words(0xffff0000u)));
+}
+
+#if RL_LANES == 16
+RL_INLINE Pair load(const Fp16* at) {
+  return {_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(at)),
+          _mm512_maskz_cvtph_ps(0xffff, read<__m256i>(at + kLanes))};
+}
+RL_INLINE void store(Fp16* at, Pair v) {
+  write(at, _mm512_maskz_cvtps_ph(0xffff, v.a, _MM_FROUND_TO_NEAREST_INT));
+  write(at + kLanes, _mm512_maskz_cvtps_ph(0xffff, v.b, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif RL_LANES == 8
+RL_INLINE Pair load(const Fp16* at) {
+  return {_mm256_cvtph_ps(read<__m128i>(at)), _mm256_cvtph_ps(read<__m128i>(at + kLanes))};
+}
+RL_INLINE void store(Fp16* at, Pair v) {
+  write(at, _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT));
+  write(at + kLanes, _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+RL_INLINE Floats widened(Words half) {
+  const Words normal = ((half & words(0x7fffu)) << 13) + words(112u << 23);
+  const Words exponent = half & words(0x7c00u);
+  // Infinities and NaN get the largest exponent; a subtraction normalises subnormals.
+  const Words special = normal + words(112u << 23);
+  const Words small = as_words(as_floats(normal + words(1u << 23)) - as_floats(words(113u << 23)));
+  const Words wide = exponent == 0x7c00u ? special : (exponent == 0u ? small : normal);
+  return as_floats(wide | ((half & words(0x8000u)) << 16));
+}
+RL_INLINE Words narrowed(Floats v) {
+  const Words sign = as_words(v) & words(0x80000000u);
+  const Words magnitude = as_words(v) ^ sign;
+  const Words special = v == v ? words(0x7c00u) : words(0x7e00u);
+  const Words half = words(126u << 23);  // 0.5, whose last bit is the least subnormal
+  const Words small = as_words(as_floats(magnitude) + as_floats(half)) - half;
+  const Words normal =
+      (magnitude - words(112u << 23) + words(0xfffu) + ((magnitude >> 13) & words(1u))) >> 13;
   const Words kept =
-      (magnitude >= 0x47800000u ? special : (magnitude < 0x38800000u ? small : normal)) |
-      (sign >> 16);
-  const Halves h = __builtin_convertvector(kept, Halves);
-  __builtin_memcpy(at, &h, sizeof h);
+      magnitude >= 0x47800000u ? special : (magnitude < 0x38800000u ? small : normal);
+  return kept | (sign >> 16);
 }
-
-template <class T>
-RL_INLINE void fill(T* to, T value, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = value;
+RL_INLINE Pair load(const Fp16* at) {
+  const Words both = read<Words>(at);
+  return {widened(both & words(0xffffu)), widened(both >> 16)};
 }
+RL_INLINE void store(Fp16* at, Pair v) { write(at, narrowed(v.a) | (narrowed(v.b) << 16)); }
+#endif
 
-// The last lanes of a row, filled up with `rest`.
+// The last elements of a row, filled up with -inf.
 template <class T>
-RL_INLINE Floats load_part(const T* at, int64_t count, T rest) {
-  T part[kLanes];
-  fill(part, rest, kLanes);
-  __builtin_memcpy(part, at, static_cast<size_t>(count) * sizeof(T));
+RL_INLINE Pair load_part(const T* at, int64_t count) {
+  T part[kStep];
+  for (auto& element : part) element = kMinusInf<T>;
+  for (int64_t i = 0; i < count; ++i) part[i] = at[i];
   return load(part);
 }
 
-RL_INLINE float largest(Floats v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+// The largest element that is not NaN; -inf if there is none.
+template <class T>
+RL_INLINE float maximum(const T* row, int64_t count) {
+  Floats a[2] = {floats(-kInf), floats(-kInf)}, b[2] = {a[0], a[0]};
+  int64_t i = 0;
+  for (; i + 2 * kStep <= count; i += 2 * kStep) {
+    for (int u = 0; u < 2; ++u) {
+      const Pair v = load(row + i + u * kStep);
+      a[u] = v.a > a[u] ? v.a : a[u];
+      b[u] = v.b > b[u] ? v.b : b[u];
+    }
+  }
+  for (; i < count; i += kStep) {
+    const Pair v = i + kStep <= count ? load(row + i) : load_part(row + i, count - i);
+    a[0] = v.a > a[0] ? v.a : a[0];
+    b[0] = v.b > b[0] ? v.b : b[0];
+  }
+  float best = -kInf;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (const Floats* v : {&a[0], &a[1], &b[0], &b[1]})
+      best = (*v)[lane] > best ? (*v)[lane] : best;
+  }
   return best;
 }
+
+template <bool kScaled>
+RL_INLINE Floats less(Floats v, const Scale& scale, float shift) {
+  if constexpr (!kScaled) return v - shift;
+  const Floats held = at_least(floats(-kLargest), v);  // -inf * 0 would be NaN
+  return held * scale.high + (held * scale.low - shift);
+}
+
+struct Sums {
+  Floats sum, dot;
+};
+
+// Adds e^d and e^d d, d = x - shift.
+template <bool kScaled>
+RL_INLINE void add(Floats v, const Scale& scale, float shift, Sums& to) {
+  Floats held;
+  const Floats e = exp(less<kScaled>(v, scale, shift), held);
+  to.sum += e;
+  to.dot += e * held;
+}
+
 RL_INLINE double total(Floats v) {
   double sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(v[i]);
   return sum;
 }
 
-// The largest element that is not NaN; -inf if there is none.
-template <class T>
-RL_INLINE float maximum(const T* row, int64_t count) {
-  Floats best[kUnroll];
-  for (auto& b : best) b = floats(-kInf);
-  int64_t i = 0;
-  for (; i + kStep <= count; i += kStep) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const Floats v = load(row + i + u * kLanes);
-      best[u] = v > best[u] ? v : best[u];
-    }
-  }
-  for (; i < count; i += kLanes) {
-    const Floats v =
-        i + kLanes <= count ? load(row + i) : load_part(row + i, count - i, kMinusInf<T>);
-    best[0] = v > best[0] ? v : best[0];
-  }
-  for (int u = 1; u < kUnroll; ++u) best[0] = best[u] > best[0] ? best[u] : best[0];
-  return largest(best[0]);
-}
-
-template <bool kScaled>
-RL_INLINE Floats less(Floats v, const Scale& scale, float shift) {
-  if constexpr (!kScaled) return v - shift;
-  const Floats least = floats(-kLargest);  // -inf * 0 would be NaN
-  const Floats held = v < least ? least : v;
-  return held * scale.high + (held * scale.low - shift);
-}
-
-// Adds sum e^d and sum e^d d of a block, d = x - shift.
-template <bool kScaled, class T>
-RL_INLINE void add_block(const T* row, int64_t count, const Scale& scale, float shift, double& sum,
-                         double& dot) {
-  Floats sums[kUnroll] = {}, dots[kUnroll] = {};
-  int64_t i = 0;
-  for (; i + kStep <= count; i += kStep) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const Floats d = less<kScaled>(load(row + i + u * kLanes), scale, shift);
-      Floats held;
-      const Floats e = exp(d, held);
-      sums[u] += e;
-      dots[u] += e * held;
-    }
-  }
-  for (; i < count; i += kLanes) {
-    const Floats v =
-        i + kLanes <= count ? load(row + i) : load_part(row + i, count - i, kMinusInf<T>);
-    const Floats d = less<kScaled>(v, scale, shift);
-    Floats held;
-    const Floats e = exp(d, held);
-    sums[0] += e;
-    dots[0] += e * held;
-  }
-  for (int u = 0; u < kUnroll; ++u) {
-    sum += total(sums[u]);
-    dot += total(dots[u]);
-  }
-}
-
 template <bool kScaled, class T>
 inline RowStats stats_scaled(const T* row, int64_t count, const Scale& scale) {
   RowStats out{-kInf, 0.0, 0.0};
   for (int64_t start = 0; start < count; start += kBlock) {
+    const T* block = row + start;
     const int64_t size = count - start < kBlock ? count - start : kBlock;
-    const float top = scaled(maximum(row + start, size), scale);
+    const float top = scaled(maximum(block, size), scale);
     if (top > out.top) raise(out, top);
     // Before anything finite the shift is 0: -inf stays -inf and not NaN.
     const float shift = out.top == -kInf ? 0.0f : out.top;
-    add_block<kScaled>(row + start, size, scale, shift, out.sum, out.dot);
+    Sums a = {}, b = {};
+    int64_t i = 0;
+    for (; i + kStep <= size; i += kStep) {
+      const Pair v = load(block + i);
+      add<kScaled>(v.a, scale, shift, a);
+      add<kScaled>(v.b, scale, shift, b);
+    }
+    if (i < size) {
+      const Pair v = load_part(block + i, size - i);
+      add<kScaled>(v.a, scale, shift, a);
+      add<kScaled>(v.b, scale, shift, b);
+    }
+    out.sum += total(a.sum) + total(b.sum);
+    out.dot += total(a.dot) + total(b.dot);
   }
   return out;
 }
@@ -204,22 +236,22 @@ RL_INLINE Floats slope(Floats v, const Scale& scale, const Slope& s) {
   return e * s.a;
 }
 
-// out = e^d (a + b d), d = x - shift. In place where out is row: a vector is read, then written.
+template <bool kScaled, bool kLinear>
+RL_INLINE Pair slope(Pair v, const Scale& scale, const Slope& s) {
+  return {slope<kScaled, kLinear>(v.a, scale, s), slope<kScaled, kLinear>(v.b, scale, s)};
+}
+
+// out = e^d (a + b d), d = x - shift. In place where out is row: a pair is read, then written.
 template <bool kScaled, bool kLinear, class T>
 inline void grad_scaled(const T* row, T* out, int64_t count, const Scale& scale, const Slope& s) {
   int64_t i = 0;
   for (; i + kStep <= count; i += kStep) {
-    Floats results[kUnroll];
-    for (int u = 0; u < kUnroll; ++u)
-      results[u] = slope<kScaled, kLinear>(load(row + i + u * kLanes), scale, s);
-    for (int u = 0; u < kUnroll; ++u) store(out + i + u * kLanes, results[u]);
-  }
-  for (; i + kLanes <= count; i += kLanes)
     store(out + i, slope<kScaled, kLinear>(load(row + i), scale, s));
+  }
   if (i < count) {
-    T part[kLanes];
-    store(part, slope<kScaled, kLinear>(load_part(row + i, count - i, kMinusInf<T>), scale, s));
-    __builtin_memcpy(out + i, part, static_cast<size_t>(count - i) * sizeof(T));
+    T part[kStep];
+    store(part, slope<kScaled, kLinear>(load_part(row + i, count - i), scale, s));
+    for (int64_t j = i; j < count; ++j) out[j] = part[j - i];
   }
 }
 
