@@ -50,8 +50,10 @@ def measure(s: dict[str, Any]) -> dict[str, Any]:
     for setting in distinct(peer, s["settings"]) if s["equal"] else [{}]:
         if setting:
             drafter.tune(**setting)
-        for spec in s["windows"]:
-            runs.append({"knobs": setting, **as_dict(replay(drafter, requests, spec))})
+        for spec in s["windows"][:1] if drafter.own_window else s["windows"]:
+            run = as_dict(replay(drafter, requests, spec))
+            named = {"window": "own"} if drafter.own_window else {}
+            runs.append({"knobs": setting, **run, **named})
     return {
         "history_tokens": tokens,
         "copied": round(w.copied, 4),
@@ -75,17 +77,17 @@ def distinct(peer: type[Drafter], settings: dict[str, Any]) -> list[dict[str, An
 
 def warm_up(peer: type[Drafter], settings: dict[str, Any], w: workload.Workload) -> None:
     """Imports and compilation, on a small index, so that they count in no figure."""
-    offsets = w.history.response_offsets
+    first = [response[:256] for response in w.history.responses(0)[:2]]
     few = workload.Texts(
-        np.concatenate([w.history.tokens[a : a + 256] for a in offsets[:2]]),
-        np.array([0, 256, 512]),
-        np.array([0, 2]),
-        w.history.rewards[:2],
+        np.concatenate(first),
+        np.cumsum([0, *map(len, first)], dtype=np.int64),
+        np.array([0, len(first)]),
+        w.history.rewards[: len(first)],
     )
     small = workload.Workload(w.prompts[:1], few, few, 1.0)
     drafter = peer(**settings)
     drafter.build(small.history)
-    replay(drafter, choose(small, 2, 64), "fixed:8")
+    replay(drafter, choose(small, len(first), 64), "fixed:8")
 
 
 def resident_bytes() -> int:

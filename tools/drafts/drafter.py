@@ -28,6 +28,8 @@ class Drafter:
     """Trailing tokens of the stream that `speculate` looks at; None: it keeps its own."""
     one_by_one = True
     """The replay may ask for single drafts now and then, to time them."""
+    own_window = False
+    """It takes no window from the replay."""
     modules: tuple[str, ...] = ()
     """What must import, or the peer is absent."""
     home = "venv"
@@ -61,8 +63,9 @@ class Drafter:
 
     def append_batch(self, requests: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Request i goes on with tokens[offsets[i] : offsets[i + 1]]."""
-        for i, request in enumerate(requests.tolist()):
-            self.append(request, tokens[offsets[i] : offsets[i + 1]])
+        one, ends = self.append, offsets.tolist()
+        for request, begin, end in zip(requests.tolist(), ends, ends[1:], strict=False):
+            one(request, tokens[begin:end])
 
     def append(self, request: int, tokens: np.ndarray) -> None:
         pass

@@ -1,9 +1,8 @@
 """Drafters at equal drafted tokens: each one's best settings, interpolated.
 
-A setting gives a point (drafted per step, tokens per step). Of a drafter's points those that no
-other point beats in both form its front, and between two neighbours on it any mix can be had by
-using the one setting for some requests and the other for the rest: hence straight lines. Nothing is
-extrapolated.
+A setting gives a point (drafted per step, tokens per step). Any mix of two points can be had by
+using the one setting for some requests and the other for the rest, so a drafter's front is the
+upper hull of its points, up to the best of them. Nothing is extrapolated.
 """
 
 import numpy as np
@@ -14,12 +13,18 @@ Front = list[tuple[float, float]]
 
 
 def front(points: list[tuple[float, float]]) -> Front:
-    """The points that none beats: drafted rises, and tokens per step with it."""
-    best: Front = []
-    for drafted, tokens in sorted(points, key=lambda p: (p[0], -p[1])):
-        if not best or tokens > best[-1][1]:
-            best.append((drafted, tokens))
-    return best
+    """The corners of the upper hull: drafted rises, and tokens per step with it, ever less."""
+    hull: Front = []
+    for x, y in sorted(points, key=lambda p: (p[0], -p[1])):
+        if hull and y <= hull[-1][1]:
+            continue
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) > (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
 
 
 def at(line: Front, drafted: float) -> float | None:

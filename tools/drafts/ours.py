@@ -16,11 +16,20 @@ class Rlcore(Drafter):
 
     modules = ("rlcore",)
     home = "here"
-    knobs = ({}, {"min_prob": 0.1}, {"min_prob": 0.3}, {"min_prob": 0.5})
+    knobs = ({}, *({"min_match": 1, "min_prob": p} for p in (0.05, 0.2, 0.4, 0.6, 0.8)))
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        forest = {"limit", "min_match", "min_prob", "start_window", "growth", "knee", "live"}
+        forest = {
+            "limit",
+            "min_match",
+            "min_prob",
+            "start_window",
+            "growth",
+            "knee",
+            "live",
+            "candidates",
+        }
         unset = dict.fromkeys(forest | {"max_window"})  # None: the forest's own default
         return {**unset, "threads": 1, "prompt": True, "step": False, "own_window": False}
 

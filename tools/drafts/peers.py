@@ -13,7 +13,7 @@ BUFFER = 1 << 15  # tokens that a live request may add to its own text
 
 
 class Empty(Drafter):
-    """What the harness itself costs."""
+    """What the loop over requests costs, that every peer without a batch API pays."""
 
     def speculate(self, request: int, context: np.ndarray, window: int) -> list[int]:
         return []
@@ -356,7 +356,7 @@ class ReferenceSam(Drafter):
     """Our plain yardstick, `ref_sam.py`: automata per prompt, one call per batch."""
 
     modules = ("numba",)
-    knobs = ({}, {"min_prob": 0.02}, {"min_prob": 0.4}, {"factor": 1.0})
+    knobs = ({}, *({"min_prob": p} for p in (0.02, 0.4, 0.6, 0.8)))
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

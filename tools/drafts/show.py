@@ -43,8 +43,13 @@ def table(rows: list[Row], title: str) -> Table:
     """One line per peer and window."""
     t = _table(title, NOTE, [name for name, _, _ in COLUMNS])
     for row in rows:
-        t.add_row(row["peer"], *(format(row[key], how) for _, key, how in COLUMNS))
+        t.add_row(row["peer"], *(_cell(row, key, how) for _, key, how in COLUMNS))
     return t
+
+
+def _cell(row: Row, key: str, how: str) -> str:
+    nothing_to_build = key == "build_mtok_s" and row["own_bytes_per_token"] in (None, 0)
+    return "-" if nothing_to_build else format(row[key], how)
 
 
 def _table(title: str, note: str, columns: list[str]) -> Table:
@@ -151,7 +156,8 @@ def _axes(rows: list[Row], title: str) -> tuple[Any, Any, Callable[[str], Any]]:
     ax.set_ylabel("tokens per verify step")
     ax.grid(alpha=0.3)
     names = list(dict.fromkeys(row["peer"] for row in rows))
-    return fig, ax, lambda peer: plt.get_cmap("tab20")(names.index(peer) % 20)
+    colours = plt.get_cmap("tab10" if len(names) <= 10 else "tab20")
+    return fig, ax, lambda peer: colours(names.index(peer) % colours.N)
 
 
 def _save(fig: Any, ax: Any, path: Path) -> None:
