@@ -1,7 +1,7 @@
 """What cannot work together, found before anything starts. One sentence each: key, value, what is
 allowed, what to do."""
 
-from rlcore.algos import correction
+from rlcore.algos import correction, fused
 from rlcore.config.schema import Config
 
 POSITIVE = (
@@ -40,6 +40,7 @@ NOT_NEGATIVE = (
     "train.lr_decay_updates",
     "train.weight_decay",
     "train.min_lr",
+    "train.head_chunk_tokens",
     "eval.every",
     "eval.temperature",
     "eval.top_k",
@@ -190,6 +191,8 @@ def _train(cfg: Config) -> list[str]:
     for key in ("beta1", "beta2"):
         if not 0 <= getattr(t, key) < 1:
             out.append(f"--train.{key} {getattr(t, key)}: must be at least 0 and below 1")
+    if t.fused_loss:
+        out += fused.problems(cfg.select.algo, cfg.algo)
     if cfg.rollout.process == "inline" and cfg.train.tp * cfg.train.pp > 1:
         out.append(
             "--rollout.process inline: with several ranks the engine lives in a child process; "

@@ -165,6 +165,12 @@ class TrainConfig:
     """Move learner state to host memory while the engine samples."""
     deterministic: bool = True
     """Deterministic kernels."""
+    fused_loss: bool = False
+    """Policy loss and gradient in one sweep over the logits, for the clipped losses (ppo, grpo,
+    dapo, dr_grpo); every other loss has log-probs and gradients fused and its text in between."""
+    head_chunk_tokens: int = 0
+    """Logits of so many tokens exist at a time, for less memory; 0: of the whole micro-batch. Costs
+    the output layer's product a second time, unless fused_loss is on."""
 
 
 @Section

@@ -36,12 +36,15 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
 from rlcore.mcore.build import Head, build, check, dtype_of
+from rlcore.mcore.head import LateHead
 from rlcore.mcore.layout import replicas
 from rlcore.mcore.memory import Parked
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
 from rlcore.mcore.reference import Reference
 from rlcore.mcore.schedule import learning_rate
-from rlcore.ops.logprob import log_probs
+from rlcore.ops import head as chunked
+from rlcore.ops.logprob import log_probs, statistics_dtype
+from rlcore.ops.policy import PolicyInputs, PolicyLoss, PolicySpec, policy_loss
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
 from rlcore.utils.log import announce, log
 
@@ -116,6 +119,10 @@ class MegatronLearner:
             bridge.init_random(chunks, hf, self.layout, seed, head=whole)
         else:
             bridge.load_hf(chunks, hf, model.path, self.layout, head=whole)
+        # The stage with the last layer gives hidden states, and the rest is ours.
+        self._late = None
+        if train.head_chunk_tokens and self.layout.is_last_stage and whole:
+            self._late = LateHead(chunks[-1])
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
         self._reference = Reference(self._parameters()) if keep_reference else None
@@ -203,12 +210,20 @@ class MegatronLearner:
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         """Add the gradient of sum(per_token * mask * weight). Local to the model replica; under
         expert parallelism to the replicas that share experts. An empty batch takes part too. A
-        critic hands `ValueInputs` to a `ValueLoss`."""
+        critic hands `ValueInputs` to a `ValueLoss`.
+
+        With `train.fused_loss` an actor asks the loss's `policy` for what the fused op is to do
+        (`trainer.objective.Objective` has one), and the loss itself for metrics alone.
+        """
         self._must_be_here("accumulate")
         if self.head == "value" and batch.num_tokens and batch.returns is None:
             raise ValueError("accumulate on a critic: the batch has no returns to learn; set them")
+        fused = self.head == "lm" and self._train.fused_loss
+        if fused:
+            self._must_be_fusible(batch, loss)
         self._name_metrics(batch, loss)
-        self._run(self._cut(batch), partial(self._loss, loss), forward_only=False)
+        function = partial(self._fused if fused else self._loss, loss)
+        self._run(self._cut(batch), function, forward_only=False)
         self._accumulated = True
 
     def kept(self) -> tuple[int, int]:
@@ -319,6 +334,16 @@ class MegatronLearner:
             raise RuntimeError(f"{what} of an actor: it has no value head; ask the critic")
         raise RuntimeError(f"{what} of a critic: it has values and no logits; ask the actor")
 
+    def _must_be_fusible(self, batch: Batch, loss: Loss | ValueLoss) -> None:
+        if not hasattr(loss, "policy"):
+            raise ValueError(
+                "--train.fused_loss: this loss has no `policy` that says what to fuse; turn it off"
+            )
+        if batch.num_tokens and batch.logp_sampler is None:
+            raise ValueError(
+                "--train.fused_loss: the batch has no logp_sampler; set it or turn fused_loss off"
+            )
+
     def _must_be_here(self, what: str) -> None:
         """Emptied storages are not an error to torch, but whatever lies at address 0."""
         if self._parked is not None:
@@ -384,16 +409,32 @@ class MegatronLearner:
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every token, [T] each, 0 for first tokens. Every rank of the
         last stage has them; under context parallelism each contributes its part to the gradient."""
-        scores = log_probs(
-            logits.squeeze(0),
-            micro.targets,
-            vocab_size=self.hf.vocab_size,
-            temperature=self.temperature,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            entropy_grad=entropy_grad,
-            in_place=True,
-        )
+        where = self._where(entropy_grad=entropy_grad)
+        if self._late is None:
+            scores = log_probs(logits.squeeze(0), micro.targets, in_place=True, **where)
+        else:
+            scores = self._by_chunks(chunked.log_probs, logits, micro.targets, **where)
         return self._about(micro, scores.logp), self._about(micro, scores.entropy)
+
+    def _where(self, **more: Any) -> dict[str, Any]:
+        """What every op over logits is told."""
+        return {
+            "vocab_size": self.hf.vocab_size,
+            "temperature": self.temperature,
+            "group": parallel_state.get_tensor_model_parallel_group(),
+            **more,
+        }
+
+    def _by_chunks(self, function: Callable, hidden: Tensor, *args: Any, **where: Any) -> Any:
+        assert self._late is not None
+        return function(
+            self._late.rows(hidden),
+            self._late.weight,
+            *args,
+            chunk_tokens=self._train.head_chunk_tokens,
+            weight_grad=self._late.weight_grad,
+            **where,
+        )
 
     def _logp(self, micro: MicroBatch, logits: Tensor) -> Tensor:
         return self._scores(micro, logits, entropy_grad=False)[0]
@@ -409,6 +450,19 @@ class MegatronLearner:
             rows = _GatherRows.apply(rows, group, micro.packed.plan.gathered)
         return torch.where(micro.predicted, rows.index_select(0, micro.take), 0.0)
 
+    def _rows_about(self, micro: MicroBatch, values: Tensor) -> Tensor:
+        """[..., L] from [..., T]: the other way, to the rows of this rank that predict the tokens;
+        0 in rows that predict none."""
+        length, cp = micro.targets.numel(), self.layout.cp
+        # First tokens have no row: theirs is one past the end.
+        index = torch.where(micro.predicted, micro.take, cp * length)
+        rows = values.new_zeros(*values.shape[:-1], cp * length + 1)
+        rows = rows.index_copy_(-1, index, values)[..., :-1]
+        if cp > 1:
+            rows = torch.empty_like(rows).index_copy_(-1, micro.packed.plan.gathered, rows)
+            rows = rows.narrow(-1, self.layout.cp_rank * length, length)
+        return rows
+
     def _inputs(
         self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> LossInputs | ValueInputs:
@@ -421,10 +475,57 @@ class MegatronLearner:
         self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         x = self._inputs(loss, micro, outputs)
-        out = loss(x)
+        total = self._count(x, loss(x), micro)
+        # The model's outputs must reach the loss, or backward of a dummy has no graph to follow.
+        if not total.requires_grad:
+            total = total + 0.0 * (x.value if isinstance(x, ValueInputs) else x.logp).sum()
+        return total, x.mask.sum().int(), {}
+
+    def _fused(
+        self, loss: Loss, micro: MicroBatch, outputs: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """`_loss` in one sweep: the gradient is that of the fused op, metrics are of the loss's own
+        text on the log-probs that the op has found."""
+        made = self._policy_loss(micro, outputs, *self._policy(loss, micro))
+        with torch.no_grad():
+            logp, entropy = self._about(micro, made.logp), self._about(micro, made.entropy)
+            x = inputs.of_policy(micro, logp, entropy)
+            self._count(x, loss(x), micro)
+        return made.loss, x.mask.sum().int(), {}
+
+    def _policy(self, loss: Any, micro: MicroBatch) -> tuple[PolicyInputs, PolicySpec]:
+        """What the fused op is to do, its inputs by the rows of this rank."""
+        batch = micro.batch
+        dtype = statistics_dtype(self._config.params_dtype)
+        unknown = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device)
+        x = inputs.of_policy(micro, unknown, unknown)
+        given, spec = loss.policy(x, old_is_own=batch.logp_old is None)
+        if batch.weight is not None:
+            given = given._replace(weight=given.weight * batch.weight)
+        names = [name for name, value in given._asdict().items() if value is not None]
+        rows = self._rows_about(micro, torch.stack([getattr(given, name) for name in names]))
+        return given._replace(**dict(zip(names, rows, strict=True))), spec
+
+    def _policy_loss(
+        self, micro: MicroBatch, outputs: Tensor, given: PolicyInputs, spec: PolicySpec
+    ) -> PolicyLoss:
+        if self._late is not None:
+            args = (micro.targets, given, spec)
+            return self._by_chunks(chunked.policy_loss, outputs, *args, **self._where())
+        return policy_loss(
+            outputs.squeeze(0),
+            micro.targets,
+            given,
+            spec,
+            in_place=True,
+            unit_upstream=True,
+            **self._where(),
+        )
+
+    def _count(self, x: LossInputs | ValueInputs, out: LossOutput, micro: MicroBatch) -> Tensor:
+        """Add a micro-batch to the figures of the update; its sum of losses."""
         terms = out.per_token if micro.batch.weight is None else out.per_token * micro.batch.weight
         kept = x.mask if out.mask is None else x.mask & out.mask
-        total = torch.where(kept, terms, 0.0).sum()
         # Tensor- and context-parallel ranks have the same tokens: one of them counts.
         own = self.layout.tp_rank == self.layout.cp_rank == 0
         counted = kept if own else kept & False
@@ -434,10 +535,7 @@ class MegatronLearner:
         self._kept += torch.stack([counted.sum(), tokens.gt(0).sum()])
         for name, values in _metrics_of(x, out).items():
             self._add(name, torch.where(counted, values, 0.0).sum())
-        # The model's outputs must reach the loss, or backward of a dummy has no graph to follow.
-        if not total.requires_grad:
-            total = total + 0.0 * (x.value if isinstance(x, ValueInputs) else x.logp).sum()
-        return total, x.mask.sum().int(), {}
+        return torch.where(kept, terms, 0.0).sum()
 
     # ---- the step
 

@@ -154,15 +154,16 @@ def _size(group: dist.ProcessGroup | None) -> int:
 # ---- the ops
 
 
-def statistics_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the statistics of logits of that dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.library.custom_op("rlcore::row_stats", mutates_args=())
 def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
     """[4, T] of this rank's columns: top = max x, sum e^(x - top), sum e^(x - top) (x - top), and x
     of the token, -inf where it is another rank's."""
-    out = logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits))
+    out = logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
     ops = native.torch_ops("token_logprob", logits.device.type)
     if ops is None:
         reference_stats(logits, tokens, first, valid, temperature, out)
@@ -174,7 +175,7 @@ def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperatur
 
 @row_stats.register_fake
 def _(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
-    return logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits))
+    return logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
 
 
 @torch.library.custom_op("rlcore::row_grad", mutates_args=())
@@ -241,7 +242,7 @@ def token_logprob(
 def _(
     logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = logits.new_empty((3, logits.size(0)), dtype=statistics_dtype(logits))
+    made = logits.new_empty((3, logits.size(0)), dtype=statistics_dtype(logits.dtype))
     return torch.empty_like(made[0]), torch.empty_like(made[0]), torch.empty_like(made[0])
 
 
@@ -373,7 +374,7 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 def _scaled(logits: Tensor, temperature: float, valid: int) -> Tensor:
     """A fresh tensor of logits / temperature without the padding."""
-    x = logits[:, :valid].to(statistics_dtype(logits), copy=True)
+    x = logits[:, :valid].to(statistics_dtype(logits.dtype), copy=True)
     return x.div_(temperature) if temperature != 1.0 else x
 
 

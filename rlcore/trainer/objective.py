@@ -1,14 +1,16 @@
 """The loss that the learner is given: rollout correction and rejection, the algorithm of the
-recipe, KL to the reference, entropy, aggregation."""
+recipe, KL to the reference, entropy, aggregation. `policy` says the same to the fused op."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
 import torch
 
-from rlcore.algos import correction, kl, mismatch, reduce
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos import correction, fused, kl, mismatch, reduce
+from rlcore.algos.base import LOG_LIMIT, AlgoConfig
+from rlcore.ops.policy import PolicyInputs, PolicySpec
 from rlcore.tensors import LossInputs, LossOutput
 
 
@@ -83,6 +85,50 @@ class Objective:
             total.dtype,
         )
         return LossOutput(per_token=total * weight, metrics=metrics, mask=keep)
+
+    def policy(self, x: LossInputs, *, old_is_own: bool) -> tuple[PolicyInputs, PolicySpec]:
+        """This objective for `ops.policy.policy_loss`: the same loss and the same gradient.
+
+        Args:
+            x: all but log-probs and entropies, which nobody knows yet: of theirs the dtype counts.
+            old_is_own: so are the old log-probs, which are those of the same pass.
+
+        Raises:
+            ValueError: the settings cannot be said so.
+        """
+        cfg = self._cfg
+        name = self._algo.__name__.removeprefix("rlcore.algos.")
+        if found := fused.problems(name, cfg):
+            raise ValueError("\n".join(found))
+        where = (x.mask, x.sequence, x.num_sequences)
+        weight = reduce.weights(cfg.loss_agg_mode, *where, self._max_tokens, x.logp.dtype)
+        old = None if old_is_own else x.logp_old
+        given = PolicyInputs(
+            advantage=x.advantage,
+            weight=torch.where(x.mask, weight, 0.0),
+            logp_sampler=x.logp_sampler,
+            logp_old=x.logp_sampler if cfg.bypass_mode else old,
+            logp_ref=x.logp_ref if cfg.kl_coef else None,
+        )
+        bounds = None
+        if cfg.rollout_rs:
+            (rule,) = correction.thresholds(cfg)
+            bounds = (rule.lower, rule.upper)
+        weighed = cfg.rollout_is != "none" and not cfg.bypass_mode
+        dual = cfg.clip_dual
+        spec = PolicySpec(
+            clip_low=cfg.clip_low,
+            clip_high=cfg.clip_high,
+            clip_dual=dual if math.isfinite(dual) else 0.0,
+            is_threshold=cfg.rollout_is_threshold if weighed else None,
+            is_mean=self._mean if weighed else 1.0,
+            bounds=bounds,
+            kl_type=cfg.kl_type if cfg.kl_coef else "none",
+            kl_coef=cfg.kl_coef * self._kl_scale,
+            entropy_coef=cfg.entropy_coef,
+            log_limit=LOG_LIMIT,
+        )
+        return given, spec
 
     def _corrected(self, x: LossInputs) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
         """The inputs with weights and the mask that rejection leaves, that mask, and log w [T]."""

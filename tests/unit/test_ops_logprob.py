@@ -9,31 +9,7 @@ from torch import Tensor
 
 from rlcore.ops import logprob, native
 from rlcore.ops.logprob import log_probs
-
-
-def has_native() -> bool:
-    return not native._library()
-
-
-BUILDS = [
-    "torch",
-    pytest.param(
-        "native",
-        marks=[
-            pytest.mark.native,
-            pytest.mark.skipif(not has_native(), reason="no native build (no compiler at set-up)"),
-        ],
-    ),
-]
-
-
-@pytest.fixture(params=BUILDS, autouse=True)
-def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which implementation the test sees."""
-    monkeypatch.setenv("RLCORE_NATIVE", "1" if request.param == "native" else "0")
-    native.torch_ops.cache_clear()
-    yield request.param
-    native.torch_ops.cache_clear()
+from tests.builds import build  # noqa: F401
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -279,7 +255,10 @@ def test_bad_input_is_a_sentence_that_names_the_argument(sentence: str) -> None:
         log_probs(**(GOOD | BAD[sentence]))
 
 
-def test_which_build_runs_is_announced_once(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+def test_which_build_runs_is_announced_once(
+    monkeypatch: pytest.MonkeyPatch,
+    build: str,  # noqa: F811
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(native, "announce", lambda what, choice: said.append(f"{what}: {choice}"))
     for _ in range(2):

@@ -1,0 +1,292 @@
+"""Log-probs, entropies and the fused policy loss from hidden states: the output layer in chunks of
+tokens, so that logits of the whole micro-batch never exist.
+
+    log_probs      any loss       forward: hidden -> logits -> statistics, by chunk
+                                  backward: the logits again, their gradient in place, two products
+    policy_loss    one sweep      logits -> gradient in place, both products, by chunk, in forward
+
+That is four and three products of the size of the output layer; whole logits take three. The
+weight's gradient adds up over the chunks in float32 (float64 in float64), in `weight_grad` where
+there is such a buffer.
+
+Shapes: T tokens, H hidden size, W columns of this rank. Under tensor parallelism every rank has the
+hidden states of all tokens and a part of the vocabulary, and gets its part's share of the hidden
+states' gradient: whoever hands them in adds the shares up.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.ops import logprob, policy
+from rlcore.ops.logprob import LogProbs
+from rlcore.ops.policy import PolicyInputs, PolicyLoss, PolicySpec
+
+
+def log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    chunk_tokens: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    entropy_grad: bool = True,
+    weight_grad: Tensor | None = None,
+) -> LogProbs:
+    """Log-prob of `tokens` and entropy, both [T], differentiable; logits = hidden weight^T.
+
+    Args:
+        hidden: [T, H].
+        weight: [V/tp, H] of the hidden states' dtype, this rank's rows; padding comes last.
+        tokens: [T] int64, global ids; as in `logprob.log_probs`.
+        chunk_tokens: logits of so many tokens exist at a time.
+        group: tensor-parallel group, None or of size 1 for the whole vocabulary.
+        weight_grad: [V/tp, H], what backward adds the weight's gradient to; `weight.grad` then gets
+            nothing. None: autograd carries it in the weight's dtype.
+
+    Raises:
+        ValueError: an argument that cannot be.
+    """
+    shard = _check(
+        hidden, weight, tokens, vocab_size, temperature, group, chunk_tokens, weight_grad
+    )
+    where = (*shard, temperature)
+    logp, entropy = _LogProb.apply(hidden, weight, tokens, where, group, chunk_tokens, weight_grad)
+    if tokens.device.type != "cpu":
+        logp = torch.where((tokens >= 0) & (tokens < vocab_size), logp, float("nan"))
+    return LogProbs(logp, entropy if entropy_grad else entropy.detach())
+
+
+def policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    inputs: PolicyInputs,
+    spec: PolicySpec,
+    *,
+    vocab_size: int,
+    chunk_tokens: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    weight_grad: Tensor | None = None,
+) -> PolicyLoss:
+    """`policy.policy_loss` of logits = hidden weight^T, its gradients already made.
+
+    Args:
+        weight_grad: [V/tp, H], what this call (not backward) adds the weight's gradient to;
+            `weight.grad` then gets nothing, and the loss must be differentiated itself, not a
+            multiple of it: backward checks that. None: autograd carries it in the weight's dtype.
+        others: as of `log_probs` here and of `policy.policy_loss`.
+
+    Raises:
+        ValueError: an argument that cannot be.
+    """
+    shard = _check(
+        hidden, weight, tokens, vocab_size, temperature, group, chunk_tokens, weight_grad
+    )
+    policy.check_spec(spec, inputs)
+    given, params = policy.prepared(inputs, spec, hidden.size(0), hidden)
+    given = policy.guarded(given, tokens, vocab_size)
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, stats, out = _PolicyLoss.apply(
+        hidden,
+        weight,
+        tokens,
+        (*shard, temperature),
+        given,
+        params,
+        group,
+        chunk_tokens,
+        weight_grad,
+        wanted,
+    )
+    return PolicyLoss(loss, stats[0], stats[1], out)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    chunk_tokens: int,
+    weight_grad: Tensor | None,
+) -> logprob.Shard:
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden: shape {list(hidden.shape)}; must be [tokens, hidden size]")
+    if hidden.dtype not in logprob.DTYPES:
+        raise ValueError(
+            f"hidden: dtype {hidden.dtype}; must be bfloat16, float16, float32 or float64"
+        )
+    if weight.dim() != 2 or weight.size(1) != hidden.size(1):
+        raise ValueError(
+            f"weight: shape {list(weight.shape)}; must be [vocabulary, {hidden.size(1)}]"
+        )
+    if weight.dtype is not hidden.dtype or weight.device != hidden.device:
+        raise ValueError(
+            f"weight: {weight.dtype} on {weight.device}; must be {hidden.dtype} on "
+            f"{hidden.device}, as the hidden states"
+        )
+    if weight_grad is not None and (
+        weight_grad.shape != weight.shape or weight_grad.device != weight.device
+    ):
+        raise ValueError(
+            f"weight_grad: shape {list(weight_grad.shape)} on {weight_grad.device}; must be "
+            f"{list(weight.shape)} on {weight.device}, as the weight"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens {chunk_tokens}: must be 1 or more")
+    logprob.check_row(tokens, "tokens", hidden.size(0), hidden.device, torch.int64)
+    shard = logprob.check_shard(weight.size(0), vocab_size, temperature, group)
+    logprob.check_tokens(tokens, vocab_size)
+    return shard
+
+
+# ---- any loss: the logits twice
+
+
+class _LogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        where: tuple[int, int, float],
+        group: dist.ProcessGroup | None,
+        chunk_tokens: int,
+        weight_grad: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        stats = hidden.new_empty((4, hidden.size(0)), dtype=logprob.statistics_dtype(hidden.dtype))
+        for chunk, logits in _chunks(hidden, weight, chunk_tokens):
+            stats[:, chunk] = logprob.row_stats(logits, tokens[chunk], *where)
+        logp, entropy, lse = logprob.combined(logprob.gathered(stats, group))
+        ctx.save_for_backward(hidden, weight, tokens, lse, entropy)
+        ctx.where, ctx.chunk_tokens, ctx.weight_grad = where, chunk_tokens, weight_grad
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple:
+        if grad_logp is None and grad_entropy is None:
+            return (None,) * 7
+        hidden, weight, tokens, lse, entropy = ctx.saved_tensors
+        made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], ctx.weight_grad)
+        for chunk, logits in _chunks(hidden, weight, ctx.chunk_tokens):
+            rest = [tokens, *ctx.where, lse, entropy, grad_logp, grad_entropy]
+            cut = [x[chunk] if isinstance(x, Tensor) else x for x in rest]
+            logprob.row_grad_(logits, *cut)
+            made.add(chunk, logits)
+        return made.hidden, made.weight(), None, None, None, None, None
+
+
+# ---- the fused loss: the logits once
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        where: tuple[int, int, float],
+        inputs: policy.Given,
+        params: list[float],
+        group: dist.ProcessGroup | None,
+        chunk_tokens: int,
+        weight_grad: Tensor | None,
+        wanted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, dtype = hidden.size(0), logprob.statistics_dtype(hidden.dtype)
+        stats = hidden.new_empty((2, rows), dtype=dtype)
+        out = hidden.new_empty((len(policy.ROWS), rows), dtype=dtype)
+        made = None
+        if wanted:
+            made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], weight_grad)
+        for chunk, logits in _chunks(hidden, weight, chunk_tokens):
+            cut = tuple(None if x is None else x[chunk] for x in inputs)
+            stats[:, chunk], out[:, chunk] = policy.rows_(
+                logits, tokens[chunk], *where, cut, params, group, wanted
+            )
+            if made is not None:
+                made.add(chunk, logits)
+        ctx.mark_non_differentiable(stats, out)
+        ctx.made, ctx.unit = made, weight_grad is not None
+        return policy.total(out, inputs[-1]), stats, out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
+        made = ctx.made
+        if made is None:
+            raise RuntimeError("policy_loss: a second backward, and the gradient was given away")
+        ctx.made = None
+        hidden = made.hidden
+        if hidden is not None:
+            hidden = policy.scaled_(hidden, upstream, ctx.unit)
+        return hidden, made.weight(upstream), *(None,) * 8
+
+
+# ---- the output layer
+
+
+def _chunks(hidden: Tensor, weight: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the tokens and their logits, which lie in one buffer in turn."""
+    rows = hidden.size(0)
+    buffer = hidden.new_empty(min(size, rows), weight.size(0))
+    for start in range(0, rows, size):
+        chunk = slice(start, min(start + size, rows))
+        logits = buffer[: chunk.stop - start]
+        torch.mm(hidden[chunk], weight.t(), out=logits)
+        yield chunk, logits
+
+
+class _Gradients:
+    """Those of hidden states and weight, chunk by chunk."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        needs: tuple[bool, bool],
+        weight_grad: Tensor | None,
+    ) -> None:
+        self._input, self._matrix = hidden.detach(), weight.detach()
+        self.hidden = torch.empty_like(self._input) if needs[0] else None
+        self._is_lent = weight_grad is not None
+        self._sum = None
+        if needs[1]:
+            dtype = logprob.statistics_dtype(weight.dtype)
+            self._sum = (
+                torch.zeros_like(self._matrix, dtype=dtype) if weight_grad is None else weight_grad
+            )
+
+    def add(self, chunk: slice, grad: Tensor) -> None:
+        """`grad` [n, W] is that of the chunk's logits."""
+        if self.hidden is not None:
+            torch.mm(grad, self._matrix, out=self.hidden[chunk])
+        if self._sum is None:
+            return
+        a, b = grad.t(), self._input[chunk]
+        if self._sum.dtype is grad.dtype:
+            self._sum.addmm_(a, b)
+        elif grad.is_cuda and self._sum.dtype is torch.float32:
+            # The product keeps its float32 sums; rounding each chunk to bfloat16 would cost more
+            # than the order of summation does.
+            torch.addmm(self._sum, a, b, out_dtype=torch.float32, out=self._sum)
+        else:
+            self._sum.add_(torch.mm(a, b))
+
+    def weight(self, upstream: Tensor | None = None) -> Tensor | None:
+        """What autograd is given for the weight."""
+        if self._sum is None or self._is_lent:
+            return None
+        if upstream is not None:
+            self._sum.mul_(upstream.to(self._sum.dtype))
+        return self._sum.to(self._matrix.dtype)

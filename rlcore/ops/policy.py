@@ -1,0 +1,538 @@
+"""The clipped policy loss with rollout correction, KL and entropy from logits in one sweep:
+log-prob and entropy of a row, the loss of its token, the gradient written over the logits.
+
+    log r  = logp - logp_old              held within +-log_limit, no gradient beyond
+    policy = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
+    policy = min(policy, -clip_dual A)    where A < 0; clip_dual 0 or inf: off
+    w      = min(p_old / p_sampler, is_threshold) / is_mean, or 1
+    keep   = bounds[0] <= log p_sampler / p_old <= bounds[1], or true
+    loss_t = keep (w policy + kl_coef KL - entropy_coef H)             w, keep: no gradient
+    loss   = sum_t weight_t loss_t
+
+A token of weight 0 is not trained: its row is not read, its log-prob, entropy and loss are 0. What
+cannot be said so (a loss over sequences, another algorithm) is log_probs + its own text, see
+logprob.py. `trainer/objective.py` translates the settings, `csrc/loss/policy.h` is the native text.
+
+Whole logits take `rlcore::policy_rows_`; a split vocabulary needs all ranks' statistics between
+reading and writing and takes row_stats, one all-gather, `rlcore::policy_tokens` and row_grad_.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.ops import logprob, native
+
+KL_TYPES = ("none", "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+")
+"""In the order of policy.h."""
+
+PARAMS = (
+    "clip_low",
+    "clip_high",
+    "clip_dual",
+    "is_mode",
+    "is_threshold",
+    "is_low",
+    "is_high",
+    "is_mean",
+    "kl_type",
+    "kl_coef",
+    "entropy_coef",
+    "log_limit",
+    "old_is_own",
+)
+"""The settings as the ops take them: floats in this order, that of policy.h."""
+
+ROWS = (
+    "loss",
+    "grad_logp",
+    "grad_entropy",
+    "ratio",
+    "is_weight",
+    "clipped",
+    "dual_clipped",
+    "kl",
+    "policy_loss",
+    "kept",
+)
+"""What the ops give of every token, in this order; gradients hold the weight, the loss does not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpec:
+    """The settings; the defaults are a plain clipped loss."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float = 0.0
+    """Cap of -loss / A where A < 0; 0 and inf turn it off."""
+    is_threshold: float | None = None
+    """Cap of the weight p_old / p_sampler, inf for none; None leaves the weight out."""
+    is_mean: float = 1.0
+    """The weights are divided by it."""
+    bounds: tuple[float, float] | None = None
+    """Tokens whose log p_sampler / p_old lies outside are left out; None keeps all."""
+    kl_type: str = "none"
+    """One of KL_TYPES: the estimator against logp_ref, rlcore/algos/kl.py."""
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    log_limit: float = 20.0
+
+    def params(self, old_is_own: bool) -> list[float]:
+        """As the ops take them, in the order of PARAMS."""
+        low, high = self.bounds or (0.0, 0.0)
+        mode = (self.is_threshold is not None) + 2 * (self.bounds is not None)
+        cap = float("inf") if self.is_threshold is None else self.is_threshold
+        kl = KL_TYPES.index(self.kl_type)
+        return [
+            *(self.clip_low, self.clip_high, self.clip_dual),
+            *(float(mode), cap, low, high, self.is_mean),
+            *(float(kl), self.kl_coef, self.entropy_coef, self.log_limit, float(old_is_own)),
+        ]
+
+
+class PolicyInputs(NamedTuple):
+    """What the tokens bring, [T] each, without gradients."""
+
+    advantage: Tensor
+    weight: Tensor
+    """Of the token in the sum: its mask, its share in the aggregation. Masking is weight 0."""
+    logp_sampler: Tensor
+    logp_old: Tensor | None = None
+    """None: the log-prob of this very pass, detached."""
+    logp_ref: Tensor | None = None
+    """Needed for a KL."""
+
+
+class PolicyLoss(NamedTuple):
+    loss: Tensor
+    """[]: the sum over tokens, with a gradient."""
+    logp: Tensor
+    """[T], detached; 0 for a token of weight 0."""
+    entropy: Tensor
+    """[T], detached; 0 for a token of weight 0."""
+    tokens: Tensor
+    """[len(ROWS), T], detached."""
+
+
+def policy_loss(
+    logits: Tensor,
+    tokens: Tensor,
+    inputs: PolicyInputs,
+    spec: PolicySpec,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    in_place: bool = False,
+    unit_upstream: bool = False,
+) -> PolicyLoss:
+    """The loss of packed tokens, its gradient already made.
+
+    Args:
+        logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
+        tokens: [T] int64, global ids. One out of range is an error on the CPU, nan elsewhere.
+        group: tensor-parallel group, None or of size 1 for whole logits.
+        in_place: the gradient is written over the logits, in this call. Eager mode only.
+        unit_upstream: the caller promises to differentiate the loss itself, not a multiple of it;
+            with in_place, backward then has nothing to do but to check that.
+
+    Raises:
+        ValueError: an argument that cannot be.
+    """
+    shard = logprob.check(logits, tokens, vocab_size, temperature, group)
+    logprob.check_tokens(tokens, vocab_size)
+    check_spec(spec, inputs)
+    inputs, params = prepared(inputs, spec, logits.size(0), logits)
+    # Where nobody can look, a token out of range must not pass for one of another rank.
+    inputs = guarded(inputs, tokens, vocab_size)
+    where = (*shard, temperature)
+    if torch.compiler.is_compiling() and logprob._size(group) == 1:
+        loss, stats, out, _ = policy_value(logits, tokens, *where, *inputs, params)
+        return PolicyLoss(loss, stats[0], stats[1], out)
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    loss, stats, out = _PolicyLoss.apply(
+        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted
+    )
+    return PolicyLoss(loss, stats[0], stats[1], out)
+
+
+def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
+    """ValueError where a setting cannot be."""
+    if spec.kl_type not in KL_TYPES:
+        raise ValueError(f"kl_type {spec.kl_type}: unknown; take one of {', '.join(KL_TYPES)}")
+    if spec.kl_coef and (spec.kl_type == "none" or inputs.logp_ref is None):
+        raise ValueError(
+            f"kl_coef {spec.kl_coef}: needs logp_ref and a kl_type; pass both or leave it at 0"
+        )
+    if not spec.is_mean > 0:
+        raise ValueError(f"is_mean {spec.is_mean}: must be above 0")
+    if not spec.log_limit > 0:
+        raise ValueError(f"log_limit {spec.log_limit}: must be above 0")
+    if 0 < spec.clip_dual <= 1:
+        raise ValueError(f"clip_dual {spec.clip_dual}: must be above 1; 0 turns it off")
+
+
+Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
+"""logp_old, logp_sampler, logp_ref, advantage, weight: as the ops take them."""
+
+
+def prepared(
+    inputs: PolicyInputs, spec: PolicySpec, rows: int, like: Tensor
+) -> tuple[Given, list[float]]:
+    """Inputs and settings as the ops take them; `like` has the logits' dtype and device."""
+    dtype = logprob.statistics_dtype(like.dtype)
+
+    def row(name: str) -> Tensor:
+        value = getattr(inputs, name)
+        logprob.check_row(value, name, rows, like.device)
+        return value.detach().to(dtype).contiguous()
+
+    own = inputs.logp_old is None
+    sampler = row("logp_sampler")
+    old = sampler if own else row("logp_old")
+    ref = row("logp_ref") if spec.kl_coef else None
+    return (old, sampler, ref, row("advantage"), row("weight")), spec.params(own)
+
+
+def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:
+    """Where a wrong token is no error, its advantage is nan: it must not train quietly."""
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        return inputs
+    *rest, advantage, weight = inputs
+    right = (tokens >= 0) & (tokens < vocab_size)
+    return (*rest, torch.where(right, advantage, float("nan")), weight)
+
+
+# ---- the ops
+
+
+@torch.library.custom_op("rlcore::policy_tokens", mutates_args=())
+def policy_tokens(
+    logp: Tensor,
+    entropy: Tensor,
+    logp_old: Tensor,
+    logp_sampler: Tensor,
+    logp_ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    params: Sequence[float],
+) -> Tensor:
+    """[len(ROWS), T] of tokens whose log-probs and entropies are known."""
+    args = (logp, entropy, logp_old, logp_sampler, logp_ref, advantage, weight, list(params))
+    ops = native.torch_ops("policy_loss", logp.device.type)
+    if ops is None:
+        return reference(*args)
+    out = logp.new_empty(len(ROWS), logp.size(0))
+    ops.policy_tokens(*args, out, native.stream(logp.device))
+    return out
+
+
+@policy_tokens.register_fake
+def _(
+    logp: Tensor,
+    entropy: Tensor,
+    logp_old: Tensor,
+    logp_sampler: Tensor,
+    logp_ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    params: Sequence[float],
+) -> Tensor:
+    return logp.new_empty(len(ROWS), logp.size(0))
+
+
+@torch.library.custom_op("rlcore::policy_rows_", mutates_args=("logits",))
+def policy_rows_(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    logp_old: Tensor,
+    logp_sampler: Tensor,
+    logp_ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    params: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """Whole logits become the gradient of the sum; [2, T] log-probs and entropies, and
+    [len(ROWS), T]."""
+    where = (tokens.contiguous(), first, valid, temperature)
+    given = (logp_old, logp_sampler, logp_ref, advantage, weight)
+    ops = native.torch_ops("policy_loss", logits.device.type)
+    if ops is None:
+        return _by_steps(logits, *where, given, list(params), None, True)
+    dtype = logprob.statistics_dtype(logits.dtype)
+    stats = logits.new_empty((2, logits.size(0)), dtype=dtype)
+    out = logits.new_empty((len(ROWS), logits.size(0)), dtype=dtype)
+    ops.policy_rows(
+        logits, *where, *given, list(params), stats, out, VARIANT, native.stream(logits.device)
+    )
+    return stats, out
+
+
+VARIANT = 0
+"""Of the CUDA kernel: 0 reads the row twice and writes it once and runs on every GPU from sm_80 on;
+1 (sm_90) keeps it on chip in between."""
+
+
+@policy_rows_.register_fake
+def _(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    logp_old: Tensor,
+    logp_sampler: Tensor,
+    logp_ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    params: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    return _made_of(logits)
+
+
+def _made_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    dtype, rows = logprob.statistics_dtype(logits.dtype), logits.size(0)
+    return logits.new_empty((2, rows), dtype=dtype), logits.new_empty(
+        (len(ROWS), rows), dtype=dtype
+    )
+
+
+@torch.library.custom_op("rlcore::policy_loss", mutates_args=())
+def policy_value(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    logp_old: Tensor,
+    logp_sampler: Tensor,
+    logp_ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    params: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum [], differentiable, what `policy_rows_` gives, and the gradient [T, W]."""
+    grad = logprob._like(logits).copy_(logits)
+    where = (tokens, first, valid, temperature)
+    given = (logp_old, logp_sampler, logp_ref, advantage, weight)
+    stats, out = policy_rows_(grad, *where, *given, params)
+    return total(out, weight), stats, out, grad
+
+
+@policy_value.register_fake
+def _(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    logp_old: Tensor,
+    logp_sampler: Tensor,
+    logp_ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    params: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stats, out = _made_of(logits)
+    return stats.new_empty(()), stats, out, logprob._like(logits)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    _, stats, out, grad = output
+    ctx.mark_non_differentiable(stats, out, grad)
+    ctx.save_for_backward(grad)
+
+
+def _policy_value_grad(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
+    (grad,) = ctx.saved_tensors
+    return (grad * upstream.to(grad.dtype), *(None,) * 10)
+
+
+policy_value.register_autograd(_policy_value_grad, setup_context=_save)
+
+
+class _PolicyLoss(torch.autograd.Function):
+    """What a functional op cannot be: with a process group, or with a gradient in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        where: tuple[int, int, float],
+        inputs: Given,
+        params: list[float],
+        group: dist.ProcessGroup | None,
+        in_place: bool,
+        unit_upstream: bool,
+        wanted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad = logits.detach()
+        if wanted and not in_place:
+            grad = logprob._like(logits).copy_(grad)
+        stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted)
+        ctx.mark_non_differentiable(stats, out)
+        ctx.grad, ctx.unit_upstream = grad if wanted else None, unit_upstream
+        ctx.in_place = in_place
+        return total(out, inputs[-1]), stats, out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
+        grad = ctx.grad
+        if grad is None:
+            raise RuntimeError(
+                "policy_loss with in_place: a second backward, and the gradient was given away"
+            )
+        if not ctx.in_place:
+            return (grad * upstream.to(grad.dtype), *(None,) * 8)
+        ctx.grad = None
+        return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 8)
+
+
+def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
+    """`grad` times `upstream`, or an error where that should have been 1."""
+    if unit:
+        torch._assert_async(upstream == 1, "unit_upstream: the loss was multiplied after all")
+        return grad
+    return grad.mul_(upstream.to(grad.dtype))
+
+
+def total(out: Tensor, weight: Tensor) -> Tensor:
+    """[]: the sum of the tokens' losses."""
+    return (out[0] * weight).sum()
+
+
+def rows_(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    inputs: Given,
+    params: list[float],
+    group: dist.ProcessGroup | None,
+    grad: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """[2, T] log-probs and entropies, and [len(ROWS), T]; logits become the gradient, if `grad`.
+    Collective over the group."""
+    if grad and logprob._size(group) == 1:
+        return policy_rows_(logits, tokens, first, valid, temperature, *inputs, params)
+    return _by_steps(logits, tokens, first, valid, temperature, inputs, params, group, grad)
+
+
+def _by_steps(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    valid: int,
+    temperature: float,
+    inputs: Given,
+    params: list[float],
+    group: dist.ProcessGroup | None,
+    grad: bool,
+) -> tuple[Tensor, Tensor]:
+    where = (tokens, first, valid, temperature)
+    found = logprob.row_stats(logits, *where)
+    logp, entropy, lse = logprob.combined(logprob.gathered(found, group))
+    stats = torch.where(inputs[-1] != 0, torch.stack([logp, entropy]), 0.0)
+    out = policy_tokens(stats[0], stats[1], *inputs, params)
+    if grad:
+        with_entropy = params[PARAMS.index("entropy_coef")] != 0
+        h = out[ROWS.index("grad_entropy")] if with_entropy else None
+        logprob.row_grad_(logits, *where, lse, entropy, out[ROWS.index("grad_logp")], h)
+    return stats, out
+
+
+# ---- the same in torch
+
+
+def reference(
+    logp: Tensor,
+    entropy: Tensor,
+    logp_old: Tensor,
+    logp_sampler: Tensor,
+    logp_ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    params: list[float],
+) -> Tensor:
+    """What `policy_tokens` does, in torch."""
+    p = dict(zip(PARAMS, params, strict=True))
+    trained, limit, mode = weight != 0, p["log_limit"], int(p["is_mode"])
+    old = logp if p["old_is_own"] else logp_old
+
+    log_w = torch.where(trained, old - logp_sampler, 0.0).clamp(-limit, limit)
+    w = torch.ones_like(logp)
+    if mode & 1:
+        w = log_w.exp().clamp(max=p["is_threshold"]) / p["is_mean"]
+    kept = torch.ones_like(trained)
+    if mode & 2:
+        kept = ~((-log_w < p["is_low"]) | (-log_w > p["is_high"]))
+
+    log_r = logp - old
+    r = log_r.clamp(-limit, limit).exp()
+    slope = torch.where(log_r.abs() > limit, 0.0, r)
+    low, high = 1 - p["clip_low"], 1 + p["clip_high"]
+    free, held = -r * advantage, -r.clamp(low, high) * advantage
+    free_slope = -advantage * slope
+    held_slope = torch.where((r < low) | (r > high), 0.0, free_slope)
+    clipped = held > free
+    policy = torch.maximum(free, held)
+    # torch.maximum shares the gradient of a tie.
+    mixed = torch.where(held == free, (free_slope + held_slope) / 2, free_slope)
+    policy_slope = torch.where(clipped, held_slope, mixed)
+    over = torch.zeros_like(clipped)
+    if p["clip_dual"] > 0 and isfinite(p["clip_dual"]):
+        ceiling = -p["clip_dual"] * advantage
+        over = (advantage < 0) & (policy > ceiling)
+        policy = torch.where(over, ceiling, policy)
+        policy_slope = torch.where(over, 0.0, policy_slope)
+
+    kl = kl_slope = torch.zeros_like(logp)
+    if p["kl_coef"] != 0:
+        assert logp_ref is not None
+        d = torch.where(trained, logp_ref - logp, 0.0)
+        kl, kl_slope = (torch.where(trained, x, 0.0) for x in _kl(KL_TYPES[int(p["kl_type"])], d))
+    loss = policy * w + p["kl_coef"] * kl - p["entropy_coef"] * entropy
+    counts = trained & kept
+    grad_logp = (policy_slope * w + p["kl_coef"] * kl_slope) * weight
+    rows = {
+        "loss": torch.where(counts, loss, 0.0),
+        "grad_logp": torch.where(counts, grad_logp, 0.0),
+        "grad_entropy": torch.where(counts, -p["entropy_coef"] * weight, 0.0),
+        "ratio": r,
+        "is_weight": w,
+        "clipped": clipped,
+        "dual_clipped": over,
+        "kl": kl,
+        "policy_loss": policy * w,
+        "kept": kept,
+    }
+    return torch.stack([rows[name].to(logp.dtype) for name in ROWS])
+
+
+def _kl(kind: str, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and derivative by logp, d = logp_ref - logp; see rlcore/algos/kl.py."""
+    growth = d.expm1()
+    if kind == "low_var_kl":
+        held = d.clamp(-20, 20)
+        k3 = held.expm1() - held
+        cut = (d < -20) | (d > 20) | (k3 > 10)
+        return k3.clamp(-10, 10), torch.where(cut, 0.0, -held.expm1())
+    return {
+        "k1": lambda: (-d, torch.ones_like(d)),
+        "k2": lambda: (d.square() / 2, -d),
+        "k3": lambda: (growth - d, -growth),
+        "abs": lambda: (d.abs(), -d.sign()),
+        "k1+": lambda: (-d, -d),
+        "k3+": lambda: (growth - d, -d),
+    }[kind]()
