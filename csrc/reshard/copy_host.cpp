@@ -1,1 +1,396 @@
-// Copies on the host.
+// Copies on the host. A tile goes row by row; what cannot be moved as it is (casts, strides) is
+// made in a small buffer first, so that every byte of the bucket is written once, past the cache
+// where there is much of it, and summed on the way.
+#include <algorithm>
+#include <atomic>
+
+#include "common/check.h"
+#include "reshard/copy.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define RL_X86 1
+#include <immintrin.h>
+#define RL_INLINE __attribute__((always_inline)) inline
+#else
+#define RL_INLINE inline
+#endif
+
+namespace rlcore::reshard {
+namespace {
+
+constexpr int64_t kStageBytes = kMaxTile * 16;
+constexpr int64_t kRun = 2048;  // elements made at a time in a long row
+// From here on stores go past the cache: what is written is out of it before it is read.
+constexpr int64_t kStreamBytes = 16 << 20;
+constexpr int64_t kGrain = 8;  // tiles for which a thread is worth waking
+
+using Bytes = unsigned char*;
+using ConstBytes = const unsigned char*;
+
+template <class T>
+RL_INLINE T get(ConstBytes at) {
+  T x;
+  std::memcpy(&x, at, sizeof(T));
+  return x;
+}
+
+template <class T>
+RL_INLINE void put(Bytes at, T x) {
+  std::memcpy(at, &x, sizeof(T));
+}
+
+#ifdef RL_X86
+bool has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return has;
+}
+
+#define RL_AVX2 __attribute__((target("avx2,f16c")))
+
+__attribute__((target("avx2"), always_inline)) inline __m256i words_value(__m256i word,
+                                                                          __m256i key) {
+  __m256i y = _mm256_xor_si256(word, key);
+  y = _mm256_xor_si256(y, _mm256_srli_epi64(y, 29));
+  const __m256i factor = _mm256_or_si256(_mm256_srli_epi64(key, 32), _mm256_set1_epi64x(1));
+  const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(y, 32), factor);
+  y = _mm256_add_epi64(_mm256_mul_epu32(y, factor), _mm256_slli_epi64(high, 32));
+  return _mm256_xor_si256(y, _mm256_srli_epi64(y, 32));
+}
+
+// Whole runs of 64 bytes of `move`; returns the bytes done and adds to `sum`.
+template <bool kWrite, bool kSum, bool kStream>
+RL_AVX2 int64_t move_wide(Bytes to, ConstBytes from, int64_t bytes, uint64_t position,
+                          uint64_t& sum) {
+  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
+  const auto golden = [](uint64_t n) { return static_cast<int64_t>(n * kGolden); };
+  __m256i key = _mm256_setr_epi64x(golden(position + 1), golden(position + 2), golden(position + 3),
+                                   golden(position + 4));
+  const __m256i step = _mm256_set1_epi64x(golden(4));
+  __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  int64_t at = 0;
+  for (; at + 64 <= bytes; at += 64) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = at + 32 * half;
+      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+      if constexpr (kWrite && kStream) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), x);
+      } else if constexpr (kWrite) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), x);
+      }
+      if constexpr (kSum) {
+        sums[half] = _mm256_add_epi64(sums[half], words_value(x, key));
+        key = _mm256_add_epi64(key, step);
+      }
+    }
+  }
+  if constexpr (kSum) {
+    alignas(32) uint64_t parts[4];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(parts), _mm256_add_epi64(sums[0], sums[1]));
+    sum += parts[0] + parts[1] + parts[2] + parts[3];
+  }
+  return at;
+}
+#endif
+
+// Copies bytes from `from` to `to`, without kWrite nothing, and with kSum returns the sum of the
+// words' values, the first being number `position`; the last may be short.
+template <bool kWrite, bool kSum>
+uint64_t move(Bytes to, ConstBytes from, int64_t bytes, uint64_t position, bool stream) {
+  uint64_t sum = 0;
+  int64_t at = 0;
+  const auto one = [&] {
+    const auto word = get<uint64_t>(from + at);
+    if constexpr (kWrite) put(to + at, word);
+    if constexpr (kSum) sum += word_value(word, position + static_cast<uint64_t>(at / kWord));
+    at += kWord;
+  };
+#ifdef RL_X86
+  if (bytes >= 128 && has_avx2()) {
+    const auto address = reinterpret_cast<uint64_t>(to);
+    stream = kWrite && stream && address % kWord == 0;
+    if (stream) {
+      while ((address + static_cast<uint64_t>(at)) % 32) one();
+    }
+    const uint64_t first = position + static_cast<uint64_t>(at / kWord);
+    at += stream ? move_wide<kWrite, kSum, true>(to + at, from + at, bytes - at, first, sum)
+                 : move_wide<kWrite, kSum, false>(to + at, from + at, bytes - at, first, sum);
+  }
+#endif
+  while (at + kWord <= bytes) one();
+  if (at < bytes) {
+    uint64_t word = 0;
+    std::memcpy(&word, from + at, static_cast<size_t>(bytes - at));
+    if constexpr (kWrite) std::memcpy(to + at, &word, static_cast<size_t>(bytes - at));
+    if constexpr (kSum) sum += word_value(word, position + static_cast<uint64_t>(at / kWord));
+  }
+  return sum;
+}
+
+#ifdef RL_X86
+RL_AVX2 int64_t narrow_wide(Float16* to, ConstBytes from, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m256 x = _mm256_loadu_ps(reinterpret_cast<const float*>(from + 4 * i));
+    const __m256i odd = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m128i nan =
+        _mm_packs_epi32(_mm256_castsi256_si128(odd), _mm256_extracti128_si256(odd, 1));
+    const __m128i half = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m128i y = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), nan);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), y);
+  }
+  return i;
+}
+#endif
+
+// `count` neighbours, cast.
+template <class To, class From>
+RL_INLINE void cast(To* __restrict to, ConstBytes from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = convert<To>(get<From>(from + i * static_cast<int64_t>(sizeof(From))));
+  }
+}
+
+#ifdef RL_X86
+// The same text, for wider vectors.
+template <class To, class From>
+RL_AVX2 void cast_wide(To* __restrict to, ConstBytes from, int64_t count) {
+  int64_t done = 0;
+  if constexpr (std::is_same_v<To, Float16> && std::is_same_v<From, float>) {
+    done = narrow_wide(to, from, count);
+  }
+  cast<To, From>(to + done, from + done * static_cast<int64_t>(sizeof(From)), count - done);
+}
+#endif
+
+// `count` elements, `step` bytes apart, cast into a row.
+template <class To, class From>
+void gather(To* __restrict to, ConstBytes from, int64_t step, int64_t count) {
+  if (step != static_cast<int64_t>(sizeof(From))) {
+    for (int64_t i = 0; i < count; ++i) to[i] = convert<To>(get<From>(from + i * step));
+    return;
+  }
+#ifdef RL_X86
+  if (has_avx2()) return cast_wide<To, From>(to, from, count);
+#endif
+  cast<To, From>(to, from, count);
+}
+
+template <class T>
+void scatter(Bytes to, int64_t step, const T* __restrict from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) put(to + i * step, from[i]);
+}
+
+// rows x columns elements at `from` become columns x rows in `to`, cast on the way.
+template <class To, class From>
+void transpose(To* __restrict to, ConstBytes from, int64_t from_row, int64_t rows,
+               int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    ConstBytes row = from + r * from_row;
+    for (int64_t c = 0; c < columns; ++c) {
+      to[c * rows + r] = convert<To>(get<From>(row + c * static_cast<int64_t>(sizeof(From))));
+    }
+  }
+}
+
+struct Place {
+  Bytes bucket;
+  Bytes tensor;
+  Bytes stage;
+  bool stream;
+};
+
+// A run of a bucket's row, made at `from`, into the bucket. `pad` as in the piece.
+template <class B>
+uint64_t write_run(const Place& place, const Piece& piece, const Tile& tile, int64_t row,
+                   int64_t first, const void* from, int64_t count, int64_t pad) {
+  const auto source = static_cast<ConstBytes>(from);
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(B));
+  const int64_t offset = tile.bucket + row * tile.bucket_row + first * tile.bucket_column;
+  Bytes to = place.bucket + offset;
+  if (piece.hashed) {
+    std::memset(to + bytes, 0, static_cast<size_t>(pad));
+    return move<true, true>(to, source, bytes, static_cast<uint64_t>(offset / kWord), place.stream);
+  }
+  if (tile.bucket_column == static_cast<int64_t>(sizeof(B))) {
+    std::memcpy(to, source, static_cast<size_t>(bytes));
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(to + i * tile.bucket_column, source + i * static_cast<int64_t>(sizeof(B)),
+                  sizeof(B));
+    }
+  }
+  return 0;
+}
+
+template <class B, class T>
+uint64_t pack_tile(const Place& place, const Piece& piece, const Tile& tile) {
+  auto* const stage = reinterpret_cast<B*>(place.stage);
+  const bool across = tile.tensor_column == static_cast<int64_t>(sizeof(T));
+  const bool down = tile.tensor_row == static_cast<int64_t>(sizeof(T));
+  uint64_t sum = 0;
+  if (!across && down && tile.rows * tile.columns <= kMaxTile) {
+    transpose<B, T>(stage, place.tensor, tile.tensor_column, tile.columns, tile.rows);
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      sum +=
+          write_run<B>(place, piece, tile, r, 0, stage + r * tile.columns, tile.columns, tile.pad);
+    }
+    return sum;
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    ConstBytes row = place.tensor + r * tile.tensor_row;
+    if (across && std::is_same_v<B, T>) {
+      sum += write_run<B>(place, piece, tile, r, 0, row, tile.columns, tile.pad);
+      continue;
+    }
+    for (int64_t c = 0; c < tile.columns; c += kRun) {
+      const int64_t count = std::min(kRun, tile.columns - c);
+      gather<B, T>(stage, row + c * tile.tensor_column, tile.tensor_column, count);
+      const int64_t pad = c + count == tile.columns ? tile.pad : 0;
+      sum += write_run<B>(place, piece, tile, r, c, stage, count, pad);
+    }
+  }
+  return sum;
+}
+
+// The sum of a run of a bucket's row that is there.
+template <class B>
+uint64_t sum_run(const Place& place, const Tile& tile, int64_t row) {
+  const int64_t offset = tile.bucket + row * tile.bucket_row;
+  const int64_t bytes = tile.columns * static_cast<int64_t>(sizeof(B)) + tile.pad;
+  return move<false, true>(nullptr, place.bucket + offset, bytes,
+                           static_cast<uint64_t>(offset / kWord), false);
+}
+
+template <class B, class T>
+uint64_t unpack_tile(const Place& place, const Piece& piece, const Tile& tile) {
+  constexpr auto kItem = static_cast<int64_t>(sizeof(T));
+  auto* const stage = reinterpret_cast<T*>(place.stage);
+  const bool across = tile.tensor_column == kItem, down = tile.tensor_row == kItem;
+  const bool straight = tile.bucket_column == static_cast<int64_t>(sizeof(B));
+  ConstBytes first = place.bucket + tile.bucket;
+  uint64_t sum = 0;
+  if (!across && down && straight && tile.rows * tile.columns <= kMaxTile) {
+    if (piece.hashed) {
+      for (int64_t r = 0; r < tile.rows; ++r) sum += sum_run<B>(place, tile, r);
+    }
+    transpose<T, B>(stage, first, tile.bucket_row, tile.rows, tile.columns);
+    for (int64_t c = 0; c < tile.columns; ++c) {
+      move<true, false>(place.tensor + c * tile.tensor_column,
+                        reinterpret_cast<ConstBytes>(stage + c * tile.rows), tile.rows * kItem, 0,
+                        place.stream);
+    }
+    return sum;
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    ConstBytes from = first + r * tile.bucket_row;
+    Bytes to = place.tensor + r * tile.tensor_row;
+    if (across && straight && std::is_same_v<B, T> && tile.pad == 0) {
+      const int64_t offset = tile.bucket + r * tile.bucket_row;
+      const auto position = static_cast<uint64_t>(offset / kWord);
+      const int64_t bytes = tile.columns * kItem;
+      sum += piece.hashed ? move<true, true>(to, from, bytes, position, place.stream)
+                          : move<true, false>(to, from, bytes, 0, place.stream);
+      continue;
+    }
+    if (piece.hashed) sum += sum_run<B>(place, tile, r);
+    for (int64_t c = 0; c < tile.columns; c += kRun) {
+      const int64_t count = std::min(kRun, tile.columns - c);
+      gather<T, B>(stage, from + c * tile.bucket_column, tile.bucket_column, count);
+      if (across) {
+        move<true, false>(to + c * kItem, reinterpret_cast<ConstBytes>(stage), count * kItem, 0,
+                          place.stream);
+      } else {
+        scatter(to + c * tile.tensor_column, tile.tensor_column, stage, count);
+      }
+    }
+  }
+  return sum;
+}
+
+uint64_t gap(const Job& job, const Tile& tile) {
+  Bytes at = reinterpret_cast<Bytes>(job.bucket) + tile.bucket;
+  if (job.pack) std::memset(at, 0, static_cast<size_t>(tile.columns));
+  const auto position = static_cast<uint64_t>(tile.bucket / kWord);
+  return move<false, true>(nullptr, at, tile.columns, position, false);
+}
+
+template <class B, class T>
+uint64_t run_tile(const Job& job, const Place& place, const Piece& piece, const Tile& tile) {
+  return job.pack ? pack_tile<B, T>(place, piece, tile) : unpack_tile<B, T>(place, piece, tile);
+}
+
+// Tiles [begin, end), of one thread.
+uint64_t run(const Job& job, int64_t begin, int64_t end) {
+  alignas(64) unsigned char stage[kStageBytes];
+  uint64_t sum = 0;
+  int64_t at = find_piece(job.pieces, job.num_pieces, begin);
+  Place place{reinterpret_cast<Bytes>(job.bucket), nullptr, stage, job.num_bytes >= kStreamBytes};
+  for (int64_t t = begin; t < end; ++t) {
+    while (at + 1 < job.num_pieces && job.pieces[at + 1].first_tile <= t) ++at;
+    const Piece& piece = job.pieces[at];
+    const Tile tile = cut(piece, t);
+    if (piece.tensor == kNoTensor) {
+      sum += gap(job, tile);
+      continue;
+    }
+    place.tensor = reinterpret_cast<Bytes>(job.tensors[piece.tensor]) + tile.tensor;
+    switch (piece.bucket_type * 16 + piece.tensor_type) {
+#define RLCORE_CASE(b, t, B, T)                     \
+  case b * 16 + t:                                  \
+    sum += run_tile<B, T>(job, place, piece, tile); \
+    break;
+      RLCORE_RESHARD_PAIRS(RLCORE_CASE)
+#undef RLCORE_CASE
+      default:
+        break;  // `copy` has looked
+    }
+  }
+#ifdef RL_X86
+  _mm_sfence();  // what went past the cache is there for other threads
+#endif
+  return sum;
+}
+
+bool known(int64_t bucket_type, int64_t tensor_type) {
+  switch (bucket_type * 16 + tensor_type) {
+#define RLCORE_CASE(b, t, B, T) case b * 16 + t:
+    RLCORE_RESHARD_PAIRS(RLCORE_CASE)
+#undef RLCORE_CASE
+    return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+uint64_t sum_of(const void* bytes, int64_t num_bytes, const ParallelFor& parallel_for) {
+  constexpr int64_t kPart = 32 << 10;
+  std::atomic<uint64_t> sum = 0;
+  parallel_for(ceil_div(num_bytes, kPart), kGrain, [&](int64_t begin, int64_t end) {
+    const auto* const from = static_cast<ConstBytes>(bytes) + begin * kPart;
+    const int64_t count = std::min(end * kPart, num_bytes) - begin * kPart;
+    const auto position = static_cast<uint64_t>(begin * kPart / kWord);
+    sum += move<false, true>(nullptr, from, count, position, false);
+  });
+  return sum;
+}
+
+void copy(const Job& job, const ParallelFor& parallel_for) {
+  for (int64_t i = 0; i < job.num_pieces; ++i) {
+    const Piece& p = job.pieces[i];
+    RL_CHECK(p.tensor == kNoTensor || known(p.bucket_type, p.tensor_type), "piece ", i,
+             ": no copy between dtypes ", p.bucket_type, " and ", p.tensor_type);
+  }
+  if (job.hash_after && job.pack) {
+    std::memset(reinterpret_cast<void*>(job.bucket), 0, static_cast<size_t>(job.num_bytes));
+  }
+  std::atomic<uint64_t> sum = 0;
+  parallel_for(job.num_tiles, kGrain,
+               [&](int64_t begin, int64_t end) { sum += run(job, begin, end); });
+  *job.sum = job.hash_after
+                 ? sum_of(reinterpret_cast<const void*>(job.bucket), job.num_bytes, parallel_for)
+                 : sum.load();
+}
+
+}  // namespace rlcore::reshard

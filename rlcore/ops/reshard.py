@@ -1,0 +1,537 @@
+"""Copies of many parts of tensors to and from one flat buffer, in one launch, with a checksum.
+
+A `Plan` is made once for a static layout; `pack` and `unpack` take tensors and buffer of each call.
+C++ and CUDA (`csrc/reshard`) where they are built, else torch piece by piece: the same bytes and
+the same checksum. Casts round to nearest even as torch's do, and every NaN that is cast becomes the
+positive quiet one.
+
+    plan = Plan([TensorSpec((2, 3), torch.float32)], [Piece(tensor=0, offset=0, shape=(2, 3))], 24)
+    said = plan.pack([tensor], bucket)
+    assert plan.unpack(bucket, [other]) == said == checksum(bucket)
+
+The checksum is a number of 64 bits: the sum, modulo 2^64, of one value per word of 8 bytes, which
+depends on the word and its position, and one for the number of bytes. So it does not depend on how
+the work is split. A change within one word always shows; swapped, zeroed, repeated or missing
+ranges show but for a chance of about 2^-64, as far as trials tell. It is no protection against
+intent.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.ops import native
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_WORD = 8
+_DIMS = 4
+_TILE_BYTES = 32 << 10
+_TRANSPOSED = 64  # rows and columns of a tile that is transposed: at most csrc's kMaxTile elements
+_GAP = -1
+_MAX_RUNS = 1 << 26
+_FEW = 1024  # holes that are worth a row each
+
+# As in csrc/reshard/plan.h.
+_FLOATS = {torch.float64: 5, torch.float32: 6, torch.bfloat16: 7, torch.float16: 8}
+_RAW = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
+_FIELDS = 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor that is given to a plan looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+    """In elements; None is contiguous."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of elements in a tensor and its place in the bucket. Strides are in elements of their
+    side, offsets from the start of the tensor and of the bucket."""
+
+    tensor: int
+    """Index into the plan's tensors."""
+    offset: int
+    """Bytes from the start of the bucket; a multiple of the size of an element there."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    """In the bucket; None is contiguous."""
+    dtype: torch.dtype | None = None
+    """In the bucket; None is the tensor's. Two different ones are both float64, float32, bfloat16
+    or float16."""
+    start: int = 0
+    """Elements from the start of the tensor."""
+    tensor_strides: tuple[int, ...] | None = None
+    """In the tensor; None is the strides of the tensor, which then has as many dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A checked piece."""
+
+    number: int
+    tensor: int
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    tensor_strides: tuple[int, ...]
+    tensor_dtype: torch.dtype
+
+
+class Plan:
+    """Where parts of tensors lie in a bucket of `num_bytes`. Bytes of the bucket that no piece has
+    are packed as zeros. Holds no tensor; may be used from one thread at a time."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], pieces: Sequence[Piece], num_bytes: int):
+        """ValueError naming the argument: a piece outside its tensor or the bucket, negative sizes
+        or strides, dtypes that are not cast, more than four dimensions that cannot be joined."""
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes {num_bytes}: 0 or more")
+        self.num_bytes = num_bytes
+        self._specs = [_full(i, spec) for i, spec in enumerate(tensors)]
+        self._boxes = [
+            box
+            for i, piece in enumerate(pieces)
+            if (box := _check(i, piece, self._specs, num_bytes)) is not None
+        ]
+        self._overlap: dict[str, str | None] = {}
+        self._tables: dict[torch.device, _Table] = {}
+
+    def pack(self, tensors: Sequence[Tensor], bucket: Tensor) -> int:
+        """Fill the bucket, a contiguous uint8 tensor of `num_bytes`; returns its checksum. The
+        current stream of a GPU is waited for."""
+        return self._move(tensors, bucket, pack=True)
+
+    def unpack(self, bucket: Tensor, tensors: Sequence[Tensor]) -> int:
+        """Fill the tensors from the bucket; returns the checksum of the bucket as it was read: if
+        it is not the one that was sent, what the tensors hold is void."""
+        return self._move(tensors, bucket, pack=False)
+
+    def _move(self, tensors: Sequence[Tensor], bucket: Tensor, pack: bool) -> int:
+        _check_bucket(bucket)
+        if bucket.numel() != self.num_bytes:
+            raise ValueError(f"bucket: {bucket.numel()} bytes, the plan has {self.num_bytes}")
+        if len(tensors) != len(self._specs):
+            raise ValueError(f"tensors: {len(tensors)}, the plan has {len(self._specs)}")
+        device = bucket.device
+        for i, (tensor, spec) in enumerate(zip(tensors, self._specs, strict=True)):
+            if tensor.dtype != spec.dtype or tensor.shape != spec.shape or tensor.device != device:
+                raise ValueError(_mismatch(i, tensor, spec, device))
+            if tensor.stride() != spec.strides and not _same_places(tensor, spec):
+                raise ValueError(_mismatch(i, tensor, spec, device))
+        self._check_overlap(pack)
+        ops = native.torch_ops("reshard", device.type)
+        if ops is None:
+            return _reference(self._boxes, tensors, bucket, pack)
+        table = self._table(device)
+        total = torch.empty(1, dtype=torch.int64, device=device)
+        ops.reshard_copy(
+            table.pieces,
+            table.num_tiles,
+            table.addresses(tensors),
+            bucket,
+            total,
+            pack,
+            table.hash_after,
+            native.stream(device),
+        )
+        return _finish(int(total), self.num_bytes)
+
+    def _table(self, device: torch.device) -> "_Table":
+        if device not in self._tables:
+            self._tables[device] = _Table(self._boxes, self.num_bytes, device)
+        return self._tables[device]
+
+    def _check_overlap(self, pack: bool) -> None:
+        """Only what is written must not overlap: a tensor may be packed twice."""
+        side = "pack" if pack else "unpack"
+        if side not in self._overlap:
+            self._overlap[side] = _bucket_overlap(self._boxes) if pack else _overlap(self._boxes)
+        if why := self._overlap[side]:
+            raise ValueError(f"pieces: {why}")
+
+
+def checksum(bucket: Tensor) -> int:
+    """Of a contiguous uint8 tensor; see the head of this file."""
+    _check_bucket(bucket)
+    ops = native.torch_ops("reshard", bucket.device.type)
+    if ops is None:
+        return checksum_reference(bucket)
+    total = torch.empty(1, dtype=torch.int64, device=bucket.device)
+    ops.reshard_sum(bucket, total, native.stream(bucket.device))
+    return _finish(int(total), bucket.numel())
+
+
+def checksum_reference(bucket: Tensor) -> int:
+    """What `checksum` does, in torch."""
+    whole, rest = divmod(bucket.numel(), _WORD)
+    total = 0
+    if whole:
+        head = bucket[: whole * _WORD]
+        if head.storage_offset() % _WORD:
+            head = head.clone()
+        words = head.view(torch.int64)
+        part = 1 << 20  # words at a time: a few of their size are in memory
+        for first in range(0, whole, part):
+            total += _sum_of(words[first : first + part], first)
+    if rest:
+        last = torch.zeros(_WORD, dtype=torch.uint8, device=bucket.device)
+        last[:rest] = bucket[whole * _WORD :]
+        total += _sum_of(last.view(torch.int64), whole)
+    return _finish(total, bucket.numel())
+
+
+def _sum_of(words: Tensor, first: int) -> int:
+    """Integers of torch wrap around as those of C++ do."""
+    end = first + 1 + len(words)
+    keys = torch.arange(first + 1, end, device=words.device) * _signed(_GOLDEN)
+    y = words ^ keys
+    y = y ^ _shifted(y, 29)
+    y = y * (_shifted(keys, 32) | 1)
+    return int((y ^ _shifted(y, 32)).sum())
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, zeros coming in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
+def _finish(total: int, num_bytes: int) -> int:
+    """The sum over words and the value of the length, at position -1, whose key is 0."""
+    y = num_bytes ^ num_bytes >> 29
+    return (total + (y ^ y >> 32)) & _MASK
+
+
+# ---- the reference
+
+
+def _reference(boxes: Sequence[_Box], tensors: Sequence[Tensor], bucket: Tensor, pack: bool) -> int:
+    """Piece by piece."""
+    if bucket.storage_offset() % 16:  # torch views bytes as a dtype at its multiples only
+        aligned = bucket.clone()
+        said = _reference(boxes, tensors, aligned, pack)
+        if pack:
+            bucket.copy_(aligned)
+        return said
+    if pack:
+        bucket.zero_()
+    for box in boxes:
+        there = _bucket_view(box, bucket)
+        tensor = tensors[box.tensor].detach()
+        here = tensor.as_strided(box.shape, box.tensor_strides, tensor.storage_offset() + box.start)
+        to, source = (there, here) if pack else (here, there)
+        if to.dtype == source.dtype:
+            _as_bytes(to).copy_(_as_bytes(source))
+        else:
+            cast = source.to(torch.float32).to(to.dtype)
+            to.copy_(cast.masked_fill_(cast.isnan(), math.nan))
+    return checksum_reference(bucket)
+
+
+def _bucket_view(box: _Box, bucket: Tensor) -> Tensor:
+    span = _span(box.shape, box.strides) * box.dtype.itemsize
+    flat = bucket[box.offset : box.offset + span]
+    return flat.view(box.dtype).as_strided(
+        box.shape, box.strides, flat.storage_offset() // box.dtype.itemsize
+    )
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Integers of the same size: copies of floats may quieten NaNs."""
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(same[x.dtype.itemsize]) if x.dtype.itemsize in same else x
+
+
+# ---- checks
+
+
+def _full(number: int, spec: TensorSpec) -> TensorSpec:
+    """With strides."""
+    if any(n < 0 for n in spec.shape):
+        raise ValueError(f"tensors[{number}].shape {spec.shape}: sizes are 0 or more")
+    strides = _contiguous(spec.shape) if spec.strides is None else tuple(spec.strides)
+    if len(strides) != len(spec.shape) or any(n < 0 for n in strides):
+        raise ValueError(
+            f"tensors[{number}].strides {strides}: one for each of {len(spec.shape)} dimensions, "
+            "0 or more"
+        )
+    return TensorSpec(tuple(spec.shape), spec.dtype, strides)
+
+
+def _check(number: int, piece: Piece, specs: Sequence[TensorSpec], num_bytes: int) -> _Box | None:
+    """None where there is nothing to copy."""
+    name = f"pieces[{number}]"
+    if not 0 <= piece.tensor < len(specs):
+        raise ValueError(f"{name}.tensor {piece.tensor}: the plan has {len(specs)} tensors")
+    spec = specs[piece.tensor]
+    shape = tuple(piece.shape)
+    if any(n < 0 for n in shape):
+        raise ValueError(f"{name}.shape {shape}: sizes are 0 or more")
+    dtype = piece.dtype or spec.dtype
+    if dtype != spec.dtype and not (dtype in _FLOATS and spec.dtype in _FLOATS):
+        raise ValueError(
+            f"{name}.dtype {dtype}: tensor {piece.tensor} is {spec.dtype}; casts are between "
+            "float64, float32, bfloat16 and float16"
+        )
+    if dtype.itemsize not in _RAW:
+        raise ValueError(f"{name}.dtype {dtype}: elements of 1, 2, 4, 8 or 16 bytes")
+    strides = _contiguous(shape) if piece.strides is None else tuple(piece.strides)
+    theirs = spec.strides if piece.tensor_strides is None else tuple(piece.tensor_strides)
+    for field, value in (("strides", strides), ("tensor_strides", theirs)):
+        if len(value) != len(shape) or any(n < 0 for n in value):
+            raise ValueError(
+                f"{name}.{field} {value}: one for each of {len(shape)} dimensions, 0 or more"
+            )
+    if piece.offset < 0 or piece.offset % dtype.itemsize:
+        raise ValueError(f"{name}.offset {piece.offset}: a multiple of {dtype.itemsize}, 0 or more")
+    if piece.start < 0:
+        raise ValueError(f"{name}.start {piece.start}: 0 or more")
+    if 0 in shape:
+        return None
+    end = piece.offset + _span(shape, strides) * dtype.itemsize
+    if end > num_bytes:
+        raise ValueError(f"{name}: ends at byte {end}, the bucket has {num_bytes}")
+    last, size = piece.start + _span(shape, theirs), _span(spec.shape, spec.strides)
+    if last > size:
+        raise ValueError(
+            f"{name}: ends at element {last} of tensor {piece.tensor}, which has {size}"
+        )
+    box = _Box(
+        number, piece.tensor, shape, piece.offset, strides, dtype, piece.start, theirs, spec.dtype
+    )
+    dims = len(_joined(box))
+    if dims > _DIMS:
+        raise ValueError(
+            f"{name}: {dims} dimensions that cannot be joined, at most {_DIMS}; make it several"
+        )
+    return box
+
+
+def _check_bucket(bucket: Tensor) -> None:
+    if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
+        raise ValueError(
+            f"bucket: {bucket.dtype}, shape {list(bucket.shape)}, strides {bucket.stride()}; a "
+            "contiguous uint8 tensor of one dimension is needed"
+        )
+    if bucket.device.type == "cuda" and bucket.data_ptr() % 16:
+        raise ValueError("bucket: on a GPU its address must be a multiple of 16")
+
+
+def _same_places(tensor: Tensor, spec: TensorSpec) -> bool:
+    """The strides of dimensions of size 1 do not matter."""
+    pairs = zip(tensor.shape, tensor.stride(), spec.strides, strict=True)
+    return tensor.numel() == 0 or all(a == b for n, a, b in pairs if n > 1)
+
+
+def _mismatch(number: int, tensor: Tensor, spec: TensorSpec, device: torch.device) -> str:
+    found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+    want = f"{spec.dtype} {list(spec.shape)}, strides {spec.strides}, on {device}"
+    return f"tensors[{number}]: {found}; the plan and the bucket want {want}"
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+
+
+# ---- overlap
+
+
+def _runs(offset: int, shape: Sequence[int], strides: Sequence[int], item: int) -> Any:
+    """Starts and ends, in bytes, of the neighbouring elements of a box: [runs, 2] int64."""
+    dims = sorted((step, n) for n, step in zip(shape, strides, strict=True) if n > 1)
+    length = 1
+    while dims and dims[0][0] == length:
+        length *= dims.pop(0)[1]
+    count = math.prod(n for _, n in dims)
+    if count > _MAX_RUNS:
+        raise ValueError(f"pieces: one has {count} separate runs, at most {_MAX_RUNS}")
+    starts = np.array([offset], dtype=np.int64)
+    for step, n in reversed(dims):
+        starts = (starts[:, None] + np.arange(n, dtype=np.int64) * (step * item)).reshape(-1)
+    return np.stack([starts, starts + length * item], 1)
+
+
+def _bucket_runs(boxes: Sequence[_Box]) -> tuple[Any, Any]:
+    """All runs in the bucket by their start, and the number of the piece of each."""
+    runs = [_runs(b.offset, b.shape, b.strides, b.dtype.itemsize) for b in boxes]
+    return _sorted(runs, [b.number for b in boxes])
+
+
+def _sorted(runs: list[Any], numbers: list[int]) -> tuple[Any, Any]:
+    if not runs:
+        return np.zeros((0, 2), dtype=np.int64), np.zeros(0, dtype=np.int64)
+    owner = np.repeat(np.array(numbers), [len(r) for r in runs])
+    every = np.concatenate(runs)
+    order = np.argsort(every[:, 0], kind="stable")
+    return every[order], owner[order]
+
+
+def _bucket_overlap(boxes: Sequence[_Box]) -> str:
+    runs, owner = _bucket_runs(boxes)
+    return _first_overlap(runs, owner, "the bucket")
+
+
+def _overlap(boxes: Sequence[_Box]) -> str:
+    """Pieces that write to the same bytes of a tensor, in words; "" if there are none."""
+    parts: dict[int, list[_Box]] = {}
+    for box in boxes:
+        parts.setdefault(box.tensor, []).append(box)
+    for tensor, some in parts.items():
+        runs = [
+            _runs(b.start * b.tensor_dtype.itemsize, b.shape, b.tensor_strides, n)
+            for b in some
+            for n in [b.tensor_dtype.itemsize]
+        ]
+        why = _first_overlap(*_sorted(runs, [b.number for b in some]), f"tensor {tensor}")
+        if why:
+            return why
+    return ""
+
+
+def _first_overlap(runs: Any, owner: Any, where: str) -> str:
+    bad = np.flatnonzero(runs[1:, 0] < runs[:-1, 1])
+    if not len(bad):
+        return ""
+    a, b = sorted((int(owner[bad[0]]), int(owner[bad[0] + 1])))
+    at = int(runs[bad[0] + 1, 0])
+    if a == b:
+        return f"{a} writes twice to byte {at} of {where}"
+    return f"{a} and {b} both write to byte {at} of {where}"
+
+
+# ---- the table of the native op
+
+
+def _joined(box: _Box) -> list[tuple[int, int, int]]:
+    """(size, stride in the bucket, stride in the tensor), in bytes, from the widest stride in the
+    bucket to the narrowest; dimensions that follow each other on both sides are one."""
+    ours, theirs = box.dtype.itemsize, box.tensor_dtype.itemsize
+    zipped = zip(box.shape, box.strides, box.tensor_strides, strict=True)
+    dims = sorted(((n, a * ours, b * theirs) for n, a, b in zipped if n > 1), key=_by_stride)
+    out: list[tuple[int, int, int]] = []
+    for n, a, b in dims:
+        if out and out[-1][1] == n * a and out[-1][2] == n * b:
+            out[-1] = (out[-1][0] * n, a, b)
+        else:
+            out.append((n, a, b))
+    return out
+
+
+def _by_stride(dim: tuple[int, int, int]) -> tuple[int, int]:
+    return -dim[1], -dim[2]
+
+
+class _Table:
+    """The rows that csrc/reshard/plan.h describes, on the device that reads them."""
+
+    def __init__(self, boxes: Sequence[_Box], num_bytes: int, device: torch.device):
+        gaps = _gaps(boxes, num_bytes)
+        self.hash_after = gaps is None
+        rows = [_row(box) for box in boxes]
+        if gaps is not None:
+            pads, holes = gaps
+            for row, pad in zip(rows, pads, strict=True):
+                row[19], row[20] = 1, pad
+            rows += [_hole(start, end) for start, end in holes]
+        rows.sort(key=lambda row: row[12])
+        self.num_tiles = 0
+        for row in rows:
+            row[21] = self.num_tiles
+            down, across = -(-row[2] // row[17]), -(-row[3] // row[18])
+            self.num_tiles += row[0] * row[1] * down * across
+        self.pieces = torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS).to(device)
+        self._device = device
+        self._known: list[int] = []
+        self._addresses = torch.zeros(0, dtype=torch.int64)
+
+    def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Of the tensors; uploaded only when they have moved."""
+        now = [tensor.data_ptr() for tensor in tensors]
+        if now != self._known or not now:
+            self._addresses = torch.tensor(now, dtype=torch.int64, device=self._device)
+            self._known = now
+        return self._addresses
+
+
+def _row(box: _Box) -> list[int]:
+    dims = _joined(box)
+    item, theirs = box.dtype.itemsize, box.tensor_dtype.itemsize
+    columns = dims.pop() if dims else (1, item, theirs)
+    turned = [dim for dim in dims if dim[2] == theirs and columns[2] != theirs]
+    rows = turned[0] if turned else max(dims, default=(1, 0, 0))
+    if dims:
+        dims.remove(rows)
+    if turned:
+        down, across = (min(n, _TRANSPOSED) for n in (rows[0], columns[0]))
+    else:
+        across = min(columns[0], _TILE_BYTES // item)
+        down = min(rows[0], max(1, _TILE_BYTES // item // across))
+    order = [(1, 0, 0)] * (2 - len(dims)) + dims + [rows, columns]
+    sizes, bucket, tensor = zip(*order, strict=True)
+    same = _RAW[item] if box.dtype == box.tensor_dtype else None
+    types = [_FLOATS.get(t, 0) if same is None else same for t in (box.dtype, box.tensor_dtype)]
+    start = box.start * theirs
+    return [
+        *(*sizes, *bucket, *tensor, box.offset, start, box.tensor, *types, down, across, 0, 0, 0)
+    ]
+
+
+def _hole(start: int, end: int) -> list[int]:
+    """Bytes that belong to no piece."""
+    sizes, strides = (1, 1, 1, end - start), (0, 0, 0, 1)
+    return [*(*sizes, *strides, *strides, start, 0, _GAP, 0, 0, 1, _TILE_BYTES, 1, 0, 0)]
+
+
+def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None:
+    """Bytes that each piece zeroes behind its end, up to a word, and the other bytes that no piece
+    has, [gaps, 2]. None where a word belongs to several pieces, so that nobody can sum it on the
+    way: the bucket is then summed afterwards."""
+    runs, _ = _bucket_runs(boxes)
+    if len(runs) and (runs[1:, 0] < runs[:-1, 1]).any():  # read twice: unpack only
+        return None
+    pads = []
+    for box in boxes:
+        dims = [(n, a) for n, a, _ in _joined(box)] or [(1, box.dtype.itemsize)]
+        end = box.offset + _span(box.shape, box.strides) * box.dtype.itemsize
+        one_run = len(dims) == 1 and dims[0][1] == box.dtype.itemsize
+        if box.offset % _WORD or not (one_run or _word_rows(dims, box.dtype.itemsize)):
+            return None
+        pads.append(min(-end % _WORD, num_bytes - end))
+    ends = np.minimum(-(-runs[:, 1] // _WORD) * _WORD, num_bytes)  # behind the pads
+    holes = np.stack([np.append(0, ends), np.append(runs[:, 0], num_bytes)], 1)
+    if (holes[:, 0] > holes[:, 1]).any():
+        return None  # a piece starts in the word in which another one ends
+    holes = holes[holes[:, 0] < holes[:, 1]]
+    return None if len(holes) > _FEW + len(boxes) else (pads, holes.tolist())
+
+
+def _word_rows(dims: Sequence[tuple[int, int]], item: int) -> bool:
+    """Rows of neighbours that start and end at words."""
+    *outer, (columns, step) = dims
+    return step == item and columns * item % _WORD == 0 and all(a % _WORD == 0 for _, a in outer)
