@@ -166,7 +166,8 @@ void bind_suffix(py::module_& m) {
   py::class_<Forest>(m, "SuffixForest")
       .def(py::init([](int32_t limit, int32_t min_match, double min_prob, int32_t max_window,
                        int32_t start_window, int32_t growth, int32_t knee, bool live,
-                       int32_t candidates, int32_t live_match, double factor, int threads) {
+                       int32_t candidates, int32_t live_match, double factor, int32_t stream,
+                       int threads) {
              Options o;
              o.limit = limit;
              o.min_match = min_match;
@@ -179,12 +180,13 @@ void bind_suffix(py::module_& m) {
              o.candidates = candidates;
              o.live_match = live_match;
              o.factor = factor;
+             o.stream = stream;
              return std::make_unique<Forest>(o, threads);
            }),
            py::kw_only(), py::arg("limit"), py::arg("min_match"), py::arg("min_prob"),
            py::arg("max_window"), py::arg("start_window"), py::arg("growth"), py::arg("knee"),
            py::arg("live"), py::arg("candidates"), py::arg("live_match"), py::arg("factor"),
-           py::arg("threads"))
+           py::arg("stream"), py::arg("threads"))
       .def("build", build, py::arg("keys"), py::arg("tokens"), py::arg("response_offsets"),
            py::arg("prompt_offsets"), py::arg("rewards"))
       .def("swap", &Forest::swap, py::call_guard<py::gil_scoped_release>())

@@ -6,24 +6,28 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <numeric>
 #include <system_error>
 #include <thread>
 
 #include "common/check.h"
+#include "suffix/batch.h"
 #include "suffix/build.h"
 
 namespace rlcore::suffix {
 namespace {
 
 constexpr uint64_t kLine = 64;
+constexpr size_t kAhead = 8;  // requests that are asked for before they are needed
 constexpr double kWeightUnit = 65536.0;
 constexpr float kLargestReward = 16384.0f;
 constexpr int64_t kLongestPrompt = int64_t{1} << 29;
@@ -240,27 +244,76 @@ void Arena::check_contents() const {
   }
 }
 
+// ---- Pool -----------------------------------------------------------------------------------
+
+char* Pool::map(uint64_t bytes) {
+  slabs_.reserve(slabs_.size() + 1);
+  const uint64_t whole = round_up(bytes, kPage) + kPage;
+  void* got = ::mmap(nullptr, whole, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (got == MAP_FAILED) throw std::bad_alloc();
+  // Only what begins on a large page becomes one.
+  const auto from = reinterpret_cast<uintptr_t>(got);
+  const uintptr_t base = round_up(from, kPage);
+  const uint64_t keep = round_up(bytes, kPage);
+  if (base > from) ::munmap(got, base - from);
+  if (whole > base - from + keep) {
+    ::munmap(reinterpret_cast<void*>(base + keep), whole - (base - from) - keep);
+  }
+  ::madvise(reinterpret_cast<void*>(base), keep, MADV_HUGEPAGE);
+  slabs_.push_back({reinterpret_cast<void*>(base), keep});
+  held_ += keep;
+  return reinterpret_cast<char*>(base);
+}
+
+void* Pool::take(uint64_t bytes) {
+  Free*& list = free_[std::countr_zero(bytes)];
+  if (list != nullptr) {
+    Free* block = list;
+    list = block->next;
+    return block;
+  }
+  if (bytes >= kSlab / 4) return map(bytes);
+  if (left_ < bytes) {
+    top_ = map(kSlab);
+    left_ = kSlab;
+  }
+  char* block = top_;
+  top_ += bytes;
+  left_ -= bytes;
+  return block;
+}
+
+void Pool::give(void* block, uint64_t bytes) noexcept {
+  Free*& list = free_[std::countr_zero(bytes)];
+  list = new (block) Free{list};
+}
+
+void Pool::clear() noexcept {
+  for (const Slab& slab : slabs_) ::munmap(slab.base, slab.bytes);
+  slabs_.clear();
+  std::fill(std::begin(free_), std::end(free_), nullptr);
+  top_ = nullptr;
+  left_ = held_ = 0;
+}
+
 // ---- requests ------------------------------------------------------------------------------
 
-struct Forest::Request {
-  History history;
-  Match match = {kRoot, 0};
-  Window window = {};
-  Live live = {};
-  int32_t capacity = 0;  // of text and prev
-  uint32_t filled = 0;   // slots
+struct alignas(64) Forest::Request {
+  uint64_t call = 0;
   uint32_t generation = 0;
   bool is_open = false;
-  uint64_t call = 0;
+  Match match = {kRoot, 0};
+  History history;
+  Window window = {};
+  Live live = {};
+  uint32_t filled = 0;   // slots
+  int64_t capacity = 0;  // of text
   std::shared_ptr<const Arena> arena;
-  int64_t proposed() const { return window.proposed; }
 
-  ~Request() { clear(); }
-
-  void clear() {
-    std::free(live.text);
-    std::free(live.prev);
-    std::free(live.slots);
+  void clear(Pool& pool) noexcept {
+    if (live.text != nullptr) pool.give(live.text, text_bytes());
+    if (live.slots != nullptr) pool.give(live.slots, slot_bytes());
     live = {};
     capacity = 0;
     filled = 0;
@@ -269,39 +322,39 @@ struct Forest::Request {
     match = {kRoot, 0};
   }
 
-  // Room for `more` tokens. std::bad_alloc leaves what was there.
-  void make_room(int64_t more) {
+  // Room for `more` tokens, at first for `least`. std::bad_alloc leaves what was there.
+  void make_room(Pool& pool, int64_t more, int64_t least) {
     const int64_t size = live.size + more;
     RL_CHECK(size <= kLongestStream, "tokens: a stream of ", size, " tokens, at most ",
              kLongestStream);
     if (size > capacity) {
-      const int64_t want = std::max<int64_t>({size, capacity * int64_t{3} / 2, 256});
-      grow(live.text, want);
-      grow(live.prev, want);
-      capacity = static_cast<int32_t>(want);
+      uint64_t tokens = Pool::kSmallest / sizeof(LiveToken);
+      while (static_cast<int64_t>(tokens) < std::max(size, least)) tokens *= 2;
+      void* text = pool.take(tokens * sizeof(LiveToken));
+      if (live.text != nullptr) {
+        std::memcpy(text, live.text, static_cast<size_t>(live.size) * sizeof(LiveToken));
+        pool.give(live.text, text_bytes());
+      }
+      live.text = static_cast<LiveToken*>(text);
+      capacity = static_cast<int64_t>(tokens);
     }
     // Filled to three quarters at most.
     const uint64_t grams = filled + static_cast<uint64_t>(more);
-    uint64_t slots = live.slots == nullptr ? 512 : uint64_t{live.mask} + 1;
-    while (grams * 4 > slots * 3) slots *= 2;
-    if (live.slots == nullptr || slots > uint64_t{live.mask} + 1) rehash(slots);
+    const uint64_t now = live.slots == nullptr ? 0 : uint64_t{live.mask} + 1;
+    if (grams * 4 > now * 3) {
+      uint64_t slots = std::max<uint64_t>(2 * now, static_cast<uint64_t>(capacity));
+      while (grams * 4 > slots * 3) slots *= 2;
+      rehash(pool, slots);
+    }
   }
 
-  uint64_t live_bytes() const {
-    const uint64_t slots = live.slots == nullptr ? 0 : uint64_t{live.mask} + 1;
-    return static_cast<uint64_t>(capacity) * 8 + slots * sizeof(LiveSlot);
-  }
+  uint64_t text_bytes() const { return static_cast<uint64_t>(capacity) * sizeof(LiveToken); }
+  uint64_t slot_bytes() const { return (uint64_t{live.mask} + 1) * sizeof(LiveSlot); }
 
  private:
-  static void grow(int32_t*& array, int64_t size) {
-    void* more = std::realloc(array, static_cast<size_t>(size) * sizeof(int32_t));
-    if (more == nullptr) throw std::bad_alloc();
-    array = static_cast<int32_t*>(more);
-  }
-
-  void rehash(uint64_t slots) {
-    auto* table = static_cast<LiveSlot*>(std::calloc(slots, sizeof(LiveSlot)));
-    if (table == nullptr) throw std::bad_alloc();
+  void rehash(Pool& pool, uint64_t slots) {
+    auto* table = static_cast<LiveSlot*>(pool.take(slots * sizeof(LiveSlot)));
+    std::memset(table, 0, slots * sizeof(LiveSlot));
     const auto mask = static_cast<uint32_t>(slots - 1);
     for (uint64_t i = 0; live.slots != nullptr && i <= live.mask; ++i) {
       const LiveSlot s = live.slots[i];
@@ -310,7 +363,7 @@ struct Forest::Request {
       while (table[at].last != 0) at = (at + 1) & mask;
       table[at] = s;
     }
-    std::free(live.slots);
+    if (live.slots != nullptr) pool.give(live.slots, slot_bytes());
     live.slots = table;
     live.mask = mask;
   }
@@ -332,6 +385,8 @@ Options checked(const Options& o) {
   RL_CHECK(o.growth >= 0 && o.growth <= 4096, "growth ", o.growth, ": 0 to 4096");
   RL_CHECK(o.knee >= 0, "knee ", o.knee, ": 0 for unknown, or tokens per forward");
   RL_CHECK(o.candidates >= 1, "candidates ", o.candidates, ": at least 1");
+  RL_CHECK(o.stream >= 0 && o.stream <= kLongestStream, "stream ", o.stream, ": 0 to ",
+           kLongestStream);
   RL_CHECK(o.live_match >= 1 && o.live_match <= kLiveCap, "live_match ", o.live_match, ": 1 to ",
            kLiveCap);
   RL_CHECK(o.factor >= 0 && o.factor <= 4096, "factor ", o.factor, ": 0 for none, to 4096");
@@ -473,6 +528,7 @@ void Forest::open(std::span<const int64_t> keys, std::span<int64_t> handles) {
     free_.pop_back();
     Request& r = *requests_[slot];
     r.is_open = true;
+    ++num_open_;
     r.arena = current_;
     r.history = current_ ? current_->history(keys[i]) : History{&kNothing, nullptr};
     handles[i] = static_cast<int64_t>((uint64_t{r.generation} << 32) | slot);
@@ -494,6 +550,10 @@ void Forest::find(std::span<const int64_t> handles, bool once) {
   ++call_;
   for (size_t i = 0; i < handles.size(); ++i) {
     Request& r = request(handles, i);
+    if (i + kAhead < handles.size()) {
+      const uint64_t slot = static_cast<uint64_t>(handles[i + kAhead]) & 0xffffffffu;
+      if (slot < requests_.size()) prefetch_state(reinterpret_cast<State*>(requests_[slot].get()));
+    }
     RL_CHECK(!once || r.call != call_, "handles[", i, "] ", handles[i], ": every handle once");
     r.call = call_;
     found_[i] = &r;
@@ -506,35 +566,48 @@ void Forest::close(std::span<const int64_t> handles) {
   free_.reserve(requests_.size());
   for (size_t i = 0; i < handles.size(); ++i) {
     Request& r = *found_[i];
-    r.clear();
+    r.clear(pool_);
     r.is_open = false;
+    --num_open_;
     r.generation = (r.generation + 1) & 0x7fffffffu;
     free_.push_back(static_cast<uint32_t>(handles[i] & 0xffffffff));
   }
+  if (num_open_ == 0) pool_.clear();
 }
 
 void Forest::make_room(std::span<const int64_t> offsets) {
   if (!options_.live) return;
-  for (size_t i = 0; i < found_.size(); ++i) found_[i]->make_room(offsets[i + 1] - offsets[i]);
+  for (size_t i = 0; i < found_.size(); ++i) {
+    found_[i]->make_room(pool_, offsets[i + 1] - offsets[i], options_.stream);
+  }
 }
 
-void Forest::advance_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets) {
-  const int32_t limit = longest_match(options_);
+// Appends and files the tokens of every request. The table's lines are asked for some requests
+// ahead.
+void Forest::append_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets) {
+  if (!options_.live || offsets.empty()) return;
   const int32_t gram = options_.live_match;
-  for (size_t i = 0; i < found_.size(); ++i) {
-    Request& r = *found_[i];
+  tags_.resize(tokens.size());
+  const auto append = [&](size_t i) {
+    Live& live = found_[i]->live;
     for (int64_t k = offsets[i]; k < offsets[i + 1]; ++k) {
-      const int32_t token = tokens[static_cast<size_t>(k)];
-      r.match = suffix::advance(r.history, r.match, token, limit);
-      if (!options_.live) continue;
-      Live& live = r.live;
-      live.text[live.size] = token;
-      live.prev[live.size] = -1;
-      if (++live.size >= gram) {
-        const uint32_t tag = hash_gram(live.text + live.size - gram, gram);
-        r.filled += file_gram(live, live.size - 1, tag);
-      }
+      live.text[live.size] = {tokens[static_cast<size_t>(k)], -1};
+      if (++live.size < gram) continue;
+      const uint32_t tag = hash_gram(live.text + live.size - gram, gram);
+      tags_[static_cast<size_t>(k)] = tag;
+      prefetch(live.slots + (tag & live.mask));
     }
+  };
+  const auto file = [&](size_t i) {
+    Request& r = *found_[i];
+    int32_t at = r.live.size - static_cast<int32_t>(offsets[i + 1] - offsets[i]);
+    for (int64_t k = offsets[i]; k < offsets[i + 1]; ++k, ++at) {
+      if (at + 1 >= gram) r.filled += file_gram(r.live, at, tags_[static_cast<size_t>(k)]);
+    }
+  };
+  for (size_t i = 0; i < found_.size() + kAhead; ++i) {
+    if (i < found_.size()) append(i);
+    if (i >= kAhead) file(i - kAhead);
   }
 }
 
@@ -545,7 +618,7 @@ void Forest::advance(std::span<const int64_t> handles, std::span<const int32_t> 
   const std::lock_guard lock(serving_);
   find(handles, true);
   make_room(offsets);
-  advance_found(tokens, offsets);
+  walk_found(tokens, offsets, {});
 }
 
 void Forest::check_accepted(std::span<const int64_t> handles,
@@ -587,27 +660,49 @@ int32_t Forest::width(int64_t batch, std::span<const int32_t> windows, bool own,
   return windows.empty() ? 0 : *std::max_element(windows.begin(), windows.end());
 }
 
-void Forest::draft_found(std::span<const int32_t> windows, bool own, int64_t running,
-                         const Drafts& out) {
-  const auto batch = static_cast<int64_t>(found_.size());
-  const Load load = load_rule(options_, running > 0 ? running : batch);
+// Advances by `tokens` (empty offsets: not at all) and drafts where `out` has rows.
+void Forest::walk_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets,
+                        const Drafts& out) {
+  append_found(tokens, offsets);
+  int32_t unused;
+  const auto task = [&](size_t i) {
+    Request& r = *found_[i];
+    const int32_t* first = offsets.empty() ? nullptr : tokens.data() + offsets[i];
+    const int32_t* last = offsets.empty() ? nullptr : tokens.data() + offsets[i + 1];
+    const bool chain = out.tokens != nullptr && out.parents == nullptr;
+    return Walk::Task{r.history,
+                      &r.match,
+                      first,
+                      last,
+                      options_.live ? &r.live : nullptr,
+                      chain ? windows_[i] : 0,
+                      out.tokens + static_cast<int64_t>(i) * out.width,
+                      chain ? out.lengths + i : &unused};
+  };
+  run_walks(found_.size(), options_, task);
+  if (out.tokens == nullptr) return;
   for (size_t i = 0; i < found_.size(); ++i) {
     Request& r = *found_[i];
-    const int32_t window_of = open_window(r.window, load);
-    const int32_t window = own ? window_of : windows[i];
     const int64_t row = static_cast<int64_t>(i) * out.width;
-    int32_t* tokens = out.tokens + row;
-    int32_t n, depth;
-    if (out.parents == nullptr) {
-      depth = n =
-          suffix::draft(r.history, r.match, r.live, options_.live != 0, options_, window, tokens);
-    } else {
-      n = grow(r, window, tokens, out.parents + row, &depth);
-      std::fill(out.parents + row + n, out.parents + row + out.width, -1);
+    int32_t depth = out.lengths[i];
+    if (out.parents != nullptr) {
+      int32_t* parents = out.parents + row;
+      out.lengths[i] = grow(r, windows_[i], out.tokens + row, parents, &depth);
+      std::fill(parents + out.lengths[i], parents + out.width, -1);
     }
-    std::fill(tokens + n, tokens + out.width, kNoToken);
-    out.lengths[i] = n;
+    std::fill(out.tokens + row + out.lengths[i], out.tokens + row + out.width, kNoToken);
     r.window.proposed = depth;
+  }
+}
+
+// Fills windows_.
+void Forest::plan_found(std::span<const int32_t> windows, bool own, int64_t running) {
+  const auto batch = static_cast<int64_t>(found_.size());
+  const Load load = load_rule(options_, running > 0 ? running : batch);
+  windows_.resize(found_.size());
+  for (size_t i = 0; i < found_.size(); ++i) {
+    const int32_t window = open_window(found_[i]->window, load);
+    windows_[i] = own ? window : windows[i];
   }
 }
 
@@ -638,7 +733,8 @@ void Forest::draft(std::span<const int64_t> handles, std::span<const int32_t> wi
   if (!own) check_windows(windows, handles.size());
   const std::lock_guard lock(serving_);
   find(handles, true);
-  draft_found(windows, own, running, out);
+  plan_found(windows, own, running);
+  walk_found({}, {}, out);
 }
 
 void Forest::step(std::span<const int64_t> handles, std::span<const int32_t> accepted,
@@ -652,8 +748,8 @@ void Forest::step(std::span<const int64_t> handles, std::span<const int32_t> acc
   check_accepted(handles, accepted);
   make_room(offsets);
   accept_found(accepted);
-  advance_found(tokens, offsets);
-  draft_found(windows, own, running, out);
+  plan_found(windows, own, running);
+  walk_found(tokens, offsets, out);
 }
 
 void Forest::matches(std::span<const int64_t> handles, std::span<int32_t> history,
@@ -683,13 +779,14 @@ Stats Forest::stats() const {
     const Header& h = current_->header();
     s = {h.num_prompts, h.num_tokens, h.num_states, h.num_edges, 0, 0, 0, 0};
   }
+  s.requests = num_open_;
+  s.live_bytes = pool_.nbytes();
   for (const auto& held : arenas_) {
     if (const auto arena = held.lock()) s.history_bytes += arena->nbytes();
   }
   for (const auto& r : requests_) {
     if (!r->is_open) continue;
-    ++s.requests;
-    s.live_bytes += r->live_bytes();
+
     s.live_tokens += static_cast<uint64_t>(r->live.size);
   }
   return s;

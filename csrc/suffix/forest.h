@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "suffix/match.h"
+#include "suffix/pool.h"
 #include "suffix/tree.h"
 
 namespace rlcore::suffix {
@@ -133,8 +134,10 @@ class Forest {
   void find(std::span<const int64_t> handles, bool once);
   void make_room(std::span<const int64_t> offsets);
   void accept_found(std::span<const int32_t> accepted);
-  void advance_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets);
-  void draft_found(std::span<const int32_t> windows, bool own, int64_t running, const Drafts& out);
+  void append_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets);
+  void plan_found(std::span<const int32_t> windows, bool own, int64_t running);
+  void walk_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets,
+                  const Drafts& out);
   int32_t grow(const Request& r, int32_t window, int32_t* tokens, int32_t* parents, int32_t* depth);
   void check_accepted(std::span<const int64_t> handles, std::span<const int32_t> accepted) const;
   void check_windows(std::span<const int32_t> windows, size_t batch) const;
@@ -148,7 +151,11 @@ class Forest {
   std::vector<std::weak_ptr<const Arena>> arenas_;
   std::vector<std::unique_ptr<Request>> requests_;
   std::vector<uint32_t> free_;
-  std::vector<Request*> found_;  // of the running call
+  std::vector<Request*> found_;  // of the running call, as the next two
+  std::vector<int32_t> windows_;
+  std::vector<uint32_t> tags_;
+  Pool pool_;
+  int64_t num_open_ = 0;
   uint64_t call_ = 0;
   Tree tree_;
 };

@@ -19,6 +19,7 @@ struct Options {
   int32_t live = 1;          // match the request's own stream too
   int32_t candidates = 16;   // earlier places of the own stream that are compared
   int32_t live_match = 3;    // shortest own match that drafts
+  int32_t stream = 4096;     // tokens that a stream has room for at first
   double factor = 0.0;       // a draft is at most this many times as long as its match; 0: off
 };
 
@@ -119,20 +120,24 @@ struct LiveSlot {
   uint32_t last;  // 1 + where it ended last; 0: free
 };
 
-// Text, for every position the earlier one where the same `live_match` tokens end, and a hash table
-// from these tokens to the last such position.
+// A position: its token, and the earlier position where the same `live_match` tokens end.
+struct LiveToken {
+  int32_t token;
+  int32_t prev;  // -1: none
+};
+
+// The stream, and a hash table from `live_match` tokens to the last position where they end.
 struct Live {
-  int32_t* text;
-  int32_t* prev;  // -1: none
+  LiveToken* text;
   LiveSlot* slots;
   uint32_t mask;  // slots - 1
   int32_t size;
 };
 
-RL_HD uint32_t hash_gram(const int32_t* first, int32_t count) {
+RL_HD uint32_t hash_gram(const LiveToken* first, int32_t count) {
   uint64_t h = 0x2545F4914F6CDD1Dull;
   for (int32_t i = 0; i < count; ++i) {
-    h = (h ^ static_cast<uint32_t>(first[i])) * 0x9E3779B97F4A7C15ull;
+    h = (h ^ static_cast<uint32_t>(first[i].token)) * 0x9E3779B97F4A7C15ull;
     h ^= h >> 32;
   }
   return static_cast<uint32_t>(h);
@@ -145,11 +150,11 @@ RL_HD bool file_gram(const Live& live, int32_t at, uint32_t tag) {
     LiveSlot& s = live.slots[slot];
     if (s.last == 0) {
       s = {tag, static_cast<uint32_t>(at) + 1};
-      live.prev[at] = -1;
+      live.text[at].prev = -1;
       return true;
     }
     if (s.tag == tag) {
-      live.prev[at] = static_cast<int32_t>(s.last) - 1;
+      live.text[at].prev = static_cast<int32_t>(s.last) - 1;
       s.last = static_cast<uint32_t>(at) + 1;
       return false;
     }
@@ -162,6 +167,13 @@ struct LiveMatch {
   int32_t length;  // 0: none
 };
 
+// How many tokens that end at `at` and at `end` are the same, `cap` at most.
+RL_HD int32_t same_backwards(const Live& live, int32_t at, int32_t end, int32_t cap) {
+  int32_t n = 0;
+  while (n < cap && n <= at && live.text[at - n].token == live.text[end - n].token) ++n;
+  return n;
+}
+
 // Among the last `candidates` earlier positions where the same `live_match` tokens end: the longest
 // match backwards, the most recent of equals.
 RL_HD LiveMatch find_live(const Live& live, const Options& o) {
@@ -169,18 +181,17 @@ RL_HD LiveMatch find_live(const Live& live, const Options& o) {
   const int32_t end = live.size - 1;
   if (live.size < o.live_match) return best;
   const int32_t cap = longest_live(o);
-  int32_t at = live.prev[end];
+  int32_t at = live.text[end].prev;
   int32_t seen = 0;
   while (at >= 0 && seen < o.candidates) {
-    int32_t n = 0;
-    while (n < cap && n <= at && live.text[at - n] == live.text[end - n]) ++n;
+    const int32_t n = same_backwards(live, at, end, cap);
     // Shorter: other tokens with the same hash.
     if (n >= o.live_match) {
       ++seen;
       if (n > best.length) best = {at, n};
       if (n == cap) break;
     }
-    at = live.prev[at];
+    at = live.text[at].prev;
   }
   return best;
 }
@@ -189,7 +200,7 @@ RL_HD LiveMatch find_live(const Live& live, const Options& o) {
 RL_HD int32_t copy_live(const Live& live, LiveMatch m, int32_t window, int32_t* out) {
   for (int32_t i = 0; i < window; ++i) {
     const int32_t from = m.end + 1 + i;
-    out[i] = from < live.size ? live.text[from] : out[from - live.size];
+    out[i] = from < live.size ? live.text[from].token : out[from - live.size];
   }
   return window;
 }

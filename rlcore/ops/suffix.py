@@ -70,6 +70,7 @@ class Forest:
         candidates: int = 16,
         live_match: int = 3,
         factor: float = 0.0,
+        stream: int = 4096,
         threads: int = 0,
     ) -> None:
         """Args:
@@ -84,6 +85,7 @@ class Forest:
         candidates: earlier places of the own stream that are compared.
         live_match: shortest match in the own stream that drafts.
         factor: a draft is at most this many times as long as its match; 0 is off.
+        stream: tokens that a stream has room for at first (16 B each); it doubles when full.
         threads: of `build`; 0 is one per core.
         """
         core = native.load("suffix forest")
@@ -100,6 +102,7 @@ class Forest:
             candidates=candidates,
             live_match=live_match,
             factor=factor,
+            stream=stream,
             threads=threads,
         )
 
@@ -279,6 +282,7 @@ class Reference:
         candidates: int,
         live_match: int,
         factor: float,
+        stream: int,
         threads: int,
     ) -> None:
         def need(good: bool, sentence: str) -> None:
@@ -301,6 +305,7 @@ class Reference:
         need(candidates >= 1, f"candidates {candidates}: at least 1")
         need(1 <= live_match <= LIVE_CAP, f"live_match {live_match}: 1 to {LIVE_CAP}")
         need(0 <= factor <= 4096, f"factor {factor}: 0 for none, to 4096")
+        need(0 <= stream <= 1 << 30, f"stream {stream}: 0 to {1 << 30}")
         need(threads >= 0, f"threads {threads}: 0 for all cores, or more")
         self.limit, self.min_match, self.min_prob = limit, min_match, min_prob
         self.max_window, self.start_window, self.growth = max_window, start_window, growth
