@@ -106,8 +106,11 @@ suffix_fuzz, $compiler, $checks, $(stat run_time) s
 TEXT
 
 if ((UPDATE)); then
-  afl-cmin -i "$RUN/out/default/queue" -o "$RUN/smallest" -m none -t 1000 -- "$PROGRAM" \
-    >"$RUN/cmin.log" 2>&1
+  AFL_ALLOW_TMP=1 afl-cmin -i "$RUN/out/default/queue" -o "$RUN/smallest" -m none -t 1000 \
+    -- "$PROGRAM" >"$RUN/cmin.log" 2>&1 || {
+    tail -n 5 "$RUN/cmin.log" >&2
+    exit 1
+  }
   mkdir -p "$CORPUS"
   total=0
   while read -r size file; do

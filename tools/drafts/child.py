@@ -6,6 +6,7 @@ import ctypes
 import gc
 import importlib
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from drafts import workload
 from drafts.drafter import Absent, Drafter
 from drafts.peers import PEERS
 from drafts.replay import as_dict, choose, replay
+
+REBUILD_S = 3.0
 
 
 def main() -> int:
@@ -40,12 +43,15 @@ def measure(s: dict[str, Any]) -> dict[str, Any]:
     w = workload.read(Path(s["workload"]))
     requests = choose(w, s["batch"], s["replay_len"])
     warm_up(peer, s["settings"], w)
-    drafter = peer(**s["settings"])
-    before, began = resident_bytes(), time.process_time()
-    drafter.build(w.history)
-    build_s = time.process_time() - began
+    before = resident_bytes()
+    drafter, build_s = built(peer, s["settings"], w)
     grown, tokens = resident_bytes() - before, w.history.num_tokens
-    said = drafter.nbytes()
+    times = [build_s]
+    while sum(times) < REBUILD_S and len(times) < 5:  # a short build is measured more than once
+        drafter = None  # two would not be what one process holds
+        drafter, build_s = built(peer, s["settings"], w)
+        times.append(build_s)
+    build_s, said = statistics.median(times), drafter.nbytes()
     runs = []
     for setting in distinct(peer, s["settings"]) if s["equal"] else [{}]:
         if setting:
@@ -63,6 +69,16 @@ def measure(s: dict[str, Any]) -> dict[str, Any]:
         "own_bytes_per_token": None if said is None else said / tokens,
         "runs": runs,
     }
+
+
+def built(
+    peer: type[Drafter], settings: dict[str, Any], w: workload.Workload
+) -> tuple[Drafter, float]:
+    """A drafter with the history in it, and the CPU seconds of its build."""
+    drafter = peer(**settings)
+    began = time.process_time()
+    drafter.build(w.history)
+    return drafter, time.process_time() - began
 
 
 def distinct(peer: type[Drafter], settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """rlcore's suffix forest behind the drafters' interface."""
 
+import inspect
 from typing import Any
 
 import numpy as np
 from drafts.drafter import Chains, Drafter
 from drafts.workload import Texts
 
-MAX_WINDOW = 64
+MAX_WINDOW = 64  # of `fixed:N`
 
 
 class Rlcore(Drafter):
@@ -20,28 +21,21 @@ class Rlcore(Drafter):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        forest = {
-            "limit",
-            "min_match",
-            "min_prob",
-            "start_window",
-            "growth",
-            "knee",
-            "live",
-            "candidates",
-        }
-        unset = dict.fromkeys(forest | {"max_window"})  # None: the forest's own default
-        return {**unset, "threads": 1, "prompt": True, "step": False, "own_window": False}
+        from rlcore.ops.suffix import Forest
+
+        forest = {n: p.default for n, p in inspect.signature(Forest).parameters.items()}
+        return {**forest, "threads": 1, "prompt": True, "step": False, "own_window": False}
 
     def build(self, history: Texts) -> None:
         from rlcore.ops.suffix import Forest
 
         self.history = history  # arrays of the caller, no copy: `tune` builds again
-        names = set(self.defaults()) - {"prompt", "step", "own_window", "max_window"}
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        self.forest = Forest(max_window=self.max_window or MAX_WINDOW, **given)
+        given = {name: getattr(self, name) for name in inspect.signature(Forest).parameters}
+        if not self.own_window:
+            given["max_window"] = max(given["max_window"], MAX_WINDOW)
+        self.forest = Forest(**given)
         keys = np.arange(history.num_prompts, dtype=np.int64)
-        self.built = self.forest.build(
+        self.forest.build(
             keys,
             history.tokens,
             history.response_offsets,
