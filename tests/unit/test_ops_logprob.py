@@ -1,5 +1,5 @@
 """Log-prob and entropy of tokens, and their gradient: the torch reference and the native build,
-against torch.distributions and numbers by hand. tests/ranks/test_fused.py splits the vocabulary."""
+against torch.distributions and numbers by hand. tests/ranks/test_fused_layouts.py splits the vocabulary."""
 
 import math
 

@@ -1,5 +1,5 @@
 """The fused policy loss: numbers by hand, and the objective on log-probs in float64 as the slow
-twin. tests/ranks/test_fused.py splits the vocabulary and trains with it."""
+twin. tests/ranks/test_fused_layouts.py splits the vocabulary and trains with it."""
 
 import math
 from dataclasses import replace
