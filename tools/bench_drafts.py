@@ -1,7 +1,7 @@
 """Drafters for rollout side by side: speed, memory and acceptance on one synthetic workload.
 
     .venv/bin/python tools/bench_drafts.py                       # about 5 minutes after set-up
-    .venv/bin/python tools/bench_drafts.py --equal --peers rlcore arctic-prompt
+    .venv/bin/python tools/bench_drafts.py --equal --prompts 32 --batch 128 --replay-len 1024
 
 Each peer runs in a process of its own, on one core, over the same history and the same replay; all
 times are CPU time. Other projects live in `.venvs/drafts`, made on the first call; one that cannot
@@ -39,6 +39,7 @@ PEERS_RUN = (
     "empty",
     "rlcore",
     'rlcore={"limit":0}',
+    'rlcore={"limit":0,"min_match":1,"min_prob":0.4}',
     "ref-sam",
     'arctic-global={"depth":24}',
     "arctic-prompt",
@@ -46,6 +47,15 @@ PEERS_RUN = (
     "vllm-ngram",
     "vllm-ngram-hist",
     "pld",
+)
+EQUAL_RUN = (
+    "rlcore",
+    'rlcore={"limit":0}',
+    "ref-sam",
+    "arctic-global",
+    "arctic-prompt",
+    'arctic-prompt={"depth":24}',
+    "vllm-ngram-hist",
 )
 SCAN = ("fixed:4", "fixed:8", "fixed:16", "fixed:32")
 
@@ -107,7 +117,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--batch", type=int, default=256, help="live requests")
     p.add_argument("--replay-len", type=int, default=2048, help="tokens replayed of a response")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--peers", nargs="+", default=list(PEERS_RUN), help=f"of {', '.join(PEERS)}")
+    p.add_argument("--peers", nargs="+", help=f"of {', '.join(PEERS)}")
     p.add_argument("--windows", nargs="+", help="fixed:N or aimd; default: fixed:16 aimd")
     p.add_argument("--equal", action="store_true", help="scan settings; compare at equal drafts")
     p.add_argument("--json", help="write the rows to this file")
@@ -118,6 +128,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--no-install", action="store_true", help="only the peers that are installed")
     a = p.parse_args(argv)
+    a.peers = a.peers or list(EQUAL_RUN if a.equal else PEERS_RUN)
     a.windows = a.windows or list(SCAN if a.equal else ("fixed:16", "aimd"))
     return a
 

@@ -36,7 +36,7 @@ NOTE = (
 
 def console() -> Console:
     """Wide enough for the tables, also where the output is a file; keeps what it prints."""
-    return Console(width=160, highlight=False, record=True)
+    return Console(width=180, highlight=False, record=True)
 
 
 def table(rows: list[Row], title: str) -> Table:
