@@ -18,7 +18,6 @@
 namespace rlcore::reshard {
 namespace {
 
-constexpr int64_t kStageBytes = kMaxTile * 16;
 constexpr int64_t kRun = 2048;  // elements made at a time in a long row
 // From here on stores go past the cache: what is written is out of it before it is read.
 constexpr int64_t kStreamBytes = 16 << 20;
@@ -142,6 +141,82 @@ RL_AVX2 int64_t narrow_wide(Float16* to, ConstBytes from, int64_t count) {
 }
 #endif
 
+#ifdef RL_X86
+RL_AVX2 int64_t widen_wide(float* to, ConstBytes from, int64_t count) {
+  int64_t i = 0;
+  const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+  for (; i + 8 <= count; i += 8) {
+    const __m256 x =
+        _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * i)));
+    _mm256_storeu_ps(to + i, _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  }
+  return i;
+}
+
+// to[c * rows + r] = from[r * columns + c] for elements of 2 and 4 bytes: blocks of 8 x 8 and 4
+// x 4.
+void turn_block(uint16_t* to, const uint16_t* from, int64_t rows, int64_t columns) {
+  __m128i a[8], b[8];
+  for (int i = 0; i < 8; ++i) {
+    a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * columns));
+  }
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
+    a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  }
+  for (int i = 0; i < 8; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * rows), b[i]);
+}
+
+void turn_block(uint32_t* to, const uint32_t* from, int64_t rows, int64_t columns) {
+  __m128i a[4], b[4];
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * columns));
+  }
+  for (int i = 0; i < 2; ++i) {
+    b[2 * i] = _mm_unpacklo_epi32(a[i], a[i + 2]);
+    b[2 * i + 1] = _mm_unpackhi_epi32(a[i], a[i + 2]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    a[2 * i] = _mm_unpacklo_epi32(b[i], b[i + 2]);
+    a[2 * i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
+  }
+  for (int i = 0; i < 4; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * rows), a[i]);
+}
+#endif
+
+// to[c * rows + r] = from[r * columns + c].
+template <class T>
+void turn(T* __restrict to, const T* __restrict from, int64_t rows, int64_t columns) {
+  int64_t r = 0;
+#ifdef RL_X86
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  if constexpr (sizeof(T) == sizeof(Bits)) {
+    constexpr int64_t kSide = 16 / sizeof(T);
+    for (; r + kSide <= rows; r += kSide) {
+      int64_t c = 0;
+      for (; c + kSide <= columns; c += kSide) {
+        turn_block(reinterpret_cast<Bits*>(to) + c * rows + r,
+                   reinterpret_cast<const Bits*>(from) + r * columns + c, rows, columns);
+      }
+      for (; c < columns; ++c) {
+        for (int64_t i = r; i < r + kSide; ++i) to[c * rows + i] = from[i * columns + c];
+      }
+    }
+  }
+#endif
+  for (; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) to[c * rows + r] = from[r * columns + c];
+  }
+}
+
 // `count` neighbours, cast.
 template <class To, class From>
 RL_INLINE void cast(To* __restrict to, ConstBytes from, int64_t count) {
@@ -157,6 +232,8 @@ RL_AVX2 void cast_wide(To* __restrict to, ConstBytes from, int64_t count) {
   int64_t done = 0;
   if constexpr (std::is_same_v<To, Float16> && std::is_same_v<From, float>) {
     done = narrow_wide(to, from, count);
+  } else if constexpr (std::is_same_v<To, float> && std::is_same_v<From, Float16>) {
+    done = widen_wide(to, from, count);
   }
   cast<To, From>(to + done, from + done * static_cast<int64_t>(sizeof(From)), count - done);
 }
@@ -182,20 +259,26 @@ void scatter(Bytes to, int64_t step, const T* __restrict from, int64_t count) {
 
 // rows x columns elements at `from` become columns x rows in `to`, cast on the way.
 template <class To, class From>
-void transpose(To* __restrict to, ConstBytes from, int64_t from_row, int64_t rows,
-               int64_t columns) {
+void transpose(To* __restrict to, To* __restrict straight, ConstBytes from, int64_t from_row,
+               int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; ++r) {
-    ConstBytes row = from + r * from_row;
-    for (int64_t c = 0; c < columns; ++c) {
-      to[c * rows + r] = convert<To>(get<From>(row + c * static_cast<int64_t>(sizeof(From))));
-    }
+    gather<To, From>(straight + r * columns, from + r * from_row,
+                     static_cast<int64_t>(sizeof(From)), columns);
   }
+  turn(to, straight, rows, columns);
+}
+
+// Asks for a row that is read next and that no hardware foresees, being far from this one.
+void foresee(ConstBytes row, int64_t bytes) {
+#ifdef __GNUC__
+  for (int64_t at = 0; at < std::min<int64_t>(bytes, 4096); at += 64) __builtin_prefetch(row + at);
+#endif
 }
 
 struct Place {
   Bytes bucket;
   Bytes tensor;
-  Bytes stage;
+  Bytes stage;  // twice kStageBytes
   bool stream;
 };
 
@@ -223,13 +306,20 @@ uint64_t write_run(const Place& place, const Piece& piece, const Tile& tile, int
 }
 
 template <class B, class T>
+bool fits(const Tile& tile) {
+  constexpr auto kItem = static_cast<int64_t>(std::max(sizeof(B), sizeof(T)));
+  return tile.rows * tile.columns * kItem <= kStageBytes;
+}
+
+template <class B, class T>
 uint64_t pack_tile(const Place& place, const Piece& piece, const Tile& tile) {
   auto* const stage = reinterpret_cast<B*>(place.stage);
   const bool across = tile.tensor_column == static_cast<int64_t>(sizeof(T));
   const bool down = tile.tensor_row == static_cast<int64_t>(sizeof(T));
   uint64_t sum = 0;
-  if (!across && down && tile.rows * tile.columns <= kMaxTile) {
-    transpose<B, T>(stage, place.tensor, tile.tensor_column, tile.columns, tile.rows);
+  if (!across && down && fits<B, T>(tile)) {
+    auto* const straight = reinterpret_cast<B*>(place.stage + kStageBytes);
+    transpose<B, T>(stage, straight, place.tensor, tile.tensor_column, tile.columns, tile.rows);
     for (int64_t r = 0; r < tile.rows; ++r) {
       sum +=
           write_run<B>(place, piece, tile, r, 0, stage + r * tile.columns, tile.columns, tile.pad);
@@ -238,6 +328,9 @@ uint64_t pack_tile(const Place& place, const Piece& piece, const Tile& tile) {
   }
   for (int64_t r = 0; r < tile.rows; ++r) {
     ConstBytes row = place.tensor + r * tile.tensor_row;
+    if (across && r + 1 < tile.rows) {
+      foresee(row + tile.tensor_row, tile.columns * static_cast<int64_t>(sizeof(T)));
+    }
     if (across && std::is_same_v<B, T>) {
       sum += write_run<B>(place, piece, tile, r, 0, row, tile.columns, tile.pad);
       continue;
@@ -269,11 +362,12 @@ uint64_t unpack_tile(const Place& place, const Piece& piece, const Tile& tile) {
   const bool straight = tile.bucket_column == static_cast<int64_t>(sizeof(B));
   ConstBytes first = place.bucket + tile.bucket;
   uint64_t sum = 0;
-  if (!across && down && straight && tile.rows * tile.columns <= kMaxTile) {
+  if (!across && down && straight && fits<B, T>(tile)) {
     if (piece.hashed) {
       for (int64_t r = 0; r < tile.rows; ++r) sum += sum_run<B>(place, tile, r);
     }
-    transpose<T, B>(stage, first, tile.bucket_row, tile.rows, tile.columns);
+    auto* const other = reinterpret_cast<T*>(place.stage + kStageBytes);
+    transpose<T, B>(stage, other, first, tile.bucket_row, tile.rows, tile.columns);
     for (int64_t c = 0; c < tile.columns; ++c) {
       move<true, false>(place.tensor + c * tile.tensor_column,
                         reinterpret_cast<ConstBytes>(stage + c * tile.rows), tile.rows * kItem, 0,
@@ -284,6 +378,9 @@ uint64_t unpack_tile(const Place& place, const Piece& piece, const Tile& tile) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     ConstBytes from = first + r * tile.bucket_row;
     Bytes to = place.tensor + r * tile.tensor_row;
+    if (straight && r + 1 < tile.rows) {
+      foresee(from + tile.bucket_row, tile.columns * static_cast<int64_t>(sizeof(B)));
+    }
     if (across && straight && std::is_same_v<B, T> && tile.pad == 0) {
       const int64_t offset = tile.bucket + r * tile.bucket_row;
       const auto position = static_cast<uint64_t>(offset / kWord);
@@ -321,7 +418,7 @@ uint64_t run_tile(const Job& job, const Place& place, const Piece& piece, const 
 
 // Tiles [begin, end), of one thread.
 uint64_t run(const Job& job, int64_t begin, int64_t end) {
-  alignas(64) unsigned char stage[kStageBytes];
+  alignas(64) unsigned char stage[2 * kStageBytes];
   uint64_t sum = 0;
   int64_t at = find_piece(job.pieces, job.num_pieces, begin);
   Place place{reinterpret_cast<Bytes>(job.bucket), nullptr, stage, job.num_bytes >= kStreamBytes};

@@ -31,9 +31,9 @@ RL_HD int64_t item_bytes(int64_t type) {
   return int64_t{1} << ((0x112343210 >> (4 * type)) & 15);  // a nibble per type, no table in memory
 }
 
-constexpr int64_t kWord = 8;        // bytes of a checksum's word
-constexpr int64_t kNoTensor = -1;   // a gap: packs as zeros
-constexpr int64_t kMaxTile = 4096;  // elements of a transposed tile at most: it is staged
+constexpr int64_t kWord = 8;               // bytes of a checksum's word
+constexpr int64_t kNoTensor = -1;          // a gap: packs as zeros
+constexpr int64_t kStageBytes = 64 << 10;  // a transposed tile that fits is turned on the chip
 
 struct Piece {
   int64_t size[4];           // two outer dimensions, rows, columns

@@ -32,7 +32,6 @@ _MASK = 2**64 - 1
 _WORD = 8
 _DIMS = 4
 _TILE_BYTES = 32 << 10
-_TRANSPOSED = 64  # rows and columns of a tile that is transposed: at most csrc's kMaxTile elements
 _GAP = -1
 _MAX_RUNS = 1 << 26
 _FEW = 1024  # holes that are worth a row each
@@ -488,7 +487,8 @@ def _row(box: _Box) -> list[int]:
     if dims:
         dims.remove(rows)
     if turned:
-        down, across = (min(n, _TRANSPOSED) for n in (rows[0], columns[0]))
+        side = 128 if max(item, theirs) <= 2 else 64
+        down, across = min(rows[0], side), min(columns[0], side)
     else:
         across = min(columns[0], _TILE_BYTES // item)
         down = min(rows[0], max(1, _TILE_BYTES // item // across))
