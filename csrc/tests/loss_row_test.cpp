@@ -1,0 +1,460 @@
+// Host test of csrc/loss: the bodies of the device kernels on fibers, and the CPU's row code, both
+// against a plain reference in double. Built with and without sanitizers by
+// tests/native/test_loss_native.py.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "loss/row.h"
+#include "loss/row_host.h"
+
+using namespace rlcore::loss;
+using rlcore::HostBlock;
+
+#define CHECK(condition)                                                         \
+  if (!(condition)) {                                                            \
+    std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+    std::exit(1);                                                                \
+  }
+
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+struct Random {
+  uint64_t state;
+  double uniform() {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<double>(state >> 11) / 9007199254740992.0;
+  }
+  double normal() {  // sum of twelve: as good as needed
+    double sum = -6;
+    for (int i = 0; i < 12; ++i) sum += uniform();
+    return sum;
+  }
+  int64_t below(int64_t n) { return static_cast<int64_t>(uniform() * static_cast<double>(n)); }
+};
+
+template <class T>
+constexpr Dtype kDtype = Dtype::kFp64;
+template <>
+constexpr Dtype kDtype<Bf16> = Dtype::kBf16;
+template <>
+constexpr Dtype kDtype<Fp16> = Dtype::kFp16;
+template <>
+constexpr Dtype kDtype<float> = Dtype::kFp32;
+
+// The unit of rounding of an element, and the least positive step.
+template <class T>
+double rounding() {
+  return kDtype<T> == Dtype::kBf16   ? 1.0 / 256
+         : kDtype<T> == Dtype::kFp16 ? 1.0 / 2048
+         : kDtype<T> == Dtype::kFp32 ? 1e-6
+                                     : 1e-12;
+}
+template <class T>
+double least() {
+  return kDtype<T> == Dtype::kFp16 ? 6e-8 : kDtype<T> == Dtype::kFp64 ? 1e-300 : 1e-37;
+}
+
+// Logits with a row stride, a misaligned start and padding; what lies around them stays as it is.
+template <class T>
+struct Matrix {
+  Matrix(int64_t rows_, int64_t width_, int64_t gap, int64_t offset_, double sentinel)
+      : rows(rows_),
+        width(width_),
+        stride(width_ + gap),
+        offset(offset_),
+        mark(sentinel),
+        data(static_cast<size_t>(rows * stride + offset),
+             narrow<T>(static_cast<Statistic<T>>(mark))) {}
+  T* at(int64_t row) { return data.data() + offset + row * stride; }
+  double get(int64_t row, int64_t column) { return static_cast<double>(widen(at(row)[column])); }
+  void set(int64_t row, int64_t column, double v) {
+    at(row)[column] = narrow<T>(static_cast<Statistic<T>>(v));
+  }
+  void check_surroundings() {
+    for (int64_t i = 0; i < offset; ++i)
+      CHECK(static_cast<double>(widen(data[static_cast<size_t>(i)])) == mark);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t c = width; c < stride; ++c) CHECK(get(row, c) == mark);
+    }
+  }
+  int64_t rows, width, stride, offset;
+  double mark;
+  std::vector<T> data;
+};
+
+struct Reference {
+  double top = -kInf, lse = 0, entropy = 0;
+  std::vector<double> logp;
+};
+
+template <class T>
+Reference reference(Matrix<T>& m, int64_t row, int64_t valid, double temperature) {
+  Reference r;
+  for (int64_t c = 0; c < valid; ++c) r.top = std::max(r.top, m.get(row, c) / temperature);
+  double sum = 0;
+  for (int64_t c = 0; c < valid; ++c) sum += std::exp(m.get(row, c) / temperature - r.top);
+  r.lse = r.top + std::log(sum);
+  for (int64_t c = 0; c < valid; ++c) {
+    r.logp.push_back(m.get(row, c) / temperature - r.lse);
+    const double p = std::exp(r.logp.back());
+    if (p > 0) r.entropy -= p * r.logp.back();
+  }
+  return r;
+}
+
+double gradient(const Reference& r, int64_t column, int64_t token, double g, double h,
+                double temperature) {
+  const double logp = r.logp[static_cast<size_t>(column)], p = std::exp(logp);
+  const double entropy = p > 0 ? h * p * (logp + r.entropy) : 0;
+  return (g * ((column == token ? 1 : 0) - p) - entropy) / temperature;
+}
+
+bool near(double a, double b, double relative, double absolute) {
+  return std::isnan(a) ? std::isnan(b) : std::fabs(a - b) <= absolute + relative * std::fabs(b);
+}
+
+struct Shape {
+  int64_t rows, width, valid, first, gap, offset;
+  double temperature, spread;
+};
+
+// How the bodies are run.
+struct Way {
+  int ranks, threads;  // 0 ranks: the CPU's code
+  bool copy;
+};
+
+const ParallelFor kSerial = [](int64_t count, const Range& f) { f(0, count); };
+const ParallelFor kThreaded = [](int64_t count, const Range& f) {
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] { f(count * i / 3, count * (i + 1) / 3); });
+  }
+  for (auto& t : threads) t.join();
+};
+
+template <class F>
+void on_fibers(const Way& way, size_t shared_bytes, int64_t rows, const F& f) {
+  for (int64_t row = 0; row < rows; ++row) {
+    HostBlock::Cluster(way.ranks, way.threads, shared_bytes, [&](HostBlock& block, void* shared) {
+      f(block, shared, row);
+    }).run();
+  }
+}
+
+template <class T>
+void run_stats(const Way& way, const StatsParams& p) {
+  if (!way.ranks) return row_stats(p, kThreaded);
+  using Shared = RowShared<Statistic<T>>;
+  on_fibers(way, sizeof(Shared), p.logits.rows, [&](HostBlock& block, void* shared, int64_t row) {
+    stats_body<T>(block, p, row, *static_cast<Shared*>(shared));
+  });
+}
+
+template <class T>
+void run_grad(const Way& way, const GradParams& p) {
+  if (!way.ranks) return row_grad(p, kThreaded);
+  on_fibers(way, 0, p.logits.rows,
+            [&](HostBlock& block, void*, int64_t row) { grad_body<T>(block, p, row); });
+}
+
+template <class T>
+void run_rows(const Way& way, const PolicyRowsParams& p) {
+  if (!way.ranks) return policy_rows(p, kThreaded);
+  using Shared = RowShared<Statistic<T>>;
+  const size_t start = (sizeof(Shared) + 15) / 16 * 16;
+  const auto bytes =
+      start + static_cast<size_t>(part_size<T>(p.logits.valid, way.ranks)) * sizeof(T) + 16;
+  on_fibers(way, bytes, p.logits.rows, [&](HostBlock& block, void* shared, int64_t row) {
+    T* copy = reinterpret_cast<T*>(static_cast<std::byte*>(shared) + start);
+    rows_body<T>(block, p, row, *static_cast<Shared*>(shared), way.copy ? copy : nullptr);
+  });
+}
+
+// The settings of a policy that uses everything.
+PolicySettings settings() {
+  PolicySettings s = {};
+  s.value[kClipLow] = 0.2, s.value[kClipHigh] = 0.28, s.value[kClipDual] = 3;
+  s.value[kIsMode] = 1, s.value[kIsThreshold] = 2, s.value[kIsMean] = 1.1;
+  s.value[kKlType] = kK3, s.value[kKlCoef] = 0.1, s.value[kEntropyCoef] = 0.01;
+  s.value[kLogLimit] = 20;
+  return s;
+}
+
+// One case: random logits of a shape, statistics, gradients and the whole policy, against the
+// reference.
+template <class T>
+struct Case {
+  using Real = Statistic<T>;
+
+  Case(const Shape& shape, uint64_t seed)
+      : s(shape), random{seed}, m(s.rows, s.width, s.gap, s.offset, 7.0) {
+    for (int64_t row = 0; row < s.rows; ++row) {
+      for (int64_t c = 0; c < s.width; ++c) m.set(row, c, random.normal() * s.spread);
+      if (s.valid > 2) m.set(row, random.below(s.valid), -kInf);
+      int64_t token = random.below(std::max<int64_t>(s.valid, 1));
+      while (s.valid > 2 && m.get(row, token) == -kInf) token = random.below(s.valid);
+      tokens.push_back(s.first + token);
+      references.push_back(reference(m, row, s.valid, s.temperature));
+    }
+  }
+
+  Logits logits(Matrix<T>& of) {
+    return {of.at(0), kDtype<T>, s.rows,        s.width,      s.valid,
+            s.first,  of.stride, tokens.data(), s.temperature};
+  }
+  double error() const { return sizeof(Real) == 8 ? 1e-11 : 2e-6; }
+
+  void check_stats(const Way& way) {
+    std::vector<int64_t> kept = tokens;
+    if (s.rows > 1) tokens[1] = s.first + s.valid;  // of another shard
+    if (s.rows > 2) tokens[2] = s.first - 1;
+    std::vector<Real> out(static_cast<size_t>(4 * s.rows), Real(9)), again = out;
+    run_stats<T>(way, {logits(m), out.data()});
+    run_stats<T>(way, {logits(m), again.data()});
+    CHECK(std::memcmp(out.data(), again.data(), out.size() * sizeof(Real)) == 0);
+    for (int64_t row = 0; row < s.rows; ++row) {
+      const auto at = [&](int64_t i) {
+        return static_cast<double>(out[static_cast<size_t>(i * s.rows + row)]);
+      };
+      const Reference& r = references[static_cast<size_t>(row)];
+      const int64_t token = tokens[static_cast<size_t>(row)] - s.first;
+      CHECK(at(0) == static_cast<double>(static_cast<Real>(r.top)));
+      const bool mine = token >= 0 && token < s.valid;
+      CHECK(mine || at(3) == -kInf);
+      if (!s.valid) {
+        CHECK(at(1) == 0 && at(2) == 0);
+        continue;
+      }
+      // The statistics round x_top and x_token: what an ulp of theirs is, the error may be.
+      const double ulp = sizeof(Real) == 8 ? 0 : std::fabs(at(0)) * 6e-8;
+      const double log_sum = std::log(at(1));
+      CHECK(near(at(0) + log_sum, r.lse, error(), error() + ulp));
+      CHECK(near(log_sum - at(2) / at(1), r.entropy, error(), error()));
+      if (mine) {
+        const double expected = r.logp[static_cast<size_t>(token)];
+        CHECK(near(at(3) - at(0) - log_sum, expected, error(), error() + 2 * ulp));
+      }
+    }
+    m.check_surroundings();
+    tokens = kept;
+  }
+
+  // `out` against the line g, h of each row.
+  void check_gradients(Matrix<T>& out, const std::vector<Real>& g, const std::vector<Real>& h) {
+    for (int64_t row = 0; row < s.rows; ++row) {
+      const auto i = static_cast<size_t>(row);
+      const double gr = static_cast<double>(g[i]), hr = static_cast<double>(h[i]);
+      const double size = (std::fabs(gr) + 20 * std::fabs(hr)) / s.temperature;
+      // Probabilities below 1.2e-38 count as 0 in float.
+      const double flushed = sizeof(Real) == 8 ? 0 : 1.2e-38 * 5 * size;
+      for (int64_t c = 0; c < s.width; ++c) {
+        const double expected =
+            c < s.valid ? gradient(references[i], c, tokens[i] - s.first, gr, hr, s.temperature)
+                        : 0;
+        // log p + H may cancel: an error of a factor, not of the difference.
+        const double p = c < s.valid ? std::exp(references[i].logp[static_cast<size_t>(c)]) : 0;
+        CHECK(near(out.get(row, c), expected, rounding<T>(),
+                   2 * error() * size * p + least<T>() + flushed));
+        CHECK(c < s.valid || out.get(row, c) == 0);
+      }
+    }
+    out.check_surroundings();
+  }
+
+  void check_grad(const Way& way, bool in_place, int64_t out_gap, int64_t out_offset) {
+    std::vector<Real> lse, entropy, g, h;
+    for (int64_t row = 0; row < s.rows; ++row) {
+      lse.push_back(static_cast<Real>(references[static_cast<size_t>(row)].lse));
+      entropy.push_back(static_cast<Real>(references[static_cast<size_t>(row)].entropy));
+      g.push_back(static_cast<Real>(row % 3 == 0 ? 0 : random.normal()));
+      h.push_back(static_cast<Real>(row % 2 == 0 ? 0 : random.normal()));
+    }
+    Matrix<T> copy = m, other(s.rows, s.width, out_gap, out_offset, 5.0);
+    Matrix<T>& out = in_place ? copy : other;
+    Matrix<T>& from = in_place ? copy : m;
+    run_grad<T>(
+        way, {logits(from), lse.data(), entropy.data(), g.data(), h.data(), out.at(0), out.stride});
+    check_gradients(out, g, h);
+    Matrix<T> plain = m;
+    const std::vector<Real> zero(g.size(), Real(0));
+    run_grad<T>(way, {logits(plain), lse.data(), entropy.data(), g.data(), nullptr, plain.at(0),
+                      plain.stride});
+    check_gradients(plain, g, zero);
+  }
+
+  void check_rows(const Way& way) {
+    std::vector<Real> old, sampler, ref, advantage, weight;
+    for (int64_t row = 0; row < s.rows; ++row) {
+      const auto i = static_cast<size_t>(row);
+      const double logp = references[i].logp[static_cast<size_t>(tokens[i] - s.first)];
+      old.push_back(static_cast<Real>(logp + 0.2 * random.normal()));
+      sampler.push_back(static_cast<Real>(static_cast<double>(old[i]) + 0.5 * random.normal()));
+      ref.push_back(static_cast<Real>(logp + 0.2 * random.normal()));
+      advantage.push_back(static_cast<Real>(random.normal()));
+      weight.push_back(static_cast<Real>(row % 4 == 3 ? 0 : 0.5 + random.uniform()));
+    }
+    Matrix<T> copy = m, again = m;
+    std::vector<Real> stats(2 * static_cast<size_t>(s.rows)),
+        out(kNumPolicyRows * static_cast<size_t>(s.rows));
+    auto stats2 = stats, out2 = out;
+    const PolicyInputs inputs{old.data(), sampler.data(), ref.data(), advantage.data(),
+                              weight.data()};
+    run_rows<T>(way, {logits(copy), inputs, settings(), stats.data(), out.data()});
+    run_rows<T>(way, {logits(again), inputs, settings(), stats2.data(), out2.data()});
+    CHECK(std::memcmp(copy.data.data(), again.data.data(), copy.data.size() * sizeof(T)) == 0);
+    CHECK(std::memcmp(out.data(), out2.data(), out.size() * sizeof(Real)) == 0);
+    std::vector<Real> g, h;
+    for (int64_t row = 0; row < s.rows; ++row) {
+      const auto i = static_cast<size_t>(row), n = static_cast<size_t>(s.rows);
+      const Reference& r = references[i];
+      const bool trained = weight[i] != 0;
+      CHECK(trained || stats[i] == 0);
+      if (trained) {
+        const double logp = r.logp[static_cast<size_t>(tokens[i] - s.first)];
+        CHECK(near(static_cast<double>(stats[i]), logp, error(), error()));
+        CHECK(near(static_cast<double>(stats[n + i]), r.entropy, error(), error()));
+      }
+      const auto expected = policy_token<Real>(
+          {stats[i], stats[n + i], old[i], sampler[i], ref[i], advantage[i], weight[i]},
+          settings());
+      for (int k = 0; k < kNumPolicyRows; ++k) {
+        CHECK(expected.row[k] == out[static_cast<size_t>(k) * n + i]);
+      }
+      g.push_back(expected.row[kGradLogp]);
+      h.push_back(expected.row[kGradEntropy]);
+    }
+    check_gradients(copy, g, h);
+  }
+
+  Shape s;
+  Random random;
+  Matrix<T> m;
+  std::vector<int64_t> tokens;
+  std::vector<Reference> references;
+};
+
+// The CPU's code; a block; a block that keeps the row; clusters that keep it.
+constexpr Way kWays[] = {
+    {0, 0, false}, {1, 64, false}, {1, 32, true}, {2, 64, true}, {4, 32, true}};
+
+const Shape kShapes[] = {
+    // rows width valid first gap offset temperature spread
+    {5, 1, 1, 0, 0, 0, 1.0, 3},        {5, 2, 1, 7, 1, 1, 1.0, 3},
+    {5, 7, 7, 0, 3, 2, 0.7, 1},        {5, 64, 61, 128, 0, 0, 1.0, 4},
+    {5, 130, 130, 0, 5, 3, 1.3, 9},    {3, 1027, 1021, 0, 1, 1, 0.6, 5},
+    {2, 9001, 8999, 9001, 7, 5, 1, 2}, {2, 5000, 4096, 0, 0, 8, 1, 30},
+};
+
+template <class T>
+void check_all() {
+  uint64_t seed = 1;
+  for (const Shape& shape : kShapes) {
+    for (const Way& way : kWays) {
+      Case<T> c(shape, ++seed);
+      if (way.ranks <= 1 && !way.copy) {
+        c.check_stats(way);
+        c.check_grad(way, true, 0, 0);
+        c.check_grad(way, false, shape.gap, shape.offset);
+        c.check_grad(way, false, shape.gap + 1, shape.offset + 1);
+      }
+      c.check_rows(way);
+    }
+  }
+  // No columns of one's own, no columns at all, no rows.
+  for (const Way& way : {kWays[0], kWays[1]}) {
+    for (const Shape& shape : {Shape{2, 5, 0, 9, 0, 0, 1, 1}, Shape{2, 0, 0, 9, 0, 0, 1, 1},
+                               Shape{0, 5, 5, 0, 0, 0, 1, 1}}) {
+      Case<T>(shape, 1).check_stats(way);
+    }
+  }
+}
+
+// A row with NaN or +inf is NaN throughout; one of -inf alone too; others are as they were.
+template <class T>
+void check_special(const Way& way) {
+  using Real = Statistic<T>;
+  constexpr int64_t kRows = 5, kWidth = 100;
+  Matrix<T> m(kRows, kWidth, 0, 0, 0.0);
+  for (int64_t row = 0; row < kRows; ++row) {
+    for (int64_t c = 0; c < kWidth; ++c)
+      m.set(row, c, row == 3 ? -kInf : static_cast<double>(c % 7));
+  }
+  m.set(1, 70, std::nan(""));
+  m.set(2, 31, kInf);
+  for (int64_t c = 0; c < kWidth - 1; ++c) m.set(4, c, -kInf);
+  const std::vector<int64_t> tokens(kRows, kWidth - 1);
+  const Logits x{m.at(0), kDtype<T>, kRows, kWidth, kWidth, 0, kWidth, tokens.data(), 0.9};
+  std::vector<Real> out(4 * kRows), lse, entropy;
+  run_stats<T>(way, {x, out.data()});
+  for (size_t row = 0; row < kRows; ++row) {
+    const Real top = out[row], sum = out[kRows + row], dot = out[2 * kRows + row];
+    const Real logp = out[3 * kRows + row] - (top + std::log(sum));
+    lse.push_back(top + std::log(sum));
+    entropy.push_back(std::log(sum) - dot / sum);
+    CHECK(std::isnan(logp) == (row >= 1 && row <= 3));
+    CHECK(std::isnan(entropy.back()) == (row >= 1 && row <= 3));
+  }
+  CHECK(std::fabs(entropy[4]) < 1e-6);  // one column has all
+  CHECK(out[3] == -std::numeric_limits<Real>::infinity());
+  const std::vector<Real> g(kRows, Real(1)), h(kRows, Real(0.5));
+  run_grad<T>(way, {x, lse.data(), entropy.data(), g.data(), h.data(), m.at(0), kWidth});
+  for (int64_t row = 0; row < kRows; ++row) {
+    for (int64_t c = 0; c < kWidth; ++c) CHECK(std::isnan(m.get(row, c)) == (row >= 1 && row <= 3));
+  }
+}
+
+// Conversions of 16 bits, all of them, there and back.
+void check_conversions() {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const Fp16 half{static_cast<uint16_t>(bits)};
+    const Bf16 brain{static_cast<uint16_t>(bits)};
+    const float a = widen(half), b = widen(brain);
+    CHECK(a != a ? std::isnan(widen(narrow<Fp16>(a))) : narrow<Fp16>(a).bits == bits);
+    CHECK(b != b ? std::isnan(widen(narrow<Bf16>(b))) : narrow<Bf16>(b).bits == bits);
+  }
+  CHECK(widen(Fp16{0x3c00}) == 1 && widen(Fp16{1}) == std::ldexp(1.0f, -24));
+  CHECK(narrow<Fp16>(65519.0f).bits == 0x7bff && narrow<Fp16>(65520.0f).bits == 0x7c00);
+  CHECK(narrow<Fp16>(1.00048828125f).bits == 0x3c00);  // a tie, to even
+  CHECK(narrow<Fp16>(2047.5f * 5.9604645e-8f).bits == 0x0800);
+  CHECK(narrow<Bf16>(1.00390625f).bits == 0x3f80 && narrow<Bf16>(1.01171875f).bits == 0x3f82);
+}
+
+// The CPU's code does not depend on the number of threads.
+template <class T>
+void check_threads() {
+  Case<T> c({7, 3001, 3000, 0, 0, 0, 0.8, 4}, 3);
+  std::vector<Statistic<T>> a(28), b(28);
+  row_stats({c.logits(c.m), a.data()}, kSerial);
+  row_stats({c.logits(c.m), b.data()}, kThreaded);
+  CHECK(std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0);
+}
+
+}  // namespace
+
+int main() {
+  check_conversions();
+  check_all<Bf16>();
+  check_all<Fp16>();
+  check_all<float>();
+  check_all<double>();
+  for (const Way& way : {kWays[0], kWays[1]}) {
+    check_special<Bf16>(way);
+    check_special<Fp16>(way);
+    check_special<float>(way);
+    check_special<double>(way);
+  }
+  check_threads<Bf16>();
+  check_threads<float>();
+  std::printf("%s\n", instruction_set());
+  return 0;
+}
