@@ -1,6 +1,6 @@
 """Operations of learner and sampler on a GPU against the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import rope
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.norm import rms_norm
-from rlcore.ops import logprob
+from rlcore.ops import head, logprob, native, policy
 from rlcore.ops.logprob import log_probs
+from rlcore.ops.policy import PolicyInputs, PolicySpec
 from rlcore.rollout.torch_engine import sampler
 from tests.gpu import side
 
@@ -58,6 +59,102 @@ def test_log_probs_and_entropies(
         return torch.stack([made.logp, made.entropy])
 
     compare(both, logits, limit=1e-5 if dtype is torch.float32 else 5e-3)
+
+
+@pytest.fixture(params=["native", "torch"])
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Which build the device runs; the CPU runs the same, so values differ by rounding alone."""
+    monkeypatch.setenv("RLCORE_NATIVE", "1" if request.param == "native" else "0")
+    native.torch_ops.cache_clear()
+    yield request.param
+    native.torch_ops.cache_clear()
+
+
+def test_a_token_out_of_range_gives_nan_and_no_wait(build: str) -> None:
+    logits, tokens = randn(4, 9).to(side.DEVICE), torch.tensor([0, 9, -1, 8]).to(side.DEVICE)
+    assert log_probs(logits, tokens, vocab_size=9).logp.isnan().tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("vocab", [7, 1000, 32_003])
+def test_every_shape_has_the_log_probs_and_gradients_of_the_cpu(
+    build: str, rows: int, vocab: int
+) -> None:
+    tokens = torch.arange(rows) * 13 % vocab
+    for in_place in (False, True):
+
+        def both(x: Tensor, in_place: bool = in_place) -> Tensor:
+            made = log_probs(
+                x * 1, tokens.to(x.device), vocab_size=vocab, temperature=0.7, in_place=in_place
+            )
+            return torch.stack([made.logp, made.entropy])
+
+        compare(both, randn(rows, vocab + 5) * 3)
+
+
+def terms(rows: int, device: torch.device) -> tuple[PolicyInputs, PolicySpec]:
+    far = -7 + 0.5 * randn(4, rows, seed=1)
+    given = PolicyInputs(
+        advantage=randn(rows, seed=2),
+        weight=(torch.arange(rows) % 5 > 0) * 1.5,
+        logp_sampler=far[0],
+        logp_old=far[1],
+        logp_ref=far[2],
+    )
+    spec = PolicySpec(
+        clip_dual=2.0,
+        is_threshold=1.1,
+        bounds=(-0.9, 0.9),
+        kl_type="k3",
+        kl_coef=0.1,
+        entropy_coef=0.02,
+    )
+    return PolicyInputs(*(x.to(device) for x in given)), spec
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [53, 32_003])
+def test_the_fused_loss_is_that_of_the_cpu(build: str, dtype: torch.dtype, vocab: int) -> None:
+    logits, tokens = (randn(300, vocab)).to(dtype), torch.arange(300) * 13 % vocab
+
+    def loss(x: Tensor) -> Tensor:
+        given, spec = terms(300, x.device)
+        made = policy.policy_loss(x * 1, tokens.to(x.device), given, spec, vocab_size=vocab)
+        return made.loss.view(1)
+
+    compare(loss, logits, limit=1e-5 if dtype is torch.float32 else 1e-2)
+    x = logits.to(side.DEVICE).requires_grad_()
+    runs = [torch.autograd.grad(loss(x).sum(), x)[0] for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_chunked_head_is_that_of_the_cpu(
+    build: str, fused: bool, lent: bool, dtype: torch.dtype
+) -> None:
+    """With a lent buffer the weight's gradient adds up in float32 inside the product."""
+    hidden, weight = randn(300, 64).to(dtype), (randn(1003, 64) / 8).to(dtype)
+    tokens = torch.arange(300) * 3
+
+    def gradients(device: torch.device) -> list[Tensor]:
+        h = hidden.to(device).requires_grad_()
+        w = weight.to(device).requires_grad_()
+        buffer = torch.zeros(1003, 64, device=device) if lent else None
+        where = {"vocab_size": 1000, "chunk_tokens": 128, "weight_grad": buffer}
+        if fused:
+            loss = head.policy_loss(h, w, tokens.to(device), *terms(300, device), **where).loss
+        else:
+            made = head.log_probs(h, w, tokens.to(device), **where)
+            loss = (made.logp.square() + made.entropy).sum()
+        loss.backward()
+        return [loss.detach(), h.grad, buffer if lent else w.grad]
+
+    here, there = gradients(side.DEVICE), gradients(torch.device("cpu"))
+    for a, b in zip(here, there, strict=True):
+        assert side.apart(a, b) < (2e-5 if dtype is torch.float32 else 2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(here, gradients(side.DEVICE), strict=True))
 
 
 def test_random_numbers_have_the_same_bits() -> None:
