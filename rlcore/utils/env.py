@@ -28,6 +28,7 @@ PACKAGES = (
 )
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
+    "RLCORE_NATIVE",
     "OMP_NUM_THREADS",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
@@ -41,8 +42,8 @@ VARIABLES = (
 
 
 def report() -> dict[str, Any]:
-    """Versions, devices, CPU and memory as plain data. Imports torch, and nothing else of the
-    packages that it lists."""
+    """Versions, devices, CPU, memory and the native build as plain data. Imports torch, and nothing
+    else of the packages that it lists."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -51,6 +52,7 @@ def report() -> dict[str, Any]:
         "cpu": {"model": _cpu_model(), "cores": num_cores()},
         "memory_gb": round(memory_bytes() / 2**30, 1),
         "cuda": _cuda(),
+        "native": _native(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -70,6 +72,7 @@ def describe(facts: dict[str, Any] | None = None) -> list[str]:
     ]
     if devices:
         lines.append(f"cuda      {cuda['version']}, driver {cuda['driver'] or 'unknown'}")
+    lines.append(f"native    {facts['native']}")
     lines += [f"package   {name} {version}" for name, version in facts["packages"].items()]
     return lines + [f"variable  {name}={value}" for name, value in facts["variables"].items()]
 
@@ -103,6 +106,24 @@ def _cuda() -> dict[str, Any]:
             {"name": p.name, "memory_gb": round(p.total_memory / 2**30, 1)} for p in properties
         ],
     }
+
+
+def _native() -> str:
+    """What of csrc is built: rlcore.ops says at start what of it runs."""
+    import torch
+
+    folder = Path(__file__).resolve().parents[1]
+    parts = ["_C"] if any(folder.glob("_C.*.so")) else []
+    library = folder / "_C_torch.so"
+    if library.is_file():
+        try:
+            torch.ops.load_library(str(library))
+        except OSError as error:
+            parts.append(f"_C_torch, which does not load: {error.__cause__ or error}")
+        else:
+            kernels = "CPU and CUDA" if torch.ops.rlcore_native.has_cuda() else "CPU"
+            parts.append(f"_C_torch for {kernels}")
+    return ", ".join(parts) or "nothing built"
 
 
 def _driver() -> str:

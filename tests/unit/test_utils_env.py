@@ -3,6 +3,7 @@
 import json
 
 from rlcore.utils import env
+from tests import kit
 
 
 def test_the_report_is_plain_data_with_versions_and_devices():
@@ -32,3 +33,8 @@ def test_only_variables_of_the_list_are_reported(monkeypatch):
     monkeypatch.setenv("SOME_SECRET", "hidden")
     assert env.report()["variables"]["WORLD_SIZE"] == "4"
     assert "hidden" not in json.dumps(env.report())
+
+
+def test_the_report_says_what_of_the_native_part_is_built():
+    built = (kit.ROOT / "rlcore" / "_C_torch.so").is_file()
+    assert ("_C_torch for CPU" in env.report()["native"]) == built
