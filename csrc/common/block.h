@@ -170,7 +170,7 @@ class HostBlock::Cluster {
 
  private:
   friend class HostBlock;
-  static constexpr size_t kStack = size_t{128} << 10;
+  static constexpr size_t kStack = size_t{64} << 10;
   static constexpr size_t kSlot = 64;
 
   struct Barrier {
@@ -191,7 +191,7 @@ class HostBlock::Cluster {
 
   void start(int index) {
     Fiber& fiber = fibers_[static_cast<size_t>(index)];
-    fiber.stack = std::make_unique<std::byte[]>(kStack);
+    fiber.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;
