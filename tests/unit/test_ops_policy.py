@@ -198,6 +198,12 @@ def test_the_inputs_of_that_test_reach_every_branch() -> None:
         assert 0 < share < 1, (name, share)
 
 
+def test_beyond_the_limit_of_the_log_ratio_there_is_no_gradient() -> None:
+    """Of a bad token that became e^21 times more likely: the ratio counts as e^20."""
+    found = one_token(HALF - 21.0, -1.0)
+    assert found["sum"] == pytest.approx(math.exp(20)) and found["slope"] == 0
+
+
 def test_the_gradient_is_that_of_finite_differences() -> None:
     given, spec = arguments(torch.float64)
     tokens = torch.arange(T) % V
@@ -355,8 +361,10 @@ def test_the_same_bits_in_every_run_and_with_any_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize("kind", KL_TYPES)
-@pytest.mark.parametrize("own", [False, True])
-def test_the_native_scalar_is_the_reference_on_wild_inputs(kind: str, own: bool) -> None:
+@pytest.mark.parametrize(("own", "dual"), [(False, 3.0), (False, 0.0), (True, 3.0)])
+def test_the_native_scalar_is_the_reference_on_wild_inputs(
+    kind: str, own: bool, dual: float
+) -> None:
     """Log-ratios beyond the limit, bounds met exactly, advantages of 0, nan."""
     n = 400
     logp, sampler = -3 * randn(n, seed=1).abs(), -3 * randn(n, seed=2).abs()
@@ -366,7 +374,7 @@ def test_the_native_scalar_is_the_reference_on_wild_inputs(kind: str, own: bool)
     old[7], advantage[13], sampler[21] = math.nan, math.nan, math.nan
     ref = logp + 12 * randn(n, seed=4)
     spec = PolicySpec(
-        clip_dual=3.0,
+        clip_dual=dual,
         is_threshold=2.0,
         bounds=(-1.0, 1.0),
         kl_type=kind,
