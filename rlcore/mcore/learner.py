@@ -43,6 +43,7 @@ from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
 from rlcore.mcore.reference import Reference
 from rlcore.mcore.schedule import learning_rate
 from rlcore.ops import head as chunked
+from rlcore.ops import native
 from rlcore.ops.logprob import log_probs, statistics_dtype
 from rlcore.ops.policy import PolicyInputs, PolicyLoss, PolicySpec, policy_loss
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
@@ -142,6 +143,10 @@ class MegatronLearner:
             "critic" if self.head == "value" else "learner",
             f"Megatron-Core on {self.device.type}, {model.dtype}, {self._describe()}",
         )
+        if whole:  # say now, and not in the first step, what will run
+            native.torch_ops("token_logprob", self.device.type)
+            if train.fused_loss:
+                native.torch_ops("policy_loss", self.device.type)
 
     def _wrapped(self, chunk: torch.nn.Module, dtype: torch.dtype) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
@@ -172,7 +177,11 @@ class MegatronLearner:
     def _describe(self) -> str:
         sizes = {name: getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "dp")}
         text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-        return text + (", distributed optimizer" if self._train.distributed_optimizer else "")
+        train, lm = self._train, self.head == "lm"
+        text += ", distributed optimizer" if train.distributed_optimizer else ""
+        text += ", fused policy loss" if lm and train.fused_loss else ""
+        chunk = train.head_chunk_tokens if lm else 0
+        return text + (f", output layer by {chunk} tokens" if chunk else "")
 
     def _parameters(self) -> Iterator[Tensor]:
         for model in self._models:

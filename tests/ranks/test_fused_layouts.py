@@ -15,7 +15,7 @@ from tests.ranks.sizes import LENGTHS
 pytestmark = pytest.mark.ranks(4)
 
 CASES: dict[str, dict[str, Any]] = {
-    "tp2 sp, pp2, tied": {"layout": {"tp": 2, "pp": 2}},
+    "tp2 sp, pp2 vpp2, tied": {"layout": {"tp": 2, "pp": 2, "vpp": 2}},
     "tp2 without sp, cp2, untied": {"layout": {"tp": 2, "sp": False, "cp": 2}, "arch": "qwen2"},
 }
 ALONE = {"qwen3": {"layout": {}}, "qwen2": {"layout": {}, "arch": "qwen2"}}

@@ -11,6 +11,7 @@ from rlcore import algos
 from rlcore.config import rules
 from rlcore.config.schema import Config, SelectConfig, TrainConfig
 from rlcore.mcore.learner import MegatronLearner
+from rlcore.ops import native
 from rlcore.tensors import Batch
 from rlcore.trainer.objective import Objective
 from tests import kit
@@ -143,6 +144,16 @@ def test_the_reference_and_a_critic_go_through_the_same_settings() -> None:
     assert (critic.values(batch) == 0).all()
     critic.close()
     learner.close()
+
+
+def test_what_runs_is_announced_when_the_learner_is_built(caplog: pytest.LogCaptureFixture) -> None:
+    native.torch_ops.cache_clear()
+    with caplog.at_level("INFO", logger="rlcore"):
+        learner_ranks.make(WAYS["fused, chunks"]).close()
+    said = caplog.text
+    assert "fused policy loss, output layer by 7 tokens" in said
+    for op in ("token_logprob", "policy_loss"):
+        assert f"{op}: native on cpu" in said or f"{op}: torch on cpu" in said
 
 
 def test_what_cannot_be_fused_is_refused_before_anything_runs() -> None:
