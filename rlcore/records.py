@@ -293,6 +293,9 @@ class Bucket(Struct, frozen=True, kw_only=True):
 
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
+    checksum: int
+    """Of all bytes, 64 bits without sign, as `ops.reshard.checksum`: an engine takes nothing from a
+    bucket that has another one."""
     transport: Literal["bytes", "shm"] = "bytes"
 
 

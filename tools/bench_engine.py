@@ -25,7 +25,7 @@ from rlcore.protocols import Engine  # noqa: E402
 from rlcore.records import Finished, Request, Sampling, Stats  # noqa: E402
 from rlcore.rollout.child import ChildEngine  # noqa: E402
 from rlcore.rollout.torch_engine.engine import TorchEngine  # noqa: E402
-from rlcore.utils.buckets import push  # noqa: E402
+from rlcore.sync.pack import push  # noqa: E402
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],

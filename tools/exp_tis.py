@@ -284,7 +284,7 @@ def samples(folder: Path, form: str, rows: Sequence[Any], per_prompt: int) -> li
     from rlcore.hf.weights import read_folder
     from rlcore.records import Finished, Request, Sampling
     from rlcore.rollout.torch_engine.engine import TorchEngine
-    from rlcore.utils.buckets import push
+    from rlcore.sync.pack import push
 
     hf = HFConfig.from_folder(folder)
     engine = TorchEngine(hf, max_model_tokens=min(512, hf.max_positions), quantize=form)

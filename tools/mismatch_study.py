@@ -58,9 +58,9 @@ from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.metrics.plots import COLORS  # noqa: E402
 from rlcore.records import Finished, Request, Sample, Sampling  # noqa: E402
 from rlcore.rollout.torch_engine.engine import TorchEngine  # noqa: E402
+from rlcore.sync.pack import push  # noqa: E402
 from rlcore.tensors import Batch  # noqa: E402
 from rlcore.utils import env  # noqa: E402
-from rlcore.utils.buckets import push  # noqa: E402
 from rlcore.utils.seed import derive  # noqa: E402
 
 Row = dict[str, Any]

@@ -1,63 +1,42 @@
-"""Named tensors packed into flat buffers and back: the form in which weights travel.
+"""Buckets, the form in which weights travel: named tensors in one flat buffer. Here is how they are
+read and how processes of one machine share them; `sync/pack.py` makes them.
 
-Tensors start at multiples of 16 bytes, so that a receiver on any device can view them in place.
+Tensors start at multiples of `ALIGN` bytes, so that a receiver on any device can view them in
+place.
 """
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from rlcore.protocols import Engine
-from rlcore.records import Bucket, TensorMeta
+from rlcore.records import Bucket
 
-_ALIGN = 16
-
-
-def pack(
-    tensors: Iterable[tuple[str, Tensor]], max_bytes: int
-) -> Iterator[tuple[Bucket, memoryview]]:
-    """Buckets of at most `max_bytes` (a larger tensor gets a bucket of its own), in order. At most
-    one bucket and one tensor are in memory at a time; a view stays valid as long as it is held."""
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes {max_bytes}: a bucket holds at least one byte")
-    metas: list[TensorMeta] = []
-    flats: list[Tensor] = []
-    end = 0
-    for name, tensor in tensors:
-        start = -end % _ALIGN + end
-        num_bytes = tensor.numel() * tensor.element_size()
-        if metas and start + num_bytes > max_bytes:
-            yield _fill(metas, flats, end)
-            metas, flats, start = [], [], 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        metas.append(TensorMeta(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=start))
-        flats.append(tensor.detach().reshape(-1))
-        end = start + num_bytes
-    if metas:
-        yield _fill(metas, flats, end)
+ALIGN = 16
 
 
-def _fill(metas: list[TensorMeta], flats: list[Tensor], end: int) -> tuple[Bucket, memoryview]:
-    buffer = torch.zeros(end, dtype=torch.uint8)
-    for meta, flat in zip(metas, flats, strict=True):
-        if flat.numel():
-            part = buffer[meta.offset : meta.offset + flat.numel() * flat.element_size()]
-            part.view(flat.dtype).copy_(flat)
-    return Bucket(tensors=tuple(metas), num_bytes=end), memoryview(buffer.numpy())
-
-
-def unpack(bucket: Bucket, buffer: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that share memory with `buffer` (with a copy of it where it is read-only). ValueError
-    when the buffer is shorter than the bucket says or a tensor lies outside."""
+def as_tensor(bucket: Bucket, buffer: bytes | memoryview | mmap.mmap) -> Tensor:
+    """The bytes of a bucket, uint8 [num_bytes], that share memory with `buffer` (with a copy of it
+    where it is read-only). ValueError when the buffer is shorter than the bucket says."""
     view = memoryview(buffer)
     if view.nbytes < bucket.num_bytes:
         raise ValueError(f"bucket of {bucket.num_bytes} bytes: only {view.nbytes} came")
+    if bucket.num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     if view.readonly:
-        view = memoryview(bytearray(view))
+        view = memoryview(bytearray(view[: bucket.num_bytes]))
+    return torch.frombuffer(view, dtype=torch.uint8, count=bucket.num_bytes)
+
+
+def unpack(
+    bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that share memory with `buffer` as `as_tensor` does. ValueError when the buffer is
+    shorter than the bucket says or a tensor lies outside."""
+    flat = buffer if isinstance(buffer, Tensor) else as_tensor(bucket, buffer)
     for meta in bucket.tensors:
         dtype = getattr(torch, meta.dtype, None)
         if not isinstance(dtype, torch.dtype):
@@ -65,13 +44,13 @@ def unpack(bucket: Bucket, buffer: bytes | memoryview | mmap.mmap) -> Iterator[t
         count = 1
         for size in meta.shape:
             count *= size
-        if meta.offset < 0 or meta.offset + count * dtype.itemsize > bucket.num_bytes:
+        end = meta.offset + count * dtype.itemsize
+        if meta.offset < 0 or end > bucket.num_bytes or end > len(flat):
             raise ValueError(f"tensor {meta.name}: lies outside its bucket")
         if count == 0:
             yield meta.name, torch.empty(meta.shape, dtype=dtype)
             continue
-        flat = torch.frombuffer(view, dtype=dtype, count=count, offset=meta.offset)
-        yield meta.name, flat.view(meta.shape)
+        yield meta.name, flat[meta.offset : end].view(dtype).view(meta.shape)
 
 
 @contextmanager
@@ -103,17 +82,27 @@ def open_payload(bucket: Bucket, payload: bytes) -> memoryview | mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def push(
-    engine: Engine,
-    tensors: Iterable[tuple[str, Tensor]],
-    version: int,
-    max_bytes: int = 256 * 2**20,
-) -> int:
-    """Give an engine of tensor-parallel size 1 all its weights; returns the bytes that it took."""
-    total = 0
-    engine.begin_load(version)
-    for bucket, buffer in pack(tensors, max_bytes):
-        engine.load_bucket(bucket, [buffer])
-        total += bucket.num_bytes
-    engine.end_load()
-    return total
+class SharedRoom:
+    """Memory that processes of this machine map by its path, for one bucket after another: what is
+    packed into it is not copied again. As `shared`, it has no name in a file system."""
+
+    def __init__(self) -> None:
+        self._handle = os.memfd_create("rlcore-room", os.MFD_CLOEXEC)
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def path(self) -> str:
+        """The payload of a bucket with transport `shm`."""
+        return f"/proc/{os.getpid()}/fd/{self._handle}"
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes]; what was there before is void."""
+        if len(self._tensor) < num_bytes:
+            os.ftruncate(self._handle, num_bytes)
+            self._tensor = torch.frombuffer(mmap.mmap(self._handle, num_bytes), dtype=torch.uint8)
+        return self._tensor[:num_bytes]
+
+    def close(self) -> None:
+        """Give the memory back, once nobody maps it."""
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        os.close(self._handle)

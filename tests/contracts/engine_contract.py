@@ -33,7 +33,7 @@ from rlcore.records import (
     Sampling,
     Stats,
 )
-from rlcore.utils.buckets import pack, push
+from rlcore.sync.pack import pack, push
 
 DEADLINE_S = 60.0
 VOCAB = 29
@@ -487,6 +487,32 @@ def test_an_incomplete_push_is_refused_by_name_and_the_engine_waits_for_a_whole_
     assert all(name in str(error.value) for name in left_out)
     assert "model.layers.0" not in str(error.value)
     engine.submit(requests(1, group=1, tag="inc"))
+    assert not engine.poll(0.1)
+    push(engine, new.items(), 1)
+    (sample,) = samples(collect(engine, ended(1))).values()
+    assert set(sample.versions.tolist()) == {1}
+
+
+@pytest.mark.parametrize("again", ["bucket", "all"])
+def test_a_bucket_that_changed_on_its_way_is_refused_until_all_weights_come_again(lab, again):
+    engine = lab.make()
+    new = weights(HF, 1)
+    every = list(pack(new.items(), 4096))
+    assert len(every) > 2
+    engine.begin_load(1)
+    for number, (bucket, buffer) in enumerate(every):
+        if number != 1:
+            engine.load_bucket(bucket, [buffer])
+            continue
+        damaged = bytearray(buffer)
+        damaged[5] ^= 1
+        with pytest.raises(RuntimeError, match="changed on its way.*push all weights again"):
+            engine.load_bucket(bucket, [bytes(damaged)])
+        if again == "bucket":
+            engine.load_bucket(bucket, [buffer])
+    with pytest.raises(RuntimeError, match="did not come"):
+        engine.end_load()
+    engine.submit(requests(1, group=1, tag="bad"))
     assert not engine.poll(0.1)
     push(engine, new.items(), 1)
     (sample,) = samples(collect(engine, ended(1))).values()

@@ -5,7 +5,7 @@ import pytest
 from rlcore.protocols import Engine
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.utils.buckets import push
+from rlcore.sync.pack import push
 from tests.contracts.engine_contract import *  # noqa: F403
 from tests.contracts.engine_contract import CONFIG, HF, MAX_MODEL_TOKENS, Lab, weights
 

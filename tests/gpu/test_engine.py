@@ -10,7 +10,7 @@ from rlcore.records import Sample
 from rlcore.rollout.torch_engine.cache import Cache
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.torch_engine.model import Model, Step
-from rlcore.utils.buckets import push
+from rlcore.sync.pack import push
 from tests import kit
 from tests.contracts.engine_contract import HF, full_logits, requests, run, weights
 from tests.gpu import side

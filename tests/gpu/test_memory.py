@@ -9,7 +9,7 @@ from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.utils.buckets import push
+from rlcore.sync.pack import push
 from tests import kit
 from tests.contracts.engine_contract import requests as some_requests
 from tests.contracts.engine_contract import run, weights

@@ -7,7 +7,9 @@ import msgspec
 import pytest
 import torch
 
-from rlcore.utils.buckets import open_payload, pack, shared, unpack
+from rlcore.ops.reshard import checksum
+from rlcore.sync.pack import Packer, pack
+from rlcore.utils.buckets import SharedRoom, as_tensor, open_payload, shared, unpack
 
 
 def tensors():
@@ -70,3 +72,52 @@ def test_a_short_payload_and_a_tensor_outside_its_bucket_are_refused():
     meta = msgspec.structs.replace(bucket.tensors[0], offset=bucket.num_bytes)
     with pytest.raises(ValueError, match="tensor a: lies outside"):
         list(unpack(msgspec.structs.replace(bucket, tensors=(meta,)), buffer))
+
+
+def test_a_bucket_carries_the_checksum_of_its_bytes():
+    for bucket, buffer in pack(tensors(), 64):
+        assert bucket.checksum == checksum(as_tensor(bucket, buffer))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(bucket), type=type(bucket)) == bucket
+
+
+def test_the_bytes_between_tensors_are_zeros_whatever_was_there():
+    dirty = torch.full((4096,), 255, dtype=torch.uint8)
+    [(bucket, buffer)] = Packer(10**6).pack(tensors(), lambda n: dirty[:n])
+    used = torch.zeros(bucket.num_bytes, dtype=torch.bool)
+    for meta, (_, tensor) in zip(bucket.tensors, tensors(), strict=True):
+        used[meta.offset : meta.offset + tensor.nbytes] = True
+    assert not used.all() and not torch.frombuffer(buffer, dtype=torch.uint8)[~used].any()
+
+
+def test_a_packer_takes_tensors_of_another_layout_under_the_same_names():
+    packer = Packer(10**6)
+    for tensor in (torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T, torch.ones(5)):
+        [(bucket, buffer)] = packer.pack([("a", tensor)])
+        assert torch.equal(dict(unpack(bucket, buffer))["a"], tensor)
+
+
+def test_one_room_serves_buckets_of_growing_size_and_another_process_reads_them():
+    room = SharedRoom()
+    packer = Packer(10**6)
+    for count in (3, 5000, 40):
+        want = torch.arange(float(count))
+        [(bucket, _)] = packer.pack([("a", want)], room.take)
+        shm = msgspec.structs.replace(bucket, transport="shm")
+        code = (
+            "import sys, msgspec, torch; from rlcore.records import Bucket\n"
+            "from rlcore.utils.buckets import open_payload, unpack\n"
+            "bucket = msgspec.json.decode(sys.argv[1], type=Bucket)\n"
+            "[(_, a)] = unpack(bucket, open_payload(bucket, sys.argv[2].encode()))\n"
+            "assert torch.equal(a, torch.arange(float(len(a)))); print(len(a))"
+        )
+        arguments = [msgspec.json.encode(shm).decode(), room.path]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.strip() == str(count), done.stderr
+    room.close()
+
+
+def test_a_bucket_size_below_one_byte_is_refused():
+    with pytest.raises(ValueError, match="max_bytes 0"):
+        next(pack(tensors(), 0))

@@ -29,7 +29,7 @@ from rlcore.rollout.transport import ZmqHub, listening_host
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.stop import All
 from rlcore.sync.colocated import ColocatedChannel
-from rlcore.utils import buckets
+from rlcore.sync.pack import push
 from tests import runs
 
 NUM_GROUPS, NUM_SAMPLES = 6, 3
@@ -92,7 +92,7 @@ def torch_engine(model: Path, rank: int, **more: float) -> TorchEngine:
     hf = HFConfig.from_folder(model)
     settings = {"dtype": "float64", "max_model_tokens": 96, "max_running": 4} | more
     engine = TorchEngine(hf, device="cpu", rank=rank, **settings)
-    buckets.push(engine, ((n, t.double()) for n, t in weights(model)), 5)
+    push(engine, ((n, t.double()) for n, t in weights(model)), 5)
     return engine
 
 

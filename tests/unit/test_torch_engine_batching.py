@@ -8,7 +8,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.records import Finished, Preempted, Progress, Request, Sampling, Stats
 from rlcore.rollout.torch_engine.cache import Cache
 from rlcore.rollout.torch_engine.engine import TorchEngine, _spans
-from rlcore.utils.buckets import push
+from rlcore.sync.pack import push
 from tests.contracts.engine_contract import (
     CONFIG,
     HF,

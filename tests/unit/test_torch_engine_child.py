@@ -15,7 +15,8 @@ import pytest
 from rlcore.records import Down, Finished, Request, Sampling
 from rlcore.rollout.child import ChildEngine, _Frames
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.utils.buckets import pack, push, shared
+from rlcore.sync.pack import pack, push
+from rlcore.utils.buckets import shared
 from tests.contracts.engine_contract import (
     CONFIG,
     HF,

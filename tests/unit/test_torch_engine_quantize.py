@@ -23,7 +23,7 @@ from rlcore.rollout.torch_engine.quantize import (
     quantize_tokens,
     quantize_weight,
 )
-from rlcore.utils.buckets import pack, push
+from rlcore.sync.pack import pack, push
 from tests import kit
 from tests.contracts.engine_contract import CONFIG, HF, load_oracle, requests, run, weights
 

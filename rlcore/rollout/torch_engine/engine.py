@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from rlcore.hf.config import HFConfig
+from rlcore.ops.reshard import checksum
 from rlcore.protocols import PauseMode, Tag
 from rlcore.records import (
     Aborted,
@@ -41,7 +42,7 @@ from rlcore.rollout.torch_engine.cache import Cache
 from rlcore.rollout.torch_engine.model import Model, Span, Step
 from rlcore.rollout.torch_engine.quantize import Quantize
 from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
-from rlcore.utils.buckets import open_payload, unpack
+from rlcore.utils.buckets import as_tensor, open_payload, unpack
 from rlcore.utils.seed import derive
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -376,13 +377,23 @@ class TorchEngine:
         self._loaded = False
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
-        """Copy the tensors of a bucket into place. ValueError: unknown name, wrong shape, short."""
+        """Copy the tensors of a bucket into place. ValueError: unknown name, wrong shape, short.
+        RuntimeError: the bytes are not those that were sent; nothing of them is taken, and all
+        weights must come again."""
         if self._missing is None:
             raise RuntimeError("load_bucket outside of begin_load and end_load")
         if len(payloads) != 1:
             raise ValueError(f"{len(payloads)} payloads: this engine has tensor-parallel size 1")
         with torch.inference_mode():
-            for name, tensor in unpack(bucket, open_payload(bucket, payloads[0])):
+            flat = as_tensor(bucket, open_payload(bucket, payloads[0]))
+            if (found := checksum(flat)) != bucket.checksum:
+                self._missing = set(self._model.shapes)
+                first = bucket.tensors[0].name if bucket.tensors else "no tensor"
+                raise RuntimeError(
+                    f"bucket of {bucket.num_bytes} bytes from {first} on changed on its way: "
+                    f"checksum {found:#x} instead of {bucket.checksum:#x}; push all weights again"
+                )
+            for name, tensor in unpack(bucket, flat):
                 self._model.load(name, tensor)
                 self._missing.discard(name)
 

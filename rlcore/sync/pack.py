@@ -1,0 +1,132 @@
+"""Named tensors packed into buckets: one copy per bucket, with its checksum (`ops/reshard.py`).
+
+Tensors on a GPU are packed there and leave it in one piece.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.ops.reshard import Piece, Plan, TensorSpec
+from rlcore.protocols import Engine
+from rlcore.records import Bucket, TensorMeta
+from rlcore.utils.buckets import ALIGN
+
+MAX_BYTES = 256 * 2**20
+
+
+class Packer:
+    """Packs the same tensors again and again: plans are made at the first time."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes {max_bytes}: a bucket holds at least one byte")
+        self._max_bytes = max_bytes
+        self._plans: dict[Any, Plan] = {}
+
+    def pack(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        room: Callable[[int], Tensor] | None = None,
+    ) -> Iterator[tuple[Bucket, memoryview]]:
+        """Buckets of at most `max_bytes` (a larger tensor gets a bucket of its own), in order. At
+        most one bucket and its tensors are in memory at a time.
+
+        Args:
+            room: gives the uint8 [n] on the CPU that a bucket of n bytes is packed into; by default
+                it is new each time and a view of it stays valid as long as it is held.
+        """
+        names: list[str] = []
+        held: list[Tensor] = []
+        end = 0
+        for name, tensor in tensors:
+            start = _aligned(end)
+            if held and start + tensor.nbytes > self._max_bytes:
+                yield self._fill(names, held, room)
+                names, held, start = [], [], 0
+            names.append(name)
+            held.append(tensor.detach())
+            end = start + tensor.nbytes
+        if held:
+            yield self._fill(names, held, room)
+
+    def _fill(
+        self, names: Sequence[str], tensors: list[Tensor], room: Callable[[int], Tensor] | None
+    ) -> tuple[Bucket, memoryview]:
+        device = tensors[0].device
+        tensors = [tensor.to(device) for tensor in tensors]
+        key = tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors)
+        if key not in self._plans:
+            self._plans[key] = _plan(tensors)
+        plan = self._plans[key]
+        buffer = (room or _fresh)(plan.num_bytes)
+        there = buffer if device.type == "cpu" else torch.empty_like(buffer, device=device)
+        said = plan.pack(tensors, there)
+        if there is not buffer:
+            buffer.copy_(there)
+        bucket = Bucket(tensors=_metas(names, tensors), num_bytes=plan.num_bytes, checksum=said)
+        return bucket, memoryview(buffer.numpy())
+
+
+def pack(
+    tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[tuple[Bucket, memoryview]]:
+    """As `Packer.pack`, once."""
+    return Packer(max_bytes).pack(tensors)
+
+
+def push(
+    engine: Engine,
+    tensors: Iterable[tuple[str, Tensor]],
+    version: int,
+    max_bytes: int = MAX_BYTES,
+) -> int:
+    """Give an engine of tensor-parallel size 1 all its weights; returns the bytes that it took."""
+    total = 0
+    engine.begin_load(version)
+    for bucket, buffer in pack(tensors, max_bytes):
+        engine.load_bucket(bucket, [buffer])
+        total += bucket.num_bytes
+    engine.end_load()
+    return total
+
+
+def _fresh(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _aligned(end: int) -> int:
+    return math.ceil(end / ALIGN) * ALIGN
+
+
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(_aligned(end))
+        end = offsets[-1] + tensor.nbytes
+    return offsets
+
+
+def _plan(tensors: Sequence[Tensor]) -> Plan:
+    specs = [TensorSpec(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
+    offsets = _offsets(tensors)
+    pieces = [
+        Piece(tensor=i, offset=offset, shape=spec.shape)
+        for i, (spec, offset) in enumerate(zip(specs, offsets, strict=True))
+    ]
+    return Plan(specs, pieces, offsets[-1] + tensors[-1].nbytes)
+
+
+def _metas(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            offset=offset,
+        )
+        for name, tensor, offset in zip(names, tensors, _offsets(tensors), strict=True)
+    )
