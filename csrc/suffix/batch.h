@@ -17,8 +17,9 @@ inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // A record may lie across two cache lines, and the ones behind it are next.
 inline void prefetch_state(const State* s) {
+  const auto at = reinterpret_cast<uintptr_t>(s);
   prefetch(s);
-  prefetch(reinterpret_cast<const char*>(s) + 64);
+  if ((at & 63) > 40) prefetch(reinterpret_cast<const char*>(s) + 24);
 }
 
 class Walk {
@@ -236,7 +237,7 @@ class Walk {
 // Runs `count` tasks, `task(i)` makes the i-th; some at a time.
 template <class MakeTask>
 void run_walks(size_t count, const Options& options, const MakeTask& task) {
-  constexpr size_t kAtOnce = 16;
+  constexpr size_t kAtOnce = 12;
   std::array<Walk, kAtOnce> walks;
   size_t next = 0, running = 0;
   while (running < kAtOnce && next < count) walks[running++].start(task(next++), options);

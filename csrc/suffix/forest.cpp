@@ -152,12 +152,12 @@ History Arena::history(int64_t key) const {
 }
 
 // Four lanes, since one multiplication chain is slower than memory.
-uint64_t Arena::checksum() const {
+uint64_t Arena::checksum(const char* base, uint64_t bytes) {
   constexpr uint64_t kMul = 0x9E3779B97F4A7C15ull;
   uint64_t lane[4] = {1, 2, 3, 4};
-  for (uint64_t at = sizeof(Header); at < used_; at += 32) {
+  for (uint64_t at = sizeof(Header); at < bytes; at += 32) {
     uint64_t word[4] = {};
-    std::memcpy(word, base_ + at, std::min<uint64_t>(32, used_ - at));
+    std::memcpy(word, base + at, std::min<uint64_t>(32, bytes - at));
     for (int i = 0; i < 4; ++i) {
       lane[i] = (lane[i] ^ word[i]) * kMul;
       lane[i] ^= lane[i] >> 29;
@@ -168,7 +168,7 @@ uint64_t Arena::checksum() const {
 
 void Arena::save(const std::string& path) const {
   Header h = header();
-  h.checksum = checksum();
+  h.checksum = checksum(base_, used_);
   const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
   file.write(reinterpret_cast<const char*>(&h), sizeof(h));
   file.write(base_ + sizeof(h), used_ - sizeof(h));
@@ -192,7 +192,7 @@ std::unique_ptr<Arena> Arena::load(const std::string& path) {
   arena->header() = h;
   RL_CHECK(file.read(arena->base_ + sizeof(h), size - sizeof(h)), "path ", path,
            ": the file ends early");
-  const uint64_t sum = arena->checksum();
+  const uint64_t sum = checksum(arena->base_, size);
   RL_CHECK(sum == h.checksum, "path ", path, ": checksum ", sum, ", its header says ", h.checksum);
   try {
     arena->check_contents();
@@ -216,14 +216,15 @@ void Arena::check_contents() const {
              "prompt ", p.key, " lies outside of the file");
     const auto* states = reinterpret_cast<const State*>(base_ + p.states);
     const auto* edges = reinterpret_cast<const Edge*>(base_ + p.edges);
+    const auto leads = [&](uint32_t to) { return to != kRoot && to < p.num_states; };
     const auto reaches = [&](const Edge& e) {
-      return e.token == kNoToken || (e.token >= 0 && e.to < p.num_states);
+      return e.token == kNoToken || (e.token >= 0 && leads(e.to));
     };
     for (uint32_t s = 0; s < p.num_states; ++s) {
       const State& x = states[s];
       const bool root = s == kRoot;
       bool good = (x.next == kNil) == (x.token == kNoToken) && x.token >= kNoToken;
-      good = good && (x.next == kNil || x.next < p.num_states);
+      good = good && (x.next == kNil || leads(x.next));
       good = good && (root ? x.link == kNil && x.link_length == 0 : x.link < p.num_states);
       if (good && !root) {
         good = x.link == kRoot ? x.link_length == 0 : x.link_length > states[x.link].link_length;

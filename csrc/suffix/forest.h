@@ -46,10 +46,12 @@ class Arena {
   History history(int64_t key) const;
   const Prompt* find(int64_t key) const;
   uint64_t nbytes() const { return used_; }
+  // Of all that follows the header of a block.
+  static uint64_t checksum(const char* base, uint64_t bytes);
 
  private:
   Arena(char* base, uint64_t reserved) : base_(base), reserved_(reserved) {}
-  uint64_t checksum() const;
+
   void check_contents() const;
 
   char* base_;

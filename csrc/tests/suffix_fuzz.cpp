@@ -1,0 +1,272 @@
+// The suffix forest driven by bytes: for AFL++ (stdin), or a replay of files and folders of them.
+//
+//   suffix_fuzz < input            one input
+//   suffix_fuzz corpus/ a b c      every file
+//
+// Two forests get the same calls, one in batches and one request by request, token by token: their
+// drafts must agree. Refusals are fine, anything else aborts.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "suffix/forest.h"
+
+namespace {
+
+using rlcore::suffix::Arena;
+using rlcore::suffix::Forest;
+using rlcore::suffix::Header;
+using rlcore::suffix::Options;
+
+#define NEED(condition)                                                          \
+  if (!(condition)) {                                                            \
+    std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+    std::abort();                                                                \
+  }
+
+class Bytes {
+ public:
+  explicit Bytes(std::vector<uint8_t> all) : all_(std::move(all)) {}
+  bool empty() const { return at_ >= all_.size(); }
+  uint8_t next() { return empty() ? 0 : all_[at_++]; }
+  int32_t below(int32_t n) { return next() % n; }
+
+ private:
+  std::vector<uint8_t> all_;
+  size_t at_ = 0;
+};
+
+// Mostly small ids, now and then one that is refused.
+int32_t token_of(Bytes& in) {
+  const uint8_t b = in.next();
+  return b == 255 ? -1 : b % 4;
+}
+
+struct Batch {
+  std::vector<int64_t> handles;
+  std::vector<int32_t> tokens;
+  std::vector<int64_t> offsets = {0};
+  std::vector<int32_t> windows;
+};
+
+class Run {
+ public:
+  explicit Run(Bytes in)
+      : in_(std::move(in)), options_(draw_options()), fast_(options_, 1), slow_(options_, 1) {}
+
+  void go() {
+    while (!in_.empty()) {
+      try {
+        act(in_.below(8));
+      } catch (const std::invalid_argument&) {
+        // A refusal changes nothing, so both forests go on alike.
+      }
+    }
+  }
+
+ private:
+  Options draw_options() {
+    Options o;
+    o.min_match = 1 + in_.below(3);
+    o.limit = in_.below(2) ? 0 : o.min_match + in_.below(6);
+    o.min_prob = in_.below(4) / 8.0;
+    o.max_window = 2 + in_.below(30);
+    o.live = in_.below(2);
+    o.live_match = 1 + in_.below(3);
+    o.candidates = 1 + in_.below(16);
+    o.factor = in_.below(3);
+    o.knee = in_.below(2) ? 0 : in_.next();
+    o.stream = in_.below(2);
+    return o;
+  }
+
+  void act(int32_t what) {
+    switch (what) {
+      case 0:
+        return build();
+      case 1:
+        return open();
+      case 2:
+        return close();
+      case 3:
+        return reload();
+      default:
+        return step();
+    }
+  }
+
+  void build() {
+    std::vector<int64_t> keys, responses = {0}, prompts = {0};
+    std::vector<int32_t> tokens;
+    std::vector<float> rewards;
+    for (int32_t p = in_.below(4); p > 0; --p) {
+      keys.push_back(in_.below(5));
+      for (int32_t r = in_.below(4); r > 0; --r) {
+        for (int32_t n = in_.below(40); n > 0; --n) tokens.push_back(token_of(in_));
+        responses.push_back(static_cast<int64_t>(tokens.size()) + (in_.next() == 255));
+        rewards.push_back(static_cast<float>(in_.below(5)) - 1.0f);
+      }
+      prompts.push_back(static_cast<int64_t>(rewards.size()));
+    }
+    for (Forest* f : {&fast_, &slow_}) {
+      f->build({keys, tokens, responses, prompts, rewards});
+      f->swap();
+    }
+  }
+
+  void open() {
+    const std::vector<int64_t> keys = {in_.below(6), in_.below(6)};
+    std::vector<int64_t> a(2), b(2);
+    fast_.open(keys, a);
+    slow_.open(keys, b);
+    NEED(a == b);
+    open_.insert(open_.end(), a.begin(), a.end());
+  }
+
+  int64_t handle() {
+    if (open_.empty() || in_.next() == 255) return in_.next();
+    return open_[static_cast<size_t>(in_.next()) % open_.size()];
+  }
+
+  void close() {
+    const std::vector<int64_t> one = {handle()};
+    fast_.close(one);
+    slow_.close(one);
+    open_.erase(std::find(open_.begin(), open_.end(), one[0]));
+  }
+
+  void step() {
+    Batch b;
+    for (int32_t n = 1 + in_.below(4); n > 0; --n) {
+      b.handles.push_back(handle());
+      for (int32_t t = in_.below(9); t > 0; --t) b.tokens.push_back(token_of(in_));
+      b.offsets.push_back(static_cast<int64_t>(b.tokens.size()));
+      b.windows.push_back(in_.below(options_.max_window + 1));
+    }
+    const bool own = in_.below(2);
+    const int64_t running = in_.below(20);
+    const bool tree = in_.below(4) == 0;
+    const size_t rows = b.handles.size();
+    fast_.advance(b.handles, b.tokens, b.offsets);
+    const int32_t width =
+        fast_.width(static_cast<int64_t>(rows), b.windows, own, std::max<int64_t>(running, 1));
+    std::vector<int32_t> tokens(rows * static_cast<size_t>(width)), parents = tokens, lengths(rows);
+    fast_.draft(b.handles, b.windows, own, std::max<int64_t>(running, 1),
+                {tokens.data(), tree ? parents.data() : nullptr, lengths.data(), width});
+    std::vector<int32_t> accepted;
+    for (size_t i = 0; i < rows; ++i) {
+      one_by_one(b, i, own, std::max<int64_t>(running, 1), tree, width,
+                 tokens.data() + i * static_cast<size_t>(width), lengths[i]);
+      const int32_t n = in_.next();
+      accepted.push_back(tree ? 0 : std::min(n, lengths[i] + (n == 255)));
+    }
+    std::vector<int32_t> a(rows), c(rows);
+    fast_.matches(b.handles, a, c);
+    for (size_t i = 0; i < rows; ++i) {
+      NEED(a[i] == 0 || a[i] >= options_.min_match);
+      NEED(options_.limit == 0 || a[i] <= options_.limit);
+    }
+    fast_.accept(b.handles, accepted);
+    slow_.accept(b.handles, accepted);
+    fast_.windows(b.handles, a);
+    slow_.windows(b.handles, c);
+    NEED(a == c);
+  }
+
+  void one_by_one(const Batch& b, size_t i, bool own, int64_t running, bool tree, int32_t width,
+                  const int32_t* row, int32_t length) {
+    const std::vector<int64_t> handle = {b.handles[i]};
+    for (int64_t k = b.offsets[i]; k < b.offsets[i + 1]; ++k) {
+      const std::vector<int32_t> token = {b.tokens[static_cast<size_t>(k)]};
+      slow_.advance(handle, token, std::vector<int64_t>{0, 1});
+    }
+    const std::vector<int32_t> window = {b.windows[i]};
+    std::vector<int32_t> tokens(static_cast<size_t>(width)), parents = tokens, n(1);
+    slow_.draft(handle, window, own, running,
+                {tokens.data(), tree ? parents.data() : nullptr, n.data(), width});
+    NEED(n[0] == length && length <= width);
+    NEED(std::equal(tokens.begin(), tokens.end(), row));
+    for (int32_t k = 0; k < width; ++k) {
+      NEED(k < length ? row[k] >= 0 : row[k] == -1);
+      if (tree) NEED(k < length ? parents[static_cast<size_t>(k)] < k : true);
+    }
+  }
+
+  // What was saved, with some bytes changed and, half of the time, a checksum that is right again.
+  void reload() {
+    const int fd = ::memfd_create("forest", 0);
+    NEED(fd >= 0);
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    try {
+      fast_.save(path);
+      std::vector<char> file(static_cast<size_t>(::lseek(fd, 0, SEEK_END)));
+      NEED(::pread(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
+      const int32_t changes = in_.below(4);
+      for (int32_t k = 0; k < changes; ++k) {
+        const size_t at = (static_cast<size_t>(in_.next()) << 8 | in_.next()) % file.size();
+        file[at] = static_cast<char>(in_.next());
+      }
+      if (in_.below(2)) {
+        const uint64_t sum = Arena::checksum(file.data(), file.size());
+        std::memcpy(file.data() + offsetof(Header, checksum), &sum, sizeof(sum));
+      }
+      if (in_.next() == 255) file.resize(file.size() / 2);
+      NEED(::ftruncate(fd, static_cast<off_t>(file.size())) == 0);
+      NEED(::pwrite(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
+      fast_.load(path);
+      slow_.load(path);
+    } catch (...) {
+      ::close(fd);
+      throw;
+    }
+    ::close(fd);
+  }
+
+  Bytes in_;
+  Options options_;
+  Forest fast_, slow_;
+  std::vector<int64_t> open_;
+};
+
+void run(std::istream& in) {
+  std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  try {
+    Run(Bytes(std::move(bytes))).go();
+  } catch (const std::invalid_argument&) {
+    // Options that are refused.
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 1) run(std::cin);
+  for (int i = 1; i < argc; ++i) {
+    std::vector<std::filesystem::path> files;
+    if (std::filesystem::is_directory(argv[i])) {
+      for (const auto& entry : std::filesystem::directory_iterator(argv[i])) {
+        if (entry.is_regular_file()) files.push_back(entry.path());
+      }
+    } else {
+      files.emplace_back(argv[i]);
+    }
+    for (const auto& file : files) {
+      std::ifstream in(file, std::ios::binary);
+      NEED(in.good());
+      run(in);
+    }
+  }
+  return 0;
+}
