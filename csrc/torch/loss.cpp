@@ -9,6 +9,9 @@
 
 #include "loss/policy.h"
 #include "loss/row_host.h"
+#ifdef RLCORE_CUDA
+#include "loss/row_cuda.h"
+#endif
 #include "torch/checks.h"
 
 namespace {
@@ -233,6 +236,65 @@ void policy_rows_cpu(Tensor logits, const Tensor& tokens, int64_t first, int64_t
                     parallel_for);
 }
 
+#ifdef RLCORE_CUDA
+
+// The launch goes to the logits' device.
+torch::stable::accelerator::DeviceGuard guard(const Tensor& on) {
+  return torch::stable::accelerator::DeviceGuard(on.get_device_index());
+}
+
+void row_stats_cuda(const Tensor& logits, const Tensor& tokens, int64_t first, int64_t valid,
+                    double temperature, Tensor out, int64_t stream) {
+  const auto p = stats_params(logits, tokens, first, valid, temperature, out);
+  const auto device = guard(logits);
+  check_launch(rlcore_row_stats(&p, stream_of(stream)), "row_stats");
+}
+
+void row_grad_cuda(const Tensor& logits, const Tensor& tokens, int64_t first, int64_t valid,
+                   double temperature, const Tensor& lse, const Tensor& entropy,
+                   std::optional<Tensor> grad_logp, std::optional<Tensor> grad_entropy, Tensor out,
+                   int64_t stream) {
+  const auto p = grad_params(logits, tokens, first, valid, temperature, lse, entropy, grad_logp,
+                             grad_entropy, out);
+  const auto device = guard(logits);
+  check_launch(rlcore_row_grad(&p, stream_of(stream)), "row_grad");
+}
+
+void policy_tokens_cuda(const Tensor& logp, const Tensor& entropy, const Tensor& logp_old,
+                        const Tensor& logp_sampler, std::optional<Tensor> logp_ref,
+                        const Tensor& advantage, const Tensor& weight, std::vector<double> params,
+                        Tensor out, int64_t stream) {
+  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  const auto p = tokens_params(logp, entropy, x, out);
+  const auto device = guard(logp);
+  check_launch(rlcore_policy_tokens(&p, stream_of(stream)), "policy_tokens");
+}
+
+constexpr int kNotSupported = 801, kInvalidValue = 1;  // cudaError_t
+
+void policy_rows_cuda(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
+                      double temperature, const Tensor& logp_old, const Tensor& logp_sampler,
+                      std::optional<Tensor> logp_ref, const Tensor& advantage, const Tensor& weight,
+                      std::vector<double> params, Tensor stats, Tensor out, int64_t variant,
+                      int64_t stream) {
+  check_variant(variant);
+  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  const auto p = rows_params(logits, tokens, first, valid, temperature, x, stats, out);
+  const auto device = guard(logits);
+  if (variant == 0) {
+    check_launch(rlcore_policy_rows(&p, stream_of(stream)), "policy_rows");
+    return;
+  }
+  const int code = rlcore_policy_rows_on_chip(&p, stream_of(stream));
+  RL_CHECK(code != kNotSupported,
+           "variant 1: this device has no clusters of blocks (sm_90 and later do); use variant 0");
+  RL_CHECK(code != kInvalidValue, "variant 1: a row of ", valid,
+           " columns does not fit on chip; use variant 0");
+  check_launch(code, "policy_rows");
+}
+
+#endif
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
@@ -258,3 +320,12 @@ STABLE_TORCH_LIBRARY_IMPL(rlcore_native, CPU, m) {
   m.impl("policy_tokens", TORCH_BOX(&policy_tokens_cpu));
   m.impl("policy_rows", TORCH_BOX(&policy_rows_cpu));
 }
+
+#ifdef RLCORE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(rlcore_native, CUDA, m) {
+  m.impl("row_stats", TORCH_BOX(&row_stats_cuda));
+  m.impl("row_grad", TORCH_BOX(&row_grad_cuda));
+  m.impl("policy_tokens", TORCH_BOX(&policy_tokens_cuda));
+  m.impl("policy_rows", TORCH_BOX(&policy_rows_cuda));
+}
+#endif
