@@ -80,8 +80,9 @@ if [[ -d $CORPUS ]]; then
 fi
 
 export AFL_NO_UI=1 AFL_SKIP_CPUFREQ=1 AFL_NO_AFFINITY=1 AFL_NO_STARTUP_CALIBRATION=1
+export AFL_HANG_TMOUT=10000                    # ms; less is a busy machine
 export AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 # core dumps may go to a handler: crashes count anyway
-afl-fuzz -i "$SEEDS" -o "$RUN/out" -V "$SECONDS_TO_RUN" -m none -t 1000 -- "$PROGRAM" \
+afl-fuzz -i "$SEEDS" -o "$RUN/out" -V "$SECONDS_TO_RUN" -m none -t 2000 -- "$PROGRAM" \
   >"$RUN/log" 2>&1 || {
   tail -n 20 "$RUN/log" >&2
   echo "fuzz_suffix: afl-fuzz stopped; its words are in $RUN/log" >&2
@@ -106,12 +107,13 @@ suffix_fuzz, $compiler, $checks, $(stat run_time) s
 TEXT
 
 if ((UPDATE)); then
-  AFL_ALLOW_TMP=1 afl-cmin -i "$RUN/out/default/queue" -o "$RUN/smallest" -m none -t 1000 \
+  AFL_ALLOW_TMP=1 afl-cmin -i "$RUN/out/default/queue" -o "$RUN/smallest" -m none -t 2000 \
     -- "$PROGRAM" >"$RUN/cmin.log" 2>&1 || {
     tail -n 5 "$RUN/cmin.log" >&2
     exit 1
   }
   mkdir -p "$CORPUS"
+  find "$CORPUS" -type f -delete # what is still needed of it comes back: it was among the seeds
   total=0
   while read -r size file; do
     ((total += size))
