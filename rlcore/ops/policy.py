@@ -131,6 +131,7 @@ def policy_loss(
     group: dist.ProcessGroup | None = None,
     in_place: bool = False,
     unit_upstream: bool = False,
+    variant: int = 0,
 ) -> PolicyLoss:
     """The loss of packed tokens, its gradient already made.
 
@@ -141,6 +142,8 @@ def policy_loss(
         in_place: the gradient is written over the logits, in this call. Eager mode only.
         unit_upstream: the caller promises to differentiate the loss itself, not a multiple of it;
             with in_place, backward then has nothing to do but to check that.
+        variant: of the CUDA kernel for whole logits. 0 reads a row twice and writes it once, on
+            every GPU from sm_80 on; 1 keeps the row on chip in between, sm_90 and later.
 
     Raises:
         ValueError: an argument that cannot be.
@@ -153,11 +156,11 @@ def policy_loss(
     inputs = guarded(inputs, tokens, vocab_size)
     where = (*shard, temperature)
     if torch.compiler.is_compiling() and logprob._size(group) == 1:
-        loss, stats, out, _ = policy_value(logits, tokens, *where, *inputs, params)
+        loss, stats, out, _ = policy_value(logits, tokens, *where, *inputs, params, variant)
         return PolicyLoss(loss, stats[0], stats[1], out)
     wanted = torch.is_grad_enabled() and logits.requires_grad
     loss, stats, out = _PolicyLoss.apply(
-        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted
+        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted, variant
     )
     return PolicyLoss(loss, stats[0], stats[1], out)
 
@@ -260,6 +263,7 @@ def policy_rows_(
     advantage: Tensor,
     weight: Tensor,
     params: Sequence[float],
+    variant: int,
 ) -> tuple[Tensor, Tensor]:
     """Whole logits become the gradient of the sum; [2, T] log-probs and entropies, and
     [len(ROWS), T]."""
@@ -272,14 +276,9 @@ def policy_rows_(
     stats = logits.new_empty((2, logits.size(0)), dtype=dtype)
     out = logits.new_empty((len(ROWS), logits.size(0)), dtype=dtype)
     ops.policy_rows(
-        logits, *where, *given, list(params), stats, out, VARIANT, native.stream(logits.device)
+        logits, *where, *given, list(params), stats, out, variant, native.stream(logits.device)
     )
     return stats, out
-
-
-VARIANT = 0
-"""Of the CUDA kernel: 0 reads the row twice and writes it once and runs on every GPU from sm_80 on;
-1 (sm_90) keeps it on chip in between."""
 
 
 @policy_rows_.register_fake
@@ -295,6 +294,7 @@ def _(
     advantage: Tensor,
     weight: Tensor,
     params: Sequence[float],
+    variant: int,
 ) -> tuple[Tensor, Tensor]:
     return _made_of(logits)
 
@@ -319,12 +319,13 @@ def policy_value(
     advantage: Tensor,
     weight: Tensor,
     params: Sequence[float],
+    variant: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum [], differentiable, what `policy_rows_` gives, and the gradient [T, W]."""
     grad = logprob._like(logits).copy_(logits)
     where = (tokens, first, valid, temperature)
     given = (logp_old, logp_sampler, logp_ref, advantage, weight)
-    stats, out = policy_rows_(grad, *where, *given, params)
+    stats, out = policy_rows_(grad, *where, *given, params, variant)
     return total(out, weight), stats, out, grad
 
 
@@ -341,6 +342,7 @@ def _(
     advantage: Tensor,
     weight: Tensor,
     params: Sequence[float],
+    variant: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stats, out = _made_of(logits)
     return stats.new_empty(()), stats, out, logprob._like(logits)
@@ -354,7 +356,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _policy_value_grad(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
     (grad,) = ctx.saved_tensors
-    return (grad * upstream.to(grad.dtype), *(None,) * 10)
+    return (grad * upstream.to(grad.dtype), *(None,) * 11)
 
 
 policy_value.register_autograd(_policy_value_grad, setup_context=_save)
@@ -375,11 +377,12 @@ class _PolicyLoss(torch.autograd.Function):
         in_place: bool,
         unit_upstream: bool,
         wanted: bool,
+        variant: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = logits.detach()
         if wanted and not in_place:
             grad = logprob._like(logits).copy_(grad)
-        stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted)
+        stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted, variant)
         ctx.mark_non_differentiable(stats, out)
         ctx.grad, ctx.unit_upstream = grad if wanted else None, unit_upstream
         ctx.in_place = in_place
@@ -393,9 +396,9 @@ class _PolicyLoss(torch.autograd.Function):
                 "policy_loss with in_place: a second backward, and the gradient was given away"
             )
         if not ctx.in_place:
-            return (grad * upstream.to(grad.dtype), *(None,) * 8)
+            return (grad * upstream.to(grad.dtype), *(None,) * 9)
         ctx.grad = None
-        return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 8)
+        return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 9)
 
 
 def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
@@ -421,11 +424,12 @@ def rows_(
     params: list[float],
     group: dist.ProcessGroup | None,
     grad: bool = True,
+    variant: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """[2, T] log-probs and entropies, and [len(ROWS), T]; logits become the gradient, if `grad`.
     Collective over the group."""
     if grad and logprob._size(group) == 1:
-        return policy_rows_(logits, tokens, first, valid, temperature, *inputs, params)
+        return policy_rows_(logits, tokens, first, valid, temperature, *inputs, params, variant)
     return _by_steps(logits, tokens, first, valid, temperature, inputs, params, group, grad)
 
 

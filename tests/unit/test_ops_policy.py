@@ -397,8 +397,8 @@ def test_the_ops_keep_torchs_rules(dtype: torch.dtype) -> None:
     ops = torch.ops.rlcore
     value = randn(T).to(exact)
     torch.library.opcheck(ops.policy_tokens, (value, value, *inputs, params))
-    torch.library.opcheck(ops.policy_rows_, (logits.clone(), *where, *inputs, params))
-    torch.library.opcheck(ops.policy_loss, (logits.requires_grad_(), *where, *inputs, params))
+    torch.library.opcheck(ops.policy_rows_, (logits.clone(), *where, *inputs, params, 0))
+    torch.library.opcheck(ops.policy_loss, (logits.requires_grad_(), *where, *inputs, params, 0))
 
 
 # ---- what is refused
