@@ -13,10 +13,10 @@ sum of rewards.
     draft   the branch of highest priority, token by token, `window` at most; it stops where
             count(path) < min_prob * count(match), which is the product of branch probabilities.
     live    the request's own stream: among its last `candidates` earlier places where the same
-            `live_match` tokens end, the one with the longest match backwards (at most `limit`, 64 if
-            that is 0), the most recent of equals. The draft is what followed there, and beyond the
-            end of the stream what the draft begins with (a period goes on). Taken where the match
-            is longer than the one that the history drafts from, or the history has no draft.
+            `live_match` tokens end, the one with the longest match backwards (at most `limit`, 64
+            if that is 0), the most recent of equals. The draft is what followed there, and beyond
+            the end of the stream what the draft begins with (a period goes on). Taken where the
+            match is longer than the one that the history drafts from, or the history has no draft.
     window  starts at `start_window`; all of a draft accepted: + `growth`, at most `max_window`; any
             rejected: back to the start; empty draft: unchanged. With a `knee` (tokens per forward
             where compute begins to bound) a batch of `running` requests has a budget of
@@ -25,6 +25,7 @@ sum of rewards.
 
 Differs from the paper: live matches, the match without a limit, and the load rule below the knee.
 C++ (`csrc/suffix`) where it is built; `Reference` gives the same drafts, a thousand times slower.
+On a GPU: `rlcore.ops.suffix_device`.
 """
 
 from collections import defaultdict
@@ -213,6 +214,17 @@ class Forest:
         The first four are of the present histories, history_bytes of all that are still held.
         """
         return self._impl.stats()
+
+    def arena(self) -> NDArray[np.uint8]:
+        """The present histories as bytes [nbytes], read-only, for a copy to a device.
+
+        Raises:
+            ValueError: before the first `swap`, or without the native build.
+        """
+        block = self._impl.arena()
+        if block is None:
+            raise ValueError("arena: no histories (swap was not called, or no native build)")
+        return block
 
     def save(self, path: str | Path) -> None:
         """Write the present histories to a file; ValueError before the first `swap`."""
@@ -622,6 +634,9 @@ class Reference:
             "live_tokens": sum(len(r.stream) for r in self._requests.values()),
             "requests": len(self._requests),
         }
+
+    def arena(self) -> None:
+        return None
 
     def save(self, path: str) -> None:
         raise NotImplementedError(f"save {path}: the Python reference has no file format")

@@ -1,0 +1,98 @@
+// One step of a batch on a device: accept, advance and draft of every request in one launch.
+//
+// Everything lies in device memory already: the forest's block as it is on the host, a record per
+// request, fixed room for its stream. `step_request` runs on the host as well, where it is tested.
+#pragma once
+
+#include <cstdint>
+
+#include "suffix/match.h"
+
+namespace rlcore::suffix {
+
+// rlcore/ops/suffix_device.py writes these records: eight int64 each.
+struct DeviceRequest {
+  int64_t handle;  // -1: free
+  const State* states;
+  const Edge* edges;
+  Match match;
+  Window window;
+  int32_t size;  // of the stream, as far as there is room
+  int32_t full;  // 1: a token did not fit; the own stream is out of use
+  int64_t unused;
+};
+static_assert(sizeof(DeviceRequest) == 64);
+
+struct StepJob {
+  DeviceRequest* requests;  // [num_requests]
+  int64_t num_requests;
+  LiveToken* text;  // [num_requests, stream]
+  LiveSlot* slots;  // [num_requests, mask + 1], more than `stream` each
+  int32_t stream;
+  uint32_t mask;
+  const int64_t* handles;   // [batch], the low 32 bits are the request's index
+  const int32_t* accepted;  // [batch], nullptr: nothing was drafted
+  const int32_t* tokens;    // [num_tokens]
+  int64_t num_tokens;
+  const int64_t* offsets;  // [batch + 1]
+  const int32_t* windows;  // [batch], nullptr: the requests' own
+  int64_t batch;
+  int64_t running;
+  int32_t width;
+  int32_t* out;      // [batch, width], filled with -1
+  int32_t* lengths;  // [batch]; -1: the request is not open
+  Options options;
+};
+
+RL_HD int64_t inside(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// What cannot be reported from a device is held in range: offsets, accepted lengths, windows. A
+// negative token matches nothing.
+RL_HD void step_request(const StepJob& job, int64_t i) {
+  const Options& o = job.options;
+  const int64_t handle = job.handles[i];
+  const int64_t index = handle & 0xffffffff;
+  job.lengths[i] = -1;
+  if (handle < 0 || index >= job.num_requests || job.requests[index].handle != handle) return;
+  DeviceRequest r = job.requests[index];
+  const History history = {r.states, r.edges};
+  Live live = {job.text + index * job.stream, job.slots + index * (int64_t{job.mask} + 1), job.mask,
+               r.size};
+
+  if (job.accepted != nullptr) {
+    accept(r.window, static_cast<int32_t>(inside(job.accepted[i], 0, r.window.proposed)),
+           o.max_window);
+  }
+
+  const int64_t last = inside(job.offsets[i + 1], 0, job.num_tokens);
+  for (int64_t k = inside(job.offsets[i], 0, last); k < last; ++k) {
+    const int32_t token = job.tokens[k];
+    r.match = token < 0 ? Match{kRoot, 0} : advance(history, r.match, token, longest_match(o));
+    if (!o.live || r.full) continue;
+    if (live.size == job.stream) {
+      r.full = 1;
+      continue;
+    }
+    live.text[live.size] = {token, -1};
+    if (++live.size >= o.live_match) {
+      file_gram(live, live.size - 1, hash_gram(live.text + live.size - o.live_match, o.live_match));
+    }
+  }
+  r.size = live.size;
+
+  const int32_t own = open_window(r.window, load_rule(o, job.running));
+  const int32_t window = job.windows != nullptr ? job.windows[i] : own;
+  const int32_t n =
+      draft(history, r.match, live, o.live && !r.full, o,
+            static_cast<int32_t>(inside(window, 0, job.width)), job.out + i * job.width);
+  r.window.proposed = n;
+  job.lengths[i] = n;
+  job.requests[index] = r;
+}
+
+}  // namespace rlcore::suffix
+
+// Launches the step on `stream`; a cudaError_t. No allocation, no synchronisation.
+extern "C" int rlcore_suffix_step(const rlcore::suffix::StepJob* job, void* stream);

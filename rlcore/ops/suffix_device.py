@@ -1,0 +1,242 @@
+"""The suffix forest on a device: drafts for a whole batch in one launch, ids never leave the GPU.
+
+The same drafts as `rlcore.ops.suffix.Forest`, from the same block of memory, copied once. A request
+has a record, and fixed room for its own stream; a stream that is longer drafts from the history
+alone from there on. `device="cpu"` runs the same body on the host.
+"""
+
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.ops import native
+from rlcore.ops.suffix import Forest, Longs
+
+# Byte 0 on: Header, then the prompts (csrc/suffix/layout.h).
+_HEADER_BYTES = 64
+_NUM_PROMPTS_AT = 32
+_PROMPT = np.dtype(
+    [("key", "<i8"), ("states", "<u8"), ("edges", "<u8"), ("num_states", "<u4"), ("rest", "<u4")]
+)
+# The one state of a prompt without history: no token, next, link or edges.
+_NOTHING = np.array([-1, -1, -1, 0, -1, 0], np.int32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceOptions:
+    """As of `Forest`; the order is that of csrc/torch/suffix.cpp."""
+
+    limit: int = 7
+    min_match: int = 3
+    min_prob: float = 0.0
+    max_window: int = 32
+    start_window: int = 2
+    growth: int = 2
+    knee: int = 0
+    live: bool = True
+    candidates: int = 16
+    live_match: int = 3
+    factor: float = 0.0
+
+
+@dataclass(slots=True)
+class _Block:
+    """A forest's memory on the device. It goes with the last request that is on it."""
+
+    memory: Tensor
+    prompts: np.ndarray
+
+
+class DeviceForest:
+    """Requests on a device; B is the batch, W the width of its drafts."""
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        *,
+        requests: int = 256,
+        stream: int = 8192,
+        **options: Any,
+    ) -> None:
+        """Args:
+            device: where everything lies.
+            requests: most that are open at a time.
+            stream: tokens of a request's own stream (24 to 40 bytes each); 0 with live=False.
+            options: of `DeviceOptions`.
+
+        Raises:
+            ValueError: options that `Forest` refuses.
+            ImportError: there is no native build for the device.
+        """
+        self.device = torch.device(device)
+        self.options = DeviceOptions(**options)
+        Forest(**options, threads=1)  # refuses what it refuses, in the same words
+        if requests < 1:
+            raise ValueError(f"requests {requests}: at least 1")
+        if not 0 <= stream <= 1 << 24:
+            raise ValueError(f"stream {stream}: 0 to {1 << 24}")
+        ops = native.torch_ops("suffix forest", self.device.type)
+        if ops is None:
+            raise ImportError(f"DeviceForest needs the native build with kernels for {self.device}")
+        self._ops = ops
+        room = 1 << (stream * 4 // 3).bit_length()
+        self._records = torch.full((requests, 8), -1, dtype=torch.int64, device=self.device)
+        self._text = torch.empty((requests, stream, 2), dtype=torch.int32, device=self.device)
+        self._slots = torch.empty((requests, room, 2), dtype=torch.int32, device=self.device)
+        self._nothing = torch.from_numpy(_NOTHING).to(self.device)
+        self._none = torch.empty(0, dtype=torch.int32, device=self.device)
+        self._current: _Block | None = None
+        self._free = list(range(requests - 1, -1, -1))
+        self._generation = [0] * requests
+        self._open: dict[int, _Block | None] = {}
+
+    def upload(self, forest: Forest) -> None:
+        """Copy the present histories of `forest`; requests that are opened from now on use them.
+
+        Raises:
+            ValueError: `forest` has none yet, or is the Python reference.
+        """
+        block = forest.arena()
+        count = int(block[_NUM_PROMPTS_AT : _NUM_PROMPTS_AT + 8].view(np.uint64)[0])
+        table = block[_HEADER_BYTES : _HEADER_BYTES + count * _PROMPT.itemsize]
+        memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
+        with warnings.catch_warnings():
+            # The block cannot be written to, and is not.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            memory.copy_(torch.from_numpy(block))
+        self._current = _Block(memory, table.view(_PROMPT).copy())
+
+    def open(self, keys: Longs) -> Tensor:
+        """A new request for every key [B], numpy int64; handles [B], int64 on the device.
+
+        Raises:
+            ValueError: more requests than there is room for.
+        """
+        if len(keys) > len(self._free):
+            raise ValueError(
+                f"keys: {len(keys)} requests, room for {len(self._free)} more; "
+                "DeviceForest(requests=...) says how many"
+            )
+        indices = [self._free.pop() for _ in range(len(keys))]
+        records = np.zeros((len(keys), 8), np.int64)
+        for record, index, key in zip(records, indices, np.asarray(keys).tolist(), strict=True):
+            record[0] = self._generation[index] << 32 | index
+            record[1:3] = self._history(int(key))
+            self._open[int(record[0])] = self._current
+        where = torch.tensor(indices, dtype=torch.int64, device=self.device)
+        made = torch.from_numpy(records).to(self.device)
+        self._records[where] = made
+        self._slots[where] = 0
+        return made[:, 0].contiguous()
+
+    def _history(self, key: int) -> tuple[int, int]:
+        """Addresses of a prompt's states and edges."""
+        block = self._current
+        if block is not None:
+            at = int(np.searchsorted(block.prompts["key"], key))
+            if at < len(block.prompts) and block.prompts["key"][at] == key:
+                base, prompt = block.memory.data_ptr(), block.prompts[at]
+                return base + int(prompt["states"]), base + int(prompt["edges"])
+        return self._nothing.data_ptr(), 0
+
+    def close(self, handles: Tensor) -> None:
+        """End requests [B]; waits for the device. ValueError for a handle that is not open."""
+        given = handles.tolist()
+        for i, handle in enumerate(given):
+            if handle not in self._open or handle in given[:i]:
+                raise ValueError(f"handles[{i}] {handle}: not open (closed, or never given out)")
+        for handle in given:
+            del self._open[handle]
+            index = handle & 0xFFFFFFFF
+            self._generation[index] = (self._generation[index] + 1) & 0x7FFFFFFF
+            self._free.append(index)
+        where = torch.tensor([h & 0xFFFFFFFF for h in given], dtype=torch.int64)
+        self._records[where.to(self.device), 0] = -1
+
+    def step(
+        self,
+        handles: Tensor,
+        accepted: Tensor | None,
+        tokens: Tensor,
+        offsets: Tensor,
+        windows: Tensor | None = None,
+        *,
+        running: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Accept, advance and draft, in one launch and without waiting for it.
+
+        Args:
+            handles: [B] int64, each once.
+            accepted: [B] int32, of the last drafts; None: the windows stay.
+            tokens: [N] int32 to append.
+            offsets: [B + 1] int64: tokens[offsets[i] : offsets[i + 1]] go to handles[i].
+            windows: [B] int32, longest drafts; None: every request's own, under the load rule.
+            running: requests that share the forward; 0: B.
+
+        Returns:
+            tokens [B, W], -1 after the draft, and lengths [B]; W is max_window, or without
+            `windows` the budget of the load rule. Values are not looked at here, that would wait
+            for the device: a handle that is not open gets length -1, negative tokens match nothing,
+            the rest is held in range. On the CPU such a handle is a ValueError.
+        """
+        batch, o = self._check("handles", handles, torch.int64), self.options
+        for name, given, dtype, size in (
+            ("accepted", accepted, torch.int32, batch),
+            ("tokens", tokens, torch.int32, None),
+            ("offsets", offsets, torch.int64, batch + 1),
+            ("windows", windows, torch.int32, batch),
+        ):
+            if given is not None:
+                self._check(name, given, dtype, size)
+        width = o.max_window
+        running = running if running > 0 else batch
+        if windows is None and o.knee > 0 and batch > 0:
+            width = max(1, min(o.knee // running - 1, o.max_window))
+        out = torch.full((batch, width), -1, dtype=torch.int32, device=self.device)
+        lengths = torch.empty(batch, dtype=torch.int32, device=self.device)
+        self._ops.suffix_step(
+            self._records,
+            self._text,
+            self._slots,
+            handles,
+            self._none if accepted is None else accepted,
+            tokens,
+            offsets,
+            self._none if windows is None else windows,
+            out,
+            lengths,
+            [float(value) for value in asdict(o).values()],
+            running,
+            native.stream(self.device),
+        )
+        if self.device.type == "cpu":
+            for i in torch.nonzero(lengths < 0).flatten().tolist():
+                raise ValueError(f"handles[{i}] {int(handles[i])}: not open (or never given out)")
+        return out, lengths
+
+    def _check(self, name: str, given: Tensor, dtype: torch.dtype, size: int | None = None) -> int:
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{name}: a tensor, not {type(given).__name__}")
+        if given.dtype != dtype:
+            raise ValueError(f"{name}: {dtype}, not {given.dtype}")
+        if given.device.type != self.device.type or given.device.index not in (
+            self._records.device.index,
+            None,
+        ):
+            raise ValueError(f"{name}: on {self._records.device}, not on {given.device}")
+        if given.dim() != 1 or not given.is_contiguous():
+            raise ValueError(f"{name}: one contiguous dimension, not a shape of {given.shape}")
+        if size is not None and given.numel() != size:
+            raise ValueError(f"{name}: {size} entries are needed, got {given.numel()}")
+        return given.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that are held."""
+        blocks = {id(b): b for b in [*self._open.values(), self._current] if b is not None}
+        tensors = [self._records, self._text, self._slots]
+        return sum(t.nbytes for t in tensors) + sum(b.memory.nbytes for b in blocks.values())

@@ -1,0 +1,715 @@
+"""The suffix forest: what it promises, by hand; then C++ against the Python reference."""
+
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.ops import suffix
+
+try:
+    from rlcore._C import SuffixForest
+except ImportError:
+    SuffixForest = None
+
+needs_build = pytest.mark.skipif(SuffixForest is None, reason="no native build")
+pytestmark = pytest.mark.native
+
+DEFAULTS = dict(
+    limit=7,
+    min_match=3,
+    min_prob=0.0,
+    max_window=32,
+    start_window=2,
+    growth=2,
+    knee=0,
+    live=True,
+    candidates=16,
+    live_match=3,
+    factor=0.0,
+    stream=0,
+    threads=1,
+)
+MAKERS = [
+    pytest.param(suffix.Reference, id="python"),
+    pytest.param(SuffixForest, id="native", marks=needs_build),
+]
+
+
+def i32(*xs: int) -> suffix.Ints:
+    return np.array(xs, np.int32)
+
+
+def i64(*xs: int) -> suffix.Longs:
+    return np.array(xs, np.int64)
+
+
+def corpus(prompts: dict[int, list[tuple[list[int], float]]]) -> tuple[np.ndarray, ...]:
+    """Arguments of `build`: (response, reward) pairs of every key."""
+    tokens, responses, starts, rewards = [], [0], [0], []
+    for pairs in prompts.values():
+        for text, reward in pairs:
+            tokens += text
+            responses.append(len(tokens))
+            rewards.append(reward)
+        starts.append(len(rewards))
+    return i64(*prompts), i32(*tokens), i64(*responses), i64(*starts), np.float32(rewards).ravel()
+
+
+def batch(texts: list[list[int]]) -> tuple[suffix.Ints, suffix.Longs]:
+    """Tokens and offsets."""
+    return i32(*sum(texts, [])), i64(0, *np.cumsum([len(t) for t in texts]))
+
+
+class Case:
+    """A forest with one prompt (key 0) and one request on it."""
+
+    def __init__(self, make, history: list[tuple[list[int], float]], **options) -> None:
+        self.forest = make(**{**DEFAULTS, **options})
+        self.forest.build(*corpus({0: history}))
+        self.forest.swap()
+        self.handles = self.forest.open(i64(0))
+
+    def feed(self, *tokens: int) -> "Case":
+        self.forest.advance(self.handles, *batch([list(tokens)]))
+        return self
+
+    def draft(self, window: int | None = 8, running: int = 0) -> list[int]:
+        windows = None if window is None else i32(window)
+        tokens, lengths = self.forest.draft(self.handles, windows, running)
+        assert (tokens[0, lengths[0] :] == -1).all()
+        return tokens[0, : lengths[0]].tolist()
+
+    def tree(self, window: int) -> list[tuple[int, int]]:
+        tokens, parents, lengths = self.forest.draft_tree(self.handles, i32(window), 0)
+        n = lengths[0]
+        return list(zip(tokens[0, :n].tolist(), parents[0, :n].tolist(), strict=True))
+
+    def matches(self) -> tuple[int, int]:
+        history, live = self.forest.matches(self.handles)
+        return int(history[0]), int(live[0])
+
+    def accept(self, n: int) -> int:
+        """Accept, and the window after it."""
+        self.forest.accept(self.handles, i32(n))
+        return int(self.forest.windows(self.handles)[0])
+
+
+@pytest.fixture(params=MAKERS)
+def case(request):
+    return lambda history, **options: Case(request.param, history, **options)
+
+
+# ---- match and branch
+
+
+def test_the_draft_is_what_followed_the_longest_suffix(case):
+    c = case([([1, 2, 3, 4, 5, 6], 1), ([9, 2, 3, 4, 7, 8], 1)])
+    assert c.feed(1, 2, 3, 4).draft() == [5, 6]
+    assert c.matches() == (4, 0)
+
+
+def test_a_larger_sum_of_rewards_beats_more_occurrences(case):
+    history = [([1, 2, 3, 4], 0.5), ([1, 2, 3, 4], 0.25), ([1, 2, 3, 5], 1)]
+    assert case(history).feed(1, 2, 3).draft() == [5]
+
+
+def test_equal_sums_go_to_the_more_frequent_branch(case):
+    history = [([1, 2, 3, 5], 0), ([1, 2, 3, 9], 0), ([1, 2, 3, 9], 0)]
+    assert case(history).feed(1, 2, 3).draft() == [9]
+
+
+def test_equal_branches_go_to_the_smaller_token(case):
+    assert case([([1, 2, 3, 9], 1), ([1, 2, 3, 5], 1)]).feed(1, 2, 3).draft() == [5]
+
+
+def test_negative_rewards_are_shifted_by_the_smallest(case):
+    """-1, -1, -0.5 become 0, 0, 0.5."""
+    history = [([1, 2, 3, 4], -1), ([1, 2, 3, 4], -1), ([1, 2, 3, 5], -0.5)]
+    assert case(history).feed(1, 2, 3).draft() == [5]
+
+
+def test_no_match_crosses_a_response_boundary(case):
+    c = case([([1, 2, 3], 1), ([4, 5, 6], 1)])
+    assert c.feed(1, 2, 3).draft() == []
+    assert c.feed(4).matches() == (0, 0)
+
+
+def test_a_match_that_never_continues_shrinks_until_one_does(case):
+    """1 2 3 4 only ends a response; 2 3 4 goes on elsewhere."""
+    c = case([([1, 2, 3, 4], 1), ([2, 3, 4, 8], 1)])
+    assert c.feed(1, 2, 3, 4).draft() == [8]
+    assert c.matches() == (4, 0)
+
+
+def test_it_shrinks_to_min_match_and_no_further(case):
+    history = [([1, 2, 3, 4], 1), ([3, 4, 8], 1)]
+    assert case(history).feed(1, 2, 3, 4).draft() == []
+    assert case(history, min_match=2).feed(1, 2, 3, 4).draft() == [8]
+
+
+def test_a_limit_makes_longer_contexts_equal(case):
+    """With 3 tokens of context the branch with two rewards wins; with 4 the one that fits."""
+    history = [([1, 2, 3, 4, 5], 1), ([8, 2, 3, 4, 6], 1), ([9, 2, 3, 4, 6], 1)]
+    assert case(history, limit=3).feed(1, 2, 3, 4).draft() == [6]
+    assert case(history, limit=0).feed(1, 2, 3, 4).draft() == [5]
+
+
+def test_min_prob_stops_the_draft_where_its_path_is_too_rare(case):
+    """After 1 2 3: 4 in all four, then 5 in two of four, then 6 in one of four."""
+    history = [([1, 2, 3, 4, 5, 6], 1), ([1, 2, 3, 4, 5, 7], 0), ([1, 2, 3, 4, 8], 0)]
+    history.append(([1, 2, 3, 4, 9], 0))
+    for min_prob, draft in [(0.0, [4, 5, 6]), (0.3, [4, 5]), (0.5, [4, 5]), (0.6, [4])]:
+        assert case(history, min_prob=min_prob).feed(1, 2, 3).draft() == draft
+
+
+def test_factor_bounds_the_draft_by_the_match(case):
+    history = [(list(range(1, 30)), 1)]
+    assert case(history, factor=1.5).feed(1, 2, 3).draft() == [4, 5, 6, 7]
+
+
+def test_an_unknown_key_has_no_history(case):
+    c = case([([1, 2, 3, 4], 1)])
+    c.handles = c.forest.open(i64(77))
+    assert c.feed(1, 2, 3).draft() == []
+
+
+# ---- the own stream
+
+
+def test_the_own_stream_drafts_where_the_history_has_nothing(case):
+    assert case([]).feed(1, 2, 3, 4, 5, 1, 2, 3).draft(2) == [4, 5]
+
+
+def test_the_own_stream_needs_a_longer_match_than_the_history(case):
+    history = [([1, 2, 3, 9, 9], 1)]
+    assert case(history).feed(1, 2, 3, 4, 1, 2, 3).draft(1) == [9]
+    assert case(history).feed(5, 1, 2, 3, 4, 5, 1, 2, 3).draft(1) == [4]
+
+
+def test_a_period_of_the_own_stream_goes_on(case):
+    assert case([]).feed(1, 2, 3, 1, 2, 3, 1).draft(7) == [2, 3, 1, 2, 3, 1, 2]
+
+
+def test_of_equal_own_matches_the_most_recent_is_taken(case):
+    assert case([]).feed(1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3).draft(1) == [8]
+
+
+def test_only_the_last_candidates_are_compared(case):
+    stream = [9, 1, 2, 3, 7, 1, 2, 3, 8, 9, 1, 2, 3]
+    assert case([], candidates=2).feed(*stream).draft(1) == [7]
+    assert case([], candidates=1).feed(*stream).draft(1) == [8]
+
+
+def test_without_live_the_own_stream_is_not_used(case):
+    assert case([], live=False).feed(1, 2, 3, 4, 1, 2, 3).draft() == []
+
+
+# ---- windows
+
+
+def test_the_window_grows_by_two_and_falls_back_to_two(case):
+    c = case([(list(range(100)), 1)], max_window=8)
+    c.feed(0, 1, 2)
+    seen = []
+    for accepted in [2, 4, 6, 8, 8, 3, 2]:
+        assert len(c.draft(None)) >= accepted
+        seen.append(c.accept(accepted))
+    assert seen == [4, 6, 8, 8, 8, 2, 4]
+
+
+def test_a_short_draft_that_is_accepted_whole_grows_the_window(case):
+    """Acceptance is compared with what was proposed, 1, not with the window, 2."""
+    c = case([([1, 2, 3, 4], 1)])
+    assert c.feed(1, 2, 3).draft(None) == [4]
+    assert c.accept(1) == 4
+
+
+def test_an_empty_draft_leaves_the_window(case):
+    c = case([(list(range(9)), 1)])
+    assert len(c.feed(0, 1, 2).draft(None)) == 2
+    assert c.accept(2) == 4
+    assert c.feed(77).draft(None) == []
+    assert c.accept(0) == 4
+
+
+@pytest.mark.parametrize(
+    "knee, running, first, second",
+    [(0, 10**6, 2, 4), (40, 10, 2, 3), (40, 40, 1, 1), (400, 10, 8, 16), (1000, 8, 8, 16)],
+)
+def test_the_load_rule_bounds_drafts_and_speeds_their_growth(case, knee, running, first, second):
+    """Budget knee // running - 1: none, 3, 1 (at least), 32 (39), 32 (124); start budget // 4."""
+    c = case([(list(range(100)), 1)], knee=knee)
+    assert len(c.feed(0, 1, 2).draft(None, running)) == first
+    c.accept(first)
+    assert len(c.draft(None, running)) == second
+
+
+def test_the_width_of_a_batch_is_its_largest_window_or_the_budget(case):
+    c = case([(list(range(100)), 1)], knee=40)
+    assert c.forest.draft(c.handles, i32(5), 0)[0].shape == (1, 5)
+    assert c.forest.draft(c.handles, None, 10)[0].shape == (1, 3)
+    assert c.forest.draft(c.handles, None, 1)[0].shape == (1, 32)
+
+
+# ---- trees
+
+
+def test_a_tree_holds_the_most_probable_continuations_first(case):
+    """4 (3 of 4), 4 6 (2 of 4), then 4 5 and 7 (1 of 4): the child of the earlier node first."""
+    history = [([1, 2, 3, 4, 5], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 7], 0)]
+    nodes = [(4, -1), (6, 0), (7, -1), (5, 0)]
+    assert case(history).feed(1, 2, 3).tree(8) == nodes
+    assert case(history).feed(1, 2, 3).tree(2) == nodes[:2]
+
+
+def test_a_tree_is_accepted_up_to_its_depth(case):
+    c = case([([1, 2, 3, 4, 5], 0), ([1, 2, 3, 6], 0), ([1, 2, 3, 7], 0)])
+    assert len(c.feed(1, 2, 3).tree(4)) == 4
+    with pytest.raises(ValueError, match=r"accepted\[0\] 3: 0 to the length of the last draft, 2"):
+        c.accept(3)
+    assert c.accept(2) == 4
+
+
+# ---- requests and epochs
+
+
+def test_a_closed_handle_is_refused_for_ever(case):
+    c = case([])
+    c.forest.close(c.handles)
+    again = c.forest.open(i64(0))
+    assert again[0] != c.handles[0]
+    for call in (
+        c.feed,
+        c.draft,
+        c.matches,
+        lambda: c.accept(0),
+        lambda: c.forest.close(c.handles),
+    ):
+        with pytest.raises(ValueError, match=rf"handles\[0\] {c.handles[0]}: not open"):
+            call()
+
+
+def test_a_request_stays_on_the_histories_that_it_was_opened_on(case):
+    c = case([([1, 2, 3, 4], 1)])
+    c.forest.build(*corpus({0: [([1, 2, 3, 5], 1)]}))
+    assert c.feed(1, 2, 3).draft() == [4]
+    c.forest.swap()
+    assert c.draft() == [4]
+    c.handles = c.forest.open(i64(0))
+    assert c.feed(1, 2, 3).draft() == [5]
+
+
+def test_a_swap_needs_a_build(case):
+    c = case([])
+    with pytest.raises(ValueError, match="swap: nothing was built since the last one"):
+        c.forest.swap()
+
+
+@needs_build
+def test_an_epoch_is_freed_with_its_last_request():
+    c = Case(SuffixForest, [([1, 2, 3] * 5000, 1)])
+    old = c.forest.stats()["history_bytes"]
+    c.forest.build(*corpus({0: [([1], 1)]}))
+    c.forest.swap()
+    assert c.forest.stats()["history_bytes"] > old
+    c.forest.close(c.handles)
+    assert c.forest.stats()["history_bytes"] < 4096
+    assert c.forest.stats()["live_bytes"] == 0
+
+
+@needs_build
+def test_a_history_costs_less_than_sixty_bytes_a_token():
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 5000, 3000)
+    texts = [(np.where(rng.random(3000) < 0.05, 7, text).tolist(), 1.0) for _ in range(8)]
+    facts = SuffixForest(**DEFAULTS).build(*corpus({0: texts}))
+    assert facts["tokens"] == 24000
+    assert facts["bytes"] / facts["tokens"] < 60
+
+
+# ---- bad input
+
+
+def good_build() -> dict:
+    names = ["keys", "tokens", "response_offsets", "prompt_offsets", "rewards"]
+    parts = corpus({5: [([1, 2], 1), ([3], 0)], 6: [([4], 0)]})
+    return dict(zip(names, parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(keys=i64(5, 5)), r"keys\[1\] 5: every prompt once"),
+        (dict(keys=np.array([5.0, 6.0])), "keys: int64, not float64"),
+        (dict(keys=[5, 6]), "keys: a numpy array of int64, not list"),
+        (dict(tokens=i32(1, -2, 3, 4)), r"tokens\[1\] -2: token ids are 0 or more"),
+        (dict(tokens=i64(1, 2, 3, 4)), "tokens: int32, not int64"),
+        (dict(tokens=np.zeros((2, 2), np.int32)), "tokens: one dimension, not 2"),
+        (dict(tokens=np.zeros(8, np.int32)[::2]), "tokens: contiguous, not with a stride of 8"),
+        (dict(response_offsets=i64(0, 2, 4)), "response_offsets: 4 entries are needed, got 3"),
+        (dict(response_offsets=i64(1, 2, 3, 4)), r"response_offsets\[0\] 1: offsets begin with 0"),
+        (dict(response_offsets=i64(0, 3, 2, 4)), r"response_offsets\[2\] 2: offsets do not fall"),
+        (dict(response_offsets=i64(0, 2, 3, 9)), r"response_offsets\[3\] 9: the last offset is"),
+        (dict(prompt_offsets=i64(0, 2, 2)), r"prompt_offsets\[2\] 2: the last offset is"),
+        (dict(rewards=np.float32([1, np.nan, 0])), r"rewards\[1\] nan: finite numbers"),
+        (dict(rewards=np.float32([np.inf, 0, 0])), r"rewards\[0\] inf: finite numbers"),
+        (dict(rewards=np.float32([0, 0, 1e6])), r"rewards\[2\] 1e\+?0?6.*: finite numbers"),
+        (dict(rewards=np.float64([1, 0, 0])), "rewards: float32, not float64"),
+    ],
+)
+def test_a_bad_build_names_the_argument_and_changes_nothing(case, change, message):
+    c = case([([1, 2, 3, 4], 1)])
+    with pytest.raises(ValueError, match=message.replace("1e", "1(e|0)")):
+        c.forest.build(**{**good_build(), **change})
+    with pytest.raises(ValueError, match="nothing was built"):
+        c.forest.swap()
+    assert c.feed(1, 2, 3).draft() == [4]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda f, h: f.open(i32(1)), "keys: int64, not int32"),
+        (lambda f, h: f.open(None), "keys: a numpy array of int64, not NoneType"),
+        (lambda f, h: f.advance(h, i32(1), i64(0, 2)), r"offsets\[1\] 2: the last offset is"),
+        (lambda f, h: f.advance(h, i32(1), i64(0)), "offsets: 2 entries are needed, got 1"),
+        (lambda f, h: f.advance(h, i32(-7), i64(0, 1)), r"tokens\[0\] -7: token ids are 0 or more"),
+        (lambda f, h: f.advance(i64(*h, *h), i32(), i64(0, 0, 0)), r"handles\[1\] \d+: every hand"),
+        (lambda f, h: f.draft(h, i32(33), 0), r"windows\[0\] 33: 0 to max_window 32"),
+        (lambda f, h: f.draft(h, i32(-1), 0), r"windows\[0\] -1: 0 to max_window 32"),
+        (lambda f, h: f.draft(h, i32(1, 2), 0), "windows: 1 entries are needed, got 2"),
+        (lambda f, h: f.draft(h.astype(np.int32), None, 0), "handles: int64, not int32"),
+        (lambda f, h: f.draft(i64(-1), None, 0), r"handles\[0\] -1: not open"),
+        (lambda f, h: f.draft(i64(1 << 40), None, 0), r"handles\[0\] \d+: not open"),
+        (
+            lambda f, h: f.accept(h, i32(1)),
+            r"accepted\[0\] 1: 0 to the length of the last draft, 0",
+        ),
+        (lambda f, h: f.accept(h, i32(-1)), r"accepted\[0\] -1: 0 to the length"),
+        (lambda f, h: f.accept(h, i32()), "accepted: 1 entries are needed, got 0"),
+        (lambda f, h: f.step(h, i32(3), i32(1), i64(0, 1), None, 0), r"accepted\[0\] 3: 0 to"),
+    ],
+)
+def test_a_bad_call_names_the_argument_and_changes_nothing(case, call, message):
+    c = case([([1, 2, 3, 4], 1)]).feed(1, 2)
+    with pytest.raises(ValueError, match=message):
+        call(c.forest, c.handles)
+    assert c.feed(3).draft() == [4]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(min_match=0), "min_match 0: 1 to 64"),
+        (dict(limit=2), "limit 2: 0 for none, or at least min_match 3"),
+        (dict(limit=-1), "limit -1: 0 for none, or at least min_match 3"),
+        (dict(min_prob=1.5), "min_prob 1.5: from 0 to 1"),
+        (dict(min_prob=float("nan")), "min_prob nan: from 0 to 1"),
+        (dict(max_window=0), "max_window 0: 1 to 4096"),
+        (dict(start_window=64), "start_window 64: 1 to max_window 32"),
+        (dict(growth=-1), "growth -1: 0 to 4096"),
+        (dict(knee=-5), "knee -5: 0 for unknown"),
+        (dict(candidates=0), "candidates 0: at least 1"),
+        (dict(live_match=0), "live_match 0: 1 to 64"),
+        (dict(factor=-1.0), "factor -1(.0)?: 0 for none"),
+        (dict(stream=-1), "stream -1: 0 to"),
+        (dict(threads=-1), "threads -1: 0 for all cores"),
+    ],
+)
+def test_bad_options_are_refused(case, options, message):
+    with pytest.raises(ValueError, match=message):
+        case([], **options)
+
+
+# ---- adversarial texts
+
+
+@needs_build
+@pytest.mark.parametrize("limit", [0, 7])
+def test_a_million_times_one_token(limit):
+    c = Case(SuffixForest, [([5] * 2**20, 1)], limit=limit, live=False)
+    assert c.feed(*[5] * 100).draft() == [5] * 8
+    assert c.matches() == (limit or 100, 0)
+    assert c.feed(6).matches() == (0, 0)
+
+
+@needs_build
+def test_a_million_random_bits():
+    bits = np.random.default_rng(1).integers(0, 2, 2**20)
+    c = Case(SuffixForest, [(bits.tolist(), 1)], limit=0)
+    c.forest.advance(c.handles, bits[1000:1100].astype(np.int32), i64(0, 100))
+    assert c.matches()[0] == 100
+    assert c.draft(32) == bits[1100:1132].tolist()
+
+
+@needs_build
+def test_a_period_of_the_history_is_followed_to_its_end():
+    c = Case(SuffixForest, [([1, 2, 3, 4] * 20000, 1)], limit=0, live=False)
+    assert c.feed(*[1, 2, 3, 4] * 19999).draft() == [1, 2, 3, 4]
+
+
+def test_empty_responses_and_empty_batches_are_fine(case):
+    c = case([([], 1), ([], 0)])
+    assert c.feed(1, 2, 3).draft() == []
+    tokens, lengths = c.forest.draft(i64(), None, 0)
+    assert tokens.shape == (0, 32) and lengths.shape == (0,)
+    assert c.forest.draft(i64(), i32(), 0)[0].shape == (0, 0)
+    c.forest.build(*corpus({}))
+    c.forest.swap()
+
+
+# ---- native and reference
+
+
+def draw_options(rng: random.Random) -> dict:
+    gram = rng.choice([1, 2, 3])
+    return {
+        **DEFAULTS,
+        "min_match": gram,
+        "limit": rng.choice([0, gram, gram + 1, 7]),
+        "min_prob": rng.choice([0.0, 0.1, 0.5, 1.0]),
+        "max_window": rng.choice([4, 32]),
+        "knee": rng.choice([0, 40, 200]),
+        "live": rng.random() < 0.6,
+        "candidates": rng.choice([1, 3, 16]),
+        "live_match": rng.choice([1, 2, 3]),
+        "factor": rng.choice([0.0, 0.5, 3.5]),
+        "stream": rng.choice([0, 300]),
+    }
+
+
+def draw_history(rng: random.Random, letters: int) -> tuple[np.ndarray, ...]:
+    keys = rng.sample(range(-2, 3), rng.randint(0, 3))
+    texts = {
+        key: [
+            ([rng.randrange(letters) for _ in range(rng.choice([0, 1, 4, 9, 20]))], reward)
+            for reward in rng.choices([0, 0.5, 1, 2, -1], k=rng.randint(0, 4))
+        ]
+        for key in keys
+    }
+    return corpus(texts)
+
+
+def same(results: list) -> None:
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_build
+@settings(deadline=None, max_examples=150)
+@given(st.randoms(use_true_random=False))
+def test_native_and_reference_agree_on_every_call(rng):
+    """Random insert, append, match, draft, tree, accept and free over small alphabets."""
+    options, letters = draw_options(rng), rng.choice([1, 2, 3, 5])
+    forests = [suffix.Reference(**options), SuffixForest(**options)]
+    requests: list[tuple[int, int]] = []
+    for _ in range(rng.randint(3, 15)):
+        what = rng.random()
+        if what < 0.2:
+            history = draw_history(rng, letters)
+            for forest in forests:
+                forest.build(*history)
+                forest.swap()
+        elif what < 0.4 or not requests:
+            keys = i64(*rng.choices(range(-2, 4), k=2))
+            requests += zip(*(f.open(keys).tolist() for f in forests), strict=True)
+        elif what < 0.5:
+            gone = requests.pop(rng.randrange(len(requests)))
+            for forest, handle in zip(forests, gone, strict=True):
+                forest.close(i64(handle))
+        else:
+            some = rng.sample(requests, rng.randint(1, len(requests)))
+            compare_a_round(rng, forests, [i64(*h) for h in zip(*some, strict=True)], letters)
+
+
+def compare_a_round(rng, forests, handles, letters: int) -> None:
+    size = len(handles[0])
+    text = batch(
+        [[rng.randrange(letters) for _ in range(rng.choice([0, 1, 5]))] for _ in "x" * size]
+    )
+    windows = rng.choice([None, i32(*(rng.randint(0, 4) for _ in range(size)))])
+    running = rng.choice([0, 1, 20])
+    pairs = list(zip(forests, handles, strict=True))
+    for forest, h in pairs:
+        forest.advance(h, *text)
+    same([f.matches(h) for f, h in pairs])
+    same([f.draft_tree(h, windows, running) for f, h in pairs])
+    drafts = [f.draft(h, windows, running) for f, h in pairs]
+    same(drafts)
+    accepted = i32(*(rng.choice([0, n]) for n in drafts[0][1].tolist()))
+    same([f.step(h, accepted, *text, windows, running) for f, h in pairs])
+    same([[f.windows(h)] for f, h in pairs])
+
+
+@needs_build
+def test_a_step_is_accept_advance_and_draft():
+    rng = np.random.default_rng(3)
+    text = rng.integers(0, 3, 200).tolist()
+    whole, parts = (Case(SuffixForest, [(text, 1)]) for _ in range(2))
+    accepted = i32(0)
+    for at in range(0, 60, 5):
+        more = batch([text[at : at + 5]])
+        parts.forest.accept(parts.handles, accepted)
+        parts.forest.advance(parts.handles, *more)
+        expected = parts.forest.draft(parts.handles, None, 0)
+        same([whole.forest.step(whole.handles, accepted, *more, None, 0), expected])
+        accepted = expected[1]
+
+
+# ---- builds
+
+
+@needs_build
+def test_threads_build_the_same_histories():
+    rng = np.random.default_rng(4)
+    texts = {k: [(rng.integers(0, 9, 300).tolist(), 1.0)] for k in range(40)}
+    drafts = []
+    for threads in (1, 4):
+        forest = SuffixForest(**{**DEFAULTS, "threads": threads})
+        forest.build(*corpus(texts))
+        forest.swap()
+        handles = forest.open(i64(*range(40)))
+        forest.advance(handles, *batch([t[0][0][100:110] for t in texts.values()]))
+        drafts.append(forest.draft(handles, None, 0))
+    same(drafts)
+
+
+@needs_build
+def test_requests_are_served_while_the_next_epoch_is_built():
+    rng = np.random.default_rng(5)
+    text = rng.integers(0, 50, 40000).tolist()
+    epochs = [corpus({0: [(text, 1)]}), corpus({0: [(text[::-1], 1)]})]
+    forest = SuffixForest(**{**DEFAULTS, "threads": 2})
+    forest.build(*epochs[0])
+    forest.swap()
+    failures: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            for k in range(8):
+                forest.build(*epochs[k % 2])
+                forest.swap()
+        except BaseException as error:
+            failures.append(error)
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    served = 0
+    while builder.is_alive() or served == 0:
+        handles = forest.open(i64(0))
+        forest.advance(handles, i32(*text[100:120]), i64(0, 20))
+        length = forest.draft(handles, i32(4), 0)[1][0]
+        assert 0 <= length <= 4
+        forest.close(handles)
+        served += 1
+    builder.join()
+    assert not failures
+
+
+OUT_OF_MEMORY = """
+import resource, numpy as np
+from rlcore._C import SuffixForest
+from tests.native.test_suffix import Case, corpus
+c = Case(SuffixForest, [([1, 2, 3, 4], 1)])
+now = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
+tokens = np.zeros(1_000_000, np.int32)
+end = np.array([0, len(tokens)], np.int64)
+try:
+    c.forest.build(np.zeros(1, np.int64), tokens, end, np.array([0, 1]), np.zeros(1, np.float32))
+except MemoryError:
+    assert c.feed(1, 2, 3).draft() == [4]
+    print("kept")
+"""
+
+
+@needs_build
+def test_out_of_memory_while_building_keeps_what_was_there():
+    root = Path(__file__).resolve().parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=120, cwd=root
+    )
+    assert ran.stdout.strip() == "kept", ran.stderr
+
+
+# ---- files
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    rng = np.random.default_rng(6)
+    texts = {k: [(rng.integers(0, 9, 50).tolist(), 1.0)] for k in range(5)}
+    forest = SuffixForest(**DEFAULTS)
+    forest.build(*corpus({**texts, 9: [([1, 2, 3, 4], 1)]}))
+    forest.swap()
+    forest.save(str(tmp_path / "forest"))
+    return tmp_path / "forest"
+
+
+@needs_build
+def test_a_saved_forest_serves_after_loading(saved):
+    c = Case(SuffixForest, [])
+    c.forest.load(str(saved))
+    c.handles = c.forest.open(i64(9))
+    assert c.feed(1, 2, 3).draft() == [4]
+
+
+@needs_build
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda b: b[:10], "not a suffix forest, 10 bytes"),
+        (lambda b: b[:-1], "bytes, its header says"),
+        (lambda b: b"x" * 500, "not a suffix forest"),
+        (lambda b: b + b"\0" * 64, "bytes, its header says"),
+        (lambda b: b[:8] + b"\x63" + b[9:], "version 99, this build reads 1"),
+        (lambda b: b[:300] + bytes([b[300] ^ 1]) + b[301:], "checksum"),
+    ],
+)
+def test_a_file_that_is_not_a_whole_forest_is_refused(saved, change, message):
+    saved.write_bytes(change(saved.read_bytes()))
+    c = Case(SuffixForest, [([1, 2, 3, 7], 1)])
+    with pytest.raises(ValueError, match=f"path .*: .*{message}"):
+        c.forest.load(str(saved))
+    assert c.feed(1, 2, 3).draft() == [7]
+
+
+@needs_build
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        SuffixForest(**DEFAULTS).load(str(tmp_path / "nowhere"))
+
+
+@needs_build
+def test_there_is_nothing_to_save_before_the_first_swap(tmp_path):
+    with pytest.raises(ValueError, match="save: nothing to save"):
+        SuffixForest(**DEFAULTS).save(str(tmp_path / "forest"))
+
+
+# ---- the public class
+
+
+def test_the_public_class_serves_with_and_without_a_build(monkeypatch):
+    for wanted in ("0", ""):
+        monkeypatch.setenv("RLCORE_NATIVE", wanted)
+        suffix.native.load.cache_clear()
+        forest = suffix.Forest(threads=1)
+        forest.build(*corpus({3: [([1, 2, 3, 4, 5, 6], 1)]}))
+        forest.swap()
+        handles = forest.open(i64(3))
+        forest.advance(handles, i32(1, 2, 3), i64(0, 3))
+        assert forest.draft(handles)[0][0, :3].tolist() == [4, 5, -1]
+        forest.accept(handles, i32(2))
+        assert forest.windows(handles).tolist() == [4]
+        assert forest.matches(handles)[0].tolist() == [3]
+        assert forest.stats()["requests"] == 1
+        assert forest.stats()["tokens"] == 6
+        forest.close(handles)
+    suffix.native.load.cache_clear()
