@@ -360,13 +360,13 @@ def good_build() -> dict:
         (dict(prompt_offsets=i64(0, 2, 2)), r"prompt_offsets\[2\] 2: the last offset is"),
         (dict(rewards=np.float32([1, np.nan, 0])), r"rewards\[1\] nan: finite numbers"),
         (dict(rewards=np.float32([np.inf, 0, 0])), r"rewards\[0\] inf: finite numbers"),
-        (dict(rewards=np.float32([0, 0, 1e6])), r"rewards\[2\] 1e\+?0?6.*: finite numbers"),
+        (dict(rewards=np.float32([0, 0, 1e6])), r"rewards\[2\] 1.*: finite numbers"),
         (dict(rewards=np.float64([1, 0, 0])), "rewards: float32, not float64"),
     ],
 )
 def test_a_bad_build_names_the_argument_and_changes_nothing(case, change, message):
     c = case([([1, 2, 3, 4], 1)])
-    with pytest.raises(ValueError, match=message.replace("1e", "1(e|0)")):
+    with pytest.raises(ValueError, match=message):
         c.forest.build(**{**good_build(), **change})
     with pytest.raises(ValueError, match="nothing was built"):
         c.forest.swap()
