@@ -1,0 +1,273 @@
+// Host test of csrc/suffix, without Python: match.h alone against brute force, then the batched
+// walks and the body of the CUDA kernel against match.h. Built with sanitizers by
+// tests/native/test_suffix_native.py.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "suffix/build.h"
+#include "suffix/forest.h"
+#include "suffix/match_cuda.h"
+
+using namespace rlcore::suffix;
+
+#define CHECK(condition)                                                         \
+  if (!(condition)) {                                                            \
+    std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+    std::exit(1);                                                                \
+  }
+
+namespace {
+
+using Text = std::vector<int32_t>;
+
+struct Random {
+  uint64_t state;
+  int32_t below(int32_t n) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<int32_t>((state >> 33) % static_cast<uint64_t>(n));
+  }
+  Text text(int32_t length, int32_t letters) {
+    Text t(static_cast<size_t>(length));
+    for (auto& x : t) x = below(letters);
+    return t;
+  }
+};
+
+struct Index {
+  std::vector<State> states;
+  std::vector<Edge> edges;
+  History view() const { return {states.data(), edges.data()}; }
+};
+
+Index index_of(const std::vector<Text>& responses, const std::vector<int64_t>& weights) {
+  Builder builder;
+  int64_t tokens = 0;
+  for (const auto& r : responses) tokens += static_cast<int64_t>(r.size());
+  builder.start(tokens);
+  for (size_t i = 0; i < responses.size(); ++i) builder.add(responses[i], weights[i]);
+  builder.finish();
+  Index index;
+  index.states.resize(builder.num_states());
+  index.edges.resize(builder.num_edges());
+  builder.write(index.states.data(), index.edges.data());
+  return index;
+}
+
+// (sum of weights, occurrences) of `text`.
+std::pair<int64_t, uint32_t> occurrences(const std::vector<Text>& responses,
+                                         const std::vector<int64_t>& weights, const Text& text) {
+  std::pair<int64_t, uint32_t> sum = {0, 0};
+  for (size_t i = 0; i < responses.size(); ++i) {
+    const Text& r = responses[i];
+    for (size_t at = 0; at + text.size() <= r.size(); ++at) {
+      if (!std::equal(text.begin(), text.end(), r.begin() + static_cast<std::ptrdiff_t>(at))) {
+        continue;
+      }
+      sum.first += weights[i];
+      ++sum.second;
+    }
+  }
+  return sum;
+}
+
+// Match length and best child by counting every string.
+void check_against_counting(Random& random) {
+  const int32_t letters = 1 + random.below(4);
+  std::vector<Text> responses;
+  std::vector<int64_t> weights;
+  for (int32_t i = random.below(4); i >= 0; --i) {
+    responses.push_back(random.text(random.below(25), letters));
+    weights.push_back(random.below(3));
+  }
+  const Index index = index_of(responses, weights);
+  const int32_t limit = random.below(2) ? 0x7fffffff : 1 + random.below(5);
+  const Text stream = random.text(20, letters + 1);
+  Match match = {kRoot, 0};
+  for (size_t end = 1; end <= stream.size(); ++end) {
+    match = advance(index.view(), match, stream[end - 1], limit);
+    Text longest;
+    for (size_t from = 0; from <= end; ++from) {
+      const Text suffix(stream.begin() + static_cast<std::ptrdiff_t>(from),
+                        stream.begin() + static_cast<std::ptrdiff_t>(end));
+      if (static_cast<int64_t>(suffix.size()) > limit) continue;
+      if (suffix.empty() || occurrences(responses, weights, suffix).second > 0) {
+        longest = suffix;
+        break;
+      }
+    }
+    CHECK(match.length == static_cast<int32_t>(longest.size()));
+    int32_t best = kNoToken;
+    std::pair<int64_t, uint32_t> most = {-1, 0};
+    for (int32_t token = 0; token < letters; ++token) {
+      Text longer = longest;
+      longer.push_back(token);
+      const auto found = occurrences(responses, weights, longer);
+      if (found.second > 0 && found > most) {
+        most = found;
+        best = token;
+      }
+    }
+    const State& state = index.states[match.state];
+    CHECK(state.token == best);
+    if (best != kNoToken) CHECK(index.states[state.next].count == most.second);
+    if (!longest.empty()) {
+      CHECK(state.count == occurrences(responses, weights, longest).second);
+    }
+  }
+}
+
+// The forest, which walks in batches, and the device's body give the same drafts and windows.
+void check_batches(Random& random) {
+  constexpr size_t kRequests = 40;  // more than walk at once
+  Options o;
+  o.min_match = 1 + random.below(3);
+  o.limit = random.below(2) ? 0 : o.min_match + random.below(5);
+  o.min_prob = random.below(3) * 0.2;
+  o.live_match = 1 + random.below(3);
+  o.factor = random.below(2) * 1.5;
+  o.knee = random.below(2) * 400;
+  o.stream = 0;
+  const int32_t letters = 1 + random.below(20);
+  Text tokens;
+  std::vector<int64_t> keys, responses = {0}, prompts = {0};
+  std::vector<float> rewards;
+  for (int32_t p = 0; p < 5; ++p) {
+    keys.push_back(p * 7 - 9);
+    for (int32_t r = 0; r < 3; ++r) {
+      const Text text = random.text(random.below(200), letters);
+      tokens.insert(tokens.end(), text.begin(), text.end());
+      responses.push_back(static_cast<int64_t>(tokens.size()));
+      rewards.push_back(static_cast<float>(random.below(3)) - 1);
+    }
+    prompts.push_back(static_cast<int64_t>(rewards.size()));
+  }
+  Forest forest(o, 2);
+  forest.build({keys, tokens, responses, prompts, rewards});
+  forest.swap();
+
+  std::vector<int64_t> wanted(kRequests), handles(kRequests);
+  for (auto& key : wanted) key = random.below(6) * 7 - 9;
+  forest.open(wanted, handles);
+  constexpr int32_t kStream = 300;
+  constexpr uint32_t kRoom = 512;
+  std::vector<DeviceRequest> requests(kRequests);
+  std::vector<LiveToken> text(kRequests * kStream);
+  std::vector<LiveSlot> slots(kRequests * kRoom);
+  std::vector<int64_t> ids(kRequests);
+  for (size_t i = 0; i < kRequests; ++i) {
+    const History h = forest.current()->history(wanted[i]);
+    ids[i] = static_cast<int64_t>(kRequests - 1 - i);
+    requests[static_cast<size_t>(ids[i])] = {ids[i], h.states, h.edges, {kRoot, 0}, {}, 0, 0, 0};
+  }
+
+  std::vector<int32_t> accepted(kRequests, 0), lengths(kRequests), windows(kRequests);
+  for (int32_t round = 0; round < 12; ++round) {
+    Text more;
+    std::vector<int64_t> offsets = {0};
+    for (size_t i = 0; i < kRequests; ++i) {
+      const Text one = random.text(random.below(12), letters + 1);
+      more.insert(more.end(), one.begin(), one.end());
+      offsets.push_back(static_cast<int64_t>(more.size()));
+    }
+    const bool own = random.below(2);
+    for (auto& w : windows) w = random.below(o.max_window + 1);
+    const int32_t width = own ? load_rule(o, kRequests).budget : o.max_window;
+    const size_t cells = kRequests * static_cast<size_t>(width);
+    std::vector<int32_t> here(cells, -1), there(cells, -1), there_lengths(kRequests);
+    forest.step(handles, accepted, more, offsets, own ? std::span<const int32_t>() : windows, own,
+                0, {here.data(), nullptr, lengths.data(), width});
+    StepJob job = {.requests = requests.data(),
+                   .num_requests = kRequests,
+                   .text = text.data(),
+                   .slots = slots.data(),
+                   .stream = kStream,
+                   .mask = kRoom - 1,
+                   .handles = ids.data(),
+                   .accepted = accepted.data(),
+                   .tokens = more.data(),
+                   .num_tokens = static_cast<int64_t>(more.size()),
+                   .offsets = offsets.data(),
+                   .windows = own ? nullptr : windows.data(),
+                   .batch = kRequests,
+                   .running = kRequests,
+                   .width = width,
+                   .out = there.data(),
+                   .lengths = there_lengths.data(),
+                   .options = o};
+    for (int64_t i = 0; i < job.batch; ++i) step_request(job, i);
+    CHECK(lengths == there_lengths);
+    CHECK(here == there);
+    std::vector<int32_t> sizes(kRequests);
+    forest.windows(handles, sizes);
+    for (size_t i = 0; i < kRequests; ++i) {
+      CHECK(sizes[i] == requests[static_cast<size_t>(ids[i])].window.size);
+      accepted[i] = random.below(lengths[i] + 1);
+    }
+  }
+  forest.close(handles);
+  CHECK(forest.stats().live_bytes == 0);
+}
+
+// What the host would refuse, the device's body holds in range.
+void check_device_bounds() {
+  const Index index = index_of({{1, 2, 3, 4, 5}}, {1});
+  Options o;
+  DeviceRequest request = {5LL << 32, index.states.data(), index.edges.data(), {kRoot, 0}, {}, 0, 0,
+                           0};
+  std::vector<LiveToken> text(4);
+  std::vector<LiveSlot> slots(8);
+  const std::vector<int64_t> handles = {5LL << 32, 0, -1, 1, 6LL << 32};
+  const Text tokens = {7, -1, 1, 2, 3};
+  const std::vector<int64_t> offsets = {-4, 99, 99, -7, 0, 3};
+  const Text windows = {1000, 1, 1, 1, 1};
+  const Text accepted = {50, 0, 0, 0, 0};
+  std::vector<int32_t> out(15, -1), lengths(5, 77);
+  const StepJob job = {.requests = &request,
+                       .num_requests = 1,
+                       .text = text.data(),
+                       .slots = slots.data(),
+                       .stream = 4,
+                       .mask = 7,
+                       .handles = handles.data(),
+                       .accepted = accepted.data(),
+                       .tokens = tokens.data(),
+                       .num_tokens = 5,
+                       .offsets = offsets.data(),
+                       .windows = windows.data(),
+                       .batch = 5,
+                       .running = 1,
+                       .width = 3,
+                       .out = out.data(),
+                       .lengths = lengths.data(),
+                       .options = o};
+  for (int64_t i = 0; i < 5; ++i) step_request(job, i);
+  CHECK((lengths == Text{2, -1, -1, -1, -1}));
+  CHECK(out[0] == 4 && out[1] == 5 && out[2] == -1);
+  CHECK(request.full == 1 && request.size == 4);
+}
+
+}  // namespace
+
+int main() {
+  Random random = {7};
+  for (int i = 0; i < 150; ++i) check_against_counting(random);
+  for (int i = 0; i < 25; ++i) check_batches(random);
+  check_device_bounds();
+  bool refused = false;
+  try {
+    Options o;
+    o.limit = 2;
+    Forest(o, 1);
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  CHECK(refused);
+  return 0;
+}

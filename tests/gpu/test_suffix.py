@@ -1,0 +1,55 @@
+"""The draft kernel on a GPU against the same body on the CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlcore.ops import native
+from rlcore.ops.suffix import Forest
+from rlcore.ops.suffix_device import DeviceForest
+from tests.gpu import side
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def build() -> None:
+    if native.torch_ops("suffix forest", side.DEVICE.type) is None:
+        pytest.skip("no native build with kernels for the device")
+
+
+@pytest.mark.parametrize("requests", [1, 33, 256])
+@pytest.mark.parametrize("options", [{}, dict(limit=0, min_match=1, min_prob=0.3, factor=3.0)])
+def test_the_kernel_drafts_what_the_host_drafts(requests, options):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 6, 8000).astype(np.int32)
+    offsets = np.arange(0, 8001, 500)
+    forest = Forest(threads=1, **options)
+    forest.build(np.arange(4), tokens, offsets, np.arange(0, 17, 4), rng.random(16, np.float32))
+    forest.swap()
+    sides = [DeviceForest(d, requests=requests, **options) for d in ("cpu", side.DEVICE)]
+    keys = rng.integers(0, 5, requests)
+    handles = []
+    for one in sides:
+        one.upload(forest)
+        handles.append(one.open(keys))
+    accepted = torch.zeros(requests, dtype=torch.int32)
+    for _ in range(10):
+        lengths = rng.integers(0, 9, requests)
+        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+        text = torch.from_numpy(rng.integers(0, 6, int(lengths.sum())).astype(np.int32))
+        results = [
+            [t.cpu() for t in one.step(h, *(x.to(one.device) for x in (accepted, text, ends)))]
+            for one, h in zip(sides, handles, strict=True)
+        ]
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        accepted = (results[0][1] * torch.rand(requests)).int()
+
+
+def test_a_handle_that_is_not_open_has_length_minus_one():
+    forest = DeviceForest(side.DEVICE, requests=2)
+    handles = torch.tensor([0, 5, -1], device=side.DEVICE)
+    tokens = torch.zeros(0, dtype=torch.int32, device=side.DEVICE)
+    offsets = torch.zeros(4, dtype=torch.int64, device=side.DEVICE)
+    assert forest.step(handles, None, tokens, offsets)[1].tolist() == [-1, -1, -1]

@@ -1,0 +1,142 @@
+"""The device forest on the CPU: the kernel's body against the forest, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlcore.ops import native
+from rlcore.ops.suffix import Forest
+from rlcore.ops.suffix_device import DeviceForest
+from tests.native.test_suffix import batch, corpus, i32, i64, needs_build
+
+pytestmark = [pytest.mark.native, needs_build]
+
+
+@pytest.fixture(autouse=True)
+def build() -> None:
+    if native.torch_ops("suffix forest", "cpu") is None:
+        pytest.skip("no native build of torch ops")
+
+
+def forest_of(texts: dict[int, list[int]], **options) -> Forest:
+    forest = Forest(threads=1, **options)
+    forest.build(*corpus({key: [(text, 1.0)] for key, text in texts.items()}))
+    forest.swap()
+    return forest
+
+
+def tensors(*arrays: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(a) for a in arrays]
+
+
+@pytest.mark.parametrize("options", [{}, dict(limit=0, min_match=1, min_prob=0.3, knee=200)])
+def test_the_device_drafts_what_the_forest_drafts(options):
+    rng = np.random.default_rng(0)
+    texts = {key: rng.integers(0, 4, 400).tolist() for key in range(4)}
+    forest = forest_of(texts, **options)
+    device = DeviceForest(requests=8, **options)
+    device.upload(forest)
+    keys = i64(0, 1, 2, 3, 3, 99)
+    here, there = forest.open(keys), device.open(keys)
+    accepted = np.zeros(6, np.int32)
+    for _ in range(20):
+        text = batch([rng.integers(0, 4, rng.integers(0, 9)).tolist() for _ in keys])
+        expected = forest.step(here, accepted, *text)
+        got = device.step(there, *tensors(accepted, *text))
+        np.testing.assert_array_equal(got[0].numpy(), expected[0])
+        np.testing.assert_array_equal(got[1].numpy(), expected[1])
+        accepted = rng.integers(0, expected[1] + 1, dtype=np.int32)
+
+
+def test_requests_keep_the_histories_that_they_were_opened_on():
+    device = DeviceForest(requests=2)
+    device.upload(forest_of({0: [1, 2, 3, 4]}))
+    old = device.open(i64(0))
+    held = device.nbytes
+    device.upload(forest_of({0: [1, 2, 3, 5]}))
+    assert device.nbytes > held
+    both = torch.cat([old, device.open(i64(0))])
+    out, lengths = device.step(both, None, *tensors(*batch([[1, 2, 3]] * 2)))
+    assert out[:, 0].tolist() == [4, 5] and lengths.tolist() == [1, 1]
+    device.close(old)
+    assert device.nbytes == held
+
+
+def test_a_stream_without_room_drafts_from_the_history_alone():
+    device = DeviceForest(requests=1, stream=8)
+    device.upload(forest_of({0: [1, 2, 3, 4]}))
+    handle = device.open(i64(0))
+    first = device.step(
+        handle, None, *tensors(*batch([[7, 8, 9, 7, 8, 9]])), torch.tensor([2]).int()
+    )
+    assert first[0][0, :2].tolist() == [7, 8]
+    more = device.step(handle, None, *tensors(*batch([[7, 8, 9]])))
+    assert more[1].tolist() == [0]
+    assert device.step(handle, None, *tensors(*batch([[1, 2, 3]])))[0][0, 0] == 4
+
+
+def test_a_reused_slot_does_not_know_the_stream_before():
+    device = DeviceForest(requests=1)
+    text = tensors(*batch([[7, 8, 9, 7, 8, 9]]))
+    first = device.open(i64(0))
+    assert device.step(first, None, *text)[1].tolist() == [2]
+    device.close(first)
+    second = device.open(i64(0))
+    assert second.tolist() != first.tolist()
+    assert device.step(second, None, *tensors(*batch([[7, 8, 9]])))[1].tolist() == [0]
+
+
+def test_a_closed_handle_is_refused():
+    device = DeviceForest(requests=1)
+    handle = device.open(i64(0))
+    device.close(handle)
+    with pytest.raises(ValueError, match=r"handles\[0\] 0: not open"):
+        device.close(handle)
+    with pytest.raises(ValueError, match=r"handles\[0\] 0: not open"):
+        device.step(handle, None, *tensors(*batch([[1]])))
+
+
+def test_there_is_no_room_for_more_requests_than_were_asked_for():
+    device = DeviceForest(requests=2)
+    device.open(i64(1))
+    with pytest.raises(ValueError, match="keys: 2 requests, room for 1 more"):
+        device.open(i64(1, 2))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(handles=torch.zeros(1, dtype=torch.int32)), "handles: torch.int64, not torch.int32"),
+        (dict(tokens=torch.zeros(1)), "tokens: torch.int32, not torch.float32"),
+        (dict(tokens=torch.zeros(4, dtype=torch.int32)[::2]), "tokens: one contiguous dimension"),
+        (dict(tokens=[1]), "tokens: a tensor, not list"),
+        (dict(tokens=torch.zeros(1, dtype=torch.int32, device="meta")), "tokens: on cpu, not on"),
+        (dict(offsets=torch.zeros(3, dtype=torch.int64)), "offsets: 2 entries are needed, got 3"),
+        (dict(accepted=torch.zeros(2, dtype=torch.int32)), "accepted: 1 entries are needed, got 2"),
+        (dict(windows=torch.zeros(0, dtype=torch.int32)), "windows: 1 entries are needed, got 0"),
+    ],
+)
+def test_a_bad_step_names_the_argument(change, message):
+    device = DeviceForest(requests=1)
+    good = dict(handles=device.open(i64(0)), accepted=None, tokens=torch.from_numpy(i32(1)))
+    good["offsets"] = torch.from_numpy(i64(0, 1))
+    with pytest.raises(ValueError, match=message):
+        device.step(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(limit=2), "limit 2: 0 for none, or at least min_match 3"),
+        (dict(requests=0), "requests 0: at least 1"),
+        (dict(stream=-1), "stream -1: 0 to"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DeviceForest(**options)
+
+
+def test_histories_are_uploaded_from_a_forest_that_has_some():
+    with pytest.raises(ValueError, match="arena: no histories"):
+        DeviceForest(requests=1).upload(Forest(threads=1))
