@@ -15,7 +15,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iostream>
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -240,8 +239,7 @@ class Run {
   std::vector<int64_t> open_;
 };
 
-void run(std::istream& in) {
-  std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+void run(std::vector<uint8_t> bytes) {
   try {
     Run(Bytes(std::move(bytes))).go();
   } catch (const std::invalid_argument&) {
@@ -249,10 +247,33 @@ void run(std::istream& in) {
   }
 }
 
+// Not through a stream, which remembers that it has ended: AFL++ hands in one input after another.
+[[maybe_unused]] std::vector<uint8_t> standard_input() {
+  std::vector<uint8_t> bytes;
+  uint8_t part[4096];
+  for (ssize_t n; (n = ::read(0, part, sizeof(part))) > 0;) {
+    bytes.insert(bytes.end(), part, part + n);
+  }
+  return bytes;
+}
+
+std::vector<uint8_t> contents(const std::filesystem::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  NEED(in.good());
+  return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc == 1) run(std::cin);
+  if (argc == 1) {
+#ifdef __AFL_HAVE_MANUAL_CONTROL
+    __AFL_INIT();
+    while (__AFL_LOOP(1000)) run(standard_input());
+#else
+    run(standard_input());
+#endif
+  }
   for (int i = 1; i < argc; ++i) {
     std::vector<std::filesystem::path> files;
     if (std::filesystem::is_directory(argv[i])) {
@@ -262,11 +283,7 @@ int main(int argc, char** argv) {
     } else {
       files.emplace_back(argv[i]);
     }
-    for (const auto& file : files) {
-      std::ifstream in(file, std::ios::binary);
-      NEED(in.good());
-      run(in);
-    }
+    for (const auto& file : files) run(contents(file));
   }
   return 0;
 }
