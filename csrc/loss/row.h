@@ -308,10 +308,14 @@ RL_HD void add(Moments<Statistic<T>, Statistic<T>>& m, const Vector<T> (&v)[kCou
   }
   if (top > m.top) raise(m, top, rate);
   const Statistic<T> shift = shift_of(top, rate);
+  // Summed apart first: after a dominant element every single one would be rounded to its last bit.
+  Moments<Statistic<T>, Statistic<T>> few{top, 0, 0};
   RL_UNROLL
   for (int i = 0; i < kCount * Vector<T>::kSize; ++i) {
-    add(m, v[i / Vector<T>::kSize].get(i % Vector<T>::kSize), rate, shift);
+    add(few, v[i / Vector<T>::kSize].get(i % Vector<T>::kSize), rate, shift);
   }
+  m.sum += few.sum;
+  m.dot += few.dot;
 }
 
 // This thread's share of the moments. Where `copy` is not null the elements are put there too, at

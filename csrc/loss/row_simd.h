@@ -9,12 +9,14 @@
 // of words: a shift and a mask instead of shuffles, and no sum or maximum asks for the order.
 //
 // Rounding: d = x - shift is one fma (two where temperature is not 1), the relative error of e^d is
-// 2^-24 |d| + 1.5 ulp. Sums: lanes within a block of kBlock elements, blocks in double.
+// 2^-24 |d| + 1.5 ulp. Sums: lanes over kRun elements, these over a block of kBlock, blocks in
+// double. Or every element after a dominant one would be rounded to its last bits.
 
 inline constexpr int kLanes = RL_LANES;
 inline constexpr int64_t kStep = 2 * kLanes;
 inline constexpr int64_t kBlock = 4096;  // stays in L1 between its maximum and its sum
-static_assert(kBlock % kStep == 0);
+inline constexpr int64_t kRun = 32 * kStep;
+static_assert(kBlock % kRun == 0);
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
@@ -204,20 +206,26 @@ inline RowStats stats_scaled(const T* row, int64_t count, const Scale& scale) {
     if (top > out.top) raise(out, top);
     // Before anything finite the shift is 0: -inf stays -inf and not NaN.
     const float shift = out.top == -kInf ? 0.0f : out.top;
-    Sums a = {}, b = {};
-    int64_t i = 0;
-    for (; i + kStep <= size; i += kStep) {
-      const Pair v = load(block + i);
-      add<kScaled>(v.a, scale, shift, a);
-      add<kScaled>(v.b, scale, shift, b);
+    Sums all = {};
+    for (int64_t from = 0; from < size; from += kRun) {
+      const int64_t to = size - from < kRun ? size : from + kRun;
+      Sums a = {}, b = {};
+      int64_t i = from;
+      for (; i + kStep <= to; i += kStep) {
+        const Pair v = load(block + i);
+        add<kScaled>(v.a, scale, shift, a);
+        add<kScaled>(v.b, scale, shift, b);
+      }
+      if (i < to) {
+        const Pair v = load_part(block + i, to - i);
+        add<kScaled>(v.a, scale, shift, a);
+        add<kScaled>(v.b, scale, shift, b);
+      }
+      all.sum += a.sum + b.sum;
+      all.dot += a.dot + b.dot;
     }
-    if (i < size) {
-      const Pair v = load_part(block + i, size - i);
-      add<kScaled>(v.a, scale, shift, a);
-      add<kScaled>(v.b, scale, shift, b);
-    }
-    out.sum += total(a.sum) + total(b.sum);
-    out.dot += total(a.dot) + total(b.dot);
+    out.sum += total(all.sum);
+    out.dot += total(all.dot);
   }
   return out;
 }

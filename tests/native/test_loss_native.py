@@ -100,6 +100,17 @@ def test_log_prob_and_entropy_are_those_of_float64(dtype, width, valid, temperat
 
 
 @needs_build
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", [0, 12345, 39999])
+def test_a_dominant_token_does_not_swallow_the_sum_of_the_others(dtype, place):
+    x = random_rows(dtype, 16, 40000, 40000, spread=3.0)._replace(temperature=1.0)
+    x.logits[:, place] = 16.0
+    x.tokens[:8] = place
+    for found, expected in zip(log_prob_and_entropy(stats(x)), reference(x)[1:], strict=True):
+        assert_near(found, expected, limit(dtype) / 4)
+
+
+@needs_build
 def test_the_statistics_of_a_row_worked_by_hand():
     logits = torch.tensor([[0.0, math.log(2), math.log(5), 99.0]])  # the last one is padding
     out = stats(Rows(logits, torch.tensor([1]), 3, 1.0))
