@@ -18,6 +18,7 @@
 #include <numeric>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "common/check.h"
 #include "suffix/batch.h"
@@ -505,16 +506,17 @@ Built Forest::build(const Corpus& corpus) {
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   const Built built = {h.num_tokens, h.num_states, h.num_edges, h.bytes, took.count()};
   const std::lock_guard serve(serving_);
+  std::erase_if(arenas_, [](const auto& held) { return held.expired(); });
   next_ = std::move(arena);
   arenas_.push_back(next_);
   return built;
 }
 
 void Forest::swap() {
+  std::shared_ptr<const Arena> old;  // freed after the lock
   const std::lock_guard lock(serving_);
   RL_CHECK(next_ != nullptr, "swap: nothing was built since the last one");
-  current_ = std::move(next_);
-  next_.reset();
+  old = std::exchange(current_, std::move(next_));
 }
 
 void Forest::open(std::span<const int64_t> keys, std::span<int64_t> handles) {

@@ -32,7 +32,7 @@ class DeviceOptions:
 
     limit: int = 7
     min_match: int = 3
-    min_prob: float = 0.0
+    min_prob: float = 0.3
     max_window: int = 32
     start_window: int = 2
     growth: int = 2
