@@ -117,7 +117,10 @@ def refused() -> str:
 
 CHUNK = 7
 OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo": ("grpo", {"rollout_is_threshold": 1.1}),
+    "grpo, mean of sequences": (
+        "grpo",
+        {"rollout_is_threshold": 1.1, "loss_agg_mode": "seq-mean-token-mean"},
+    ),
     "dapo, all terms": (
         "dapo",
         {
@@ -125,9 +128,9 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
             "entropy_coef": 0.01,
             "rollout_rs": ("token_k1",),
             "rollout_rs_threshold": ("0.8_1.3",),
+            "clip_dual": 1.1,
         },
     ),
-    "ppo, mean of sequences": ("ppo", {"loss_agg_mode": "seq-mean-token-mean", "clip_dual": 1.1}),
 }
 
 
@@ -157,7 +160,7 @@ def four_ways(case: Mapping[str, Any], logp: Tensor | None) -> dict[str, Any]:
                 learner._train = replace(learner._train, fused_loss=fused)
                 cfg = algos.config_class(algo)(**settings)
                 objective = Objective(algos.module(algo), cfg, max_tokens=20)
-                own = name == "grpo"  # the first update of a rollout
+                own = algo == "grpo"  # the first update of a rollout
                 learner.accumulate(batch.with_(logp_old=None) if own else batch, objective)
                 kept = learner.kept()
                 mcore.finalize_model_grads(learner._models)

@@ -110,8 +110,8 @@ def test_the_weights_gradient_is_added_to_a_buffer_and_autograd_sees_none(fused:
 
 
 def test_bfloat16_chunks_add_up_in_float32() -> None:
-    """2,000 chunks of a token that adds 1/2: a sum in bfloat16 would stand still at 128."""
-    n = 2000
+    """600 chunks of a token that adds 1/2: a sum in bfloat16 would stand still at 128."""
+    n = 600
     hidden = torch.ones(n, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     tokens = torch.zeros(n, dtype=torch.int64)
@@ -120,13 +120,13 @@ def test_bfloat16_chunks_add_up_in_float32() -> None:
         hidden, weight, tokens, given, PolicySpec(), vocab_size=2, chunk_tokens=1
     )
     (grad,) = torch.autograd.grad(made.loss, weight)
-    assert grad.flatten().tolist() == [-1000.0, 1000.0]  # each token -1/2 and 1/2
+    assert grad.flatten().tolist() == [-300.0, 300.0]  # each token -1/2 and 1/2
     buffer = torch.zeros(2, 1)
     logp = head.log_probs(
         hidden, weight, tokens, vocab_size=2, chunk_tokens=1, weight_grad=buffer
     ).logp
     logp.sum().backward()
-    assert buffer.flatten().tolist() == [1000.0, -1000.0]
+    assert buffer.flatten().tolist() == [300.0, -300.0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -387,15 +387,13 @@ def test_the_native_scalar_is_the_reference_on_wild_inputs(
     assert torch.allclose(ours, want, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_ops_keep_torchs_rules(dtype: torch.dtype) -> None:
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
-    given, spec = arguments(exact)
-    logits, tokens = randn(T, V, dtype=dtype), torch.arange(T) % V
+def test_the_ops_keep_torchs_rules() -> None:
+    given, spec = arguments()
+    logits, tokens = randn(T, V, dtype=torch.bfloat16), torch.arange(T) % V
     inputs, params = policy.prepared(given, spec, T, logits)
     where = (tokens, 0, V, 0.8)
     ops = torch.ops.rlcore
-    value = randn(T).to(exact)
+    value = randn(T, dtype=torch.float32)
     torch.library.opcheck(ops.policy_tokens, (value, value, *inputs, params))
     torch.library.opcheck(ops.policy_rows_, (logits.clone(), *where, *inputs, params, 0))
     torch.library.opcheck(ops.policy_loss, (logits.requires_grad_(), *where, *inputs, params, 0))
