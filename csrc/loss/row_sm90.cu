@@ -10,7 +10,7 @@
 namespace rlcore::loss {
 namespace {
 
-constexpr int kThreads = 512;  // one block fills a multiprocessor's shared memory
+constexpr int kThreads = 512;   // one block fills a multiprocessor's shared memory
 constexpr int kMaxCluster = 8;  // what every device with clusters has
 constexpr int64_t kMaxPart = 200 << 10;
 static_assert(kThreads % kWarp == 0 && kThreads / kWarp <= kMaxWarps);
