@@ -45,7 +45,7 @@ from rlcore.mcore.schedule import learning_rate
 from rlcore.ops import head as chunked
 from rlcore.ops import native
 from rlcore.ops.logprob import log_probs, statistics_dtype
-from rlcore.ops.policy import PolicyInputs, PolicyLoss, PolicySpec, policy_loss
+from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy_loss
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
 from rlcore.utils.log import announce, log
 
@@ -137,6 +137,8 @@ class MegatronLearner:
         )
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._compared: set[bool] = set()
+        """Where the fused op was seen to be the loss: with old log-probs of its own, with given."""
         self._accumulated = False
         self._parked: Parked | None = None
         announce(
@@ -222,7 +224,11 @@ class MegatronLearner:
         critic hands `ValueInputs` to a `ValueLoss`.
 
         With `train.fused_loss` an actor asks the loss's `policy` for what the fused op is to do
-        (`trainer.objective.Objective` has one), and the loss itself for metrics alone.
+        (`trainer.objective.Objective` has one), and the loss itself for metrics alone. The first
+        micro-batch, with given old log-probs and without, compares the two token by token.
+
+        Raises:
+            ValueError: the batch lacks what the loss needs, or the fused op is not this loss.
         """
         self._must_be_here("accumulate")
         if self.head == "value" and batch.num_tokens and batch.returns is None:
@@ -351,6 +357,11 @@ class MegatronLearner:
         if batch.num_tokens and batch.logp_sampler is None:
             raise ValueError(
                 "--train.fused_loss: the batch has no logp_sampler; set it or turn fused_loss off"
+            )
+        if batch.weight is not None and bool((batch.mask & (batch.weight == 0)).any()):
+            raise ValueError(
+                "--train.fused_loss: the batch has weight 0 on trained tokens, whose log-probs the "
+                "fused op does not read; take them out of its mask, or turn fused_loss off"
             )
 
     def _must_be_here(self, what: str) -> None:
@@ -495,12 +506,48 @@ class MegatronLearner:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """`_loss` in one sweep: the gradient is that of the fused op, metrics are of the loss's own
         text on the log-probs that the op has found."""
-        made = self._policy_loss(micro, outputs, *self._policy(loss, micro))
-        with torch.no_grad():
+        given, spec = self._policy(loss, micro)
+        made = self._policy_loss(micro, outputs, given, spec)
+        own = micro.batch.logp_old is None
+        first = own not in self._compared and bool(micro.batch.mask.any())
+        with torch.set_grad_enabled(first):
             logp, entropy = self._about(micro, made.logp), self._about(micro, made.entropy)
+            if first:
+                logp.requires_grad_()
             x = inputs.of_policy(micro, logp, entropy)
-            self._count(x, loss(x), micro)
+            out = loss(x)
+            total = self._count(x, out, micro)
+        if first:
+            figures = dict(zip(ROWS, made.tokens, strict=True))
+            fused = {"loss": figures["loss"] * given.weight, "gradient": figures["grad_logp"]}
+            self._must_agree(micro, fused, total, x, out)
+            self._compared.add(own)
         return made.loss, x.mask.sum().int(), {}
+
+    def _must_agree(
+        self, micro: MicroBatch, fused: dict[str, Tensor], total: Tensor, x: Any, out: LossOutput
+    ) -> None:
+        """ValueError unless losses and gradients of this rank's rows, `fused`, are those of the
+        loss's text. One token of a thousand may lie so near to a clip that rounding decides."""
+        kept = x.mask if out.mask is None else x.mask & out.mask
+        weight = 1.0 if micro.batch.weight is None else micro.batch.weight
+        slope = torch.zeros_like(x.logp)
+        if total.requires_grad:
+            (slope,) = torch.autograd.grad(total, x.logp)
+        text = {"loss": torch.where(kept, out.per_token.detach() * weight, 0.0), "gradient": slope}
+        trained = int(x.mask.sum())
+        for what, want in text.items():
+            found = self._about(micro, fused[what])
+            limit = 1e-3 * want.abs() + 1e-5 * want.abs().nan_to_num().amax()
+            apart = ~((found - want).abs() <= limit) & ~(found.isnan() & want.isnan())
+            count = int(apart.sum())
+            if count > trained // 1000:
+                t = int(apart.nonzero()[0])
+                raise ValueError(
+                    f"--train.fused_loss: what the fused op computes is not this loss: the {what} "
+                    f"of a token is {float(found[t]):.6g}, by the loss's own text "
+                    f"{float(want[t]):.6g} ({count} of {trained} tokens); turn fused_loss off"
+                )
 
     def _policy(self, loss: Any, micro: MicroBatch) -> tuple[PolicyInputs, PolicySpec]:
         """What the fused op is to do, its inputs by the rows of this rank."""

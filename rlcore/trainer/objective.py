@@ -103,8 +103,10 @@ class Objective:
         where = (x.mask, x.sequence, x.num_sequences)
         weight = reduce.weights(cfg.loss_agg_mode, *where, self._max_tokens, x.logp.dtype)
         old = None if old_is_own else x.logp_old
+        weighed = cfg.rollout_is != "none" and not cfg.bypass_mode
         given = PolicyInputs(
-            advantage=x.advantage,
+            # A factor of the clipped loss that is not negative may as well be the advantage's.
+            advantage=x.advantage if weighed else x.advantage * x.correction,
             weight=torch.where(x.mask, weight, 0.0),
             logp_sampler=x.logp_sampler,
             logp_old=x.logp_sampler if cfg.bypass_mode else old,
@@ -114,7 +116,6 @@ class Objective:
         if cfg.rollout_rs:
             (rule,) = correction.thresholds(cfg)
             bounds = (rule.lower, rule.upper)
-        weighed = cfg.rollout_is != "none" and not cfg.bypass_mode
         dual = cfg.clip_dual
         spec = PolicySpec(
             clip_low=cfg.clip_low,

@@ -12,7 +12,7 @@ from rlcore.config import rules
 from rlcore.config.schema import Config, SelectConfig, TrainConfig
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.ops import native
-from rlcore.tensors import Batch
+from rlcore.tensors import Batch, LossInputs, LossOutput
 from rlcore.trainer.objective import Objective
 from tests import kit
 from tests.ranks import learner_ranks, objective_ranks
@@ -163,6 +163,53 @@ def test_what_cannot_be_fused_is_refused_before_anything_runs() -> None:
         learner.accumulate(batch, learner_ranks.Loss())
     with pytest.raises(ValueError, match="--train.fused_loss: the batch has no logp_sampler"):
         learner.accumulate(batch, objective())
+    learner.close()
+
+
+@pytest.mark.parametrize("settings", [{"rollout_is": "none"}, {"bypass_mode": True}, {}], ids=str)
+def test_a_correction_that_comes_with_the_batch_counts_as_in_the_text(settings: Any) -> None:
+    found = []
+    for way in ("plain", "fused"):
+        learner = learner_ranks.make(WAYS[way])
+        batch = batch_near(learner)
+        g = torch.Generator().manual_seed(3)
+        batch = batch.with_(correction=4 * torch.rand(batch.num_tokens, generator=g))
+        learner.accumulate(batch, objective(**settings))
+        found.append(learner.apply(9.0))
+        learner.close()
+    kit.assert_close_named(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_loss_whose_text_says_something_else_is_not_trained_quietly(
+    monkeypatch: pytest.MonkeyPatch, what: str, own: bool
+) -> None:
+    """A fork's edit of algos/grpo.py: three times the loss, or the same with another gradient."""
+    text = algos.module("grpo").loss
+
+    def edited(x: LossInputs, cfg: Any) -> LossOutput:
+        out = text(x, cfg)
+        terms = out.per_token
+        more = terms if what == "loss" else terms - terms.detach()
+        return replace(out, per_token=terms + 2 * more)
+
+    learner = learner_ranks.make(WAYS["fused"])
+    batch = batch_near(learner)
+    batch = batch.with_(logp_old=None) if own else batch
+    monkeypatch.setattr(algos.module("grpo"), "loss", edited)
+    with pytest.raises(ValueError, match=f"fused_loss: .* is not this loss: the {what} of a token"):
+        learner.accumulate(batch, objective())
+    learner.close()
+
+
+def test_weight_0_on_a_trained_token_is_refused() -> None:
+    """Its log-prob would count as 0 in the metrics."""
+    learner = learner_ranks.make(WAYS["fused"])
+    batch = batch_near(learner)
+    with pytest.raises(ValueError, match="--train.fused_loss: the batch has weight 0 on trained"):
+        learner.accumulate(batch.with_(weight=1.0 - batch.mask.float()), objective())
+    learner.accumulate(batch.with_(weight=batch.mask.float()), objective())
     learner.close()
 
 

@@ -108,7 +108,7 @@ def rows() -> LossInputs:
         advantage=randn(4, seed=2)[sequence],
         logp_old=logp + 0.3 * randn(T, seed=3),
         logp_sampler=logp + 0.8 * randn(T, seed=4),
-        correction=torch.ones(T, dtype=torch.float64),
+        correction=randn(T, seed=6).exp(),
         logp_ref=logp + 0.5 * randn(T, seed=5),
         sequence=sequence,
         num_sequences=4,
