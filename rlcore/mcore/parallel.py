@@ -35,6 +35,8 @@ class _Shared:
 
 
 _shared: _Shared | None = None
+_left: list[dist.ProcessGroup] = []
+"""Groups that Megatron has let go: with gloo each keeps three threads."""
 
 
 def initialise(
@@ -60,6 +62,13 @@ def initialise(
         return _shared.layout, _shared.groups
     with ExitStack() as undo:
         own_world = not dist.is_initialized()
+        if _left and not own_world:
+            dist.barrier()  # nobody is inside a collective of these groups any more
+            alive = dist.distributed_c10d._world.pg_map  # Megatron destroys some itself
+            for group in dict.fromkeys(_left):
+                if group in alive:
+                    dist.destroy_process_group(group)
+        _left.clear()
         if own_world:
             cpu = (where or device()).type == "cpu"
             backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
@@ -143,9 +152,13 @@ def destroy() -> None:
     _shared.users -= 1
     if _shared.users:
         return
+    # Only the next learner drops them: a peer may be in its last collective still.
+    made = [*(parallel_state._global_process_group_list or ()), _shared.groups.lockstep]
+    _left.extend(g for g in made if isinstance(g, dist.ProcessGroup) and g is not dist.group.WORLD)
     parallel_state.destroy_model_parallel()
     if _shared.own_world:
         dist.destroy_process_group()
+        _left.clear()
     _shared = None
 
 
