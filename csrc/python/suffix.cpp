@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "common/check.h"
 #include "suffix/forest.h"
@@ -34,11 +35,18 @@ std::span<const T> view(const py::handle& given, const char* name, const char* t
   return {static_cast<const T*>(array.data()), static_cast<size_t>(array.size())};
 }
 
-std::span<const int32_t> ints(const py::handle& given, const char* name) {
-  return view<int32_t>(given, name, "int32");
+// Another thread may write to an array while the GIL is released; what is checked is therefore a
+// copy, and the copy is what is used.
+template <class T>
+std::vector<T> copy_of(std::span<const T> given) {
+  return {given.begin(), given.end()};
 }
-std::span<const int64_t> longs(const py::handle& given, const char* name) {
-  return view<int64_t>(given, name, "int64");
+
+std::vector<int32_t> ints(const py::handle& given, const char* name) {
+  return copy_of(view<int32_t>(given, name, "int32"));
+}
+std::vector<int64_t> longs(const py::handle& given, const char* name) {
+  return copy_of(view<int64_t>(given, name, "int64"));
 }
 
 template <class T>
@@ -49,7 +57,7 @@ std::span<T> out(py::array_t<T>& array) {
 // None: the requests' own windows.
 struct Windows {
   bool own;
-  std::span<const int32_t> sizes;
+  std::vector<int32_t> sizes;
 };
 
 Windows windows_of(const py::object& given) {
@@ -103,13 +111,16 @@ py::tuple step(Forest& forest, const py::object& handles, const py::object& acce
 py::dict build(Forest& forest, const py::object& keys, const py::object& tokens,
                const py::object& response_offsets, const py::object& prompt_offsets,
                const py::object& rewards) {
-  const rlcore::suffix::Corpus corpus = {
-      longs(keys, "keys"), ints(tokens, "tokens"), longs(response_offsets, "response_offsets"),
-      longs(prompt_offsets, "prompt_offsets"), view<float>(rewards, "rewards", "float32")};
+  const auto k = longs(keys, "keys");
+  const auto r = longs(response_offsets, "response_offsets");
+  const auto p = longs(prompt_offsets, "prompt_offsets");
+  const auto given = view<int32_t>(tokens, "tokens", "int32");
+  const auto w = copy_of(view<float>(rewards, "rewards", "float32"));
   Built built;
   {
     const py::gil_scoped_release released;
-    built = forest.build(corpus);
+    const auto t = copy_of(given);
+    built = forest.build({k, t, r, p, w});
   }
   py::dict facts;
   facts["tokens"] = built.tokens;
@@ -121,7 +132,10 @@ py::dict build(Forest& forest, const py::object& keys, const py::object& tokens,
 }
 
 py::dict stats(const Forest& forest) {
-  const Stats s = forest.stats();
+  const Stats s = [&] {
+    const py::gil_scoped_release released;
+    return forest.stats();
+  }();
   py::dict facts;
   facts["prompts"] = s.prompts;
   facts["tokens"] = s.tokens;
@@ -136,7 +150,10 @@ py::dict stats(const Forest& forest) {
 
 // The current block as bytes, held by the array; None before the first swap.
 py::object arena(const Forest& forest) {
-  auto held = forest.current();
+  auto held = [&] {
+    const py::gil_scoped_release released;
+    return forest.current();
+  }();
   if (held == nullptr) return py::none();
   const auto bytes = static_cast<py::ssize_t>(held->nbytes());
   const char* base = held->base();
@@ -163,6 +180,21 @@ void os_errors(std::exception_ptr p) {
 
 void bind_suffix(py::module_& m) {
   py::register_local_exception_translator(os_errors);
+  const Options defaults;
+  py::dict d;
+  d["limit"] = defaults.limit;
+  d["min_match"] = defaults.min_match;
+  d["min_prob"] = defaults.min_prob;
+  d["max_window"] = defaults.max_window;
+  d["start_window"] = defaults.start_window;
+  d["growth"] = defaults.growth;
+  d["knee"] = defaults.knee;
+  d["live"] = defaults.live != 0;
+  d["candidates"] = defaults.candidates;
+  d["live_match"] = defaults.live_match;
+  d["factor"] = defaults.factor;
+  d["stream"] = defaults.stream;
+  m.attr("suffix_defaults") = d;  // those of rlcore/ops/suffix.py, which a test compares
   py::class_<Forest>(m, "SuffixForest")
       .def(py::init([](int32_t limit, int32_t min_match, double min_prob, int32_t max_window,
                        int32_t start_window, int32_t growth, int32_t knee, bool live,
@@ -266,7 +298,11 @@ void bind_suffix(py::module_& m) {
             return windows;
           },
           py::arg("handles"))
-      .def_property_readonly("nbytes", &Forest::nbytes)
+      .def_property_readonly("nbytes",
+                             [](const Forest& forest) {
+                               const py::gil_scoped_release released;
+                               return forest.nbytes();
+                             })
       .def("stats", stats)
       .def("arena", arena)
       .def("save", &Forest::save, py::arg("path"), py::call_guard<py::gil_scoped_release>())

@@ -57,6 +57,10 @@ class Walk {
         return shrink();
       case Stage::kFollow:
         return follow();
+      case Stage::kOthers:
+        return look_at_others();
+      case Stage::kFrequent:
+        return take_frequent();
       case Stage::kOwn:
         return look_at_own();
     }
@@ -64,7 +68,7 @@ class Walk {
   }
 
  private:
-  enum class Stage { kAdvance, kList, kSlot, kShrink, kFollow, kOwn };
+  enum class Stage { kAdvance, kList, kSlot, kShrink, kFollow, kOthers, kFrequent, kOwn };
 
   const State* state() const { return task_.history.states + at_.state; }
 
@@ -169,7 +173,12 @@ class Walk {
         return wait(Stage::kFollow);
       }
       asked_ = false;
-      if (least_ > 0 && task_.history.states[s.next].count < least_) break;
+      if (least_ > 0 && task_.history.states[s.next].count < least_) {
+        if (drafted_ > 0 || s.edges == kNil) break;
+        list_ = task_.history.edges + s.edges;
+        prefetch(list_);
+        return wait(Stage::kOthers);
+      }
       task_.out[drafted_++] = s.token;
       const bool near = s.next - at_.state <= 2;
       at_.state = s.next;
@@ -180,6 +189,23 @@ class Walk {
       }
     }
     return drafted();
+  }
+
+  // The first child is too rare: one of the others may not be.
+  bool look_at_others() {
+    const int32_t some = std::min(list_->token, kLongestSorted);
+    for (int32_t i = 1; i <= some; ++i) {
+      if (list_[i].token != kNoToken) prefetch_state(task_.history.states + list_[i].to);
+    }
+    return wait(Stage::kFrequent);
+  }
+
+  bool take_frequent() {
+    const Edge other = most_frequent(task_.history, *state());
+    if (other.to == kNil || task_.history.states[other.to].count < least_) return drafted();
+    task_.out[drafted_++] = other.token;
+    at_.state = other.to;
+    return follow();
   }
 
   bool drafted() {

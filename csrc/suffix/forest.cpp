@@ -39,13 +39,34 @@ constexpr State kNothing = {kNoToken, kNil, kNil, 0, kNil, 0};
 
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+// For messages: names of files are bytes, messages are text.
+std::string printable(const std::string& path) {
+  std::string text;
+  for (const char c : path) {
+    if (c >= ' ' && c <= '~') {
+      text += c;
+    } else {
+      constexpr char kDigits[] = "0123456789abcdef";
+      const auto byte = static_cast<unsigned char>(c);
+      text += {'\\', 'x', kDigits[byte >> 4], kDigits[byte & 15]};
+    }
+  }
+  return text;
+}
+
+[[noreturn]] void fail_at(const std::string& path) {
+  throw std::system_error(errno, std::generic_category(), printable(path));
+}
+
 class File {
  public:
   File(const std::string& path, int flags) : path_(path) {
     fd_ = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
     if (fd_ < 0) fail();
   }
-  ~File() { ::close(fd_); }
+  ~File() {
+    if (fd_ >= 0) ::close(fd_);
+  }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
@@ -71,9 +92,14 @@ class File {
       if (n > 0) done += static_cast<uint64_t>(n);
     }
   }
+  // On the disk when it returns.
+  void sync_and_close() {
+    if (::fsync(fd_) != 0) fail();
+    if (::close(std::exchange(fd_, -1)) != 0) fail();
+  }
 
  private:
-  [[noreturn]] void fail() const { throw std::system_error(errno, std::generic_category(), path_); }
+  [[noreturn]] void fail() const { fail_at(path_); }
   std::string path_;
   int fd_;
 };
@@ -156,9 +182,11 @@ History Arena::history(int64_t key) const {
 uint64_t Arena::checksum(const char* base, uint64_t bytes) {
   constexpr uint64_t kMul = 0x9E3779B97F4A7C15ull;
   uint64_t lane[4] = {1, 2, 3, 4};
-  for (uint64_t at = sizeof(Header); at < bytes; at += 32) {
+  static_assert(offsetof(Header, checksum) == 24);
+  for (uint64_t at = 0; at < bytes; at += 32) {
     uint64_t word[4] = {};
     std::memcpy(word, base + at, std::min<uint64_t>(32, bytes - at));
+    if (at == 0) word[3] = 0;  // the checksum itself
     for (int i = 0; i < 4; ++i) {
       lane[i] = (lane[i] ^ word[i]) * kMul;
       lane[i] ^= lane[i] >> 29;
@@ -170,35 +198,50 @@ uint64_t Arena::checksum(const char* base, uint64_t bytes) {
 void Arena::save(const std::string& path) const {
   Header h = header();
   h.checksum = checksum(base_, used_);
-  const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
-  file.write(reinterpret_cast<const char*>(&h), sizeof(h));
-  file.write(base_ + sizeof(h), used_ - sizeof(h));
+  // Beside it first, so that a file that was there stays until the new one is whole.
+  static std::atomic<uint64_t> saves{0};
+  const std::string part =
+      path + ".part-" + std::to_string(::getpid()) + "-" + std::to_string(saves++);
+  File file(part, O_WRONLY | O_CREAT | O_EXCL);
+  try {
+    file.write(reinterpret_cast<const char*>(&h), sizeof(h));
+    file.write(base_ + sizeof(h), used_ - sizeof(h));
+    file.sync_and_close();
+    if (::rename(part.c_str(), path.c_str()) != 0) fail_at(path);
+  } catch (...) {
+    ::unlink(part.c_str());
+    throw;
+  }
+  const size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  File(folder, O_RDONLY | O_DIRECTORY).sync_and_close();  // the name
 }
 
 std::unique_ptr<Arena> Arena::load(const std::string& path) {
   const File file(path, O_RDONLY);
+  const std::string name = printable(path);
   const auto size = static_cast<uint64_t>(std::max<int64_t>(file.size(), 0));
   Header h;
-  RL_CHECK(size >= sizeof(h) && file.read(reinterpret_cast<char*>(&h), sizeof(h)), "path ", path,
+  RL_CHECK(size >= sizeof(h) && file.read(reinterpret_cast<char*>(&h), sizeof(h)), "path ", name,
            ": not a suffix forest, ", size, " bytes");
-  RL_CHECK(h.magic == kMagic, "path ", path, ": not a suffix forest");
-  RL_CHECK(h.version == kVersion && h.header_bytes == sizeof(Header), "path ", path, ": version ",
+  RL_CHECK(h.magic == kMagic, "path ", name, ": not a suffix forest");
+  RL_CHECK(h.version == kVersion && h.header_bytes == sizeof(Header), "path ", name, ": version ",
            h.version, ", this build reads ", kVersion);
-  RL_CHECK(h.bytes == size, "path ", path, ": ", size, " bytes, its header says ", h.bytes);
-  RL_CHECK(h.num_prompts <= (size - sizeof(h)) / sizeof(Prompt), "path ", path, ": ", h.num_prompts,
+  RL_CHECK(h.bytes == size, "path ", name, ": ", size, " bytes, its header says ", h.bytes);
+  RL_CHECK(h.num_prompts <= (size - sizeof(h)) / sizeof(Prompt), "path ", name, ": ", h.num_prompts,
            " prompts do not fit into ", size, " bytes");
   auto arena = reserve(size);
   arena->take(size);
   arena->used_ = size;
   arena->header() = h;
-  RL_CHECK(file.read(arena->base_ + sizeof(h), size - sizeof(h)), "path ", path,
+  RL_CHECK(file.read(arena->base_ + sizeof(h), size - sizeof(h)), "path ", name,
            ": the file ends early");
   const uint64_t sum = checksum(arena->base_, size);
-  RL_CHECK(sum == h.checksum, "path ", path, ": checksum ", sum, ", its header says ", h.checksum);
+  RL_CHECK(sum == h.checksum, "path ", name, ": checksum ", sum, ", its header says ", h.checksum);
   try {
     arena->check_contents();
   } catch (const std::invalid_argument& error) {
-    refuse("path ", path, ": ", error.what());
+    refuse("path ", name, ": ", error.what());
   }
   return arena;
 }
@@ -209,6 +252,7 @@ void Arena::check_contents() const {
     return at % alignof(State) == 0 && at <= used_ && count <= (used_ - at) / each;
   };
   const auto all = prompts();
+  uint64_t num_states = 0, num_edges = 0, num_tokens = 0;
   for (size_t i = 0; i < all.size(); ++i) {
     const Prompt& p = all[i];
     RL_CHECK(i == 0 || all[i - 1].key < p.key, "keys do not ascend");
@@ -217,6 +261,9 @@ void Arena::check_contents() const {
              "prompt ", p.key, " lies outside of the file");
     const auto* states = reinterpret_cast<const State*>(base_ + p.states);
     const auto* edges = reinterpret_cast<const Edge*>(base_ + p.edges);
+    num_states += p.num_states;
+    num_edges += p.num_edges;
+    num_tokens += states[kRoot].count;
     const auto leads = [&](uint32_t to) { return to != kRoot && to < p.num_states; };
     const auto reaches = [&](const Edge& e) {
       return e.token == kNoToken || (e.token >= 0 && leads(e.to));
@@ -229,6 +276,8 @@ void Arena::check_contents() const {
       good = good && (root ? x.link == kNil && x.link_length == 0 : x.link < p.num_states);
       if (good && !root) {
         good = x.link == kRoot ? x.link_length == 0 : x.link_length > states[x.link].link_length;
+        // A string has a state for each of its lengths.
+        good = good && x.link_length < int64_t{p.num_states};
       }
       if (good && x.edges != kNil) {
         good = x.edges < p.num_edges;
@@ -244,59 +293,144 @@ void Arena::check_contents() const {
       RL_CHECK(good, "prompt ", p.key, " has a broken state ", s);
     }
   }
+  const Header& h = header();
+  RL_CHECK(num_states == h.num_states && num_edges == h.num_edges && num_tokens == h.num_tokens,
+           num_states, " states, ", num_edges, " edges and ", num_tokens,
+           " tokens, its header says ", h.num_states, ", ", h.num_edges, " and ", h.num_tokens);
 }
 
 // ---- Pool -----------------------------------------------------------------------------------
 
-char* Pool::map(uint64_t bytes) {
-  slabs_.reserve(slabs_.size() + 1);
-  const uint64_t whole = round_up(bytes, kPage) + kPage;
-  void* got = ::mmap(nullptr, whole, PROT_READ | PROT_WRITE,
+Pool::Dropped::~Dropped() {
+  while (first_ != nullptr) {
+    const Gone gone = *first_;
+    ::munmap(first_, gone.bytes);
+    first_ = gone.next;
+  }
+}
+
+Pool::~Pool() {
+  for (const Slab& slab : slabs_) ::munmap(slab.base, kSlab);
+  dropped();
+}
+
+uint64_t Pool::block(uint64_t bytes) {
+  const uint64_t power = std::bit_ceil(std::max(bytes, kSmallest));
+  const uint64_t size = power / 4 >= kSmallest && power / 4 * 3 >= bytes ? power / 4 * 3 : power;
+  return size > kLargest ? round_up(size, kPage) : size;
+}
+
+// Only what begins on a large page becomes one.
+char* Pool::map(uint64_t bytes, uint64_t unit) {
+  void* got = ::mmap(nullptr, bytes + unit, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (got == MAP_FAILED) throw std::bad_alloc();
-  // Only what begins on a large page becomes one.
-  const auto from = reinterpret_cast<uintptr_t>(got);
-  const uintptr_t base = round_up(from, kPage);
-  const uint64_t keep = round_up(bytes, kPage);
-  if (base > from) ::munmap(got, base - from);
-  if (whole > base - from + keep) {
-    ::munmap(reinterpret_cast<void*>(base + keep), whole - (base - from) - keep);
+  auto* from = static_cast<char*>(got);
+  const uint64_t ahead =
+      round_up(reinterpret_cast<uintptr_t>(from), unit) - reinterpret_cast<uintptr_t>(from);
+  char* base = from + ahead;
+  if (ahead > 0) ::munmap(from, ahead);
+  if (ahead < unit) ::munmap(base + bytes, unit - ahead);
+  ::madvise(base, bytes, MADV_HUGEPAGE);
+  return base;
+}
+
+std::vector<Pool::Slab>::iterator Pool::slab_of(const char* block) {
+  const auto above = [](const char* at, const Slab& slab) { return at < slab.base; };
+  return std::upper_bound(slabs_.begin(), slabs_.end(), block, above) - 1;
+}
+
+void Pool::add_slab() {
+  if (slabs_.size() == slabs_.capacity()) slabs_.reserve(2 * slabs_.size() + 4);
+  auto marks = std::make_unique<uint8_t[]>(kSlab / kSmallest);
+  char* base = map(kSlab, kSlab);
+  held_ += kSlab;
+  put(base, kOrders - 1, marks.get());
+  const auto below = [](const Slab& slab, const char* at) { return slab.base < at; };
+  const auto at = std::lower_bound(slabs_.begin(), slabs_.end(), base, below);
+  slabs_.insert(at, {base, std::move(marks)});
+}
+
+void Pool::put(char* block, int order, uint8_t* mark) noexcept {
+  Free*& first = free_[order];
+  auto* made = new (block) Free{first, &first};
+  if (first != nullptr) first->at = &made->next;
+  first = made;
+  *mark = static_cast<uint8_t>(order + 1);
+}
+
+char* Pool::take_order(int order) {
+  int from = order;
+  while (from < kOrders && free_[from] == nullptr) ++from;
+  if (from == kOrders) {
+    add_slab();
+    from = kOrders - 1;
   }
-  ::madvise(reinterpret_cast<void*>(base), keep, MADV_HUGEPAGE);
-  slabs_.push_back({reinterpret_cast<void*>(base), keep});
-  held_ += keep;
-  return reinterpret_cast<char*>(base);
+  Free* got = free_[from];
+  free_[from] = got->next;
+  if (got->next != nullptr) got->next->at = &free_[from];
+  auto* block = reinterpret_cast<char*>(got);
+  const Slab& slab = *slab_of(block);
+  const auto mark = [&](const char* at) {
+    return slab.marks.get() + static_cast<uint64_t>(at - slab.base) / kSmallest;
+  };
+  *mark(block) = 0;
+  while (from > order) {
+    --from;
+    char* half = block + (kSmallest << from);
+    put(half, from, mark(half));
+  }
+  return block;
+}
+
+// Joined with its other half as long as that is free too.
+void Pool::release(char* block, int order) noexcept {
+  const auto slab = slab_of(block);
+  auto at = static_cast<uint64_t>(block - slab->base);
+  for (; order < kOrders - 1; ++order) {
+    const uint64_t other = at ^ (kSmallest << order);
+    uint8_t& mark = slab->marks[other / kSmallest];
+    if (mark != order + 1) break;
+    mark = 0;
+    const auto* gone = reinterpret_cast<const Free*>(slab->base + other);
+    *gone->at = gone->next;
+    if (gone->next != nullptr) gone->next->at = gone->at;
+    at = std::min(at, other);
+  }
+  if (order == kOrders - 1 && free_[order] != nullptr) {
+    drop(slab->base, kSlab);
+    slabs_.erase(slab);
+  } else {
+    put(slab->base + at, order, slab->marks.get() + at / kSmallest);
+  }
+}
+
+void Pool::drop(char* base, uint64_t bytes) noexcept {
+  gone_ = new (base) Gone{gone_, bytes};
+  held_ -= bytes;
 }
 
 void* Pool::take(uint64_t bytes) {
-  Free*& list = free_[std::countr_zero(bytes)];
-  if (list != nullptr) {
-    Free* block = list;
-    list = block->next;
-    return block;
+  if (bytes > kLargest) {
+    char* own = map(bytes, kPage);
+    held_ += bytes;
+    return own;
   }
-  if (bytes >= kSlab / 4) return map(bytes);
-  if (left_ < bytes) {
-    top_ = map(kSlab);
-    left_ = kSlab;
-  }
-  char* block = top_;
-  top_ += bytes;
-  left_ -= bytes;
+  const int order = std::countr_zero(bytes / kSmallest);
+  if (std::has_single_bit(bytes)) return take_order(order);
+  // Three quarters of the next power of two; the last quarter is left to others.
+  char* block = take_order(order + 2);
+  release(block + bytes, order);
   return block;
 }
 
 void Pool::give(void* block, uint64_t bytes) noexcept {
-  Free*& list = free_[std::countr_zero(bytes)];
-  list = new (block) Free{list};
-}
-
-void Pool::clear() noexcept {
-  for (const Slab& slab : slabs_) ::munmap(slab.base, slab.bytes);
-  slabs_.clear();
-  std::fill(std::begin(free_), std::end(free_), nullptr);
-  top_ = nullptr;
-  left_ = held_ = 0;
+  auto* from = static_cast<char*>(block);
+  if (bytes > kLargest) return drop(from, bytes);
+  const int order = std::countr_zero(bytes / kSmallest);
+  if (std::has_single_bit(bytes)) return release(from, order);
+  release(from, order + 1);
+  release(from + (kSmallest << (order + 1)), order);
 }
 
 // ---- requests ------------------------------------------------------------------------------
@@ -313,15 +447,16 @@ struct alignas(64) Forest::Request {
   int64_t capacity = 0;  // of text
   std::shared_ptr<const Arena> arena;
 
-  void clear(Pool& pool) noexcept {
+  // Returns what may be the last hold on an arena.
+  std::shared_ptr<const Arena> clear(Pool& pool) noexcept {
     if (live.text != nullptr) pool.give(live.text, text_bytes());
     if (live.slots != nullptr) pool.give(live.slots, slot_bytes());
     live = {};
     capacity = 0;
     filled = 0;
-    arena.reset();
     window = {};
     match = {kRoot, 0};
+    return std::move(arena);
   }
 
   // Room for `more` tokens, at first for `least`. std::bad_alloc leaves what was there.
@@ -330,21 +465,21 @@ struct alignas(64) Forest::Request {
     RL_CHECK(size <= kLongestStream, "tokens: a stream of ", size, " tokens, at most ",
              kLongestStream);
     if (size > capacity) {
-      uint64_t tokens = Pool::kSmallest / sizeof(LiveToken);
-      while (static_cast<int64_t>(tokens) < std::max(size, least)) tokens *= 2;
-      void* text = pool.take(tokens * sizeof(LiveToken));
+      const auto wanted = static_cast<uint64_t>(std::max(size, least)) * sizeof(LiveToken);
+      const uint64_t bytes = Pool::block(wanted);
+      void* text = pool.take(bytes);
       if (live.text != nullptr) {
         std::memcpy(text, live.text, static_cast<size_t>(live.size) * sizeof(LiveToken));
         pool.give(live.text, text_bytes());
       }
       live.text = static_cast<LiveToken*>(text);
-      capacity = static_cast<int64_t>(tokens);
+      capacity = static_cast<int64_t>(bytes / sizeof(LiveToken));
     }
     // Filled to three quarters at most.
     const uint64_t grams = filled + static_cast<uint64_t>(more);
     const uint64_t now = live.slots == nullptr ? 0 : uint64_t{live.mask} + 1;
     if (grams * 4 > now * 3) {
-      uint64_t slots = std::max<uint64_t>(2 * now, static_cast<uint64_t>(capacity));
+      uint64_t slots = now > 0 ? 2 * now : std::bit_ceil(static_cast<uint64_t>(capacity));
       while (grams * 4 > slots * 3) slots *= 2;
       rehash(pool, slots);
     }
@@ -459,7 +594,9 @@ void build_prompt(const Corpus& c, size_t p, Builder& builder, Arena& arena, Pro
 Forest::Forest(const Options& options, int threads)
     : options_(checked(options)), threads_(checked_threads(threads)) {}
 
-Forest::~Forest() = default;
+Forest::~Forest() {
+  for (const auto& r : requests_) r->clear(pool_);
+}
 
 Built Forest::build(const Corpus& corpus) {
   const std::lock_guard lock(building_);
@@ -521,8 +658,12 @@ void Forest::swap() {
 
 void Forest::open(std::span<const int64_t> keys, std::span<int64_t> handles) {
   const std::lock_guard lock(serving_);
+  if (free_.size() < keys.size()) {
+    const size_t all = requests_.size() + keys.size() - free_.size();
+    if (all > requests_.capacity()) requests_.reserve(std::max(all, 2 * requests_.capacity()));
+    free_.reserve(requests_.capacity());  // so that `close` needs no memory
+  }
   while (free_.size() < keys.size()) {
-    free_.reserve(requests_.size() + 1);
     requests_.push_back(std::make_unique<Request>());
     free_.push_back(static_cast<uint32_t>(requests_.size() - 1));
   }
@@ -564,18 +705,22 @@ void Forest::find(std::span<const int64_t> handles, bool once) {
 }
 
 void Forest::close(std::span<const int64_t> handles) {
+  // Freed after the lock.
+  std::vector<std::shared_ptr<const Arena>> arenas;
+  Pool::Dropped dropped;
   const std::lock_guard lock(serving_);
   find(handles, true);
-  free_.reserve(requests_.size());
+  arenas.reserve(handles.size());
   for (size_t i = 0; i < handles.size(); ++i) {
     Request& r = *found_[i];
-    r.clear(pool_);
+    auto arena = r.clear(pool_);
+    if (arena != nullptr && arena != current_) arenas.push_back(std::move(arena));
     r.is_open = false;
     --num_open_;
     r.generation = (r.generation + 1) & 0x7fffffffu;
     free_.push_back(static_cast<uint32_t>(handles[i] & 0xffffffff));
   }
-  if (num_open_ == 0) pool_.clear();
+  dropped = pool_.dropped();
 }
 
 void Forest::make_room(std::span<const int64_t> offsets) {
@@ -618,9 +763,11 @@ void Forest::advance(std::span<const int64_t> handles, std::span<const int32_t> 
                      std::span<const int64_t> offsets) {
   check_offsets("offsets", offsets, handles.size(), tokens.size());
   check_tokens(tokens);
+  Pool::Dropped dropped;  // freed after the lock
   const std::lock_guard lock(serving_);
   find(handles, true);
   make_room(offsets);
+  dropped = pool_.dropped();
   walk_found(tokens, offsets, {});
 }
 
@@ -746,10 +893,12 @@ void Forest::step(std::span<const int64_t> handles, std::span<const int32_t> acc
   if (!own) check_windows(windows, handles.size());
   check_offsets("offsets", offsets, handles.size(), tokens.size());
   check_tokens(tokens);
+  Pool::Dropped dropped;  // freed after the lock
   const std::lock_guard lock(serving_);
   find(handles, true);
   check_accepted(handles, accepted);
   make_room(offsets);
+  dropped = pool_.dropped();
   accept_found(accepted);
   plan_found(windows, own, running);
   walk_found(tokens, offsets, out);
@@ -789,7 +938,6 @@ Stats Forest::stats() const {
   }
   for (const auto& r : requests_) {
     if (!r->is_open) continue;
-
     s.live_tokens += static_cast<uint64_t>(r->live.size);
   }
   return s;
@@ -809,8 +957,9 @@ void Forest::save(const std::string& path) const {
 void Forest::load(const std::string& path) {
   std::shared_ptr<const Arena> arena = Arena::load(path);
   const std::lock_guard lock(serving_);
-  current_ = std::move(arena);
-  arenas_.push_back(current_);
+  std::erase_if(arenas_, [](const auto& held) { return held.expired(); });
+  arenas_.push_back(arena);
+  current_.swap(arena);  // what served before is freed after the lock
 }
 
 std::shared_ptr<const Arena> Forest::current() const {

@@ -3,6 +3,7 @@
 //
 // All calls may be made from several threads: `build` excludes only other builds, the calls that
 // touch requests exclude one another. Bad arguments are std::invalid_argument and change nothing.
+// The arrays of a call must not be written to until it returns.
 #pragma once
 
 #include <atomic>
@@ -46,7 +47,7 @@ class Arena {
   History history(int64_t key) const;
   const Prompt* find(int64_t key) const;
   uint64_t nbytes() const { return used_; }
-  // Of all that follows the header of a block.
+  // Of a whole block but its header's checksum.
   static uint64_t checksum(const char* base, uint64_t bytes);
 
  private:

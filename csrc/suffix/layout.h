@@ -49,14 +49,14 @@ struct Prompt {
 static_assert(sizeof(Prompt) == 32);
 
 constexpr uint64_t kMagic = 0x315845464653'4c52;  // "RLSFFEX1"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 struct Header {
   uint64_t magic;
   uint32_t version;
   uint32_t header_bytes;
   uint64_t bytes;     // of the whole block
-  uint64_t checksum;  // of what follows the header
+  uint64_t checksum;  // of all the rest, the header's other fields too
   uint64_t num_prompts;
   uint64_t num_tokens;
   uint64_t num_states;

@@ -11,7 +11,7 @@ namespace rlcore::suffix {
 struct Options {
   int32_t limit = 7;         // longest match that is looked at; 0: no limit
   int32_t min_match = 3;     // shortest match that drafts
-  double min_prob = 0.0;     // a draft stops before its path is rarer than this; 0: off
+  double min_prob = 0.3;     // a draft stops before its path is rarer than this; 0: off
   int32_t max_window = 32;   // longest draft
   int32_t start_window = 2;  // window of a new request, and after a rejection
   int32_t growth = 2;        // added when all that was proposed was accepted
@@ -97,13 +97,39 @@ RL_HD Match shrink(const History& h, Match m, int32_t min_match) {
   return {kRoot, 0};
 }
 
+// Of the children that are not the best one: the most frequent, of equals the smaller token; `to`
+// is kNil where there is none.
+RL_HD Edge most_frequent(const History& h, const State& s) {
+  Edge most = {kNoToken, kNil};
+  if (s.edges == kNil) return most;
+  const Edge* list = h.edges + s.edges;
+  uint32_t count = 0;
+  for (int32_t i = 1; i <= list->token; ++i) {
+    const Edge e = list[i];
+    if (e.token == kNoToken) continue;
+    const uint32_t times = h.states[e.to].count;
+    if (times > count || (times == count && e.token < most.token)) {
+      most = e;
+      count = times;
+    }
+  }
+  return most;
+}
+
 // Best children from `state` on, `window` at most. The product of the branch probabilities
-// count(child) / count(parent) along a path is count(end) / count(start).
+// count(child) / count(parent) along a path is count(end) / count(start). Rewards may pick a first
+// child that is too rare for `min_prob`; then the most frequent one is taken instead.
 RL_HD int32_t follow(const History& h, uint32_t state, int32_t window, double min_prob,
                      int32_t* out) {
   State s = h.states[state];
   const double least = min_prob * s.count;
   int32_t n = 0;
+  if (window > 0 && s.next != kNil && h.states[s.next].count < least) {
+    const Edge other = most_frequent(h, s);
+    if (other.to == kNil || h.states[other.to].count < least) return 0;
+    out[n++] = other.token;
+    s = h.states[other.to];
+  }
   while (n < window && s.next != kNil) {
     const int32_t token = s.token;
     s = h.states[s.next];
@@ -143,10 +169,11 @@ RL_HD uint32_t hash_gram(const LiveToken* first, int32_t count) {
   return static_cast<uint32_t>(h);
 }
 
-// Files position `at` under the tokens that end there (hash `tag`). True: a slot was taken.
+// Files position `at` under the tokens that end there (hash `tag`). True: a slot was taken. There
+// is always a free one; the bound is for memory that something else wrote to.
 RL_HD bool file_gram(const Live& live, int32_t at, uint32_t tag) {
   uint32_t slot = tag & live.mask;
-  for (;;) {
+  for (uint32_t tries = 0; tries <= live.mask; ++tries) {
     LiveSlot& s = live.slots[slot];
     if (s.last == 0) {
       s = {tag, static_cast<uint32_t>(at) + 1};
@@ -160,6 +187,8 @@ RL_HD bool file_gram(const Live& live, int32_t at, uint32_t tag) {
     }
     slot = (slot + 1) & live.mask;
   }
+  live.text[at].prev = -1;
+  return false;
 }
 
 struct LiveMatch {

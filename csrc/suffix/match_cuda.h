@@ -40,22 +40,35 @@ struct StepJob {
   int64_t running;
   int32_t width;
   int32_t* out;      // [batch, width], filled with -1
-  int32_t* lengths;  // [batch]; -1: the request is not open
+  int32_t* lengths;  // [batch]; -1: the request is not open, or another row has it
+  int32_t* claims;   // [num_requests], filled with -1
   Options options;
 };
+
+// True for the first that asks, of all threads.
+RL_HD bool claim(int32_t* entry) {
+#ifdef __CUDA_ARCH__
+  return atomicExch(entry, 0) == -1;
+#else
+  const int32_t before = *entry;
+  *entry = 0;
+  return before == -1;
+#endif
+}
 
 RL_HD int64_t inside(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : x > high ? high : x;
 }
 
 // What cannot be reported from a device is held in range: offsets, accepted lengths, windows. A
-// negative token matches nothing.
+// negative token matches nothing. Of several rows with one handle one moves the request.
 RL_HD void step_request(const StepJob& job, int64_t i) {
   const Options& o = job.options;
   const int64_t handle = job.handles[i];
   const int64_t index = handle & 0xffffffff;
   job.lengths[i] = -1;
   if (handle < 0 || index >= job.num_requests || job.requests[index].handle != handle) return;
+  if (!claim(job.claims + index)) return;
   DeviceRequest r = job.requests[index];
   const History history = {r.states, r.edges};
   Live live = {job.text + index * job.stream, job.slots + index * (int64_t{job.mask} + 1), job.mask,

@@ -183,6 +183,7 @@ void check_batches(Random& random) {
     std::vector<int32_t> here(cells, -1), there(cells, -1), there_lengths(kRequests);
     forest.step(handles, accepted, more, offsets, own ? std::span<const int32_t>() : windows, own,
                 0, {here.data(), nullptr, lengths.data(), width});
+    std::vector<int32_t> claims(kRequests, -1);
     StepJob job = {.requests = requests.data(),
                    .num_requests = kRequests,
                    .text = text.data(),
@@ -200,6 +201,7 @@ void check_batches(Random& random) {
                    .width = width,
                    .out = there.data(),
                    .lengths = there_lengths.data(),
+                   .claims = claims.data(),
                    .options = o};
     for (int64_t i = 0; i < job.batch; ++i) step_request(job, i);
     CHECK(lengths == there_lengths);
@@ -212,7 +214,7 @@ void check_batches(Random& random) {
     }
   }
   forest.close(handles);
-  CHECK(forest.stats().live_bytes == 0);
+  CHECK(forest.stats().live_bytes <= Pool::kSlab);
 }
 
 // What the host would refuse, the device's body holds in range.
@@ -223,12 +225,12 @@ void check_device_bounds() {
                            0};
   std::vector<LiveToken> text(4);
   std::vector<LiveSlot> slots(8);
-  const std::vector<int64_t> handles = {5LL << 32, 0, -1, 1, 6LL << 32};
+  const std::vector<int64_t> handles = {5LL << 32, 0, -1, 1, 6LL << 32, 5LL << 32};
   const Text tokens = {7, -1, 1, 2, 3};
-  const std::vector<int64_t> offsets = {-4, 99, 99, -7, 0, 3};
-  const Text windows = {1000, 1, 1, 1, 1};
-  const Text accepted = {50, 0, 0, 0, 0};
-  std::vector<int32_t> out(15, -1), lengths(5, 77);
+  const std::vector<int64_t> offsets = {-4, 99, 99, -7, 0, 3, 5};
+  const Text windows = {1000, 1, 1, 1, 1, 1};
+  const Text accepted = {50, 0, 0, 0, 0, 0};
+  std::vector<int32_t> out(18, -1), lengths(6, 77), claims(1, -1);
   const StepJob job = {.requests = &request,
                        .num_requests = 1,
                        .text = text.data(),
@@ -241,16 +243,75 @@ void check_device_bounds() {
                        .num_tokens = 5,
                        .offsets = offsets.data(),
                        .windows = windows.data(),
-                       .batch = 5,
+                       .batch = 6,
                        .running = 1,
                        .width = 3,
                        .out = out.data(),
                        .lengths = lengths.data(),
+                       .claims = claims.data(),
                        .options = o};
-  for (int64_t i = 0; i < 5; ++i) step_request(job, i);
-  CHECK((lengths == Text{2, -1, -1, -1, -1}));
+  for (int64_t i = 0; i < 6; ++i) step_request(job, i);
+  CHECK((lengths == Text{2, -1, -1, -1, -1, -1}));
   CHECK(out[0] == 4 && out[1] == 5 && out[2] == -1);
   CHECK(request.full == 1 && request.size == 4);
+}
+
+// A table without a free slot is left alone.
+void check_full_table() {
+  std::vector<LiveToken> text(3);
+  std::vector<LiveSlot> slots(4, {1, 1});
+  CHECK(!file_gram({text.data(), slots.data(), 3, 3}, 2, 2));
+  CHECK(text[2].prev == -1);
+}
+
+// Blocks of all sizes, which must not overlap, and what stays of them in the end.
+void check_pool(Random& random) {
+  struct Block {
+    unsigned char* at;
+    uint64_t bytes;
+    unsigned char fill;
+  };
+  Pool pool;
+  std::vector<Block> blocks;
+  const auto intact = [](const Block& b) {
+    return b.at[0] == b.fill && b.at[b.bytes / 2] == b.fill && b.at[b.bytes - 1] == b.fill;
+  };
+  for (int32_t i = 0; i < 4000; ++i) {
+    if (blocks.empty() || random.below(5) < (i < 2000 ? 3 : 2)) {
+      const uint64_t bytes = Pool::block(uint64_t{1} << random.below(19)) * (1 + random.below(2));
+      const auto fill = static_cast<unsigned char>(random.below(256));
+      auto* at = static_cast<unsigned char*>(pool.take(Pool::block(bytes)));
+      blocks.push_back({at, Pool::block(bytes), fill});
+      std::memset(at, fill, blocks.back().bytes);
+    } else {
+      std::swap(blocks[static_cast<size_t>(random.below(static_cast<int32_t>(blocks.size())))],
+                blocks.back());
+      CHECK(intact(blocks.back()));
+      pool.give(blocks.back().at, blocks.back().bytes);
+      blocks.pop_back();
+    }
+  }
+  uint64_t used = 0;
+  for (const auto& b : blocks) used += b.bytes;
+  CHECK(pool.nbytes() >= used);
+  for (const auto& b : blocks) {
+    CHECK(intact(b));
+    pool.give(b.at, b.bytes);
+  }
+  CHECK(pool.nbytes() == Pool::kSlab);
+}
+
+void check_block_sizes() {
+  for (const auto& [bytes, block] :
+       std::vector<std::pair<uint64_t, uint64_t>>{{1, 1024},
+                                                  {1025, 2048},
+                                                  {2049, 3072},
+                                                  {3073, 4096},
+                                                  {(2 << 20) + 1, 4 << 20},
+                                                  {(4 << 20) + 1, 6 << 20}}) {
+    CHECK(Pool::block(bytes) == block);
+    CHECK(Pool::block(block) == block);
+  }
 }
 
 }  // namespace
@@ -260,6 +321,9 @@ int main() {
   for (int i = 0; i < 150; ++i) check_against_counting(random);
   for (int i = 0; i < 25; ++i) check_batches(random);
   check_device_bounds();
+  check_full_table();
+  check_block_sizes();
+  check_pool(random);
   bool refused = false;
   try {
     Options o;

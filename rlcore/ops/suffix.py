@@ -12,6 +12,8 @@ sum of rewards.
             all of the prompt's are shifted by the smallest. Rewards count in steps of 2**-16.
     draft   the branch of highest priority, token by token, `window` at most; it stops where
             count(path) < min_prob * count(match), which is the product of branch probabilities.
+            Where rewards pick a first token that is rarer than that, the most frequent one is taken
+            instead (of equals the smaller), if it is not too rare as well.
     live    the request's own stream: among its last `candidates` earlier places where the same
             `live_match` tokens end, the one with the longest match backwards (at most `limit`, 64
             if that is 0), the most recent of equals. The draft is what followed there, and beyond
@@ -28,10 +30,12 @@ C++ (`csrc/suffix`) where it is built; `Reference` gives the same drafts, a thou
 On a GPU: `rlcore.ops.suffix_device`.
 """
 
+import math
+import os
+import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,12 +90,11 @@ class Forest:
         candidates: earlier places of the own stream that are compared.
         live_match: shortest match in the own stream that drafts.
         factor: a draft is at most this many times as long as its match; 0 is off.
-        stream: tokens that a stream has room for at first (16 B each); it doubles when full.
+        stream: tokens that a stream has room for at first; it grows by a third or a half when full.
+            18 to 34 B a token, and up to 4 MiB for the next requests when all are closed.
         threads: of `build`; 0 is one per core.
         """
-        core = native.load("suffix forest")
-        make = Reference if core is None else core.SuffixForest
-        self._impl = make(
+        options = dict(
             limit=limit,
             min_match=min_match,
             min_prob=min_prob,
@@ -106,6 +109,10 @@ class Forest:
             stream=stream,
             threads=threads,
         )
+        _check_types(options)
+        core = native.load("suffix forest")
+        make = Reference if core is None else core.SuffixForest
+        self._impl = make(**options)
 
     def build(
         self,
@@ -162,7 +169,7 @@ class Forest:
             tokens [B, W], -1 after the draft, and lengths [B]. W is the largest of `windows`, or
             the budget of the load rule (max_window without a knee).
         """
-        return self._impl.draft(handles, windows, running)
+        return self._impl.draft(handles, windows, check_running(running))
 
     def draft_tree(
         self, handles: Longs, windows: Ints | None = None, *, running: int = 0
@@ -176,7 +183,7 @@ class Forest:
             tokens [B, W], parents [B, W] (index in the row, -1: the end of the stream; both -1
             after the draft) and lengths [B]. `accept` then takes at most the tree's depth.
         """
-        return self._impl.draft_tree(handles, windows, running)
+        return self._impl.draft_tree(handles, windows, check_running(running))
 
     def accept(self, handles: Longs, lengths: Ints) -> None:
         """How many tokens [B] of each last draft were accepted; moves the windows."""
@@ -193,7 +200,7 @@ class Forest:
         running: int = 0,
     ) -> tuple[Ints, Ints]:
         """`accept`, `advance` and `draft` in one call."""
-        return self._impl.step(handles, accepted, tokens, offsets, windows, running)
+        return self._impl.step(handles, accepted, tokens, offsets, windows, check_running(running))
 
     def matches(self, handles: Longs) -> tuple[Ints, Ints]:
         """Lengths [B] of the present matches: history, own stream; 0 below `min_match`."""
@@ -205,13 +212,14 @@ class Forest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of histories and streams that are held."""
+        """Bytes of histories and streams that are held; 0 without the native build."""
         return self._impl.nbytes
 
     def stats(self) -> dict[str, int]:
         """Counts: prompts, tokens, states, edges, history_bytes, live_bytes, live_tokens, requests.
 
         The first four are of the present histories, history_bytes of all that are still held.
+        Without the native build states, edges and bytes are 0.
         """
         return self._impl.stats()
 
@@ -226,18 +234,26 @@ class Forest:
             raise ValueError("arena: no histories (swap was not called, or no native build)")
         return block
 
-    def save(self, path: str | Path) -> None:
-        """Write the present histories to a file; ValueError before the first `swap`."""
-        self._impl.save(str(path))
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the present histories to a file, in place of what is there once it is whole.
 
-    def load(self, path: str | Path) -> None:
+        The native build writes its block of memory, the Python reference the responses: a file is
+        for the kind that wrote it, the other refuses it.
+
+        Raises:
+            ValueError: before the first `swap`.
+            OSError: it cannot be written; a file that was there stays.
+        """
+        self._impl.save(_path_bytes(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Serve the histories of a file, as after `swap`.
 
         Raises:
-            ValueError: the file is not a whole forest of this version.
+            ValueError: the file is not a whole forest of this version, or is of the other kind.
             OSError: it cannot be read.
         """
-        self._impl.load(str(path))
+        self._impl.load(_path_bytes(path))
 
 
 # ---- the reference -----------------------------------------------------------------------------
@@ -278,7 +294,7 @@ class _Draft:
 
 
 class Reference:
-    """What `Forest` does, in Python, by looking at every occurrence. Cannot save or load."""
+    """What `Forest` does, in Python, by looking at every occurrence."""
 
     def __init__(
         self,
@@ -297,6 +313,10 @@ class Reference:
         stream: int,
         threads: int,
     ) -> None:
+        given = locals()
+        del given["self"]
+        _check_types(given)
+
         def need(good: bool, sentence: str) -> None:
             if not good:
                 raise ValueError(sentence)
@@ -324,6 +344,7 @@ class Reference:
         self.knee, self.live, self.candidates = knee, live, candidates
         self.live_match, self.factor = live_match, factor
         self._current: dict[int, _History] = {}
+        self._swapped = False
         self._next: dict[int, _History] | None = None
         self._requests: dict[int, _Request] = {}
         self._opened = 0
@@ -338,14 +359,14 @@ class Reference:
         prompt_offsets: Longs,
         rewards: Floats,
     ) -> dict[str, float]:
-        _check("keys", keys, np.int64)
-        _check("tokens", tokens, np.int32)
-        _check("response_offsets", response_offsets, np.int64)
-        _check("prompt_offsets", prompt_offsets, np.int64)
-        _check("rewards", rewards, np.float32)
-        _check_offsets("prompt_offsets", prompt_offsets, len(keys), len(rewards))
-        _check_offsets("response_offsets", response_offsets, len(rewards), len(tokens))
-        _check_tokens(tokens)
+        check_array("keys", keys, np.int64)
+        check_array("tokens", tokens, np.int32)
+        check_array("response_offsets", response_offsets, np.int64)
+        check_array("prompt_offsets", prompt_offsets, np.int64)
+        check_array("rewards", rewards, np.float32)
+        check_offsets("prompt_offsets", prompt_offsets, len(keys), len(rewards))
+        check_offsets("response_offsets", response_offsets, len(rewards), len(tokens))
+        check_tokens(tokens)
         for i, reward in enumerate(rewards.tolist()):
             if not abs(reward) <= LARGEST_REWARD:
                 raise ValueError(
@@ -375,12 +396,12 @@ class Reference:
     def swap(self) -> None:
         if self._next is None:
             raise ValueError("swap: nothing was built since the last one")
-        self._current, self._next = self._next, None
+        self._current, self._next, self._swapped = self._next, None, True
 
     # ---- requests
 
     def open(self, keys: Longs) -> Longs:
-        _check("keys", keys, np.int64)
+        check_array("keys", keys, np.int64)
         handles = np.arange(self._opened, self._opened + len(keys), dtype=np.int64)
         for handle, key in zip(handles.tolist(), keys.tolist(), strict=True):
             self._requests[handle] = _Request(self._current.get(key, _NOTHING))
@@ -393,7 +414,7 @@ class Reference:
             del self._requests[handle]
 
     def _find(self, handles: Longs, *, once: bool = True) -> list[_Request]:
-        _check("handles", handles, np.int64)
+        check_array("handles", handles, np.int64)
         seen: set[int] = set()
         for i, handle in enumerate(handles.tolist()):
             if handle not in self._requests:
@@ -409,10 +430,10 @@ class Reference:
 
     def _check_advance(self, handles: Longs, tokens: Ints, offsets: Longs) -> list[_Request]:
         requests = self._find(handles)
-        _check("tokens", tokens, np.int32)
-        _check("offsets", offsets, np.int64)
-        _check_offsets("offsets", offsets, len(handles), len(tokens))
-        _check_tokens(tokens)
+        check_array("tokens", tokens, np.int32)
+        check_array("offsets", offsets, np.int64)
+        check_offsets("offsets", offsets, len(handles), len(tokens))
+        check_tokens(tokens)
         return requests
 
     def _append(self, requests: list[_Request], tokens: Ints, offsets: Longs) -> None:
@@ -424,14 +445,8 @@ class Reference:
 
     def _check_accept(self, handles: Longs, accepted: Ints) -> list[_Request]:
         requests = self._find(handles)
-        _check("accepted", accepted, np.int32)
-        if len(accepted) != len(handles):
-            raise ValueError(f"accepted: {len(handles)} entries are needed, got {len(accepted)}")
-        for i, (request, n) in enumerate(zip(requests, accepted.tolist(), strict=True)):
-            if not 0 <= n <= request.proposed:
-                raise ValueError(
-                    f"accepted[{i}] {n}: 0 to the length of the last draft, {request.proposed}"
-                )
+        check_array("accepted", accepted, np.int32)
+        check_accepted(accepted, [request.proposed for request in requests])
         return requests
 
     def _accept(self, requests: list[_Request], accepted: Ints) -> None:
@@ -469,12 +484,8 @@ class Reference:
     def _check_windows(self, windows: Ints | None, batch: int) -> None:
         if windows is None:
             return
-        _check("windows", windows, np.int32)
-        if len(windows) != batch:
-            raise ValueError(f"windows: {batch} entries are needed, got {len(windows)}")
-        for i, window in enumerate(windows.tolist()):
-            if not 0 <= window <= self.max_window:
-                raise ValueError(f"windows[{i}] {window}: 0 to max_window {self.max_window}")
+        check_array("windows", windows, np.int32)
+        check_windows(windows, batch, self.max_window)
 
     def _load(self, running: int) -> tuple[int, int, int]:
         """Budget, start and growth under the load of `running` requests."""
@@ -576,6 +587,8 @@ class Reference:
         draft, least = _Draft(), self.min_prob * len(places)
         while len(draft.tokens) < window:
             children = self._children(history, places)
+            if not draft.tokens and children and len(children[0][1]) < least:
+                children = sorted(children, key=lambda child: (-len(child[1]), child[0]))
             if not children or len(children[0][1]) < least:
                 break
             token, places = children[0]
@@ -631,21 +644,133 @@ class Reference:
             "prompts": len(self._current),
             "tokens": tokens,
             **dict.fromkeys(names, 0),
-            "live_tokens": sum(len(r.stream) for r in self._requests.values()),
+            "live_tokens": sum(len(r.stream) for r in self._requests.values() if self.live),
             "requests": len(self._requests),
         }
 
     def arena(self) -> None:
         return None
 
-    def save(self, path: str) -> None:
-        raise NotImplementedError(f"save {path}: the Python reference has no file format")
+    def save(self, path: bytes) -> None:
+        if not self._swapped:
+            raise ValueError("save: nothing to save before the first swap")
+        histories = list(self._current.values())
+        texts = [text for h in histories for text in h.responses]
+        parts = {
+            "keys": np.array(list(self._current), np.int64),
+            "tokens": np.array([token for text in texts for token in text], np.int32),
+            "response_offsets": np.cumsum([0, *map(len, texts)], dtype=np.int64),
+            "prompt_offsets": np.cumsum([0, *(len(h.responses) for h in histories)]),
+            "weights": np.array([w for h in histories for w in h.weights], np.int64),
+        }
+        part = path + b".part-%d" % os.getpid()
+        try:
+            with open(part, "xb") as file:
+                np.savez(file, **parts)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            if os.path.exists(part):
+                os.unlink(part)
+            raise
 
-    def load(self, path: str) -> None:
-        raise NotImplementedError(f"load {path}: the Python reference has no file format")
+    def load(self, path: bytes) -> None:
+        with open(path, "rb") as file:
+            try:
+                with np.load(file, allow_pickle=False) as parts:
+                    keys, tokens, response_offsets, prompt_offsets, weights = (
+                        parts[name]
+                        for name in (
+                            "keys",
+                            "tokens",
+                            "response_offsets",
+                            "prompt_offsets",
+                            "weights",
+                        )
+                    )
+                check_array("keys", keys, np.int64)
+                check_array("tokens", tokens, np.int32)
+                check_array("weights", weights, np.int64)
+                check_offsets("prompt_offsets", prompt_offsets, len(keys), len(weights))
+                check_offsets("response_offsets", response_offsets, len(weights), len(tokens))
+                check_tokens(tokens)
+            except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+                name = os.fsdecode(path)
+                raise ValueError(
+                    f"path {name!r}: not a suffix forest of the Python reference, {error}"
+                ) from error
+        flat, starts, made = tokens.tolist(), response_offsets.tolist(), {}
+        for p, key in enumerate(keys.tolist()):
+            mine = range(prompt_offsets[p], prompt_offsets[p + 1])
+            texts = [flat[starts[r] : starts[r + 1]] for r in mine]
+            made[key] = self._index(texts, weights[mine.start : mine.stop].tolist())
+        self._current, self._swapped = made, True
 
 
-def _check(name: str, array: Any, dtype: type) -> None:
+# ---- checks ------------------------------------------------------------------------------------
+
+
+def _check_types(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name == "live":
+            if not isinstance(value, bool | np.bool_):
+                raise ValueError(f"live {value!r}: True or False")
+        elif name in ("min_prob", "factor"):
+            real = isinstance(value, float | int | np.floating | np.integer)
+            if not real or isinstance(value, bool):
+                raise ValueError(f"{name} {value!r}: a number")
+            if abs(value) == math.inf:
+                raise ValueError(f"{name} {value!r}: a finite number")
+        else:
+            _check_whole(name, value)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise ValueError(f"{name} {value!r}: a whole number")
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} {value}: a whole number of 32 bits")
+
+
+def check_running(running: Any) -> int:
+    """`running` of a draft; ValueError if it is not a whole number, 0 or more."""
+    _check_whole("running", running)
+    if running < 0:
+        raise ValueError(f"running {running}: 0 for the batch, or how many share the forward")
+    return int(running)
+
+
+def _path_bytes(path: str | os.PathLike[str]) -> bytes:
+    try:
+        name = os.fsencode(path)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ValueError(f"path {path!r}: the name of a file is needed ({error})") from error
+    if b"\0" in name or not name:
+        raise ValueError(f"path {path!r}: a name without NUL, not empty")
+    return name
+
+
+def check_accepted(accepted: Ints, proposed: Sequence[int]) -> None:
+    """ValueError if an accepted length is not within what was proposed."""
+    if len(accepted) != len(proposed):
+        raise ValueError(f"accepted: {len(proposed)} entries are needed, got {len(accepted)}")
+    for i, (n, most) in enumerate(zip(accepted.tolist(), proposed, strict=True)):
+        if not 0 <= n <= most:
+            raise ValueError(f"accepted[{i}] {n}: 0 to the length of the last draft, {most}")
+
+
+def check_windows(windows: Ints, batch: int, max_window: int) -> None:
+    """ValueError if a window is not within 0 to `max_window`."""
+    if len(windows) != batch:
+        raise ValueError(f"windows: {batch} entries are needed, got {len(windows)}")
+    for i, window in enumerate(windows.tolist()):
+        if not 0 <= window <= max_window:
+            raise ValueError(f"windows[{i}] {window}: 0 to max_window {max_window}")
+
+
+def check_array(name: str, array: Any, dtype: type) -> None:
+    """ValueError unless it is a contiguous numpy array of one dimension and this dtype."""
     wanted = np.dtype(dtype)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name}: a numpy array of {wanted}, not {type(array).__name__}")
@@ -657,7 +782,8 @@ def _check(name: str, array: Any, dtype: type) -> None:
         raise ValueError(f"{name}: contiguous, not with a stride of {array.strides[0]} bytes")
 
 
-def _check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
+def check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
+    """ValueError unless they cut `total` entries into `parts` parts."""
     if len(offsets) != parts + 1:
         raise ValueError(f"{name}: {parts + 1} entries are needed, got {len(offsets)}")
     if offsets[0] != 0:
@@ -673,6 +799,7 @@ def _check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
         )
 
 
-def _check_tokens(tokens: Ints) -> None:
+def check_tokens(tokens: Ints) -> None:
+    """ValueError if a token id is negative."""
     for i in np.flatnonzero(tokens < 0)[:1]:
         raise ValueError(f"tokens[{i}] {tokens[i]}: token ids are 0 or more")

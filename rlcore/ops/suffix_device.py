@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.ops import native
+from rlcore.ops import native, suffix
 from rlcore.ops.suffix import Forest, Longs
 
 # Byte 0 on: Header, then the prompts (csrc/suffix/layout.h).
@@ -22,6 +22,8 @@ _NUM_PROMPTS_AT = 32
 _PROMPT = np.dtype(
     [("key", "<i8"), ("states", "<u8"), ("edges", "<u8"), ("num_states", "<u4"), ("rest", "<u4")]
 )
+# Of a request's record, in 32-bit words: the length of the last draft.
+_PROPOSED_AT = 9
 # The one state of a prompt without history: no token, next, link or edges.
 _NOTHING = np.array([-1, -1, -1, 0, -1, 0], np.int32)
 
@@ -65,34 +67,38 @@ class DeviceForest:
         """Args:
             device: where everything lies.
             requests: most that are open at a time.
-            stream: tokens of a request's own stream (24 to 40 bytes each); 0 with live=False.
+            stream: tokens of a request's own stream (18.7 to 29.3 bytes each); 0 with live=False.
             options: of `DeviceOptions`.
 
         Raises:
             ValueError: options that `Forest` refuses.
             ImportError: there is no native build for the device.
         """
-        self.device = torch.device(device)
+        device = torch.device(device)
         self.options = DeviceOptions(**options)
         Forest(**options, threads=1)  # refuses what it refuses, in the same words
+        for name, value in (("requests", requests), ("stream", stream)):
+            if not isinstance(value, int | np.integer) or isinstance(value, bool):
+                raise ValueError(f"{name} {value!r}: a whole number")
         if requests < 1:
             raise ValueError(f"requests {requests}: at least 1")
         if not 0 <= stream <= 1 << 24:
             raise ValueError(f"stream {stream}: 0 to {1 << 24}")
-        ops = native.torch_ops("suffix forest", self.device.type)
+        ops = native.torch_ops("suffix forest", device.type)
         if ops is None:
-            raise ImportError(f"DeviceForest needs the native build with kernels for {self.device}")
+            raise ImportError(f"DeviceForest needs the native build with kernels for {device}")
         self._ops = ops
         room = 1 << (stream * 4 // 3).bit_length()
-        self._records = torch.full((requests, 8), -1, dtype=torch.int64, device=self.device)
+        self._records = torch.full((requests, 8), -1, dtype=torch.int64, device=device)
+        self.device = self._records.device  # with its index
         self._text = torch.empty((requests, stream, 2), dtype=torch.int32, device=self.device)
         self._slots = torch.empty((requests, room, 2), dtype=torch.int32, device=self.device)
         self._nothing = torch.from_numpy(_NOTHING).to(self.device)
         self._none = torch.empty(0, dtype=torch.int32, device=self.device)
         self._current: _Block | None = None
         self._free = list(range(requests - 1, -1, -1))
-        self._generation = [0] * requests
-        self._open: dict[int, _Block | None] = {}
+        self._generation = np.zeros(requests, np.int64)
+        self._open: dict[int, _Block | None] = {}  # by handle
 
     def upload(self, forest: Forest) -> None:
         """Copy the present histories of `forest`; requests that are opened from now on use them.
@@ -116,46 +122,60 @@ class DeviceForest:
         Raises:
             ValueError: more requests than there is room for.
         """
+        suffix.check_array("keys", keys, np.int64)
         if len(keys) > len(self._free):
             raise ValueError(
                 f"keys: {len(keys)} requests, room for {len(self._free)} more; "
                 "DeviceForest(requests=...) says how many"
             )
-        indices = [self._free.pop() for _ in range(len(keys))]
+        indices = np.array(self._free[len(self._free) - len(keys) :][::-1], np.int64)
         records = np.zeros((len(keys), 8), np.int64)
-        for record, index, key in zip(records, indices, np.asarray(keys).tolist(), strict=True):
-            record[0] = self._generation[index] << 32 | index
-            record[1:3] = self._history(int(key))
-            self._open[int(record[0])] = self._current
-        where = torch.tensor(indices, dtype=torch.int64, device=self.device)
+        records[:, 0] = self._generation[indices] << 32 | indices
+        records[:, 1:3] = self._histories(keys)
+        where = torch.from_numpy(indices).to(self.device)
         made = torch.from_numpy(records).to(self.device)
         self._records[where] = made
         self._slots[where] = 0
-        return made[:, 0].contiguous()
+        handles = made[:, 0].contiguous()
+        # Nothing fails from here on: what fails before leaves no slot taken.
+        del self._free[len(self._free) - len(keys) :]
+        self._open.update(dict.fromkeys(records[:, 0].tolist(), self._current))
+        return handles
 
-    def _history(self, key: int) -> tuple[int, int]:
-        """Addresses of a prompt's states and edges."""
+    def _histories(self, keys: Longs) -> np.ndarray:
+        """Addresses [B, 2] of the prompts' states and edges."""
+        found = np.empty((len(keys), 2), np.int64)
+        found[:] = self._nothing.data_ptr(), 0
         block = self._current
-        if block is not None:
-            at = int(np.searchsorted(block.prompts["key"], key))
-            if at < len(block.prompts) and block.prompts["key"][at] == key:
-                base, prompt = block.memory.data_ptr(), block.prompts[at]
-                return base + int(prompt["states"]), base + int(prompt["edges"])
-        return self._nothing.data_ptr(), 0
+        if block is not None and len(block.prompts) > 0:
+            at = np.searchsorted(block.prompts["key"], keys)
+            at = np.minimum(at, len(block.prompts) - 1)
+            known = block.prompts["key"][at] == keys
+            base = block.memory.data_ptr()
+            for column, name in enumerate(("states", "edges")):
+                found[known, column] = base + block.prompts[name][at[known]].astype(np.int64)
+        return found
 
     def close(self, handles: Tensor) -> None:
         """End requests [B]; waits for the device. ValueError for a handle that is not open."""
-        given = handles.tolist()
-        for i, handle in enumerate(given):
-            if handle not in self._open or handle in given[:i]:
-                raise ValueError(f"handles[{i}] {handle}: not open (closed, or never given out)")
+        self._check("handles", handles, torch.int64)
+        given = self._check_open(handles)
+        indices = handles.cpu().numpy() & 0xFFFFFFFF
+        self._records[torch.from_numpy(indices).to(self.device), 0] = -1
+        self._generation[indices] = (self._generation[indices] + 1) & 0x7FFFFFFF
+        self._free += indices.tolist()
         for handle in given:
             del self._open[handle]
-            index = handle & 0xFFFFFFFF
-            self._generation[index] = (self._generation[index] + 1) & 0x7FFFFFFF
-            self._free.append(index)
-        where = torch.tensor([h & 0xFFFFFFFF for h in given], dtype=torch.int64)
-        self._records[where.to(self.device), 0] = -1
+
+    def _check_open(self, handles: Tensor) -> list[int]:
+        given, seen = handles.tolist(), set()
+        for i, handle in enumerate(given):
+            if handle not in self._open:
+                raise ValueError(f"handles[{i}] {handle}: not open (closed, or never given out)")
+            if handle in seen:
+                raise ValueError(f"handles[{i}] {handle}: every handle once")
+            seen.add(handle)
+        return given
 
     def step(
         self,
@@ -180,8 +200,9 @@ class DeviceForest:
         Returns:
             tokens [B, W], -1 after the draft, and lengths [B]; W is max_window, or without
             `windows` the budget of the load rule. Values are not looked at here, that would wait
-            for the device: a handle that is not open gets length -1, negative tokens match nothing,
-            the rest is held in range. On the CPU such a handle is a ValueError.
+            for the device: a handle that is not open gets length -1, as all but one of equal ones
+            do; negative tokens match nothing; the rest is held in range. On the CPU, where looking
+            is free, all of that is a ValueError in the words of `Forest`, and changes nothing.
         """
         batch, o = self._check("handles", handles, torch.int64), self.options
         for name, given, dtype, size in (
@@ -192,11 +213,17 @@ class DeviceForest:
         ):
             if given is not None:
                 self._check(name, given, dtype, size)
+        running = suffix.check_running(running) or batch
+        if self.device.type == "cpu":
+            self._check_values(handles, accepted, tokens, offsets, windows)
         width = o.max_window
-        running = running if running > 0 else batch
         if windows is None and o.knee > 0 and batch > 0:
             width = max(1, min(o.knee // running - 1, o.max_window))
-        out = torch.full((batch, width), -1, dtype=torch.int32, device=self.device)
+        # One fill for both: the drafts, and which requests are taken.
+        filled = torch.full(
+            (batch * width + len(self._records),), -1, dtype=torch.int32, device=self.device
+        )
+        out, claims = filled[: batch * width].view(batch, width), filled[batch * width :]
         lengths = torch.empty(batch, dtype=torch.int32, device=self.device)
         self._ops.suffix_step(
             self._records,
@@ -209,14 +236,29 @@ class DeviceForest:
             self._none if windows is None else windows,
             out,
             lengths,
+            claims,
             [float(value) for value in asdict(o).values()],
             running,
             native.stream(self.device),
         )
-        if self.device.type == "cpu":
-            for i in torch.nonzero(lengths < 0).flatten().tolist():
-                raise ValueError(f"handles[{i}] {int(handles[i])}: not open (or never given out)")
         return out, lengths
+
+    def _check_values(
+        self,
+        handles: Tensor,
+        accepted: Tensor | None,
+        tokens: Tensor,
+        offsets: Tensor,
+        windows: Tensor | None,
+    ) -> None:
+        given = self._check_open(handles)
+        suffix.check_offsets("offsets", offsets.numpy(), len(given), tokens.numel())
+        suffix.check_tokens(tokens.numpy())
+        if windows is not None:
+            suffix.check_windows(windows.numpy(), len(given), self.options.max_window)
+        if accepted is not None:
+            proposed = self._records.view(torch.int32)[handles & 0xFFFFFFFF, _PROPOSED_AT]
+            suffix.check_accepted(accepted.numpy(), proposed.tolist())
 
     def _check(self, name: str, given: Tensor, dtype: torch.dtype, size: int | None = None) -> int:
         if not isinstance(given, Tensor):

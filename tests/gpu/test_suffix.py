@@ -53,3 +53,13 @@ def test_a_handle_that_is_not_open_has_length_minus_one():
     tokens = torch.zeros(0, dtype=torch.int32, device=side.DEVICE)
     offsets = torch.zeros(4, dtype=torch.int64, device=side.DEVICE)
     assert forest.step(handles, None, tokens, offsets)[1].tolist() == [-1, -1, -1]
+
+
+def test_of_equal_handles_one_row_moves_the_request():
+    forest = DeviceForest(side.DEVICE, requests=1)
+    handles = forest.open(np.zeros(1, np.int64)).repeat(64)
+    tokens = torch.arange(64 * 50, dtype=torch.int32, device=side.DEVICE)
+    offsets = torch.arange(65, device=side.DEVICE) * 50
+    for _ in range(4):
+        lengths = forest.step(handles, None, tokens, offsets)[1]
+        assert (lengths >= 0).sum() == 1

@@ -1,6 +1,11 @@
 """The suffix forest: what it promises, by hand; then C++ against the Python reference."""
 
+import functools
+import inspect
+import io
+import os
 import random
+import struct
 import subprocess
 import sys
 import threading
@@ -18,24 +23,15 @@ try:
 except ImportError:
     SuffixForest = None
 
+ROOT = Path(__file__).resolve().parents[2]
 needs_build = pytest.mark.skipif(SuffixForest is None, reason="no native build")
 pytestmark = pytest.mark.native
 
-DEFAULTS = dict(
-    limit=7,
-    min_match=3,
-    min_prob=0.0,
-    max_window=32,
-    start_window=2,
-    growth=2,
-    knee=0,
-    live=True,
-    candidates=16,
-    live_match=3,
-    factor=0.0,
-    stream=0,
-    threads=1,
-)
+DEFAULTS = {
+    name: option.default
+    for name, option in inspect.signature(suffix.Forest).parameters.items()
+    if option.kind is inspect.Parameter.KEYWORD_ONLY
+} | dict(stream=0, threads=1)
 MAKERS = [
     pytest.param(suffix.Reference, id="python"),
     pytest.param(SuffixForest, id="native", marks=needs_build),
@@ -99,6 +95,15 @@ class Case:
         """Accept, and the window after it."""
         self.forest.accept(self.handles, i32(n))
         return int(self.forest.windows(self.handles)[0])
+
+
+@pytest.fixture(params=["0", pytest.param("1", marks=needs_build)], ids=["python", "native"])
+def public(request, monkeypatch):
+    """The class `Forest`, without and with the native build."""
+    monkeypatch.setenv("RLCORE_NATIVE", request.param)
+    suffix.native.load.cache_clear()
+    yield functools.partial(suffix.Forest, threads=1)
+    suffix.native.load.cache_clear()
 
 
 @pytest.fixture(params=MAKERS)
@@ -167,6 +172,21 @@ def test_min_prob_stops_the_draft_where_its_path_is_too_rare(case):
     history.append(([1, 2, 3, 4, 9], 0))
     for min_prob, draft in [(0.0, [4, 5, 6]), (0.3, [4, 5]), (0.5, [4, 5]), (0.6, [4])]:
         assert case(history, min_prob=min_prob).feed(1, 2, 3).draft() == draft
+
+
+def test_a_rare_branch_that_rewards_pick_leaves_the_draft_to_the_most_frequent(case):
+    """1 in 16 is below 0.3, 15 in 16 is not; without a threshold the reward decides."""
+    history = [([1, 2, 3, 7, 7, 7], 0)] * 15 + [([1, 2, 3, 8, 8, 8], 1)]
+    assert case(history, min_prob=0.3).feed(1, 2, 3).draft() == [7, 7, 7]
+    assert case(history, min_prob=0.0).feed(1, 2, 3).draft() == [8, 8, 8]
+    many = [([1, 2, 3, k], 1) for k in range(20, 60)] + [([1, 2, 3, 9], 0)] * 30
+    assert case(many, min_prob=0.3).feed(1, 2, 3).draft() == [9]
+    assert case(many, min_prob=0.5).feed(1, 2, 3).draft() == []
+
+
+def test_equally_frequent_branches_that_rewards_passed_over_go_to_the_smaller_token(case):
+    history = [([1, 2, 3, k], 0) for k in (9, 9, 7, 7)] + [([1, 2, 3, 8], 1)]
+    assert case(history, min_prob=0.4).feed(1, 2, 3).draft() == [7]
 
 
 def test_factor_bounds_the_draft_by_the_match(case):
@@ -265,8 +285,8 @@ def test_a_tree_holds_the_most_probable_continuations_first(case):
     """4 (3 of 4), 4 6 (2 of 4), then 4 5 and 7 (1 of 4): the child of the earlier node first."""
     history = [([1, 2, 3, 4, 5], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 7], 0)]
     nodes = [(4, -1), (6, 0), (7, -1), (5, 0)]
-    assert case(history).feed(1, 2, 3).tree(8) == nodes
-    assert case(history).feed(1, 2, 3).tree(2) == nodes[:2]
+    assert case(history, min_prob=0.0).feed(1, 2, 3).tree(8) == nodes
+    assert case(history, min_prob=0.0).feed(1, 2, 3).tree(2) == nodes[:2]
 
 
 def test_a_tree_is_accepted_up_to_its_depth(case):
@@ -321,7 +341,25 @@ def test_an_epoch_is_freed_with_its_last_request():
     assert c.forest.stats()["history_bytes"] > old
     c.forest.close(c.handles)
     assert c.forest.stats()["history_bytes"] < 4096
-    assert c.forest.stats()["live_bytes"] == 0
+    assert c.forest.stats()["live_bytes"] <= 4 << 20
+
+
+@needs_build
+@pytest.mark.parametrize("tokens, most", [(3000, 22), (4096, 26), (16900, 34), (33000, 34)])
+def test_a_stream_costs_what_is_said_and_leaves_with_its_request(tokens, most):
+    """Many streams that grow side by side; one slab of 4 MiB is the pool's own."""
+    forest = SuffixForest(**DEFAULTS | dict(stream=4096))
+    handles = forest.open(np.zeros(64, np.int64))
+    text = np.random.default_rng(0).integers(0, 10**6, 64 * 1000).astype(np.int32)
+    for at in range(0, tokens, 1000):
+        size = min(1000, tokens - at)
+        forest.advance(handles, text[: 64 * size], np.arange(65) * size)
+    assert forest.stats()["live_tokens"] == 64 * tokens
+    assert forest.stats()["live_bytes"] - (4 << 20) < most * 64 * max(tokens, 4096)
+    forest.close(handles[1:])
+    assert forest.stats()["live_bytes"] <= 12 << 20
+    forest.close(handles[:1])
+    assert forest.stats()["live_bytes"] <= 4 << 20
 
 
 @needs_build
@@ -426,6 +464,53 @@ def test_a_bad_call_names_the_argument_and_changes_nothing(case, call, message):
 def test_bad_options_are_refused(case, options, message):
     with pytest.raises(ValueError, match=message):
         case([], **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(limit=7.5), "limit 7.5: a whole number"),
+        (dict(limit=2**31), "limit 2147483648: a whole number of 32 bits"),
+        (dict(threads=None), "threads None: a whole number"),
+        (dict(growth=True), "growth True: a whole number"),
+        (dict(live=2), "live 2: True or False"),
+        (dict(min_prob="0.3"), "min_prob '0.3': a number"),
+        (dict(factor=float("inf")), "factor inf: a finite number"),
+    ],
+)
+def test_options_of_another_type_are_refused(public, options, message):
+    with pytest.raises(ValueError, match=message):
+        public(**options)
+
+
+@pytest.mark.parametrize(
+    "running, message",
+    [
+        (1.5, "running 1.5: a whole number"),
+        (2**70, "running 1180591620717411303424: a whole number of 32 bits"),
+        (-1, "running -1: 0 for the batch"),
+    ],
+)
+def test_a_bad_number_of_running_requests_is_refused(public, running, message):
+    forest = public()
+    handles = forest.open(i64(0))
+    calls = [
+        lambda: forest.draft(handles, running=running),
+        lambda: forest.draft_tree(handles, running=running),
+        lambda: forest.step(handles, i32(0), i32(), i64(0, 0), running=running),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@needs_build
+def test_the_defaults_in_c_are_those_in_python():
+    from rlcore._C import suffix_defaults
+
+    own = inspect.signature(suffix.Forest).parameters
+    assert suffix_defaults == {name: own[name].default for name in suffix_defaults}
+    assert set(DEFAULTS) - set(suffix_defaults) == {"threads"}
 
 
 # ---- adversarial texts
@@ -589,6 +674,11 @@ def test_requests_are_served_while_the_next_epoch_is_built():
     forest = SuffixForest(**{**DEFAULTS, "threads": 2})
     forest.build(*epochs[0])
     forest.swap()
+    drafts = [serve_once(forest, text)]
+    forest.build(*epochs[1])
+    forest.swap()
+    drafts.append(serve_once(forest, text))
+    assert drafts[0] == text[120:124] != drafts[1]
     failures: list[BaseException] = []
 
     def build() -> None:
@@ -603,40 +693,106 @@ def test_requests_are_served_while_the_next_epoch_is_built():
     builder.start()
     served = 0
     while builder.is_alive() or served == 0:
-        handles = forest.open(i64(0))
-        forest.advance(handles, i32(*text[100:120]), i64(0, 20))
-        length = forest.draft(handles, i32(4), 0)[1][0]
-        assert 0 <= length <= 4
-        forest.close(handles)
+        assert serve_once(forest, text) in drafts
         served += 1
     builder.join()
     assert not failures
+    assert serve_once(forest, text) == drafts[1]
 
+
+def serve_once(forest, text: list[int]) -> list[int]:
+    handles = forest.open(i64(0))
+    forest.advance(handles, i32(*text[100:120]), i64(0, 20))
+    tokens, lengths = forest.draft(handles, i32(4), 0)
+    forest.close(handles)
+    return tokens[0, : lengths[0]].tolist()
+
+
+@needs_build
+def test_arrays_that_another_thread_writes_to_are_used_as_they_were_checked():
+    """Offsets, windows, tokens, handles and accepted lengths turn bad and good during the calls."""
+    code = ROGUE_WRITER
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert ran.stdout.strip() == "alive", (ran.returncode, ran.stderr)
+
+
+ROGUE_WRITER = """
+import sys, threading, time
+import numpy as np
+from tests.native.test_suffix import DEFAULTS, SuffixForest, corpus, i32, i64
+sys.setswitchinterval(1e-6)
+forest = SuffixForest(**DEFAULTS)
+history = list(corpus({0: [(list(range(50)) * 40, 1.0)] * 20}))
+forest.build(*history)
+forest.swap()
+handles = forest.open(np.zeros(256, np.int64))
+good = [handles, np.zeros(256, np.int32), np.zeros(2560, np.int32) + 5,
+        np.arange(0, 2561, 10), np.full(256, 4, np.int32)]
+bad = [handles + (1 << 20), np.full(256, -9, np.int32), np.full(2560, -1, np.int32),
+       np.arange(0, 2561, 10) * 10**6, np.full(256, 10**6, np.int32)]
+shared = [a.copy() for a in good]
+texts = history[1].copy(), history[2].copy()
+stop = False
+def write():
+    while not stop:
+        for a, b, c in zip(shared, bad, good):
+            a[:] = b
+            a[:] = c
+        history[1][:] = -1
+        history[2][1:-1] = 1 << 40
+        history[1][:], history[2][:] = texts
+writer = threading.Thread(target=write)
+writer.start()
+refused = served = 0
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    for call in (lambda: forest.step(*shared, 0), lambda: forest.build(*history)):
+        try:
+            call()
+            served += 1
+        except ValueError:
+            refused += 1
+stop = True
+writer.join()
+assert served and refused, (served, refused)
+print("alive")
+"""
 
 OUT_OF_MEMORY = """
 import resource, numpy as np
 from rlcore._C import SuffixForest
-from tests.native.test_suffix import Case, corpus
+from tests.native.test_suffix import DEFAULTS, Case, corpus
 c = Case(SuffixForest, [([1, 2, 3, 4], 1)])
 now = int(open("/proc/self/statm").read().split()[0]) * 4096
-resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
-tokens = np.zeros(1_000_000, np.int32)
-end = np.array([0, len(tokens)], np.int64)
+c.forest = SuffixForest(**DEFAULTS | dict(threads=@THREADS))
+c.forest.build(*corpus({0: [([1, 2, 3, 4], 1)]}))
+c.forest.swap()
+c.handles = c.forest.open(np.zeros(1, np.int64))
+tokens = np.random.default_rng(0).integers(0, 9, 1_000_000).astype(np.int32)
+ends = np.arange(0, 1_000_001, 125_000)
+parts = np.arange(8), tokens, ends, np.arange(9), np.zeros(8, np.float32)
+resource.setrlimit(resource.RLIMIT_AS, (now + (@LIMIT << 20), resource.RLIM_INFINITY))
 try:
-    c.forest.build(np.zeros(1, np.int64), tokens, end, np.array([0, 1]), np.zeros(1, np.float32))
+    c.forest.build(*parts)
 except MemoryError:
-    assert c.feed(1, 2, 3).draft() == [4]
     print("kept")
+assert c.feed(1, 2, 3).draft() == [4]
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+c.forest.build(*parts)
 """
 
 
 @needs_build
-def test_out_of_memory_while_building_keeps_what_was_there():
-    root = Path(__file__).resolve().parents[2]
+@pytest.mark.parametrize("threads, limit", [(1, 64), (1, 170), (4, 170), (4, 200)])
+def test_out_of_memory_while_building_keeps_what_was_there(threads, limit):
+    """64 MiB: no room for the block of 144 MiB; with more the builders themselves run out."""
+    code = OUT_OF_MEMORY.replace("@THREADS", str(threads)).replace("@LIMIT", str(limit))
     ran = subprocess.run(
-        [sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=120, cwd=root
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
-    assert ran.stdout.strip() == "kept", ran.stderr
+    assert ran.returncode == 0 and ran.stdout.strip() == "kept", ran.stderr
 
 
 # ---- files
@@ -669,7 +825,7 @@ def test_a_saved_forest_serves_after_loading(saved):
         (lambda b: b[:-1], "bytes, its header says"),
         (lambda b: b"x" * 500, "not a suffix forest"),
         (lambda b: b + b"\0" * 64, "bytes, its header says"),
-        (lambda b: b[:8] + b"\x63" + b[9:], "version 99, this build reads 1"),
+        (lambda b: b[:8] + b"\x63" + b[9:], "version 99, this build reads 2"),
         (lambda b: b[:300] + bytes([b[300] ^ 1]) + b[301:], "checksum"),
     ],
 )
@@ -679,6 +835,176 @@ def test_a_file_that_is_not_a_whole_forest_is_refused(saved, change, message):
     with pytest.raises(ValueError, match=f"path .*: .*{message}"):
         c.forest.load(str(saved))
     assert c.feed(1, 2, 3).draft() == [7]
+
+
+HEADER, PROMPT, STATE, EDGE = "<QIIQQQQQQ", "<qQQII", "<iIIiII", "<iI"
+
+
+def checksum(block: bytes) -> int:
+    """As Arena::checksum: four lanes over 32 bytes each, without the checksum's own place."""
+    mul, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+    lanes = [1, 2, 3, 4]
+    block = block[:24] + bytes(8) + block[32:]
+    block += bytes(-len(block) % 32)
+    for at in range(0, len(block), 32):
+        for k, word in enumerate(struct.unpack_from("<4Q", block, at)):
+            x = (lanes[k] ^ word) * mul & mask
+            lanes[k] = x ^ x >> 29
+    total = lanes[0]
+    for lane in lanes[1:]:
+        total = (total * mul & mask) ^ lane
+    return total
+
+
+def broken(block: bytes, what: str, field: int, value: int) -> bytes:
+    """One field of the first header, prompt, state, edge list or entry set, the checksum right."""
+    data = bytearray(block)
+    states, edges = struct.unpack_from(PROMPT, data, 64)[1:3]
+    rows = [struct.unpack_from(STATE, data, states + 24 * s) for s in range(12)]
+    listed = edges + 8 * rows[0][4]  # the root's
+    state = next(s for s in range(1, 12) if rows[s][2] != 0)  # its link is not the root
+    at, form = {
+        "header": (0, HEADER),
+        "prompt": (64, PROMPT),
+        "state": (states + 24 * state, STATE),
+        "head": (listed, EDGE),
+        "edge": (listed + 8, EDGE),
+    }[what]
+    row = list(struct.unpack_from(form, data, at))
+    row[field] = value
+    struct.pack_into(form, data, at, *row)
+    struct.pack_into("<Q", data, 24, checksum(data))
+    return bytes(data)
+
+
+@needs_build
+@pytest.mark.parametrize(
+    "what, field, value, message",
+    [
+        ("state", 0, -2, "broken state"),
+        ("state", 0, -1, "broken state"),  # a child without a token
+        ("state", 1, 1 << 20, "broken state"),
+        ("state", 1, 0, "broken state"),  # nothing leads to the root
+        ("state", 2, 1 << 20, "broken state"),
+        ("state", 2, 0xFFFFFFFF, "broken state"),
+        ("state", 3, -1, "broken state"),
+        ("state", 3, 0, "broken state"),
+        ("state", 3, 2**31 - 1, "broken state"),
+        ("state", 4, 1 << 20, "broken state"),
+        ("head", 0, 1 << 20, "broken state"),
+        ("head", 0, -1, "broken state"),
+        ("head", 1, 5, "broken state"),
+        ("edge", 0, -2, "broken state"),
+        ("edge", 1, 1 << 20, "broken state"),
+        ("edge", 1, 0, "broken state"),
+        ("prompt", 0, 2**62, "keys do not ascend"),
+        ("prompt", 1, 1 << 40, "lies outside of the file"),
+        ("prompt", 1, 65, "lies outside of the file"),
+        ("prompt", 2, 1 << 40, "lies outside of the file"),
+        ("prompt", 3, 0, "lies outside of the file"),
+        ("prompt", 4, 1 << 30, "lies outside of the file"),
+        ("header", 5, 1 << 40, "prompts do not fit"),
+        ("header", 5, 2, "its header says"),
+        ("header", 6, 7, "tokens, its header says"),
+        ("header", 7, 7, "states, .* its header says"),
+        ("header", 8, 7, "edges and .* its header says"),
+    ],
+)
+def test_a_file_with_one_wrong_field_and_a_right_checksum_is_refused(
+    saved, what, field, value, message
+):
+    good = saved.read_bytes()
+    assert struct.unpack_from("<Q", good, 24)[0] == checksum(good)
+    saved.write_bytes(broken(good, what, field, value))
+    with pytest.raises(ValueError, match=message):
+        SuffixForest(**DEFAULTS).load(str(saved))
+
+
+@needs_build
+@pytest.mark.parametrize("at", [32, 40, 48, 56])
+def test_the_checksum_covers_the_header(saved, at):
+    block = bytearray(saved.read_bytes())
+    block[at] ^= 1
+    saved.write_bytes(block)
+    with pytest.raises(ValueError, match="checksum"):
+        SuffixForest(**DEFAULTS).load(str(saved))
+
+
+DISK_FULL = """
+import resource, signal, sys
+from pathlib import Path
+from rlcore.ops import suffix
+from tests.native.test_suffix import corpus
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+forest, path = suffix.Forest(threads=1), Path(sys.argv[1])
+forest.build(*corpus({0: [([1, 2, 3, 4], 1)]}))
+forest.swap()
+forest.save(path)
+good = path.read_bytes()
+forest.build(*corpus({0: [(list(range(9000)), 1)]}))
+forest.swap()
+resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY))
+try:
+    forest.save(path)
+except OSError:
+    assert path.read_bytes() == good and len(list(path.parent.iterdir())) == 1
+    print("kept")
+"""
+
+
+def test_a_save_that_fails_leaves_the_file_that_was_there(public, tmp_path):
+    """The limit on a file's size stands for a full disk."""
+    ran = subprocess.run(
+        [sys.executable, "-c", DISK_FULL, tmp_path / "forest"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert ran.stdout.strip().endswith("kept"), ran.stderr
+
+
+def test_what_was_saved_serves_after_loading_with_and_without_a_build(public, tmp_path):
+    forest, again = public(), public()
+    path = tmp_path / os.fsdecode(b"f\xff\xc3\xa4")
+    forest.build(*corpus({3: [([1, 2, 3, 4], -1), ([1, 2, 3, 5], 1), ([], 0)], 4: []}))
+    forest.swap()
+    forest.save(path)
+    again.load(path)
+    again.save(path)
+    again.load(os.fsencode(path))
+    for one in (forest, again):
+        handles = one.open(i64(3))
+        one.advance(handles, i32(1, 2, 3), i64(0, 3))
+        assert one.draft(handles)[0][0, :2].tolist() == [5, -1]
+    assert again.stats()["tokens"] == 8
+
+
+def test_a_file_of_the_other_kind_and_a_cut_one_are_refused(public, tmp_path):
+    forest, path = public(), tmp_path / "forest"
+    forest.build(*corpus({3: [([1, 2, 3, 4], 1)]}))
+    forest.swap()
+    forest.save(path)
+    for content in (path.read_bytes()[:-40], b"", b"x" * 100, b"PK" + bytes(100), npy(i64(1))):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="path .*forest.*: not a suffix forest|header says"):
+            forest.load(path)
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("path", ["a\0b", "", None, 7, "\ud800"])
+def test_a_path_that_is_none_is_refused(public, path):
+    forest = public()
+    forest.build(*corpus({}))
+    forest.swap()
+    for call in (forest.save, forest.load):
+        with pytest.raises(ValueError, match="path "):
+            call(path)
 
 
 @needs_build

@@ -1,12 +1,15 @@
 """The device forest on the CPU: the kernel's body against the forest, and what it refuses."""
 
+import inspect
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
 
 from rlcore.ops import native
 from rlcore.ops.suffix import Forest
-from rlcore.ops.suffix_device import DeviceForest
+from rlcore.ops.suffix_device import DeviceForest, DeviceOptions
 from tests.native.test_suffix import batch, corpus, i32, i64, needs_build
 
 pytestmark = [pytest.mark.native, needs_build]
@@ -94,6 +97,61 @@ def test_a_closed_handle_is_refused():
         device.close(handle)
     with pytest.raises(ValueError, match=r"handles\[0\] 0: not open"):
         device.step(handle, None, *tensors(*batch([[1]])))
+    handle = device.open(i64(0))
+    with pytest.raises(ValueError, match=r"handles\[1\] \d+: every handle once"):
+        device.close(torch.cat([handle, handle]))
+    device.close(handle)
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (np.array([1.5]), "keys: int64, not float64"),
+        (np.array(["1"]), "keys: int64, not <U1"),
+        (np.zeros((1, 1), np.int64), "keys: one dimension, not 2"),
+        ([1], "keys: a numpy array of int64, not list"),
+    ],
+)
+def test_bad_keys_are_refused_and_take_no_room(keys, message):
+    device = DeviceForest(requests=1)
+    with pytest.raises(ValueError, match=message):
+        device.open(keys)
+    assert device.open(i64(1)).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(offsets=i64(0, -3, 2)), r"offsets\[1\] -3: offsets do not fall"),
+        (dict(offsets=i64(7, 1, 2)), r"offsets\[0\] 7: offsets begin with 0"),
+        (dict(offsets=i64(0, 1, 99)), r"offsets\[2\] 99: the last offset"),
+        (dict(tokens=i32(3, -5)), r"tokens\[1\] -5: token ids are 0 or more"),
+        (dict(accepted=i32(0, 500)), r"accepted\[1\] 500: 0 to the length of the last draft, 1"),
+        (dict(accepted=i32(-7, 0)), r"accepted\[0\] -7: 0 to the length of the last draft, 1"),
+        (dict(windows=i32(33, 1)), r"windows\[0\] 33: 0 to max_window 32"),
+        (dict(windows=i32(1, -3)), r"windows\[1\] -3: 0 to max_window 32"),
+        (dict(handles=i64(0, 0)), r"handles\[1\] 0: every handle once"),
+        (dict(handles=i64(0, 5)), r"handles\[1\] 5: not open"),
+        (dict(running=-1), "running -1: 0 for the batch"),
+    ],
+)
+def test_bad_values_are_refused_on_the_cpu_and_change_nothing(change, message):
+    device = DeviceForest(requests=2)
+    device.upload(forest_of({0: [1, 2, 3, 4]}))
+    handles = device.open(i64(0, 0))
+    device.step(handles, None, *tensors(*batch([[1, 2, 3]] * 2)))
+    before = device._records.clone(), device._text.clone(), device._slots.clone()
+    good = dict(handles=handles.numpy(), accepted=i32(1, 0), tokens=i32(4, 1), offsets=i64(0, 1, 2))
+    call = {k: torch.from_numpy(v) if k != "running" else v for k, v in {**good, **change}.items()}
+    with pytest.raises(ValueError, match=message):
+        device.step(**call)
+    for old, new in zip(before, (device._records, device._text, device._slots), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_the_defaults_are_those_of_the_forest():
+    own = inspect.signature(Forest).parameters
+    assert asdict(DeviceOptions()) == {name: own[name].default for name in asdict(DeviceOptions())}
 
 
 def test_there_is_no_room_for_more_requests_than_were_asked_for():
@@ -128,6 +186,7 @@ def test_a_bad_step_names_the_argument(change, message):
     "options, message",
     [
         (dict(limit=2), "limit 2: 0 for none, or at least min_match 3"),
+        (dict(requests=1.5), "requests 1.5: a whole number"),
         (dict(requests=0), "requests 0: at least 1"),
         (dict(stream=-1), "stream -1: 0 to"),
     ],
