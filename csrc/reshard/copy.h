@@ -51,7 +51,12 @@ struct Job {
 using ParallelFor = std::function<void(int64_t count, int64_t grain,
                                        const std::function<void(int64_t begin, int64_t end)>&)>;
 
-// Runs the job on the host. Throws std::invalid_argument for a table that no plan has.
+// Throws std::invalid_argument for a table that no plan of `num_tensors` tensors has: a job that
+// passes stays inside its bucket. Only sizes of tensors are not known here. The table is read on
+// the host; addresses are not looked at.
+void check(const Job& job, int64_t num_tensors);
+
+// Runs a job that `check` has seen on the host.
 void copy(const Job& job, const ParallelFor& parallel_for);
 
 // The sum of the values of all words of a buffer.

@@ -126,6 +126,62 @@ uint64_t move(Bytes to, ConstBytes from, int64_t bytes, uint64_t position, bool 
 }
 
 #ifdef RL_X86
+// Sixteen floats as the halves of theirs that `narrow_bfloat16` and `narrow_float16` make.
+template <class B>
+__attribute__((target("avx2,f16c"), always_inline)) inline __m256i narrow16(ConstBytes from) {
+  __m256i half[2];
+  for (int k = 0; k < 2; ++k) {
+    const __m256 x = _mm256_loadu_ps(reinterpret_cast<const float*>(from) + 8 * k);
+    const __m256 odd = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    if constexpr (std::is_same_v<B, BFloat16>) {
+      const __m256i u = _mm256_castps_si256(x);
+      const __m256i even = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+      const __m256i up = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), even);
+      const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+      const __m256 y = _mm256_blendv_ps(_mm256_castsi256_ps(up), nan, odd);
+      half[k] = _mm256_srli_epi32(_mm256_castps_si256(y), 16);
+    } else {
+      const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+      const __m128i y = _mm256_cvtps_ph(_mm256_blendv_ps(x, nan, odd),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      half[k] = _mm256_castsi128_si256(y);
+    }
+  }
+  if constexpr (std::is_same_v<B, Float16>) {
+    return _mm256_inserti128_si256(half[0], _mm256_castsi256_si128(half[1]), 1);
+  }
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(half[0], half[1]), 0xd8);
+}
+
+// Casts `count` floats, a multiple of 32, and returns the sum of the words' values, the first being
+// number `position`. One pass: the sum's arithmetic runs while memory is waited for.
+template <class B, bool kStream>
+RL_AVX2 uint64_t narrow_move_wide(Bytes to, ConstBytes from, int64_t count, uint64_t position) {
+  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
+  const auto golden = [](uint64_t n) { return static_cast<int64_t>(n * kGolden); };
+  __m256i key = _mm256_setr_epi64x(golden(position + 1), golden(position + 2), golden(position + 3),
+                                   golden(position + 4));
+  const __m256i step = _mm256_set1_epi64x(golden(4));
+  __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int64_t i = 0; i < count; i += 32) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t j = i + 16 * half;
+      const __m256i x = narrow16<B>(from + 4 * j);
+      auto* const there = reinterpret_cast<__m256i*>(to + 2 * j);
+      if constexpr (kStream) {
+        _mm256_stream_si256(there, x);
+      } else {
+        _mm256_storeu_si256(there, x);
+      }
+      sums[half] = _mm256_add_epi64(sums[half], words_value(x, key));
+      key = _mm256_add_epi64(key, step);
+    }
+  }
+  alignas(32) uint64_t parts[4];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(parts), _mm256_add_epi64(sums[0], sums[1]));
+  return parts[0] + parts[1] + parts[2] + parts[3];
+}
+
 RL_AVX2 int64_t narrow_wide(Float16* to, ConstBytes from, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
@@ -335,7 +391,22 @@ uint64_t pack_tile(const Place& place, const Piece& piece, const Tile& tile) {
       sum += write_run<B>(place, piece, tile, r, 0, row, tile.columns, tile.pad);
       continue;
     }
-    for (int64_t c = 0; c < tile.columns; c += kRun) {
+    int64_t done = 0;
+#ifdef RL_X86
+    if constexpr (std::is_same_v<T, float> && sizeof(B) == 2) {
+      if (across && piece.hashed && has_avx2()) {
+        done = tile.columns / 32 * 32;
+        const int64_t offset = tile.bucket + r * tile.bucket_row;
+        const auto position = static_cast<uint64_t>(offset / kWord);
+        Bytes to = place.bucket + offset;
+        sum += place.stream && reinterpret_cast<uint64_t>(to) % 32 == 0
+                   ? narrow_move_wide<B, true>(to, row, done, position)
+                   : narrow_move_wide<B, false>(to, row, done, position);
+        if (done == tile.columns) std::memset(to + 2 * done, 0, static_cast<size_t>(tile.pad));
+      }
+    }
+#endif
+    for (int64_t c = done; c < tile.columns; c += kRun) {
       const int64_t count = std::min(kRun, tile.columns - c);
       gather<B, T>(stage, row + c * tile.tensor_column, tile.tensor_column, count);
       const int64_t pad = c + count == tile.columns ? tile.pad : 0;
@@ -439,7 +510,7 @@ uint64_t run(const Job& job, int64_t begin, int64_t end) {
       RLCORE_RESHARD_PAIRS(RLCORE_CASE)
 #undef RLCORE_CASE
       default:
-        break;  // `copy` has looked
+        break;  // `check` has looked
     }
   }
 #ifdef RL_X86
@@ -449,6 +520,9 @@ uint64_t run(const Job& job, int64_t begin, int64_t end) {
 }
 
 bool known(int64_t bucket_type, int64_t tensor_type) {
+  if (bucket_type < 0 || bucket_type > kFloat16 || tensor_type < 0 || tensor_type > kFloat16) {
+    return false;
+  }
   switch (bucket_type * 16 + tensor_type) {
 #define RLCORE_CASE(b, t, B, T) case b * 16 + t:
     RLCORE_RESHARD_PAIRS(RLCORE_CASE)
@@ -473,12 +547,58 @@ uint64_t sum_of(const void* bytes, int64_t num_bytes, const ParallelFor& paralle
   return sum;
 }
 
-void copy(const Job& job, const ParallelFor& parallel_for) {
+void check(const Job& job, int64_t num_tensors) {
+  constexpr int64_t kMost = int64_t{1} << 48;  // of any number: products of two fit 128 bits
+  __extension__ using Long = __int128;
+  RL_CHECK(job.num_tiles >= 0 && job.num_tiles <= kMost, "num_tiles ", job.num_tiles,
+           ": from 0 to 2^48");
+  Long tiles = 0;
   for (int64_t i = 0; i < job.num_pieces; ++i) {
     const Piece& p = job.pieces[i];
-    RL_CHECK(p.tensor == kNoTensor || known(p.bucket_type, p.tensor_type), "piece ", i,
+    const bool hole = p.tensor == kNoTensor;
+    RL_CHECK(hole || (p.tensor >= 0 && p.tensor < num_tensors), "piece ", i, ": tensor ", p.tensor,
+             " of ", num_tensors);
+    RL_CHECK(hole ? p.bucket_type == kRaw1 : known(p.bucket_type, p.tensor_type), "piece ", i,
              ": no copy between dtypes ", p.bucket_type, " and ", p.tensor_type);
+    const int64_t item = item_bytes(p.bucket_type), theirs = item_bytes(hole ? 0 : p.tensor_type);
+    RL_CHECK(p.bucket_offset >= 0 && p.bucket_offset % item == 0, "piece ", i, ": bucket_offset ",
+             p.bucket_offset, ", a multiple of ", item, " is needed");
+    RL_CHECK(p.tensor_offset >= 0 && p.tensor_offset % theirs == 0, "piece ", i, ": tensor_offset ",
+             p.tensor_offset, ", a multiple of ", theirs, " is needed");
+    RL_CHECK(
+        p.tile_rows >= 1 && p.tile_rows <= kMost && p.tile_columns >= 1 && p.tile_columns <= kMost,
+        "piece ", i, ": tiles of ", p.tile_rows, " x ", p.tile_columns, ", from 1 to 2^48");
+    Long end = static_cast<Long>(p.bucket_offset) + item;
+    bool words = p.bucket_offset % kWord == 0;
+    for (int d = 0; d < 4; ++d) {
+      const int64_t step = p.bucket_stride[d], other = p.tensor_stride[d];
+      RL_CHECK(p.size[d] >= 1 && p.size[d] <= kMost && (!hole || d == 3 || p.size[d] == 1),
+               "piece ", i, ": size ", p.size[d], " of dimension ", d);
+      RL_CHECK(step >= 0 && step <= kMost && step % item == 0 && other >= 0 && other <= kMost &&
+                   other % theirs == 0,
+               "piece ", i, ": strides ", step, " and ", other, " of dimension ", d);
+      end += static_cast<Long>(p.size[d] - 1) * step;
+      words = words && (p.size[d] == 1 || (d == 3 ? step == item : step % kWord == 0));
+    }
+    words = words && (p.tile_columns >= p.size[3] || p.tile_columns * item % kWord == 0);
+    RL_CHECK(p.pad >= 0 && p.pad < kWord && end + p.pad <= job.num_bytes, "piece ", i,
+             ": ends outside of the bucket of ", job.num_bytes, " bytes");
+    RL_CHECK(words || !(hole || p.hashed), "piece ", i,
+             ": hashed, and its rows start within words");
+    RL_CHECK(p.first_tile == tiles, "piece ", i, ": first_tile ", p.first_tile, ", ",
+             static_cast<int64_t>(tiles), " come before it");
+    for (Long part = 1; const int64_t n : {p.size[0], p.size[1], ceil_div(p.size[2], p.tile_rows),
+                                           ceil_div(p.size[3], p.tile_columns)}) {
+      part *= n;
+      RL_CHECK(part <= job.num_tiles, "num_tiles ", job.num_tiles, ": piece ", i, " has more");
+    }
+    tiles += num_tiles(p);
   }
+  RL_CHECK(tiles == job.num_tiles, "num_tiles ", job.num_tiles, ": the pieces have ",
+           static_cast<int64_t>(tiles));
+}
+
+void copy(const Job& job, const ParallelFor& parallel_for) {
   if (job.hash_after && job.pack) {
     std::memset(reinterpret_cast<void*>(job.bucket), 0, static_cast<size_t>(job.num_bytes));
   }

@@ -1,5 +1,6 @@
 // The copies' ops. The table and the addresses lie where the kernel reads them: in device memory
-// for CUDA. rlcore/ops/reshard.py makes them and has checked tensors, bucket and directions.
+// for CUDA, where the host cannot check them: reshard_check looks at a table on its way there.
+// rlcore/ops/reshard.py makes them and has checked tensors, bucket and directions.
 #include "reshard/copy.h"
 #include "torch/checks.h"
 
@@ -24,6 +25,16 @@ void check_bucket(const Tensor& bucket) {
            "bucket: contiguous uint8 is needed");
 }
 
+void check_place(const Tensor& t, const char* name, const Tensor& bucket) {
+  RL_CHECK(t.is_cuda() == bucket.is_cuda() && t.get_device_index() == bucket.get_device_index(),
+           name, ": not on the bucket's device");
+}
+
+// A tensor whose storage was emptied has elements and no address.
+void check_there(const Tensor& t, const char* name) {
+  RL_CHECK(t.numel() == 0 || t.const_data_ptr() != nullptr, name, ": its storage is empty");
+}
+
 Job job_of(const Tensor& table, int64_t num_tiles, const Tensor& tensors, const Tensor& bucket,
            const Tensor& sum, bool pack, bool hash_after) {
   RL_CHECK(table.dim() == 2, "table: two dimensions are needed");
@@ -31,6 +42,13 @@ Job job_of(const Tensor& table, int64_t num_tiles, const Tensor& tensors, const 
   check_ints(tensors, "tensors", tensors.numel());
   check_ints(sum, "sum", 1);
   check_bucket(bucket);
+  check_place(table, "table", bucket);
+  check_place(tensors, "tensors", bucket);
+  check_place(sum, "sum", bucket);
+  check_there(table, "table");
+  check_there(tensors, "tensors");
+  check_there(bucket, "bucket");
+  check_there(sum, "sum");
   return {
       .pieces = static_cast<const Piece*>(table.const_data_ptr()),
       .num_pieces = table.size(0),
@@ -50,12 +68,34 @@ void threads(int64_t count, int64_t grain, const std::function<void(int64_t, int
 
 void copy_cpu(const Tensor& table, int64_t num_tiles, const Tensor& tensors, Tensor bucket,
               Tensor sum, bool pack, bool hash_after, int64_t) {
-  copy(job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after), threads);
+  const Job job = job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after);
+  check(job, tensors.numel());
+  for (int64_t i = 0; i < job.num_pieces; ++i) {
+    const int64_t tensor = job.pieces[i].tensor;
+    RL_CHECK(tensor == kNoTensor || job.tensors[tensor], "tensors: number ", tensor, " is at 0");
+  }
+  copy(job, threads);
+}
+
+// A table before it goes to a device, where no host looks at it again.
+void check_cpu(const Tensor& table, int64_t num_tiles, int64_t num_tensors, int64_t num_bytes) {
+  RL_CHECK(table.dim() == 2, "table: two dimensions are needed");
+  check_ints(table, "table", table.size(0) * kFields);
+  check_there(table, "table");
+  Job job{};
+  job.pieces = static_cast<const Piece*>(table.const_data_ptr());
+  job.num_pieces = table.size(0);
+  job.num_tiles = num_tiles;
+  job.num_bytes = num_bytes;
+  check(job, num_tensors);
 }
 
 void sum_cpu(const Tensor& bucket, Tensor sum, int64_t) {
   check_bucket(bucket);
   check_ints(sum, "sum", 1);
+  check_place(sum, "sum", bucket);
+  check_there(bucket, "bucket");
+  check_there(sum, "sum");
   *static_cast<uint64_t*>(sum.data_ptr()) =
       sum_of(bucket.const_data_ptr(), bucket.numel(), threads);
 }
@@ -73,6 +113,9 @@ void sum_cuda(const Tensor& bucket, Tensor sum, int64_t stream) {
   const torch::stable::accelerator::DeviceGuard guard(bucket.get_device_index());
   check_bucket(bucket);
   check_ints(sum, "sum", 1);
+  check_place(sum, "sum", bucket);
+  check_there(bucket, "bucket");
+  check_there(sum, "sum");
   const auto address = reinterpret_cast<uint64_t>(bucket.data_ptr());
   RL_CHECK(address % 16 == 0, "bucket: its address is no multiple of 16");
   rlcore::check_launch(
@@ -88,11 +131,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
   m.def(
       "reshard_copy(Tensor table, int num_tiles, Tensor tensors, Tensor(a!) bucket, Tensor(b!) sum,"
       " bool pack, bool hash_after, int stream) -> ()");
+  m.def("reshard_check(Tensor table, int num_tiles, int num_tensors, int num_bytes) -> ()");
   m.def("reshard_sum(Tensor bucket, Tensor(a!) sum, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlcore_native, CPU, m) {
   m.impl("reshard_copy", TORCH_BOX(&copy_cpu));
+  m.impl("reshard_check", TORCH_BOX(&check_cpu));
   m.impl("reshard_sum", TORCH_BOX(&sum_cpu));
 }
 

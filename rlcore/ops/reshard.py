@@ -129,11 +129,12 @@ class Plan:
                 raise ValueError(_mismatch(i, tensor, spec, device))
             if tensor.stride() != spec.strides and not _same_places(tensor, spec):
                 raise ValueError(_mismatch(i, tensor, spec, device))
+            _check_memory(f"tensors[{i}]", tensor, bucket)
         self._check_overlap(pack)
         ops = native.torch_ops("reshard", device.type)
         if ops is None:
             return _reference(self._boxes, tensors, bucket, pack)
-        table = self._table(device)
+        table = self._table(ops, device)
         total = torch.empty(1, dtype=torch.int64, device=device)
         ops.reshard_copy(
             table.pieces,
@@ -147,9 +148,11 @@ class Plan:
         )
         return _finish(int(total), self.num_bytes)
 
-    def _table(self, device: torch.device) -> "_Table":
+    def _table(self, ops: Any, device: torch.device) -> "_Table":
         if device not in self._tables:
-            self._tables[device] = _Table(self._boxes, self.num_bytes, device)
+            self._tables[device] = _Table(
+                ops, self._boxes, len(self._specs), self.num_bytes, device
+            )
         return self._tables[device]
 
     def _check_overlap(self, pack: bool) -> None:
@@ -327,8 +330,52 @@ def _check_bucket(bucket: Tensor) -> None:
             f"bucket: {bucket.dtype}, shape {list(bucket.shape)}, strides {bucket.stride()}; a "
             "contiguous uint8 tensor of one dimension is needed"
         )
+    _check_storage("bucket", bucket)
     if bucket.device.type == "cuda" and bucket.data_ptr() % 16:
         raise ValueError("bucket: on a GPU its address must be a multiple of 16")
+
+
+def _check_storage(name: str, tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor's memory and the one behind the last. ValueError where the storage
+    was emptied or cut under the tensor (`untyped_storage().resize_`)."""
+    shape = tensor.shape
+    if 0 in shape:
+        return 0, 0
+    if tensor.is_contiguous():
+        span = tensor.nbytes
+    else:
+        span = _span(shape, tensor.stride()) * tensor.itemsize
+    has = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    start = tensor.data_ptr()
+    if has < span or not start:
+        raise ValueError(
+            f"{name}: its storage has {max(has, 0) if start else 0} bytes from its first element "
+            f"on, {span} are needed; was the storage resized?"
+        )
+    return start, start + span
+
+
+def _check_memory(name: str, tensor: Tensor, bucket: Tensor) -> None:
+    """ValueError for a tensor whose memory does not hold what it shows, or is the bucket's."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{name}: a lazy view (is_conj {tensor.is_conj()}, is_neg {tensor.is_neg()}); give "
+            "resolve_conj().resolve_neg() of it"
+        )
+    start, end = _check_storage(name, tensor)
+    first = bucket.data_ptr()
+    if start < first + bucket.numel() and first < end:
+        raise ValueError(f"{name}: its memory overlaps the bucket's; one of them must be a copy")
+
+
+def one_piece(tensor: Tensor) -> bool:
+    """Whether a contiguous piece can take a whole tensor: at most four dimensions are left when
+    those that follow each other in it are joined."""
+    if tensor.dim() <= _DIMS:
+        return True
+    shape, item = tuple(tensor.shape), tensor.dtype
+    there = _contiguous(shape)
+    return len(_joined(_Box(0, 0, shape, 0, there, item, 0, tensor.stride(), item))) <= _DIMS
 
 
 def _same_places(tensor: Tensor, spec: TensorSpec) -> bool:
@@ -449,7 +496,14 @@ def _by_stride(dim: tuple[int, int, int]) -> tuple[int, int]:
 class _Table:
     """The rows that csrc/reshard/plan.h describes, on the device that reads them."""
 
-    def __init__(self, boxes: Sequence[_Box], num_bytes: int, device: torch.device):
+    def __init__(
+        self,
+        ops: Any,
+        boxes: Sequence[_Box],
+        num_tensors: int,
+        num_bytes: int,
+        device: torch.device,
+    ):
         gaps = _gaps(boxes, num_bytes)
         self.hash_after = gaps is None
         rows = [_row(box) for box in boxes]
@@ -464,7 +518,9 @@ class _Table:
             row[21] = self.num_tiles
             down, across = -(-row[2] // row[17]), -(-row[3] // row[18])
             self.num_tiles += row[0] * row[1] * down * across
-        self.pieces = torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS).to(device)
+        pieces = torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS)
+        ops.reshard_check(pieces, self.num_tiles, num_tensors, num_bytes)
+        self.pieces = pieces.to(device)
         self._device = device
         self._known: list[int] = []
         self._addresses = torch.zeros(0, dtype=torch.int64)

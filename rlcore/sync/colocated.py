@@ -2,7 +2,8 @@
 
 `learner.export()` gathers one tensor at a time from all tensor-, pipeline- and expert-parallel
 shards, so every rank sees the full weights once, in buckets of bounded size, and hands them to its
-own engine. A bucket is packed once, into memory that the next one takes over.
+own engine. A bucket is packed once, into memory that the next one takes over, in the next push too:
+the channel holds one bucket's memory of the host.
 """
 
 import time
@@ -24,14 +25,18 @@ class ColocatedChannel:
 
     def __init__(self, max_bucket_bytes: int = MAX_BYTES, shared_memory: bool = False) -> None:
         """With `shared_memory` buckets go through a file that another process maps; without it they
-        are handed over as they are."""
+        are handed over as they are. Between pushes at most `max_bucket_bytes` are held."""
         self._packer, self._shared = Packer(max_bucket_bytes), shared_memory
+        self._max_bytes = max_bucket_bytes
+        self._room: SharedRoom | _Room | None = None
 
     def push(self, learner: Learner, engine: Engine | None, version: int) -> dict[str, float]:
         """Collective: every rank exhausts the export, also one without an engine and one whose
         engine dies on the way. A dead engine says so in the round that follows."""
         start, total = time.monotonic(), 0
-        room = SharedRoom() if self._shared else _Room()
+        if self._room is None:
+            self._room = SharedRoom() if self._shared else _Room()
+        room = self._room
 
         def counted() -> Iterator[tuple[Bucket, memoryview | bytes]]:
             nonlocal total
@@ -56,7 +61,9 @@ class ColocatedChannel:
         finally:
             for _ in rest:
                 continue
-            room.close()
+            if room.num_bytes > self._max_bytes:  # of one tensor larger than a bucket
+                room.close()
+                self._room = None
         return {"bytes": float(total), "time_s": time.monotonic() - start}
 
 
@@ -74,3 +81,8 @@ class _Room:
 
     def close(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Held."""
+        return len(self._tensor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.ops.reshard import Piece, Plan, TensorSpec
+from rlcore.ops.reshard import Piece, Plan, TensorSpec, one_piece
 from rlcore.protocols import Engine
 from rlcore.records import Bucket, TensorMeta
 from rlcore.utils.buckets import ALIGN
@@ -57,7 +57,7 @@ class Packer:
         self, names: Sequence[str], tensors: list[Tensor], room: Callable[[int], Tensor] | None
     ) -> tuple[Bucket, memoryview]:
         device = tensors[0].device
-        tensors = [tensor.to(device) for tensor in tensors]
+        tensors = [_plain(tensor.to(device)) for tensor in tensors]
         key = tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors)
         if key not in self._plans:
             self._plans[key] = _plan(tensors)
@@ -96,6 +96,12 @@ def push(
 
 def _fresh(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of a view that no plan takes: lazy, or in too many parts."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if one_piece(tensor) else tensor.contiguous()
 
 
 def _aligned(end: int) -> int:

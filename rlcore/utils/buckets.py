@@ -7,6 +7,7 @@ place.
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -84,10 +85,12 @@ def open_payload(bucket: Bucket, payload: bytes) -> memoryview | mmap.mmap:
 
 class SharedRoom:
     """Memory that processes of this machine map by its path, for one bucket after another: what is
-    packed into it is not copied again. As `shared`, it has no name in a file system."""
+    packed into it is not copied again. As `shared`, it has no name in a file system. Its pages are
+    the system's to make at their first use, which costs several times the copy: keep a room."""
 
     def __init__(self) -> None:
         self._handle = os.memfd_create("rlcore-room", os.MFD_CLOEXEC)
+        self._closer = weakref.finalize(self, os.close, self._handle)
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -103,6 +106,11 @@ class SharedRoom:
         return self._tensor[:num_bytes]
 
     def close(self) -> None:
-        """Give the memory back, once nobody maps it."""
+        """Give the memory back, once nobody maps it; so does the end of the object."""
         self._tensor = torch.empty(0, dtype=torch.uint8)
-        os.close(self._handle)
+        self._closer()
+
+    @property
+    def num_bytes(self) -> int:
+        """Held."""
+        return len(self._tensor)

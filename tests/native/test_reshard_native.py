@@ -147,6 +147,53 @@ def test_shards_of_columns_are_summed_on_the_way() -> None:
     assert not plan._tables[bucket.device].hash_after
 
 
+@needs_build
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        (12, 2**40, "piece 0: ends outside of the bucket of 64 bytes"),
+        (12, -8, "piece 0: bucket_offset -8"),
+        (0, 2**30, "piece 0: ends outside|num_tiles 1: piece 0 has more"),
+        (14, 1, "piece 0: tensor 1 of 1"),
+        (15, 99, "piece 0: no copy between dtypes 99"),
+        (17, 0, "piece 0: tiles of 0 x 16"),
+        (20, 8, "piece 0: ends outside"),
+        (21, 3, "piece 0: first_tile 3"),
+    ],
+)
+def test_a_table_that_leads_out_of_the_bucket_is_refused(
+    field: int, value: int, message: str
+) -> None:
+    tensor, bucket = torch.zeros(16), torch.zeros(64, dtype=torch.uint8)
+    plan = Plan([TensorSpec((16,), tensor.dtype)], [Piece(tensor=0, offset=0, shape=(16,))], 64)
+    plan.pack([tensor], bucket)
+    table = plan._tables[bucket.device]
+    addresses, total = table.addresses([tensor]), torch.zeros(1, dtype=torch.int64)
+    pieces = table.pieces.clone()
+    pieces[0, field] = value
+    ops = native.torch_ops("reshard", "cpu")
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        ops.reshard_copy(pieces, 1, addresses, bucket, total, True, False, 0)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        ops.reshard_check(pieces, 1, 1, 64)
+
+
+@needs_build
+def test_other_arguments_that_do_not_fit_the_table_are_refused() -> None:
+    tensor, bucket = torch.zeros(16), torch.zeros(64, dtype=torch.uint8)
+    plan = Plan([TensorSpec((16,), tensor.dtype)], [Piece(tensor=0, offset=0, shape=(16,))], 64)
+    plan.pack([tensor], bucket)
+    pieces = plan._tables[bucket.device].pieces
+    null, total = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    ops = native.torch_ops("reshard", "cpu")
+    with pytest.raises((ValueError, RuntimeError), match="num_tiles 7: the pieces have 1"):
+        ops.reshard_copy(pieces, 7, null, bucket, total, True, False, 0)
+    with pytest.raises((ValueError, RuntimeError), match="tensors: number 0 is at 0"):
+        ops.reshard_copy(pieces, 1, null, bucket, total, True, False, 0)
+    with pytest.raises((ValueError, RuntimeError), match="ends outside of the bucket of 63"):
+        ops.reshard_copy(pieces, 1, null, bucket[:63], total, True, False, 0)
+
+
 def test_host_code_and_kernel_body_pass_under_address_and_undefined_sanitizers(
     tmp_path: Path,
 ) -> None:

@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from rlcore.ops.reshard import checksum
+from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import Packer, pack
 from rlcore.utils.buckets import SharedRoom, as_tensor, open_payload, shared, unpack
 
@@ -116,6 +118,64 @@ def test_one_room_serves_buckets_of_growing_size_and_another_process_reads_them(
         )
         assert done.stdout.strip() == str(count), done.stderr
     room.close()
+
+
+def test_a_tensor_of_six_dimensions_in_any_order_and_lazy_views_are_packed_too():
+    six = torch.arange(64.0).view((2,) * 6).permute(5, 4, 3, 2, 1, 0)
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    want = [("six", six), ("conj", number.conj()), ("neg", number.conj().imag)]
+    assert want[1][1].is_conj() and want[2][1].is_neg()
+    for bucket, buffer in pack(want, 10**6):
+        got = dict(unpack(bucket, buffer))
+        assert all(torch.equal(got[name], tensor) for name, tensor in want)
+
+
+class Weights:
+    """A learner's export."""
+
+    def __init__(self, count):
+        self.tensor = torch.arange(float(count))
+
+    def export(self):
+        yield "a", self.tensor
+
+
+class Reader:
+    """An engine that maps each bucket and copies what is in it, as the child engine does."""
+
+    def begin_load(self, version):
+        self.loaded = None
+
+    def load_bucket(self, bucket, payloads):
+        flat = as_tensor(bucket, open_payload(bucket, payloads[0]))
+        assert checksum(flat) == bucket.checksum
+        self.loaded = dict(unpack(bucket, flat))["a"].clone()
+        self.payload = payloads[0]
+
+    def end_load(self): ...
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_channel_keeps_its_room_from_push_to_push_but_no_larger_one_than_a_bucket(shared_memory):
+    channel, engine = ColocatedChannel(4096, shared_memory), Reader()
+    rooms = []
+    for count in (100, 1000, 7, 5000, 8):  # 5000 floats are more than a bucket
+        learner = Weights(count)
+        channel.push(learner, engine, 1)
+        assert torch.equal(engine.loaded, learner.tensor)
+        rooms.append((channel._room, channel._room.num_bytes if channel._room else 0))
+    assert [size for _, size in rooms] == [400, 4000, 4000, 0, 32]
+    assert rooms[0][0] is rooms[1][0] is rooms[2][0] and rooms[4][0] is not rooms[0][0]
+
+
+def test_a_room_goes_with_its_channel():
+    channel, engine = ColocatedChannel(shared_memory=True), Reader()
+    channel.push(Weights(10), engine, 1)
+    path = engine.payload.decode()
+    held = os.stat(path).st_ino
+    del channel
+    gc.collect()
+    assert not os.path.exists(path) or os.stat(path).st_ino != held
 
 
 def test_a_bucket_size_below_one_byte_is_refused():

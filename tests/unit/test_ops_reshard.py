@@ -294,6 +294,48 @@ def test_a_bucket_that_does_not_fit_is_refused(bucket: Any, message: str) -> Non
         plan.pack([torch.zeros(4, 4)], bucket)
 
 
+@pytest.mark.parametrize("left", [0, 40])
+def test_a_tensor_or_bucket_whose_storage_was_cut_is_refused(left: int) -> None:
+    plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
+    tensor, bucket = torch.zeros(4, 4), bucket_of(64)
+    tensor.untyped_storage().resize_(left)
+    bucket.untyped_storage().resize_(left)
+    for other, name in ((bucket_of(64), r"tensors\[0\]"), (bucket, "bucket")):
+        for move in (
+            lambda b=other: plan.pack([tensor], b),
+            lambda b=other: plan.unpack(b, [tensor]),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: its storage has {left} bytes"):
+                move()
+    with pytest.raises(ValueError, match="bucket: its storage"):
+        checksum(bucket)
+
+
+def test_lazy_views_are_refused_since_their_memory_is_not_what_they_show() -> None:
+    number = torch.zeros(4, dtype=torch.complex64)
+    for tensor in (number.conj(), number.conj().imag):
+        spec = TensorSpec((4,), tensor.dtype, tensor.stride())
+        plan = Plan([spec], [Piece(tensor=0, offset=0, shape=(4,))], 4 * tensor.itemsize)
+        bucket = bucket_of(plan.num_bytes)
+        with pytest.raises(ValueError, match=r"tensors\[0\]: a lazy view"):
+            plan.pack([tensor], bucket)
+        with pytest.raises(ValueError, match=r"tensors\[0\]: a lazy view"):
+            plan.unpack(bucket, [tensor])
+
+
+def test_a_tensor_inside_the_bucket_is_refused_and_one_beside_it_in_its_storage_is_not() -> None:
+    plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
+    arena = bucket_of(192, 0)
+    for start in (4, 64, 124):
+        tensor = arena[start : start + 64].view(F32).view(4, 4)
+        with pytest.raises(ValueError, match=r"tensors\[0\]: its memory overlaps the bucket's"):
+            plan.pack([tensor], arena[64:128])
+    for start in (0, 128):
+        tensor = arena[start : start + 64].view(F32).view(4, 4).fill_(start)
+        plan.pack([tensor], arena[64:128])
+        assert torch.equal(arena[64:128].view(F32).view(4, 4), tensor)
+
+
 def test_too_few_tensors_are_refused() -> None:
     plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
     with pytest.raises(ValueError, match="tensors: 0, the plan has 1"):
