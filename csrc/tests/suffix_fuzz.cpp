@@ -3,9 +3,10 @@
 //   suffix_fuzz < input            one input
 //   suffix_fuzz corpus/ a b c      every file
 //
-// Two forests get the same calls, one in batches and one request by request, token by token: their
-// drafts must agree. Refusals are fine, anything else aborts.
-#include <sys/mman.h>
+// Two forests get the same calls, one in batches and one request by request, token by token, and
+// the body of the CUDA kernel as well: their drafts must agree. Refusals are fine, anything else
+// aborts.
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,11 +17,14 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "suffix/forest.h"
+#include "suffix/match_cuda.h"
 
 namespace {
 
@@ -58,6 +62,56 @@ struct Batch {
   std::vector<int32_t> tokens;
   std::vector<int64_t> offsets = {0};
   std::vector<int32_t> windows;
+};
+
+// One request as it lies on a device, and what it holds on to.
+struct OnDevice {
+  static constexpr int32_t kStream = 512;
+  static constexpr uint32_t kSlots = 1024;
+
+  std::shared_ptr<const Arena> arena;
+  rlcore::suffix::DeviceRequest request = {};
+  std::vector<rlcore::suffix::LiveToken> text;
+  std::vector<rlcore::suffix::LiveSlot> slots;
+
+  OnDevice(std::shared_ptr<const Arena> current, int64_t key)
+      : arena(std::move(current)), text(kStream), slots(kSlots) {
+    static constexpr rlcore::suffix::State kNothing = {
+        rlcore::suffix::kNoToken, rlcore::suffix::kNil,
+        rlcore::suffix::kNil,     0,
+        rlcore::suffix::kNil,     0};
+    const auto history = arena ? arena->history(key) : rlcore::suffix::History{&kNothing, nullptr};
+    request.states = history.states;
+    request.edges = history.edges;
+  }
+
+  // Returns the length of the draft in `out`.
+  int32_t step(const Options& options, const int32_t* tokens, int64_t count, const int32_t* window,
+               int64_t running, std::vector<int32_t>& out) {
+    const int64_t handle = 0, offsets[] = {0, count};
+    int32_t length = -1, claim = -1;
+    const rlcore::suffix::StepJob job = {.requests = &request,
+                                         .num_requests = 1,
+                                         .text = text.data(),
+                                         .slots = slots.data(),
+                                         .stream = kStream,
+                                         .mask = kSlots - 1,
+                                         .handles = &handle,
+                                         .accepted = nullptr,
+                                         .tokens = tokens,
+                                         .num_tokens = count,
+                                         .offsets = offsets,
+                                         .windows = window,
+                                         .batch = 1,
+                                         .running = running,
+                                         .width = static_cast<int32_t>(out.size()),
+                                         .out = out.data(),
+                                         .lengths = &length,
+                                         .claims = &claim,
+                                         .options = options};
+    rlcore::suffix::step_request(job, 0);
+    return length;
+  }
 };
 
 class Run {
@@ -132,6 +186,9 @@ class Run {
     slow_.open(keys, b);
     NEED(a == b);
     open_.insert(open_.end(), a.begin(), a.end());
+    for (size_t i = 0; i < 2; ++i) {
+      device_.emplace(a[i], OnDevice(fast_.current(), keys[i]));
+    }
   }
 
   int64_t handle() {
@@ -144,6 +201,7 @@ class Run {
     fast_.close(one);
     slow_.close(one);
     open_.erase(std::find(open_.begin(), open_.end(), one[0]));
+    device_.erase(one[0]);
   }
 
   void step() {
@@ -156,14 +214,21 @@ class Run {
     }
     const bool own = in_.below(2);
     const int64_t running = in_.below(20);
-    const bool tree = in_.below(4) == 0;
+    const int32_t how = in_.below(4);
+    const bool tree = how == 0, at_once = how == 1;
     const size_t rows = b.handles.size();
-    fast_.advance(b.handles, b.tokens, b.offsets);
+    if (!at_once) fast_.advance(b.handles, b.tokens, b.offsets);
     const int32_t width =
         fast_.width(static_cast<int64_t>(rows), b.windows, own, std::max<int64_t>(running, 1));
     std::vector<int32_t> tokens(rows * static_cast<size_t>(width)), parents = tokens, lengths(rows);
-    fast_.draft(b.handles, b.windows, own, std::max<int64_t>(running, 1),
-                {tokens.data(), tree ? parents.data() : nullptr, lengths.data(), width});
+    const Forest::Drafts out = {tokens.data(), tree ? parents.data() : nullptr, lengths.data(),
+                                width};
+    if (at_once) {
+      fast_.step(b.handles, std::vector<int32_t>(rows, 0), b.tokens, b.offsets, b.windows, own,
+                 std::max<int64_t>(running, 1), out);
+    } else {
+      fast_.draft(b.handles, b.windows, own, std::max<int64_t>(running, 1), out);
+    }
     std::vector<int32_t> accepted;
     for (size_t i = 0; i < rows; ++i) {
       one_by_one(b, i, own, std::max<int64_t>(running, 1), tree, width,
@@ -179,9 +244,14 @@ class Run {
     }
     fast_.accept(b.handles, accepted);
     slow_.accept(b.handles, accepted);
+    for (size_t i = 0; i < rows; ++i) {
+      auto& window = device_.at(b.handles[i]).request.window;
+      rlcore::suffix::accept(window, accepted[i], options_.max_window);
+    }
     fast_.windows(b.handles, a);
     slow_.windows(b.handles, c);
     NEED(a == c);
+    for (size_t i = 0; i < rows; ++i) NEED(device_.at(b.handles[i]).request.window.size == a[i]);
   }
 
   void one_by_one(const Batch& b, size_t i, bool own, int64_t running, bool tree, int32_t width,
@@ -195,6 +265,15 @@ class Run {
     std::vector<int32_t> tokens(static_cast<size_t>(width)), parents = tokens, n(1);
     slow_.draft(handle, window, own, running,
                 {tokens.data(), tree ? parents.data() : nullptr, n.data(), width});
+    std::vector<int32_t> there(static_cast<size_t>(width), -1);
+    OnDevice& device = device_.at(handle[0]);
+    const int32_t m =
+        device.step(options_, b.tokens.data() + b.offsets[i], b.offsets[i + 1] - b.offsets[i],
+                    own ? nullptr : window.data(), running, there);
+    if (!tree && !device.request.full)
+      NEED(m == length && std::equal(there.begin(), there.end(), row));
+    // Without room for the stream it drafts something else; the windows go on as one.
+    if (tree || device.request.full) device.request.window.proposed = length;
     NEED(n[0] == length && length <= width);
     NEED(std::equal(tokens.begin(), tokens.end(), row));
     for (int32_t k = 0; k < width; ++k) {
@@ -205,11 +284,14 @@ class Run {
 
   // What was saved, with some bytes changed and, half of the time, a checksum that is right again.
   void reload() {
-    const int fd = ::memfd_create("forest", 0);
-    NEED(fd >= 0);
-    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    const bool shared = std::filesystem::exists("/dev/shm");
+    const auto folder = shared ? "/dev/shm" : std::filesystem::temp_directory_path();
+    const std::string path = folder / ("suffix_fuzz-" + std::to_string(::getpid()));
+    int fd = -1;
     try {
       fast_.save(path);
+      fd = ::open(path.c_str(), O_RDWR);
+      NEED(fd >= 0);
       std::vector<char> file(static_cast<size_t>(::lseek(fd, 0, SEEK_END)));
       NEED(::pread(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
       const int32_t changes = in_.below(4);
@@ -227,15 +309,18 @@ class Run {
       fast_.load(path);
       slow_.load(path);
     } catch (...) {
-      ::close(fd);
+      if (fd >= 0) ::close(fd);
+      ::unlink(path.c_str());
       throw;
     }
     ::close(fd);
+    ::unlink(path.c_str());
   }
 
   Bytes in_;
   Options options_;
   Forest fast_, slow_;
+  std::map<int64_t, OnDevice> device_;
   std::vector<int64_t> open_;
 };
 

@@ -785,7 +785,7 @@ c.forest.build(*parts)
 
 
 @needs_build
-@pytest.mark.parametrize("threads, limit", [(1, 64), (1, 170), (4, 170), (4, 200)])
+@pytest.mark.parametrize("threads, limit", [(1, 64), (1, 152), (4, 152), (4, 170)])
 def test_out_of_memory_while_building_keeps_what_was_there(threads, limit):
     """64 MiB: no room for the block of 144 MiB; with more the builders themselves run out."""
     code = OUT_OF_MEMORY.replace("@THREADS", str(threads)).replace("@LIMIT", str(limit))
