@@ -86,7 +86,8 @@ class CMakeBuild(build_ext):
         for step in (["-S", str(ROOT), "-B", str(build), *configure], ["--build", str(build)]):
             if subprocess.run([*cmake, *step]).returncode:
                 raise SystemExit(
-                    "the native build failed, see above; RLCORE_NATIVE=0 leaves it out"
+                    "the native build failed, see above; RLCORE_CUDA=0 leaves out the kernels, "
+                    "RLCORE_NATIVE=0 all of it"
                 )
         parts = [target.name]
         library = target.parent / "_C_torch.so"

@@ -21,7 +21,7 @@ environment
                       default: the index that pip is configured for
   RLCORE_NATIVE       0 leaves the C++ part out, 1 insists on it
   RLCORE_CUDA         0 leaves the CUDA kernels out, 1 insists on them; default: where nvcc is
-  RLCORE_CUDA_ARCHS   architectures for nvcc; default 80-real;90a-real;100a
+  RLCORE_CUDA_ARCHS   architectures for nvcc; default 80;90-real;100
 TEXT
 }
 
@@ -76,6 +76,7 @@ native_key() {
     cat "$VENV/pyvenv.cfg"
     echo "$ROOT ${RLCORE_NATIVE:-} ${RLCORE_CUDA:-} ${RLCORE_CUDA_ARCHS:-} ${CXX:-}"
     command -v c++ g++ clang++ nvcc || true
+    nvcc --version 2>/dev/null || true
   } | digest
 }
 

@@ -17,14 +17,20 @@
 
 #include "common/check.h"
 
+#ifdef RLCORE_CUDA
+#include "common/probe.h"
+#endif
+
 namespace rlcore {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+#ifdef RLCORE_CUDA
 inline void check_launch(int code, const char* op) {
-  RL_CHECK(code == 0, op, ": CUDA error ", code, " at the launch");
+  RL_CHECK(code == 0, op, ": CUDA error ", code, " at the launch: ", rlcore_cuda_message(code));
 }
+#endif
 
 inline void* stream_of(int64_t stream) { return reinterpret_cast<void*>(stream); }
 

@@ -19,8 +19,12 @@ from rlcore.utils.log import announce
 
 
 @functools.cache
-def load(op: str) -> ModuleType | None:
-    """The extension, or None where `op` runs its Python reference. Says which, once per op."""
+def load(op: str, symbol: str = "") -> ModuleType | None:
+    """The extension, or None where `op` runs its Python reference. Says which, once per op.
+
+    Args:
+        symbol: what `op` takes from the extension; a build from before it has no native `op`.
+    """
     wanted = os.environ.get("RLCORE_NATIVE", "")
     if wanted == "0":
         announce(op, "python (RLCORE_NATIVE=0)")
@@ -32,6 +36,12 @@ def load(op: str) -> ModuleType | None:
             raise _missing(op, str(error)) from error
         why = "no native build" if isinstance(error, ModuleNotFoundError) else str(error)
         announce(op, f"python ({why})")
+        return None
+    if symbol and not hasattr(core, symbol):
+        why = f"the native build is older than the source: it has no {symbol}"
+        if wanted == "1":
+            raise _missing(op, why)
+        announce(op, f"python ({why}; run tools/setup.sh)")
         return None
     announce(op, "native")
     return core
@@ -85,12 +95,18 @@ def _library() -> str:
 
 
 def _without_kernels(device: str) -> str:
-    """Why the library has nothing for `device`, or ""."""
+    """Why the library has nothing for `device`, or "". Asks the current CUDA device."""
     import torch
 
-    if device == "cpu" or (device == "cuda" and torch.ops.rlcore_native.has_cuda()):
+    if device == "cpu":
         return ""
-    return f"the native build has no kernels for {device}"
+    if device != "cuda" or not torch.ops.rlcore_native.has_cuda():
+        return f"the native build has no kernels for {device}"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    name = torch.cuda.get_device_name()
+    why = torch.ops.rlcore_native.cuda_obstacle(torch.cuda.current_device())
+    return why and f"the native build does not run on {name}: {why}; set RLCORE_CUDA_ARCHS"
 
 
 def _missing(op: str, why: str) -> ImportError:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlcore.ops import native
 
@@ -100,3 +101,22 @@ def test_insisting_on_a_library_that_is_not_there_is_an_error(monkeypatch) -> No
     monkeypatch.setattr(native, "_library", lambda: "no native build")
     with pytest.raises(ImportError, match="no native build"):
         native.torch_ops("token_logprob", "cpu")
+
+
+def test_a_build_from_before_an_op_says_so(said: list[str], monkeypatch) -> None:
+    monkeypatch.delenv("RLCORE_NATIVE", raising=False)
+    assert native.load("some op", "Unheard") is None
+    (line,) = said
+    assert line.startswith("some op: python (the native build is older than the source")
+    monkeypatch.setenv("RLCORE_NATIVE", "1")
+    native.load.cache_clear()
+    with pytest.raises(ImportError, match="older than the source: it has no Unheard"):
+        native.load("some op", "Unheard")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_machine_without_a_device_has_no_kernels_for_it(said: list[str], monkeypatch) -> None:
+    monkeypatch.delenv("RLCORE_NATIVE", raising=False)
+    assert native.torch_ops("token_logprob", "cuda") is None
+    assert said[0].startswith("token_logprob: torch on cuda (")
+    assert torch.ops.rlcore_native.cuda_obstacle(0) != ""
