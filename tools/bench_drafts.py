@@ -50,7 +50,8 @@ PEERS_RUN = (
 )
 EQUAL_RUN = (
     "rlcore",
-    'rlcore={"limit":0}',
+    'rlcore={"min_match":1}',
+    'rlcore={"limit":0,"min_match":1}',
     "ref-sam",
     "arctic-global",
     "arctic-prompt",

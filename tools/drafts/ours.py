@@ -17,7 +17,7 @@ class Rlcore(Drafter):
 
     modules = ("rlcore",)
     home = "here"
-    knobs = ({}, *({"min_match": 1, "min_prob": p} for p in (0.05, 0.2, 0.4, 0.6, 0.8)))
+    knobs = tuple({"min_prob": p} for p in (0.05, 0.2, 0.3, 0.4, 0.6, 0.8))
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
