@@ -642,10 +642,11 @@ Built Forest::build(const Corpus& corpus) {
   const Header& h = arena->header();
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   const Built built = {h.num_tokens, h.num_states, h.num_edges, h.bytes, took.count()};
+  std::shared_ptr<const Arena> made = std::move(arena);  // then one that was not used, freed last
   const std::lock_guard serve(serving_);
   std::erase_if(arenas_, [](const auto& held) { return held.expired(); });
-  next_ = std::move(arena);
-  arenas_.push_back(next_);
+  arenas_.push_back(made);
+  next_.swap(made);
   return built;
 }
 

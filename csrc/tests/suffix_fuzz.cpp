@@ -224,8 +224,12 @@ class Run {
     const Forest::Drafts out = {tokens.data(), tree ? parents.data() : nullptr, lengths.data(),
                                 width};
     if (at_once) {
-      fast_.step(b.handles, std::vector<int32_t>(rows, 0), b.tokens, b.offsets, b.windows, own,
+      // A draft that was refused at its end is still to be accepted.
+      const std::vector<int32_t> none(rows, 0);
+      fast_.step(b.handles, none, b.tokens, b.offsets, b.windows, own,
                  std::max<int64_t>(running, 1), out);
+      slow_.accept(b.handles, none);
+      accept_there(b, none);
     } else {
       fast_.draft(b.handles, b.windows, own, std::max<int64_t>(running, 1), out);
     }
@@ -244,14 +248,18 @@ class Run {
     }
     fast_.accept(b.handles, accepted);
     slow_.accept(b.handles, accepted);
-    for (size_t i = 0; i < rows; ++i) {
-      auto& window = device_.at(b.handles[i]).request.window;
-      rlcore::suffix::accept(window, accepted[i], options_.max_window);
-    }
+    accept_there(b, accepted);
     fast_.windows(b.handles, a);
     slow_.windows(b.handles, c);
     NEED(a == c);
     for (size_t i = 0; i < rows; ++i) NEED(device_.at(b.handles[i]).request.window.size == a[i]);
+  }
+
+  void accept_there(const Batch& b, const std::vector<int32_t>& accepted) {
+    for (size_t i = 0; i < accepted.size(); ++i) {
+      auto& window = device_.at(b.handles[i]).request.window;
+      rlcore::suffix::accept(window, accepted[i], options_.max_window);
+    }
   }
 
   void one_by_one(const Batch& b, size_t i, bool own, int64_t running, bool tree, int32_t width,
