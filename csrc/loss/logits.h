@@ -29,12 +29,12 @@ struct Logits {
 
 struct StatsParams {
   Logits logits;
-  void* out;  // [4, rows]: top, sum, dot, target
+  void* out;  // [4, rows]: top, sum, dot, target, the last three relative to top
 };
 
 struct GradParams {
   Logits logits;
-  const void* lse;           // [rows]
+  const void* lse;           // [2, rows]: top, log sum e^(x - top)
   const void* entropy;       // [rows]
   const void* grad_logp;     // [rows] or null: zeros
   const void* grad_entropy;  // [rows] or null: zeros

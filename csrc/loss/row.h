@@ -494,12 +494,13 @@ RL_DEVICE void stats_body(Block& block, const StatsParams& p, int64_t row,
   const double offset = finite ? facts.x_top - static_cast<double>(top) : 0.0;
   const double scale = exp(offset);
   const int64_t token = column(x, row);
+  const double logit = token < 0 ? minus_infinity<double>() : static_cast<double>(widen(at[token]));
   out[0] = top;
   out[x.rows] = static_cast<Real>(facts.sum * scale);
   out[2 * x.rows] = static_cast<Real>((facts.dot + offset * facts.sum) * scale);
-  out[3 * x.rows] = token < 0
-                        ? minus_infinity<Real>()
-                        : static_cast<Real>(static_cast<double>(widen(at[token])) / x.temperature);
+  out[3 * x.rows] = static_cast<Real>(logit == minus_infinity<double>()
+                                          ? logit  // and not NaN where the top is -inf
+                                          : logit / x.temperature - static_cast<double>(top));
 }
 
 // row_grad of one row. The token's element is written last, by thread 0.
@@ -513,24 +514,24 @@ RL_DEVICE void grad_body(Block& block, const GradParams& p, int64_t row) {
   const double g = value(p.grad_logp), h = value(p.grad_entropy);
   T* out = static_cast<T*>(p.out) + row * p.out_stride;
   if (g == 0 && h == 0) return write_zeros(block, out, x.width);
-  const double lse = value(p.lse), entropy = value(p.entropy);
+  const double top = value(p.lse), entropy = value(p.entropy);
+  const double log_sum = static_cast<double>(static_cast<const Real*>(p.lse)[x.rows + row]);
   const Real rate = rate_of<Real>(x.temperature);
   const int64_t token = column(x, row);
   const T* at = row_at<T>(x, row);
   const double logit = token < 0 ? 0.0 : static_cast<double>(widen(at[token]));
   block.sync();  // thread 0 has read what another one may overwrite
-  constexpr double kLog2e = 1.4426950408889634074;
-  const Real shift = static_cast<Real>(lse * kLog2e);
   const double unit = 1 / (static_cast<double>(rate) * x.temperature);
-  const auto line =
-      line_of(shift, unit, static_cast<double>(shift) * unit - lse,
-              exp2(static_cast<double>(shift) - lse * kLog2e), x.temperature, g, h, entropy);
+  const Real shift = static_cast<Real>(top / unit);
+  const double y_top = top / unit - static_cast<double>(shift);
+  const auto line = line_of(shift, unit, -y_top * unit - log_sum, exp2(-y_top) * exp(-log_sum),
+                            x.temperature, g, h, entropy);
   write_line<T>(block, Span<T>(at, x.valid), out, line, rate);
   write_zeros(block, out + x.valid, x.width - x.valid);
   block.sync();
   if (block.thread() == 0 && token >= 0) {
     out[token] = narrow<T>(static_cast<Real>(
-        token_gradient(logit / x.temperature - lse, entropy, g, h, x.temperature)));
+        token_gradient(logit / x.temperature - top - log_sum, entropy, g, h, x.temperature)));
   }
 }
 

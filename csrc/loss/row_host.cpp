@@ -32,13 +32,23 @@ constexpr Bf16 kMinusInf<Bf16>{0xff80};
 template <>
 constexpr Fp16 kMinusInf<Fp16>{0xfc00};
 
+// Of a float whose last 12 bits are dropped: products of two such floats are exact.
+constexpr uint32_t kHighBits = 0xfffff000u;
+
 // 1 / temperature in two floats, so that x has the rounding of one multiplication in double.
 struct Scale {
   explicit Scale(double t)
-      : temperature(t), high(static_cast<float>(1 / t)), low(static_cast<float>(1 / t - high)) {}
+      : temperature(t), high(static_cast<float>(1 / t)), low(static_cast<float>(1 / t - high)) {
+    uint32_t bits;
+    std::memcpy(&bits, &high, sizeof bits);
+    bits &= kHighBits;
+    std::memcpy(&short_high, &bits, sizeof bits);
+    short_low = static_cast<float>(1 / t - short_high);
+  }
   bool is_one() const { return temperature == 1; }
   double temperature;
   float high, low;
+  float short_high, short_low;  // the same, the first part with 12 bits
 };
 
 template <class Real>
@@ -107,16 +117,22 @@ namespace baseline {
 #pragma GCC diagnostic pop
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
+constexpr const char* kIsaNames[] = {"baseline", "avx2", "avx512"};
 
-Isa isa() {
+bool has(Isa isa) {
 #ifdef RL_X86_TARGETS
-  static const Isa found = __builtin_cpu_supports("x86-64-v4")   ? Isa::kAvx512
-                           : __builtin_cpu_supports("x86-64-v3") ? Isa::kAvx2
-                                                                 : Isa::kBaseline;
-  return found;
-#else
-  return Isa::kBaseline;
+  if (isa == Isa::kAvx512) return __builtin_cpu_supports("x86-64-v4");
+  if (isa == Isa::kAvx2) return __builtin_cpu_supports("x86-64-v3");
 #endif
+  return isa == Isa::kBaseline;
+}
+
+// What runs; written by tests alone.
+Isa& isa() {
+  static Isa chosen = has(Isa::kAvx512) ? Isa::kAvx512
+                      : has(Isa::kAvx2) ? Isa::kAvx2
+                                        : Isa::kBaseline;
+  return chosen;
 }
 
 template <class T>
@@ -172,7 +188,7 @@ struct Element<double> {
                    double a, double b) {
     for (int64_t i = 0; i < count; ++i) {
       const double d = row[i] / scale.temperature - shift, e = std::exp(d);
-      out[i] = e == 0 ? 0.0 : e * (a + b * d);
+      out[i] = e == 0 ? e * a : e * (a + b * d);  // 0, or NaN of a row without statistics
     }
   }
 };
@@ -181,6 +197,11 @@ struct Element<double> {
 int64_t column(const Logits& x, int64_t row) {
   const int64_t id = x.tokens[row];
   return id >= x.first && id - x.first < x.valid ? id - x.first : -1;
+}
+
+// x - top, -inf also where all of a row is.
+double relative(double logit, double temperature, double top) {
+  return logit == -std::numeric_limits<double>::infinity() ? logit : logit / temperature - top;
 }
 
 template <class T>
@@ -199,7 +220,8 @@ void stats_rows(const StatsParams& p, int64_t begin, int64_t end) {
     out[2 * x.rows + row] = static_cast<Real>(s.dot);
     out[3 * x.rows + row] =
         token < 0 ? -std::numeric_limits<Real>::infinity()
-                  : static_cast<Real>(static_cast<double>(E::get(at + token)) / x.temperature);
+                  : static_cast<Real>(relative(static_cast<double>(E::get(at + token)),
+                                               x.temperature, static_cast<double>(s.top)));
   }
 }
 
@@ -237,8 +259,9 @@ void grad_rows(const GradParams& p, int64_t begin, int64_t end) {
     return at ? static_cast<double>(static_cast<const Real*>(at)[row]) : 0.0;
   };
   for (int64_t row = begin; row < end; ++row) {
-    write_grad(p.logits, row, static_cast<T*>(p.out) + row * p.out_stride, value(p.lse, row), 0.0,
-               value(p.entropy, row), value(p.grad_logp, row), value(p.grad_entropy, row));
+    write_grad(p.logits, row, static_cast<T*>(p.out) + row * p.out_stride, value(p.lse, row),
+               value(p.lse, p.logits.rows + row), value(p.entropy, row), value(p.grad_logp, row),
+               value(p.grad_entropy, row));
   }
 }
 
@@ -306,8 +329,15 @@ void dispatch(Dtype dtype, const F& f) {
 
 }  // namespace
 
-const char* instruction_set() {
-  return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "baseline";
+const char* instruction_set() { return kIsaNames[static_cast<int>(isa())]; }
+
+bool use_instruction_set(const char* name) {
+  for (const Isa other : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512}) {
+    if (std::strcmp(name, kIsaNames[static_cast<int>(other)]) != 0 || !has(other)) continue;
+    isa() = other;
+    return true;
+  }
+  return false;
 }
 
 void row_stats(const StatsParams& p, const ParallelFor& parallel_for) {

@@ -14,9 +14,9 @@ namespace rlcore::loss {
 using Range = std::function<void(int64_t, int64_t)>;
 using ParallelFor = std::function<void(int64_t count, const Range&)>;
 
-// top = max x (-inf where valid is 0), sum = sum e^(x - top), dot = sum e^(x - top) (x - top),
-// target = x[token] (-inf where the token is not in this shard). -inf logits count 0; a row with
-// NaN or +inf has a NaN sum.
+// top = max x, rounded (-inf where valid is 0), sum = sum e^(x - top), dot = sum e^(x - top)
+// (x - top), target = x[token] - top (-inf where the token is not in this shard). -inf logits count
+// 0; a row with NaN or +inf has a NaN sum.
 void row_stats(const StatsParams& params, const ParallelFor& parallel_for);
 
 // out = (g (onehot - p) - h p (log p + H)) / temperature. A row with g = h = 0 is not read.
@@ -31,5 +31,8 @@ void policy_rows(const PolicyRowsParams& params, const ParallelFor& parallel_for
 
 // "avx512", "avx2" or "baseline": which code this machine runs.
 const char* instruction_set();
+
+// For tests: the code of another set from now on. False where this machine does not have it.
+bool use_instruction_set(const char* name);
 
 }  // namespace rlcore::loss

@@ -8,9 +8,10 @@
 // A step takes two vectors. Of 16-bit elements these are the even and the odd ones of one register
 // of words: a shift and a mask instead of shuffles, and no sum or maximum asks for the order.
 //
-// Rounding: d = x - shift is one fma (two where temperature is not 1), the relative error of e^d is
-// 2^-24 |d| + 1.5 ulp. Sums: lanes over kRun elements, these over a block of kBlock, blocks in
-// double. Or every element after a dominant one would be rounded to its last bits.
+// Rounding: d = x - shift is one subtraction (two fma where temperature is not 1) and is rounded by
+// its own size, not by that of x; the relative error of e^d is 2^-24 |d| + 1.5 ulp. Sums: lanes
+// over kRun elements, these over a block of kBlock, blocks in double. Or every element after a
+// dominant one would be rounded to its last bits.
 
 inline constexpr int kLanes = RL_LANES;
 inline constexpr int64_t kStep = 2 * kLanes;
@@ -53,16 +54,36 @@ RL_INLINE Floats at_least(Floats least, Floats v) {
 #endif
 }
 
+#if RL_LANES != 4
+// a b + c, rounded once whatever the compiler is told.
+RL_INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if RL_LANES == 16
+  return _mm512_fmadd_ps(a, b, c);
+#else
+  return _mm256_fmadd_ps(a, b, c);
+#endif
+}
+#endif
+
 // e^d for d <= 88; 0 below -87.7; NaN for NaN. `held` is d from -88 up: a finite factor for the
 // terms d e^d, also where d is -inf.
 RL_INLINE Floats exp(Floats d, Floats& held) {
-  constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+  constexpr float kLog2e = 1.44269504088896341f;
+#if RL_LANES != 4
+  constexpr float kLn2 = 0.693147180559945309f;
+#endif
   // 1.5 * 2^23 rounds to an integer, 127 biases it: the low bits are those of the exponent, and
   // for -88 they are 0, the exponent of 0.
   constexpr float kRound = 12582912.0f + 127.0f;
   held = at_least(floats(-88.0f), d);
   const Floats shifted = held * kLog2e + kRound;
-  const Floats r = held - (shifted - kRound) * kLn2;
+#if RL_LANES == 4
+  // Without a fused product: a part of ln 2 whose product is exact, and the rest of it.
+  constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;
+  const Floats r = (held - (shifted - kRound) * kHigh) - (shifted - kRound) * kLow;
+#else
+  const Floats r = fused(shifted - kRound, floats(-kLn2), held);
+#endif
   // Minimax on [-ln 2 / 2, ln 2 / 2], relative error 3.1e-9 before rounding.
   Floats p = r * 1.38145986e-3f + 8.36871702e-3f;
   p = p * r + 4.16683881e-2f;
@@ -174,7 +195,15 @@ template <bool kScaled>
 RL_INLINE Floats less(Floats v, const Scale& scale, float shift) {
   if constexpr (!kScaled) return v - shift;
   const Floats held = at_least(floats(-kLargest), v);  // -inf * 0 would be NaN
-  return held * scale.high + (held * scale.low - shift);
+#if RL_LANES == 4
+  // Products without their last bits would be wrong by those of v, not of the difference.
+  const Floats high = as_floats(as_words(held) & words(kHighBits));
+  return (high * scale.short_high - shift) + (held - high) * scale.short_high +
+         held * scale.short_low;
+#else
+  // The product is exact within the first fma, whose result is small near the top.
+  return fused(held, floats(scale.low), fused(held, floats(scale.high), floats(-shift)));
+#endif
 }
 
 struct Sums {

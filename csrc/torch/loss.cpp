@@ -36,10 +36,49 @@ loss::Dtype dtype_of(const Tensor& t) {
   }
 }
 
+// Elements that lie beyond the end of their storage, as after resize_(0), would be read all the
+// same.
+void check_storage(const Tensor& t, const char* name) {
+  if (t.numel() == 0) return;
+  int64_t bytes = 0, last = t.storage_offset();
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  RL_CHECK((last + 1) * static_cast<int64_t>(t.element_size()) <= bytes, name, ": its storage of ",
+           bytes, " bytes ends before its last element");
+}
+
 void check_matrix(const Tensor& t, const char* name) {
   RL_CHECK(t.dim() == 2, name, ": ", t.dim(), " dimensions; 2 are needed, [tokens, vocabulary]");
   RL_CHECK(t.size(1) <= 1 || t.size(0) == 0 || t.stride(1) == 1, name, ": stride ", t.stride(1),
            " in the last dimension; it must be contiguous");
+  check_storage(t, name);
+}
+
+// Rows that are written must not overlap one another.
+void check_writable(const Tensor& t, const char* name) {
+  RL_CHECK(t.size(0) <= 1 || t.stride(0) >= t.size(1), name, ": rows of ", t.size(1),
+           " columns have stride ", t.stride(0), " and overlap; they are written to");
+}
+
+// Elements between `a` and the later `b`, of rows alike: either may be written while the other is
+// read if no row of one overlaps a row of the other.
+bool are_apart(const Tensor& a, const Tensor& b) {
+  const auto bytes = static_cast<int64_t>(a.element_size());
+  const int64_t rows = a.size(0), width = a.size(1);
+  const int64_t gap = (static_cast<char*>(b.data_ptr()) - static_cast<char*>(a.data_ptr())) / bytes;
+  if (gap >= (rows - 1) * a.stride(0) + width) return true;
+  const int64_t within = a.stride(0) ? gap % a.stride(0) : 0;
+  return a.stride(0) == b.stride(0) && within >= width && a.stride(0) - within >= width;
+}
+
+// `out` is where the logits are, row by row, or somewhere else.
+void check_no_partial_overlap(const Tensor& out, const Tensor& logits) {
+  if (out.numel() == 0) return;
+  const bool same = out.data_ptr() == logits.data_ptr();
+  const bool later = static_cast<char*>(out.data_ptr()) >= static_cast<char*>(logits.data_ptr());
+  RL_CHECK(same ? out.size(0) == 1 || out.stride(0) == logits.stride(0)
+                : are_apart(later ? logits : out, later ? out : logits),
+           "out: overlaps logits in part; it must be the logits or apart from them");
 }
 
 void check_device(const Tensor& t, const Tensor& logits, const char* name) {
@@ -63,6 +102,7 @@ void check_statistics(const Tensor& t, const Tensor& logits, const char* name, i
            " tokens; logits have ", logits.size(0));
   RL_CHECK(!kinds || t.size(0) == kinds, name, ": ", t.size(0), " rows; ", kinds, " are needed");
   RL_CHECK(t.is_contiguous(), name, ": must be contiguous");
+  check_storage(t, name);
 }
 
 loss::Logits logits_of(const Tensor& logits, const Tensor& tokens, int64_t first, int64_t valid,
@@ -74,6 +114,7 @@ loss::Logits logits_of(const Tensor& logits, const Tensor& tokens, int64_t first
   RL_CHECK(tokens.dim() == 1 && tokens.size(0) == logits.size(0), "tokens: one for each of the ",
            logits.size(0), " rows of logits is needed");
   RL_CHECK(tokens.is_contiguous(), "tokens: must be contiguous");
+  check_storage(tokens, "tokens");
   RL_CHECK(first >= 0, "first ", first, ": a column's id is not negative");
   RL_CHECK(valid >= 0 && valid <= logits.size(1), "valid ", valid, ": must be within 0 and the ",
            logits.size(1), " columns of logits");
@@ -109,7 +150,7 @@ loss::GradParams grad_params(const Tensor& logits, const Tensor& tokens, int64_t
                              const Tensor& entropy, const std::optional<Tensor>& grad_logp,
                              const std::optional<Tensor>& grad_entropy, const Tensor& out) {
   const auto x = logits_of(logits, tokens, first, valid, temperature);
-  check_statistics(lse, logits, "lse");
+  check_statistics(lse, logits, "lse", 2);
   check_statistics(entropy, logits, "entropy");
   check_matrix(out, "out");
   check_device(out, logits, "out");
@@ -117,6 +158,8 @@ loss::GradParams grad_params(const Tensor& logits, const Tensor& tokens, int64_t
            "; logits have ", name_of(logits.scalar_type()));
   RL_CHECK(out.size(0) == logits.size(0) && out.size(1) == logits.size(1), "out: ", out.size(0),
            " x ", out.size(1), "; logits have ", logits.size(0), " x ", logits.size(1));
+  check_writable(out, "out");
+  check_no_partial_overlap(out, logits);
   return {.logits = x,
           .lse = lse.data_ptr(),
           .entropy = entropy.data_ptr(),
@@ -166,6 +209,7 @@ loss::TokensParams tokens_params(const Tensor& logp, const Tensor& entropy, cons
                                  const Tensor& out) {
   const auto dtype = logp.scalar_type();
   RL_CHECK(logp.dim() == 1 && logp.is_contiguous(), "logp: one dimension, contiguous, is needed");
+  check_storage(logp, "logp");
   RL_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, "logp: dtype ",
            name_of(dtype), "; allowed are float32 and float64");
   check_statistics(entropy, logp, "entropy");
@@ -183,6 +227,7 @@ loss::PolicyRowsParams rows_params(const Tensor& logits, const Tensor& tokens, i
                                    int64_t valid, double temperature, const TokenTensors& x,
                                    const Tensor& stats, const Tensor& out) {
   const auto rows = logits_of(logits, tokens, first, valid, temperature);
+  check_writable(logits, "logits");
   check_statistics(stats, logits, "stats", 2);
   check_statistics(out, logits, "out", loss::kNumPolicyRows);
   return {.logits = rows,

@@ -180,7 +180,7 @@ class _LogProb(torch.autograd.Function):
         made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], ctx.weight_grad)
         for chunk, logits in _chunks(hidden, weight, ctx.chunk_tokens):
             rest = [tokens, *ctx.where, lse, entropy, grad_logp, grad_entropy]
-            cut = [x[chunk] if isinstance(x, Tensor) else x for x in rest]
+            cut = [x[..., chunk] if isinstance(x, Tensor) else x for x in rest]
             logprob.row_grad_(logits, *cut)
             made.add(chunk, logits)
         return made.hidden, made.weight(), None, None, None, None, None

@@ -68,9 +68,11 @@ def log_probs(
             Eager mode only; torch.compile's functional graph has no use for it.
 
     Raises:
-        ValueError: an argument that cannot be; RuntimeError: a second backward with `in_place`.
+        ValueError: an argument that cannot be.
+        RuntimeError: in backward, where somebody has written over the logits; with `in_place` that
+            may be an earlier backward.
     """
-    shard = check(logits, tokens, vocab_size, temperature, group)
+    shard = check(logits, tokens, vocab_size, temperature, group, in_place)
     check_tokens(tokens, vocab_size)
     if _size(group) > 1 or (in_place and not torch.compiler.is_compiling()):
         logp, entropy = _LogProb.apply(logits, tokens, shard, temperature, group, in_place)
@@ -90,6 +92,7 @@ def check(
     vocab_size: int,
     temperature: float,
     group: dist.ProcessGroup | None,
+    in_place: bool,
 ) -> Shard:
     """What part of the vocabulary the logits are. ValueError where an argument cannot be."""
     if logits.dim() != 2:
@@ -102,6 +105,11 @@ def check(
         raise ValueError(
             f"logits: the columns have stride {logits.stride(1)}; must be 1, so pass "
             "logits.contiguous()"
+        )
+    if in_place and logits.size(0) > 1 and logits.stride(0) < logits.size(1):
+        raise ValueError(
+            f"logits: rows of {logits.size(1)} columns have stride {logits.stride(0)} and overlap, "
+            "so nothing can be written over them; leave in_place off or pass logits.contiguous()"
         )
     check_row(tokens, "tokens", logits.size(0), logits.device, torch.int64)
     return check_shard(logits.size(1), vocab_size, temperature, group)
@@ -161,8 +169,8 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.library.custom_op("rlcore::row_stats", mutates_args=())
 def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
-    """[4, T] of this rank's columns: top = max x, sum e^(x - top), sum e^(x - top) (x - top), and x
-    of the token, -inf where it is another rank's."""
+    """[4, T] of this rank's columns: top = max x, rounded, sum e^(x - top), sum e^(x - top)
+    (x - top), and x - top of the token, -inf where it is another rank's."""
     out = logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
     ops = native.torch_ops("token_logprob", logits.device.type)
     if ops is None:
@@ -191,7 +199,9 @@ def row_grad(
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """[T, W] in the logits' dtype: (g (onehot - p) - h p (log p + H)) / temperature, with g and h
-    the gradients of log-prob and entropy; a row where both are 0 is not read."""
+    the gradients of log-prob and entropy; a row where both are 0 is not read. `lse` [2, T] is
+    logsumexp as the two terms that `combined` gives: one number would round away what a
+    probability of logits far from 0 hangs on."""
     out = _like(logits)
     _row_grad(logits, tokens, first, valid, temperature, lse, entropy, grad_logp, grad_entropy, out)
     return out
@@ -234,7 +244,7 @@ def row_grad_(
 def token_logprob(
     logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob and entropy [T], both differentiable, and logsumexp [T], of whole logits."""
+    """Log-prob and entropy [T], both differentiable, and logsumexp [2, T], of whole logits."""
     return combined(row_stats(logits, tokens, first, valid, temperature).unsqueeze(0))
 
 
@@ -242,8 +252,8 @@ def token_logprob(
 def _(
     logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = logits.new_empty((3, logits.size(0)), dtype=statistics_dtype(logits.dtype))
-    return torch.empty_like(made[0]), torch.empty_like(made[0]), torch.empty_like(made[0])
+    made = logits.new_empty((2, logits.size(0)), dtype=statistics_dtype(logits.dtype))
+    return torch.empty_like(made[0]), torch.empty_like(made[0]), made
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -282,9 +292,12 @@ class _LogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stats = row_stats(logits, tokens, *shard, temperature)
         logp, entropy, lse = combined(gathered(stats, group))
-        # As plain attributes: a tensor that is written over is no error of whoever saved it.
-        ctx.logits = logits.detach()
-        ctx.save_for_backward(tokens, lse, entropy)
+        if in_place:
+            # Not saved: autograd takes a tensor that backward itself writes over for an error.
+            ctx.logits, ctx.version = logits.detach(), version(logits)
+            ctx.save_for_backward(tokens, lse, entropy)
+        else:
+            ctx.save_for_backward(tokens, lse, entropy, logits)
         ctx.shard, ctx.temperature, ctx.in_place = shard, temperature, in_place
         ctx.set_materialize_grads(False)
         return logp, entropy
@@ -293,18 +306,28 @@ class _LogProb(torch.autograd.Function):
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple:
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None, None, None
+        tokens, lse, entropy, *saved = ctx.saved_tensors
+        rest = (tokens, *ctx.shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
+        if not ctx.in_place:
+            return row_grad(*saved, *rest), None, None, None, None, None
         if ctx.logits is None:
             raise RuntimeError(
                 "log_probs with in_place: a second backward, and the logits are gone; keep them "
                 "with in_place False"
             )
-        logits, (tokens, lse, entropy) = ctx.logits, ctx.saved_tensors
-        rest = (tokens, *ctx.shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
-        if ctx.in_place:
-            ctx.logits = None
-            row_grad_(logits, *rest)
-            return logits, None, None, None, None, None
-        return row_grad(logits, *rest), None, None, None, None, None
+        logits, ctx.logits = ctx.logits, None
+        if version(logits) != ctx.version:
+            raise RuntimeError(
+                "log_probs with in_place: the logits were written over since the forward, as by "
+                "another backward with in_place; let the last one alone have it"
+            )
+        row_grad_(logits, *rest)
+        return logits, None, None, None, None, None
+
+
+def version(value: Tensor) -> int:
+    """How often it was written to, as far as torch counts."""
+    return 0 if value.is_inference() else value._version
 
 
 def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -317,7 +340,8 @@ def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, entropy and logsumexp [T] from the statistics [R, 4, T] of all parts."""
+    """Log-prob and entropy [T] from the statistics [R, 4, T] of all parts, and logsumexp [2, T] as
+    top and log sum e^(x - top)."""
     if stats.size(0) == 1:
         top, total, dot, target = stats[0]
     else:
@@ -329,9 +353,9 @@ def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # 0 times -inf is what such a part adds, and means 0.
         moved = stats[:, 2] + stats[:, 1] * shift
         dot = torch.where(scale == 0, 0.0, moved * scale).sum(0)
-        target = stats[:, 3].amax(0)
+        target = (stats[:, 3] + shift).amax(0)
     log_sum = total.log()
-    return target - top - log_sum, log_sum - dot / total, top + log_sum
+    return target - log_sum, log_sum - dot / total, torch.stack([top, log_sum])
 
 
 def _like(logits: Tensor) -> Tensor:
@@ -354,7 +378,8 @@ def _row_grad(
     # Sums and expanded scalars come with stride 0.
     g = None if grad_logp is None else grad_logp.to(lse.dtype).contiguous()
     h = None if grad_entropy is None else grad_entropy.to(lse.dtype).contiguous()
-    rest = (tokens.contiguous(), first, valid, temperature, lse, entropy, g, h, out)
+    where = (tokens.contiguous(), first, valid, temperature)
+    rest = (*where, lse.contiguous(), entropy, g, h, out)
     ops = native.torch_ops("token_logprob", logits.device.type)
     if ops is None:
         reference_grad(logits, *rest)
@@ -365,17 +390,11 @@ def _row_grad(
 # ---- the same in torch
 
 
-def _blocks(logits: Tensor) -> list[slice]:
+def blocks(logits: Tensor) -> list[slice]:
     rows, width = logits.shape
     item = 8 if logits.dtype is torch.float64 else 4
     step = max(1, BLOCK_BYTES // max(1, width * item))
     return [slice(start, start + step) for start in range(0, rows, step)]
-
-
-def _scaled(logits: Tensor, temperature: float, valid: int) -> Tensor:
-    """A fresh tensor of logits / temperature without the padding."""
-    x = logits[:, :valid].to(statistics_dtype(logits.dtype), copy=True)
-    return x.div_(temperature) if temperature != 1.0 else x
 
 
 def reference_stats(
@@ -388,17 +407,25 @@ def reference_stats(
     local = tokens - first
     own = (local >= 0) & (local < valid)
     local = local.clamp(0, valid - 1)
-    for block in _blocks(logits):
-        x = _scaled(logits[block], temperature, valid)
+    for block in blocks(logits):
+        x = logits[block, :valid].to(out.dtype, copy=True)
         found = x.gather(-1, local[block].unsqueeze(-1)).squeeze(-1)
-        out[3, block] = torch.where(own[block], found, float("-inf"))
-        top = x.amax(-1)
-        out[0, block] = top
+        most = x.amax(-1)
         # A row of nothing but -inf has no top to take off.
-        x.sub_(torch.where(top == float("-inf"), 0.0, top).unsqueeze(-1))
+        base = torch.where(most == float("-inf"), 0.0, most)
+        top = (base.double() / temperature).to(out.dtype)
+        rest = base.double() / temperature - top.double()
+        # Less the top first: what is left is small where it matters, and so is its rounding.
+        x.sub_(base.unsqueeze(-1)).div_(temperature)
         e = x.exp()
-        out[1, block] = e.sum(-1)
-        out[2, block] = e.mul_(x.clamp_(min=torch.finfo(x.dtype).min)).sum(-1)
+        total = e.sum(-1).double()
+        dot = e.mul_(x.clamp_(min=torch.finfo(x.dtype).min)).sum(-1).double()
+        out[0, block] = torch.where(most == float("-inf"), most, top)
+        out[1, block] = total * rest.exp()
+        out[2, block] = (dot + rest * total) * rest.exp()
+        out[3, block] = torch.where(
+            own[block], found.double() / temperature - top.double(), float("-inf")
+        )
 
 
 def reference_grad(
@@ -414,15 +441,18 @@ def reference_grad(
     out: Tensor,
 ) -> None:
     """What `row_grad` does, in torch; `out` may be the logits."""
-    none = torch.zeros_like(lse)
+    none = torch.zeros_like(entropy)
     g = none if grad_logp is None else grad_logp
     h = none if grad_entropy is None else grad_entropy
     local = tokens - first
     own = (local >= 0) & (local < valid)
     local = local.clamp(0, max(valid - 1, 0))
-    for block in _blocks(logits) if valid else ():
-        x = _scaled(logits[block], temperature, valid)
-        x.sub_(lse[block].unsqueeze(-1))  # log p
+    for block in blocks(logits) if valid else ():
+        x = logits[block, :valid].to(lse.dtype, copy=True)
+        top, log_sum = lse[:, block].double()
+        base = (top * temperature).to(lse.dtype)
+        rest = (base.double() / temperature - top - log_sum).to(lse.dtype)
+        x.sub_(base.unsqueeze(-1)).div_(temperature).add_(rest.unsqueeze(-1))  # log p
         p = x.exp()
         if grad_entropy is not None:
             # dH/dx = -p (log p + H), 0 where p is 0

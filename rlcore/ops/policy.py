@@ -142,13 +142,17 @@ def policy_loss(
         in_place: the gradient is written over the logits, in this call. Eager mode only.
         unit_upstream: the caller promises to differentiate the loss itself, not a multiple of it;
             with in_place, backward then has nothing to do but to check that.
-        variant: of the CUDA kernel for whole logits. 0 reads a row twice and writes it once, on
-            every GPU from sm_80 on; 1 keeps the row on chip in between, sm_90 and later.
+        variant: of the native CUDA kernel for whole logits. 0 reads a row twice and writes it
+            once, on every GPU from sm_80 on; 1 keeps the row on chip in between, sm_90 and later.
+            The CPU, the torch reference and a split vocabulary have one way and take either.
 
     Raises:
         ValueError: an argument that cannot be.
+        RuntimeError: in backward with `in_place`, where somebody has written over the gradient.
     """
-    shard = logprob.check(logits, tokens, vocab_size, temperature, group)
+    if variant not in (0, 1):
+        raise ValueError(f"variant {variant}: must be 0 or 1")
+    shard = logprob.check(logits, tokens, vocab_size, temperature, group, in_place)
     logprob.check_tokens(tokens, vocab_size)
     check_spec(spec, inputs)
     inputs, params = prepared(inputs, spec, logits.size(0), logits)
@@ -169,16 +173,33 @@ def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
     """ValueError where a setting cannot be."""
     if spec.kl_type not in KL_TYPES:
         raise ValueError(f"kl_type {spec.kl_type}: unknown; take one of {', '.join(KL_TYPES)}")
+    for name in ("clip_low", "clip_high"):
+        value = getattr(spec, name)
+        if not value >= 0:
+            raise ValueError(f"{name} {value}: must be 0 or more; inf does not clip")
+    if not (spec.clip_dual == 0 or spec.clip_dual > 1):
+        raise ValueError(f"clip_dual {spec.clip_dual}: must be above 1; 0 turns it off")
+    if spec.is_threshold is not None and not spec.is_threshold > 0:
+        raise ValueError(
+            f"is_threshold {spec.is_threshold}: must be above 0; None leaves the weight out"
+        )
+    if spec.bounds is not None and not spec.bounds[0] <= spec.bounds[1]:
+        raise ValueError(f"bounds {spec.bounds}: must be a lower and an upper one; None keeps all")
+    for name in ("is_mean", "log_limit"):
+        value = getattr(spec, name)
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} {value}: must be a finite number above 0")
+    for name in ("kl_coef", "entropy_coef"):
+        value = getattr(spec, name)
+        if not isfinite(value):
+            raise ValueError(f"{name} {value}: must be a finite number")
     if spec.kl_coef and (spec.kl_type == "none" or inputs.logp_ref is None):
         raise ValueError(
             f"kl_coef {spec.kl_coef}: needs logp_ref and a kl_type; pass both or leave it at 0"
         )
-    if not spec.is_mean > 0:
-        raise ValueError(f"is_mean {spec.is_mean}: must be above 0")
-    if not spec.log_limit > 0:
-        raise ValueError(f"log_limit {spec.log_limit}: must be above 0")
-    if 0 < spec.clip_dual <= 1:
-        raise ValueError(f"clip_dual {spec.clip_dual}: must be above 1; 0 turns it off")
+    for name in ("advantage", "weight", "logp_sampler"):
+        if getattr(inputs, name) is None:
+            raise ValueError(f"{name} None: the loss needs it; pass a tensor [tokens]")
 
 
 Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
@@ -194,6 +215,8 @@ def prepared(
     def row(name: str) -> Tensor:
         value = getattr(inputs, name)
         logprob.check_row(value, name, rows, like.device)
+        if value.is_complex():
+            raise ValueError(f"{name}: dtype {value.dtype}; must be real")
         return value.detach().to(dtype).contiguous()
 
     own = inputs.logp_old is None
@@ -356,7 +379,8 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _policy_value_grad(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
     (grad,) = ctx.saved_tensors
-    return (grad * upstream.to(grad.dtype), *(None,) * 11)
+    # In the statistics' dtype: 16 bits would round the factor too.
+    return ((grad.to(upstream.dtype) * upstream).to(grad.dtype), *(None,) * 11)
 
 
 policy_value.register_autograd(_policy_value_grad, setup_context=_save)
@@ -385,7 +409,7 @@ class _PolicyLoss(torch.autograd.Function):
         stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted, variant)
         ctx.mark_non_differentiable(stats, out)
         ctx.grad, ctx.unit_upstream = grad if wanted else None, unit_upstream
-        ctx.in_place = in_place
+        ctx.in_place, ctx.version = in_place, logprob.version(grad)
         return total(out, inputs[-1]), stats, out
 
     @staticmethod
@@ -395,8 +419,13 @@ class _PolicyLoss(torch.autograd.Function):
             raise RuntimeError(
                 "policy_loss with in_place: a second backward, and the gradient was given away"
             )
+        if logprob.version(grad) != ctx.version:
+            raise RuntimeError(
+                "policy_loss with in_place: the gradient, where the logits were, was written over "
+                "since the forward; nobody else may write there"
+            )
         if not ctx.in_place:
-            return (grad * upstream.to(grad.dtype), *(None,) * 9)
+            return (scaled_(grad.clone(), upstream, False), *(None,) * 9)
         ctx.grad = None
         return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 9)
 
@@ -406,7 +435,12 @@ def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
     if unit:
         torch._assert_async(upstream == 1, "unit_upstream: the loss was multiplied after all")
         return grad
-    return grad.mul_(upstream.to(grad.dtype))
+    if grad.dtype is upstream.dtype:
+        return grad.mul_(upstream)
+    # 16 bits would round the factor too.
+    for block in logprob.blocks(grad):
+        grad[block] = grad[block].to(upstream.dtype) * upstream
+    return grad
 
 
 def total(out: Tensor, weight: Tensor) -> Tensor:

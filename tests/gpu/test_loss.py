@@ -72,12 +72,12 @@ class Run:
         return out
 
     def log_prob_and_entropy(self) -> tuple[Tensor, Tensor]:
-        top, total, dot, target = self.stats()
-        return (target - top) - total.log(), total.log() - dot / total
+        _, total, dot, target = self.stats()
+        return target - total.log(), total.log() - dot / total
 
     def grad(self, out: Tensor) -> Tensor:
         top, total, dot, _ = self.stats()
-        lse, entropy = top + total.log(), total.log() - dot / total
+        lse, entropy = torch.stack([top, total.log()]), total.log() - dot / total
         g, h = self.row(3), self.row(4)
         self.ops.row_grad(self.logits, *self.where, lse, entropy, g, h, out, self.stream)
         return out

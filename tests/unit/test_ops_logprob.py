@@ -74,6 +74,52 @@ def test_the_error_against_float64_is_rounding(dtype: torch.dtype, vocab: int) -
     assert ((found - right).abs() <= limit).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("mean", "temperature"), [(40.0, 0.6), (-1000.0, 0.7), (-1000.0, 1.0)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_logits_far_from_zero_lose_nothing(
+    dtype: torch.dtype, mean: float, temperature: float, in_place: bool
+) -> None:
+    """An ulp of 1000 / 0.7 in float32 is 1.2e-4: nothing may be rounded by the size of x."""
+    logits = (mean + 4 * randn(64, 1003)).to(dtype).requires_grad_()
+    tokens = torch.arange(64) * 97 % 1003
+    where = {"vocab_size": 1003, "temperature": temperature, "in_place": in_place}
+    ours = log_probs(logits * 1, tokens, **where)
+    exact = logits.detach().double().requires_grad_()
+    want = slow(exact, tokens, temperature)
+    for a, b in zip(ours, want, strict=True):
+        assert ((a - b).abs() / b.abs().clamp(min=1)).max() < 1e-6
+    upstream = randn(64, seed=5, dtype=torch.float32)
+    (found,) = torch.autograd.grad(ours.logp, logits, upstream)
+    (right,) = torch.autograd.grad(want[0], exact, upstream.double())
+    logp = torch.log_softmax(exact.detach() / temperature, -1)
+    terms = upstream.abs().unsqueeze(-1) * logp.exp() * (1 - logp / 8) / temperature
+    limit = (torch.finfo(dtype).eps / 2 + 3e-7) * right.abs() + 2e-6 * terms
+    assert ((found - right).abs() <= limit + torch.finfo(dtype).smallest_normal).all()
+
+
+def test_parts_of_a_vocabulary_far_from_zero_lose_nothing() -> None:
+    logits = (-1000 + 4 * randn(64, 99)).float()
+    tokens = torch.arange(64) * 97 % 99
+    parts = [
+        logprob.row_stats(logits[:, a : a + 33].contiguous(), tokens, a, 33, 0.7)
+        for a in (0, 33, 66)
+    ]
+    logp, entropy, _ = logprob.combined(torch.stack(parts))
+    for a, b in zip((logp, entropy), slow(logits.double(), tokens, 0.7), strict=True):
+        assert ((a - b).abs() / b.abs().clamp(min=1)).max() < 1e-6
+
+
+def test_a_shard_of_impossible_tokens_has_the_token_and_no_probability() -> None:
+    gone = torch.full((1, 3), -math.inf)
+    parts = [
+        logprob.row_stats(x, torch.tensor([1]), first, 3, 1.0)
+        for first, x in ((0, gone), (3, torch.zeros(1, 3)))
+    ]
+    logp, entropy, _ = logprob.combined(torch.stack(parts))
+    assert logp.item() == -math.inf and entropy.item() == pytest.approx(math.log(3))
+
+
 def test_the_logits_are_left_alone_unless_the_gradient_may_take_their_place() -> None:
     logits, tokens = randn(6, 13, dtype=torch.bfloat16), torch.arange(6)
     before = logits.clone()
@@ -92,6 +138,28 @@ def test_a_second_backward_in_place_is_an_error_and_not_garbage() -> None:
     made.logp.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="in_place: a second backward"):
         made.logp.sum().backward()
+
+
+def test_two_in_place_on_the_same_logits_are_an_error_and_not_garbage() -> None:
+    logits = randn(3, 5).requires_grad_() * 1
+    tokens = torch.arange(3)
+    made = [log_probs(logits, tokens, vocab_size=5, in_place=True).logp.sum() for _ in range(2)]
+    with pytest.raises(RuntimeError, match="in_place: the logits were written over"):
+        (made[0] + made[1]).backward()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_logits_that_were_written_over_are_an_error(in_place: bool) -> None:
+    shard, where = logprob.Shard(0, 5), (1.0, None, in_place)  # as under tensor parallelism
+    for write in (True, False):
+        logits = randn(3, 5).requires_grad_() * 1
+        logp, _ = logprob._LogProb.apply(logits, torch.arange(3), shard, *where)
+        if write:
+            logits.detach().zero_()
+            with pytest.raises(RuntimeError, match="written over|modified by an inplace"):
+                logp.sum().backward()
+        else:
+            logp.sum().backward()
 
 
 def test_entropy_can_be_had_without_a_gradient() -> None:
@@ -180,7 +248,7 @@ def test_the_same_bits_in_every_run_and_with_any_number_of_threads() -> None:
 def test_a_row_without_a_gradient_is_not_read() -> None:
     logits = randn(2, 6)
     logits[0] = math.nan
-    stats = (torch.zeros(2, dtype=torch.float64),) * 2
+    stats = torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     g = torch.tensor([0.0, 1.0], dtype=torch.float64)
     grad = torch.ops.rlcore.row_grad(logits, torch.tensor([0, 1]), 0, 6, 1.0, *stats, g, None)
     assert (grad[0] == 0).all() and grad[1].isfinite().all()
@@ -199,7 +267,7 @@ def test_the_ops_keep_torchs_rules() -> None:
     plain = (args[0].detach(), *args[1:])
     torch.library.opcheck(ops.row_stats, plain)
     _, entropy, lse = ops.token_logprob(*plain)
-    for g, h in ((lse, None), (None, lse), (lse, entropy)):
+    for g, h in ((lse[0], None), (None, lse[1]), (lse[0], entropy)):
         torch.library.opcheck(ops.row_grad, (*plain, lse, entropy, g, h))
         torch.library.opcheck(ops.row_grad_, (plain[0].clone(), *plain[1:], lse, entropy, g, h))
 
@@ -235,6 +303,14 @@ BAD = {
     "logits: shape .3.": {"logits": torch.zeros(3)},
     "logits: dtype torch.int64": {"logits": torch.zeros(3, 8, dtype=torch.int64)},
     "logits: the columns have stride 3": {"logits": torch.zeros(8, 3).t()},
+    "logits: rows of 8 columns have stride 0 and overlap": {
+        "logits": torch.zeros(1, 8).expand(3, 8),
+        "in_place": True,
+    },
+    "logits: rows of 8 columns have stride 7 and overlap": {
+        "logits": torch.zeros(99).as_strided((3, 8), (7, 1)),
+        "in_place": True,
+    },
     "tokens: shape .2. for 3 rows": {"tokens": torch.zeros(2, dtype=torch.int64)},
     "tokens: dtype torch.int32": {"tokens": torch.zeros(3, dtype=torch.int32)},
     "tokens: on meta": {"tokens": torch.zeros(3, dtype=torch.int64, device="meta")},

@@ -424,10 +424,64 @@ BAD = {
     ),
     "kl_coef 0.1: needs logp_ref": lambda k: k | {"inputs": k["inputs"]._replace(logp_ref=None)},
     "kl_type k4": lambda k: k | {"spec": replace(k["spec"], kl_type="k4")},
+    "advantage None": lambda k: k | {"inputs": k["inputs"]._replace(advantage=None)},
+    "advantage: dtype torch.complex64": lambda k: (
+        k | {"inputs": k["inputs"]._replace(advantage=torch.zeros(T, dtype=torch.complex64))}
+    ),
+    "variant 2": lambda k: k | {"variant": 2},
+    "logits: rows of 13 columns have stride 0": lambda k: (
+        k | {"logits": torch.zeros(1, V).expand(T, V), "in_place": True}
+    ),
     "is_mean 0": lambda k: k | {"spec": replace(k["spec"], is_mean=0.0)},
     "clip_dual 0.5": lambda k: k | {"spec": replace(k["spec"], clip_dual=0.5)},
     "log_limit 0": lambda k: k | {"spec": replace(k["spec"], log_limit=0.0)},
 }
+
+
+NONSENSE = [
+    *(("clip_low", v) for v in (-1.0, math.nan)),
+    *(("clip_high", v) for v in (-0.1, math.nan)),
+    *(("clip_dual", v) for v in (-3.0, math.nan, 1.0)),
+    *(("is_threshold", v) for v in (-2.0, 0.0, math.nan)),
+    *(("bounds", v) for v in ((1.0, -1.0), (math.nan, 1.0), (0.0, math.nan))),
+    *(("is_mean", v) for v in (-1.0, math.inf, math.nan)),
+    *(("log_limit", v) for v in (-1.0, math.inf, math.nan)),
+    *(("kl_coef", v) for v in (math.inf, math.nan)),
+    *(("entropy_coef", v) for v in (-math.inf, math.nan)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NONSENSE, ids=str)
+def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, value: Any) -> None:
+    given = good()
+    with pytest.raises(ValueError, match=f"{name} .*: must be"):
+        policy_loss(**given | {"spec": replace(given["spec"], **{name: value})})
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_factor_of_the_loss_is_not_rounded_before_it_multiplies(
+    dtype: torch.dtype, in_place: bool
+) -> None:
+    given, spec = arguments()
+    leaf = randn(T, V, dtype=dtype).requires_grad_()
+    tokens = torch.arange(T) % V
+    where = {"vocab_size": V, "in_place": in_place}
+    plain = figures_of(leaf)[4]
+    made = policy_loss(leaf * 1, tokens, given, spec, **where)
+    factor = 1.0 + 2**-9  # nothing but 1 in bfloat16
+    (grad,) = torch.autograd.grad(made.loss * factor * 1023, leaf)
+    assert torch.equal(grad, (plain.float() * (factor * 1023)).to(dtype))
+
+
+def test_a_gradient_in_place_that_was_written_over_is_an_error() -> None:
+    given, spec = arguments()
+    logits = randn(T, V, dtype=torch.float32).requires_grad_() * 1
+    args, where = (torch.arange(T) % V, given, spec), {"vocab_size": V, "in_place": True}
+    made = policy_loss(logits, *args, **where)
+    policy_loss(logits, *args, **where)
+    with pytest.raises(RuntimeError, match="in_place: the gradient, .* written over"):
+        made.loss.backward()
 
 
 @pytest.mark.parametrize("sentence", BAD)
