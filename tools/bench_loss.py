@@ -185,15 +185,15 @@ WAYS: dict[str, Callable[[Case], Made]] = {
     "compile": compiled,
     "compile+entropy": lambda x: compiled(x, True),
     "liger": liger,
-    "before": ops,  # RLCORE_NATIVE=0: chunks in torch
-    "before+entropy": lambda x: ops(x, True),
+    "torch-reference": ops,  # RLCORE_NATIVE=0: blocks in torch
+    "torch-reference+entropy": lambda x: ops(x, True),
     "rlcore-ops": ops,
     "rlcore-ops+entropy": lambda x: ops(x, True),
     "rlcore-fused-plain": lambda x: fused(x, plain=True),
     "rlcore-fused": fused,
     "rlcore-fused-chip": lambda x: fused(x, variant=1),
 }
-UNCOUNTED = ("compile", "liger", "before")
+UNCOUNTED = ("compile", "liger", "torch-reference")
 
 
 class Passes(TorchDispatchMode):
@@ -376,11 +376,11 @@ def measure(a: argparse.Namespace, way: str) -> dict[str, Any]:
         return {"name": way, "absent": why}
     keys = ("tokens", "vocab", "dtype", "device", "seed", "temperature", "repeats", "threads")
     given = [part for k in keys for part in (f"--{k}", str(getattr(a, k)))]
-    native = {"RLCORE_NATIVE": "0" if way.startswith("before") else "1"}
+    native = {"RLCORE_NATIVE": "0" if way.startswith("torch-reference") else "1"}
     command = [sys.executable, __file__, *given, "--child", way]
     done = subprocess.run(
         command,
-        env=os.environ | (native if way.startswith(("before", "rlcore")) else {}),
+        env=os.environ | (native if way.startswith(("torch-reference", "rlcore")) else {}),
         capture_output=True,
         text=True,
         timeout=a.timeout,
@@ -397,15 +397,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     def number(v: float | None, form: str) -> str:
         return "-" if v is None else format(v, form)
 
-    head = f"{'':20}{'s':>9}{'ratio':>7}{'cpu s':>9}{'ratio':>7}{'passes':>8}{'extra MB':>10}"
+    head = f"{'':24}{'s':>9}{'ratio':>7}{'cpu s':>9}{'ratio':>7}{'passes':>8}{'extra MB':>10}"
     lines = [head + f"{'B/token':>10}{'logp err':>10}{'H err':>10}{'grad err':>10}  same bits"]
     for r in rows:
         why = r.get("absent") or r.get("failed")
         if why:
-            lines.append(f"{r['name']:20} {'absent' if 'absent' in r else 'FAILED'}: {why}")
+            lines.append(f"{r['name']:24} {'absent' if 'absent' in r else 'FAILED'}: {why}")
             continue
         lines.append(
-            f"{r['name']:20}{r['value']:9.3f}{number(r['ratio'], '.2f'):>7}{r['cpu_s']:9.3f}"
+            f"{r['name']:24}{r['value']:9.3f}{number(r['ratio'], '.2f'):>7}{r['cpu_s']:9.3f}"
             f"{number(r['cpu_ratio'], '.2f'):>7}"
             f"{number(r['passes'], '.1f'):>8}{r['extra_bytes'] / 1e6:10.1f}"
             f"{r['extra_per_token']:10.0f}{number(r['logp_error'], '.1e'):>10}"
