@@ -111,7 +111,7 @@ class Forest:
             threads=threads,
         )
         _check_types(options)
-        core = native.load("suffix forest")
+        core = native.load("suffix forest", "SuffixForest")
         make = Reference if core is None else core.SuffixForest
         self._impl = make(**options)
 
