@@ -80,8 +80,9 @@ class CMakeBuild(build_ext):
             f"-DRLCORE_TORCH={torch_folder()}",
             f"-DRLCORE_CUDA={cuda()}",
         ]
-        if archs := os.environ.get("RLCORE_CUDA_ARCHS"):
-            configure.append(f"-DRLCORE_CUDA_ARCHS={archs}")
+        archs = os.environ.get("RLCORE_CUDA_ARCHS")
+        # Without one, CMakeLists.txt's own, not what an earlier build has left in the cache.
+        configure.append(f"-DRLCORE_CUDA_ARCHS={archs}" if archs else "-URLCORE_CUDA_ARCHS")
         cmake = [sys.executable, "-m", "cmake"]
         for step in (["-S", str(ROOT), "-B", str(build), *configure], ["--build", str(build)]):
             if subprocess.run([*cmake, *step]).returncode:

@@ -17,7 +17,7 @@ __device__ void add(uint64_t part, uint64_t* sum) {
 
 // Grid: blocks of kThreads, at most one per tile; a block owns a run of tiles.
 template <bool kPack>
-__global__ void __launch_bounds__(kThreads) copy_kernel(const Job job) {
+__global__ void __launch_bounds__(kThreads, 2) copy_kernel(const Job job) {
   add(copy_lane<kPack>(job, blockIdx.x, gridDim.x, static_cast<int>(threadIdx.x)), job.sum);
 }
 

@@ -12,6 +12,7 @@ from tests.recipes.conftest import QWEN, RECIPES, Bench
 
 ARGS = {
     "model.random_init": None,
+    "model.dtype": "float32",  # a CPU without bfloat16 products takes minutes
     "run.steps": 2,
     "eval.every": 0,
     "data.num_prompts": 64,
@@ -66,7 +67,7 @@ def test_two_steps_on_gsm8k_with_the_real_vocabulary(bench: Bench, real_data: Pa
         assert row["actor/entropy"] == pytest.approx(11.9, abs=0.3)  # ln 151,936
         assert row["actor/grad_norm"] > 0
         assert row["reward/errors"] == 0
-        assert abs(row["rollout_corr/kl"]) < 0.01  # bfloat16 on both sides
+        assert abs(row["rollout_corr/kl"]) < 0.01  # the same weights on both sides
     summary = json.loads((bench.folder / "runs/grpo_gsm8k_0.5b/summary.json").read_text())
     assert summary["perf/max_rss_gb_rank0"] < 6
     lines = (bench.folder / "runs/grpo_gsm8k_0.5b/rollouts.jsonl").read_text().splitlines()
