@@ -19,8 +19,6 @@ import datetime
 import difflib
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,11 +27,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench_vs_trl import call  # noqa: E402
 from drafts import install, replay, show, workload  # noqa: E402
 from drafts.peers import PEERS  # noqa: E402
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.utils import env  # noqa: E402
+
+CHILD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(ROOT)]),
+    # Ours without its native build is an error, not a slow row.
+    "RLCORE_NATIVE": "1",
+}
 
 PEERS_RUN = (
     "empty",
@@ -188,39 +194,11 @@ def run(a: argparse.Namespace, name: str, settings: dict[str, Any], texts: Path)
         "equal": a.equal,
     }
     try:
-        out = child([str(python), "-m", "drafts.child"], json.dumps(wanted), a.timeout)
+        command = [str(python), "-m", "drafts.child"]
+        out = call(command, a.timeout, stdin=json.dumps(wanted), more=CHILD)
     except RuntimeError as error:
-        return {"failed": str(error)}
+        return {"failed": str(error).strip().splitlines()[-1]}
     return json.loads(out.strip().splitlines()[-1])
-
-
-def child(command: list[str], stdin: str, timeout_s: float) -> str:
-    """What the command prints. RuntimeError with its last words when it fails or takes longer."""
-    one = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    paths = os.pathsep.join([str(ROOT / "tools"), str(ROOT)])
-    # RLCORE_NATIVE: ours without its native build is an error, not a slow row.
-    variables = {**os.environ, **one, "PYTHONPATH": paths, "RLCORE_NATIVE": "1"}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=variables,
-        start_new_session=True,
-    )
-    try:
-        out, errors = process.communicate(stdin, timeout=timeout_s)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise RuntimeError(f"not done after {timeout_s:g} s") from error
-        raise
-    if process.returncode:
-        said = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-        raise RuntimeError(f"{said[-1]} (exit code {process.returncode})")
-    return out
 
 
 def brief(run: dict[str, Any]) -> str:

@@ -182,7 +182,7 @@ def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperatur
 
 
 @row_stats.register_fake
-def _(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
+def _(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
 
 
@@ -208,17 +208,7 @@ def row_grad(
 
 
 @row_grad.register_fake
-def _(
-    logits: Tensor,
-    tokens: Tensor,
-    first: int,
-    valid: int,
-    temperature: float,
-    lse: Tensor,
-    entropy: Tensor,
-    grad_logp: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
+def _(logits: Tensor, *_: Any) -> Tensor:
     return _like(logits)
 
 
@@ -249,9 +239,7 @@ def token_logprob(
 
 
 @token_logprob.register_fake
-def _(
-    logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     made = logits.new_empty((2, logits.size(0)), dtype=statistics_dtype(logits.dtype))
     return torch.empty_like(made[0]), torch.empty_like(made[0]), made
 

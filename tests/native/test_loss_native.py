@@ -2,9 +2,6 @@
 and the host test of the kernels' bodies."""
 
 import math
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -19,6 +16,7 @@ from rlcore.algos import correction, ppo
 from rlcore.ops import native
 from rlcore.tensors import LossInputs
 from rlcore.trainer.objective import Objective
+from tests.native import host
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS: Any = native.torch_ops("loss kernels") if not native._library() else None
@@ -575,18 +573,7 @@ def test_settings_that_make_no_sense_are_refused():
     ],
 )
 def test_the_host_test_of_the_kernels_bodies_passes(flags, tmp_path):
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    sources = [ROOT / "csrc/loss/row_host.cpp", ROOT / "csrc/tests/loss_row_test.cpp"]
-    flags += " -std=c++20 -pthread -Wall -Wextra -Wconversion -Werror"
-    if "sanitize" in flags and "clang" not in os.path.basename(compiler):
-        flags += " -static-libasan"
-    program = tmp_path / "loss_row_test"
-    command = [compiler, *flags.split(), f"-I{ROOT / 'csrc'}", *sources, "-o", program]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert built.returncode == 0, built.stderr[-4000:]
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    print(ran.stdout)  # the instruction sets that this machine has not are "not run"
-    assert "run: baseline" in ran.stdout.splitlines()
+    sources = ["loss/row_host.cpp", "tests/loss_row_test.cpp"]
+    said = host.run(host.build(tmp_path, sources, f"{flags} {host.STRICT}"))
+    print(said)  # the instruction sets that this machine has not are "not run"
+    assert "run: baseline" in said.splitlines()

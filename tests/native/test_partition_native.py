@@ -1,8 +1,5 @@
 """The native balanced partition: the same lists as the Python reference, clean under sanitizers."""
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.ops import native, partition
+from tests.native import host
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,17 +82,4 @@ def test_the_choice_is_announced(monkeypatch, wanted, choice):
 
 
 def test_the_host_test_passes_under_address_and_undefined_sanitizers(tmp_path):
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    sources = [ROOT / "csrc/partition/balanced.cpp", ROOT / "csrc/tests/partition_test.cpp"]
-    flags = "-std=c++20 -O1 -g -Wall -Wextra -Wconversion -Werror -fsanitize=address,undefined"
-    flags += " -fno-sanitize-recover=all -static-libasan"
-    if "clang" in os.path.basename(compiler):
-        flags = flags.replace(" -static-libasan", "")
-    program = tmp_path / "partition_test"
-    command = [compiler, *flags.split(), f"-I{ROOT / 'csrc'}", *sources, "-o", program]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
+    host.run(host.build(tmp_path, ["partition/balanced.cpp", "tests/partition_test.cpp"]))

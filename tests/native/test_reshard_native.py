@@ -1,9 +1,6 @@
 """The native copies: the bytes and the checksums of the torch reference, whatever the threads; the
 host's code and the kernel's body clean under sanitizers."""
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from rlcore.ops import native, reshard
 from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum, checksum_reference
+from tests.native import host
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = native._library() == ""
@@ -197,17 +195,4 @@ def test_other_arguments_that_do_not_fit_the_table_are_refused() -> None:
 def test_host_code_and_kernel_body_pass_under_address_and_undefined_sanitizers(
     tmp_path: Path,
 ) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    sources = [ROOT / "csrc/reshard/copy_host.cpp", ROOT / "csrc/tests/reshard_test.cpp"]
-    flags = "-std=c++20 -O1 -g -Wall -Wextra -Wconversion -Werror -fsanitize=address,undefined"
-    flags += " -fno-sanitize-recover=all -static-libasan"
-    if "clang" in os.path.basename(compiler):
-        flags = flags.replace(" -static-libasan", "")
-    program = tmp_path / "reshard_test"
-    command = [compiler, *flags.split(), f"-I{ROOT / 'csrc'}", *sources, "-o", program]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+    host.run(host.build(tmp_path, ["reshard/copy_host.cpp", "tests/reshard_test.cpp"]))

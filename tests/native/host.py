@@ -1,0 +1,37 @@
+"""Builds and runs the programs of csrc/tests with g++ or clang++, nothing of Python or torch."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import kit
+
+SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+STRICT = "-Wall -Wextra -Wconversion -Werror"
+
+
+def build(folder: Path, sources: Sequence[str], flags: str = f"{SANITIZED} {STRICT}") -> Path:
+    """The program that `sources` (below csrc/) make; skips where there is no compiler."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    if "sanitize" in flags and "clang" not in os.path.basename(compiler):
+        flags += " -static-libasan"
+    csrc = kit.ROOT / "csrc"
+    program = folder / Path(sources[-1]).stem
+    files = [csrc / source for source in sources]
+    command = [compiler, "-std=c++20", "-pthread", *flags.split(), f"-I{csrc}", *files]
+    built = subprocess.run([*command, "-o", program], capture_output=True, text=True, timeout=280)
+    assert built.returncode == 0, built.stderr[-4000:]
+    return program
+
+
+def run(program: Path, *arguments: Path) -> str:
+    """What the program prints; AssertionError with its messages where it fails."""
+    ran = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
