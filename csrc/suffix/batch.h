@@ -140,8 +140,8 @@ class Walk {
   }
 
   bool look_in_list() {
-    if (list_->to == 0) return found(find_edge(list_, 0, *task_.tokens));
-    prefetch(list_ + 1 + (hash_token(*task_.tokens) & list_->to));
+    if (list_->to == 0 || list_[1].token == *task_.tokens) return look_in_slots();
+    prefetch(list_ + 2 + (hash_token(*task_.tokens) & list_->to));
     return wait(Stage::kSlot);
   }
 
@@ -191,12 +191,9 @@ class Walk {
     return drafted();
   }
 
-  // The first child is too rare: one of the others may not be.
+  // The first child is too rare: the most frequent one may not be.
   bool look_at_others() {
-    const int32_t some = std::min(list_->token, kLongestSorted);
-    for (int32_t i = 1; i <= some; ++i) {
-      if (list_[i].token != kNoToken) prefetch_state(task_.history.states + list_[i].to);
-    }
+    prefetch_state(task_.history.states + list_[1].to);
     return wait(Stage::kFrequent);
   }
 

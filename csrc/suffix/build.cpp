@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 namespace rlcore::suffix {
 namespace {
@@ -10,6 +11,15 @@ uint32_t hash_way(uint32_t from, int32_t token) {
   uint64_t h = (static_cast<uint64_t>(from) << 32) | static_cast<uint32_t>(token);
   h *= 0x9E3779B97F4A7C15ull;
   return static_cast<uint32_t>(h >> 32);
+}
+
+// Entries after the header of a list with `others` children.
+uint32_t list_entries(uint32_t others) {
+  const uint32_t rest = others - 1;
+  if (rest <= kLongestSorted) return others;
+  uint32_t slots = 16;
+  while (slots * 2 < rest * 3) slots *= 2;
+  return 1 + slots;
 }
 
 }  // namespace
@@ -177,14 +187,6 @@ void Builder::number() {
   }
 }
 
-// Entries after the header of a list with `others` children.
-uint32_t Builder::list_slots(uint32_t others) const {
-  if (others <= kLongestSorted) return others;
-  uint32_t slots = 16;
-  while (slots * 2 < others * 3) slots *= 2;
-  return slots;
-}
-
 void Builder::finish() {
   sum_up();
   pick_best();
@@ -193,7 +195,7 @@ void Builder::finish() {
   for (const Node& n : nodes_) {
     uint32_t others = 0;
     for (uint32_t e = n.extra; e != kNil; e = extras_[e].next) ++others;
-    if (others > 0) num_edges_ += 1 + list_slots(others);
+    if (others > 0) num_edges_ += 1 + list_entries(others);
   }
 }
 
@@ -211,29 +213,47 @@ void Builder::write(State* states, Edge* edges) const {
     if (n.extra == kNil) continue;
     uint32_t others = 0;
     for (uint32_t e = n.extra; e != kNil; e = extras_[e].next) ++others;
-    const uint32_t slots = list_slots(others);
     out.edges = used;
-    Edge* list = edges + used;
-    used += 1 + slots;
-    const bool hashed = others > kLongestSorted;
-    list[0] = {static_cast<int32_t>(slots), hashed ? slots - 1 : 0};
-    Edge* entry = list + 1;
-    if (hashed) std::fill(entry, entry + slots, Edge{kNoToken, kNil});
-    uint32_t filled = 0;
-    const auto put = [&](int32_t token, uint32_t to) {
-      if (token == best_token_[s]) return;
-      uint32_t at = filled++;
-      if (hashed) {
-        at = hash_token(token) & (slots - 1);
-        while (entry[at].token != kNoToken) at = (at + 1) & (slots - 1);
-      }
-      entry[at] = {token, number_[to]};
-    };
-    put(n.token, n.to);
-    for (uint32_t e = n.extra; e != kNil; e = extras_[e].next) put(extras_[e].token, extras_[e].to);
-    if (!hashed) {
-      std::sort(entry, entry + slots, [](Edge a, Edge b) { return a.token < b.token; });
+    write_list(s, others, edges + used);
+    used += 1 + list_entries(others);
+  }
+}
+
+// The `others` children of `s`: all but the best one.
+void Builder::write_list(uint32_t s, uint32_t others, Edge* list) const {
+  const uint32_t entries = list_entries(others), slots = entries - 1;
+  const bool hashed = entries != others;
+  list[0] = {static_cast<int32_t>(entries), hashed ? slots - 1 : 0};
+  Edge* rest = list + 2;
+  if (hashed) std::fill(rest, rest + slots, Edge{kNoToken, kNil});
+  const Node& n = nodes_[s];
+  Edge most = {kNoToken, kNil};  // with old numbers, as all that comes through `put`
+  uint32_t filled = 0;
+  const auto put = [&](Edge e) {
+    uint32_t at = filled++;
+    if (hashed) {
+      at = hash_token(e.token) & (slots - 1);
+      while (rest[at].token != kNoToken) at = (at + 1) & (slots - 1);
     }
+    rest[at] = {e.token, number_[e.to]};
+  };
+  const auto offer = [&](Edge e) {
+    if (e.token == best_token_[s]) return;
+    if (most.to == kNil) {
+      most = e;
+      return;
+    }
+    const uint32_t a = nodes_[e.to].count, b = nodes_[most.to].count;
+    if (a > b || (a == b && e.token < most.token)) std::swap(e, most);
+    put(e);
+  };
+  offer({n.token, n.to});
+  for (uint32_t e = n.extra; e != kNil; e = extras_[e].next) {
+    offer({extras_[e].token, extras_[e].to});
+  }
+  list[1] = {most.token, number_[most.to]};
+  if (!hashed) {
+    std::sort(rest, rest + slots, [](Edge a, Edge b) { return a.token < b.token; });
   }
 }
 

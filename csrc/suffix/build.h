@@ -47,7 +47,7 @@ class Builder {
   void sum_up();
   void pick_best();
   void number();
-  uint32_t list_slots(uint32_t others) const;
+  void write_list(uint32_t s, uint32_t others, Edge* list) const;
 
   std::vector<Node> nodes_;
   std::vector<Extra> extras_;

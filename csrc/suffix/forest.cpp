@@ -284,9 +284,10 @@ void Arena::check_contents() const {
         if (good) {
           const Edge head = edges[x.edges];
           const uint32_t room = p.num_edges - x.edges - 1;
-          good = head.token >= 0 && static_cast<uint32_t>(head.token) <= room;
-          good = good && (head.to == 0 || head.to + 1 == static_cast<uint32_t>(head.token));
+          good = head.token > 0 && static_cast<uint32_t>(head.token) <= room;
+          good = good && (head.to == 0 || head.to + 2 == static_cast<uint32_t>(head.token));
           good = good && (head.to & (head.to + 1)) == 0;
+          good = good && edges[x.edges + 1].token != kNoToken;
           for (int32_t k = 1; good && k <= head.token; ++k) good = reaches(edges[x.edges + k]);
         }
       }

@@ -29,15 +29,17 @@ struct State {
 };
 static_assert(sizeof(State) == 24 && std::is_trivially_copyable_v<State>);
 
-// An edge list is a header, then its entries. In the header `to` = 0: `token` entries in ascending
-// order of tokens; `to` = m > 0: m + 1 hash slots (a power of two), kNoToken marks a free one.
+// An edge list is a header with the number of entries as its `token`, then the entries: the most
+// frequent child (of equals the smaller token), then the rest. The header's `to` = 0: the rest in
+// ascending order of tokens; `to` = m > 0: in m + 1 hash slots (a power of two), kNoToken marks a
+// free one.
 struct Edge {
   int32_t token;
   uint32_t to;
 };
 static_assert(sizeof(Edge) == 8 && std::is_trivially_copyable_v<Edge>);
 
-constexpr int32_t kLongestSorted = 12;  // longer edge lists are hashed
+constexpr int32_t kLongestSorted = 12;  // where the rest is longer it is hashed
 
 struct Prompt {
   int64_t key;
@@ -49,7 +51,7 @@ struct Prompt {
 static_assert(sizeof(Prompt) == 32);
 
 constexpr uint64_t kMagic = 0x315845464653'4c52;  // "RLSFFEX1"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 struct Header {
   uint64_t magic;

@@ -46,8 +46,10 @@ RL_HD uint32_t hash_token(int32_t token) {
 RL_HD uint32_t find_edge(const Edge* edges, uint32_t list, int32_t token) {
   const Edge head = edges[list];
   const Edge* entry = edges + list + 1;
+  if (entry->token == token) return entry->to;
+  ++entry;
   if (head.to == 0) {
-    for (int32_t i = 0; i < head.token; ++i) {
+    for (int32_t i = 0; i + 1 < head.token; ++i) {
       if (entry[i].token == token) return entry[i].to;
     }
     return kNil;
@@ -97,23 +99,9 @@ RL_HD Match shrink(const History& h, Match m, int32_t min_match) {
   return {kRoot, 0};
 }
 
-// Of the children that are not the best one: the most frequent, of equals the smaller token; `to`
-// is kNil where there is none.
+// The most frequent of the children that are not the best one; `to` is kNil where there is none.
 RL_HD Edge most_frequent(const History& h, const State& s) {
-  Edge most = {kNoToken, kNil};
-  if (s.edges == kNil) return most;
-  const Edge* list = h.edges + s.edges;
-  uint32_t count = 0;
-  for (int32_t i = 1; i <= list->token; ++i) {
-    const Edge e = list[i];
-    if (e.token == kNoToken) continue;
-    const uint32_t times = h.states[e.to].count;
-    if (times > count || (times == count && e.token < most.token)) {
-      most = e;
-      count = times;
-    }
-  }
-  return most;
+  return s.edges == kNil ? Edge{kNoToken, kNil} : h.edges[s.edges + 1];
 }
 
 // Best children from `state` on, `window` at most. The product of the branch probabilities

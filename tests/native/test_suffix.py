@@ -826,7 +826,7 @@ def test_a_saved_forest_serves_after_loading(saved):
         (lambda b: b[:-1], "bytes, its header says"),
         (lambda b: b"x" * 500, "not a suffix forest"),
         (lambda b: b + b"\0" * 64, "bytes, its header says"),
-        (lambda b: b[:8] + b"\x63" + b[9:], "version 99, this build reads 2"),
+        (lambda b: b[:8] + b"\x63" + b[9:], "version 99, this build reads 3"),
         (lambda b: b[:300] + bytes([b[300] ^ 1]) + b[301:], "checksum"),
     ],
 )
