@@ -45,7 +45,7 @@ PEERS_RUN = (
     "empty",
     "rlcore",
     'rlcore={"limit":0}',
-    'rlcore={"limit":0,"min_match":1,"min_prob":0.4}',
+    'rlcore={"limit":0,"min_match":1}',
     "ref-sam",
     'arctic-global={"depth":24}',
     "arctic-prompt",
