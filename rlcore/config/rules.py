@@ -10,6 +10,7 @@ POSITIVE = (
     "rollout.samples_per_prompt",
     "rollout.max_tokens",
     "rollout.max_running",
+    "rollout.tp",
     "rollout.threads",
     "rollout.deadline_s",
     "train.tokens_per_micro_batch",
@@ -24,6 +25,7 @@ POSITIVE = (
     "critic.lr",
     "critic.clip_grad",
     "critic.clip_value",
+    "sync.bucket_mb",
 )
 NOT_NEGATIVE = (
     "run.steps",
@@ -50,12 +52,36 @@ NOT_NEGATIVE = (
     "critic.lr_warmup_updates",
     "critic.warmup_steps",
     "debug.decode_floor_ms",
+    "sync.ranks_per_site",
 )
 
 
 def broken(cfg: Config) -> list[str]:
     """Every rule that the configuration breaks; empty when it can run."""
-    return [*_ranges(cfg), *_data(cfg), *_batch(cfg), *_algo(cfg), *_train(cfg)]
+    return [
+        *_ranges(cfg),
+        *_data(cfg),
+        *_batch(cfg),
+        *_algo(cfg),
+        *_rollout(cfg),
+        *_train(cfg),
+    ]
+
+
+def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
+    """What `broken` cannot know: rules that need the number of ranks."""
+    out, tp, site = [], cfg.rollout.tp, cfg.sync.ranks_per_site
+    if tp > 1 and (world_size % tp or ranks_per_node % tp):
+        out.append(
+            f"--rollout.tp {tp}: must divide the {world_size} ranks and the {ranks_per_node} of a "
+            "node, since the ranks of an engine are neighbours on one node; take a smaller one"
+        )
+    if site and world_size % site:
+        out.append(
+            f"--sync.ranks_per_site {site}: must divide the {world_size} ranks; take a divisor, or "
+            "0 for the ranks of a node"
+        )
+    return out
 
 
 def warnings(cfg: Config) -> list[str]:
@@ -84,6 +110,12 @@ def warnings(cfg: Config) -> list[str]:
         value = getattr(a, key)
         if useless and value != getattr(default, key):
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
+    if r.sglang and r.engine != "sglang":
+        out.append(f"--rollout.sglang {r.sglang[0]}: has no effect with rollout.engine {r.engine}")
+    if cfg.sync.ranks_per_site and cfg.sync.route == "gather":
+        out.append(
+            f"--sync.ranks_per_site {cfg.sync.ranks_per_site}: has no effect with sync.route gather"
+        )
     if r.fp32_lm_head and (cfg.model.dtype if r.dtype == "auto" else r.dtype) != "bfloat16":
         out.append("--rollout.fp32_lm_head: has no effect, the engine computes in full precision")
     return out
@@ -181,6 +213,43 @@ def _algo(cfg: Config) -> list[str]:
             f"--algo.kl_target {algo.kl_target}: has nothing to steer; set algo.kl_coef or "
             "algo.kl_reward_coef above 0"
         )
+    return out
+
+
+def _rollout(cfg: Config) -> list[str]:
+    r, out = cfg.rollout, []
+    if not 0 < r.gpu_memory_utilization < 1:
+        out.append(
+            f"--rollout.gpu_memory_utilization {r.gpu_memory_utilization}: must be above 0 and "
+            "below 1"
+        )
+    if cfg.cluster.gpu_gb is not None and not cfg.cluster.gpu_gb >= 0:
+        out.append(f"--cluster.gpu_gb {cfg.cluster.gpu_gb}: must be 0 or more; 0: not checked")
+    for argument in r.sglang:
+        if not argument.partition("=")[0].isidentifier() or "=" not in argument:
+            out.append(
+                f"--rollout.sglang {argument}: must be key=value, such as attention_backend=triton"
+            )
+    if r.engine == "torch" and r.tp > 1:
+        out.append(
+            f"--rollout.tp {r.tp}: the torch engine is one rank; use --rollout.engine sglang, or 1"
+        )
+    if r.engine == "sglang":
+        if r.process == "inline":
+            out.append(
+                "--rollout.process inline: SGLang ends the process that it lives in when it dies; "
+                "set it to auto"
+            )
+        if r.quantize != "none":
+            out.append(
+                f"--rollout.quantize {r.quantize}: is the torch engine's; use --rollout.engine "
+                "torch, or none"
+            )
+        if (cfg.model.dtype if r.dtype == "auto" else r.dtype) == "float64":
+            out.append(
+                "--rollout.dtype float64: SGLang has float32 and bfloat16; set one of them, or "
+                "--rollout.engine torch"
+            )
     return out
 
 

@@ -85,7 +85,15 @@ class DataConfig:
 
 @Section
 class RolloutConfig:
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "sglang"] = "torch"
+    """`torch`: ours, one rank per engine. `sglang`: SGLang, over rollout.tp ranks."""
+    tp: int = 1
+    """Ranks of one engine (tensor parallel): neighbours on one node. Above 1 only with sglang."""
+    sglang: tuple[str, ...] = ()
+    """Further arguments of SGLang's server as key=value, such as attention_backend=triton."""
+    gpu_memory_utilization: float = 0.8
+    """Share of a GPU's memory that SGLang takes for weights and KV cache (its mem_fraction_static)
+    where cache_tokens is 0."""
     process: Literal["auto", "inline", "child"] = "auto"
     """Where the engine lives; `auto` is a child process as soon as the world is larger than one."""
     samples_per_prompt: int = 8
@@ -162,7 +170,8 @@ class TrainConfig:
     moe_aux_loss_coef: float = 0.0
     """Load-balancing loss of MoE models."""
     offload: bool = False
-    """Move learner state to host memory while the engine samples."""
+    """Engine and learner take turns on the device: the learner waits in host memory while the
+    engine samples, the engine sleeps while the learner works. On the CPU only gradients go."""
     deterministic: bool = True
     """Deterministic kernels."""
     fused_loss: bool = False
@@ -229,7 +238,22 @@ class CheckpointConfig:
 
 
 @Section
+class SyncConfig:
+    route: Literal["gather", "intranode", "two_stage"] = "gather"
+    """How weights travel between ranks. `gather`: every rank gathers every tensor. `intranode`:
+    owners broadcast their shards inside their node. `two_stage`: one copy enters every site, then
+    it is broadcast inside."""
+    bucket_mb: int = 256
+    """Size of a bucket in MiB: the unit of a push, and what it holds at a time."""
+    ranks_per_site: int = 0
+    """Neighbouring ranks that share a fast network; 0: those of a node."""
+
+
+@Section
 class ClusterConfig:
+    gpu_gb: float | None = None
+    """Memory of a GPU in GB (10^9 bytes) that `--dry-run` holds the plan against. None takes that
+    of the GPU here, or 80 where there is none; 0: not checked."""
     timeout_s: float = 600.0
     """Deadline of a collective and of every wait between ranks."""
     interface: str = ""
@@ -271,6 +295,7 @@ class Config:
     reward: Any = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

@@ -94,6 +94,13 @@ def test_a_good_configuration_breaks_no_rule():
         ("eval.top_k", -1),
         ("model.num_layers", -1),
         ("debug.decode_floor_ms", -1.0),
+        ("rollout.tp", 0),
+        ("rollout.tp", 2),
+        ("rollout.gpu_memory_utilization", 1.0),
+        ("rollout.sglang", ("attention_backend",)),
+        ("sync.bucket_mb", 0),
+        ("sync.ranks_per_site", -1),
+        ("cluster.gpu_gb", -1.0),
     ],
 )
 def test_every_rule_names_its_key(key, value):
@@ -104,17 +111,47 @@ def test_every_rule_names_its_key(key, value):
     assert any(line.startswith(f"--{key}") for line in found), found
 
 
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        (["--rollout.process", "inline"], "--rollout.process inline"),
+        (["--rollout.quantize", "int8"], "--rollout.quantize int8"),
+        (["--rollout.dtype", "float64"], "--rollout.dtype float64"),
+    ],
+)
+def test_sglang_refuses_what_is_the_torch_engines(argv, key):
+    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *argv]
+    assert rules.broken(parse(base)) == []
+    [line] = rules.broken(parse([*base, "--rollout.engine", "sglang", "--rollout.tp", "2"]))
+    assert line.startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("world", "node", "key"),
+    [(8, 4, ""), (6, 2, "--rollout.tp 4"), (8, 2, "--rollout.tp 4"), (4, 4, "--sync.ranks_per")],
+)
+def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
+    cfg = parse(["--rollout.engine", "sglang", "--rollout.tp", "4", "--sync.ranks_per_site", "8"])
+    found = rules.of_world(cfg, world, node)
+    assert any(line.startswith(key) for line in found) if key else found == []
+
+
 def test_every_key_has_a_meaning_or_a_plain_name():
     assert len(resolve.keys(good())) > 80
 
 
 def test_settings_without_effect_are_named_and_the_run_goes_on():
     said = rules.warnings(
-        parse(["--algo.lam", "0.9", "--algo.kl_horizon", "5", "--rollout.top_p", "0.9"])
+        parse(
+            ["--algo.lam", "0.9", "--algo.kl_horizon", "5", "--rollout.top_p", "0.9"]
+            + ["--rollout.sglang", "a=1", "--sync.ranks_per_site", "2"]
+        )
     )
     assert [line.split()[0] for line in said] == [
         "--rollout.top_p",
         "--algo.lam",
         "--algo.kl_horizon",
+        "--rollout.sglang",
+        "--sync.ranks_per_site",
     ]
     assert rules.warnings(parse([])) == []
