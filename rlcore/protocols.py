@@ -25,6 +25,8 @@ from rlcore.tensors import Batch, Loss, ValueLoss
 
 PauseMode = Literal["in_place", "recompute", "abort"]
 Tag = Literal["weights", "kv_cache"]
+Part = Literal["weights", "optimizer", "gradients"]
+PARTS: tuple[Part, ...] = ("weights", "optimizer", "gradients")
 
 
 @runtime_checkable
@@ -113,11 +115,15 @@ class Learner(Protocol):
         """Weights under Hugging Face names, one tensor at a time, full on every rank. Collective:
         every rank must exhaust it."""
 
-    def offload(self) -> None:
-        """Move everything off the accelerator."""
+    def offload(self, parts: Collection[Part] = PARTS) -> None:
+        """Move these parts off the accelerator; twice is once. `export` needs the weights alone,
+        `save` all but the gradients."""
 
-    def onload(self) -> None:
-        """Bring it back."""
+    def onload(self, parts: Collection[Part] = PARTS) -> None:
+        """Bring them back; gradients come back as zeros."""
+
+    def resident_bytes(self) -> dict[Part, int]:
+        """What each part takes on the learner's device."""
 
     def save(self, path: Path) -> None:
         """Write model and optimizer; collective."""

@@ -11,7 +11,7 @@ value per token (a critic). Actor and critic of one process share the process gr
 else.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
 from rlcore.mcore.build import Head, build, check, dtype_of
 from rlcore.mcore.head import LateHead
 from rlcore.mcore.layout import replicas
-from rlcore.mcore.memory import Parked
+from rlcore.mcore.memory import Parked, identity
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
 from rlcore.mcore.reference import Reference
 from rlcore.mcore.schedule import learning_rate
@@ -46,6 +46,7 @@ from rlcore.ops import head as chunked
 from rlcore.ops import native
 from rlcore.ops.logprob import log_probs, statistics_dtype
 from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy_loss
+from rlcore.protocols import PARTS, Part
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
 from rlcore.utils.log import announce, log
 
@@ -140,7 +141,11 @@ class MegatronLearner:
         self._compared: set[bool] = set()
         """Where the fused op was seen to be the loss: with old log-probs of its own, with given."""
         self._accumulated = False
-        self._parked: Parked | None = None
+        self._parts: dict[Part, Parked] = {
+            "weights": Parked(lambda: (p.data for p in self._parameters())),
+            "optimizer": Parked(self._optimizer_tensors),
+            "gradients": Parked(self._gradient_buffers, zeros=True),
+        }
         announce(
             "critic" if self.head == "value" else "learner",
             f"Megatron-Core on {self.device.type}, {model.dtype}, {self._describe()}",
@@ -195,7 +200,7 @@ class MegatronLearner:
         """[T] float32 on the CPU, on every rank: log p of each token, 0 for first tokens."""
         self._must_have("lm", "logprobs")
         if model == "actor":
-            self._must_be_here("logprobs")
+            self._must_be_here("logprobs", "weights")
             return self._per_token(batch, self._logp)
         in_place = self._reference is not None and self._reference.is_in_place
         with nullcontext() if in_place else self.reference():
@@ -205,7 +210,7 @@ class MegatronLearner:
     def reference(self) -> Iterator[None]:
         """While it lasts the reference's weights are on the device and the learner's own out of
         reach: `logprobs(batch, "reference")` of many batches then fetches them once."""
-        self._must_be_here("reference")
+        self._must_be_here("reference", "weights")
         if self._reference is None:
             raise RuntimeError("reference: there is none; build the learner with keep_reference")
         with self._reference.in_place():
@@ -215,7 +220,7 @@ class MegatronLearner:
         """[T] float32 on the CPU, on every rank: what a critic expects before each token is drawn,
         0 for first tokens."""
         self._must_have("value", "values")
-        self._must_be_here("values")
+        self._must_be_here("values", "weights")
         return self._per_token(batch, self._value)
 
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
@@ -230,7 +235,7 @@ class MegatronLearner:
         Raises:
             ValueError: the batch lacks what the loss needs, or the fused op is not this loss.
         """
-        self._must_be_here("accumulate")
+        self._must_be_here("accumulate", "weights", "gradients")
         if self.head == "value" and batch.num_tokens and batch.returns is None:
             raise ValueError("accumulate on a critic: the batch has no returns to learn; set them")
         fused = self.head == "lm" and self._train.fused_loss
@@ -258,7 +263,7 @@ class MegatronLearner:
         that is not finite changes nothing and is reported as `actor/skipped` 1. Every rank must
         have called `accumulate`.
         """
-        self._must_be_here("apply")
+        self._must_be_here("apply", *PARTS)
         if not self._accumulated:
             raise RuntimeError("apply without accumulate: every rank accumulates, be it nothing")
         if not normaliser > 0:
@@ -289,6 +294,7 @@ class MegatronLearner:
 
     def discard(self) -> None:
         """Forget what was accumulated: weights, optimizer and counters stay. Every rank does."""
+        self._must_be_here("discard", "gradients")
         for model in self._models:
             model.zero_grad_buffer()
         self._accumulated = False
@@ -298,24 +304,32 @@ class MegatronLearner:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names, full on every rank; collective, exhaust it."""
         self._must_have("lm", "export")
-        self._must_be_here("export")
+        self._must_be_here("export", "weights")
         return bridge.export_hf(self._models, self.hf, self.layout)
 
-    def offload(self) -> None:
-        """Give the accelerator's memory back: weights, gradients and optimizer states wait in host
-        memory, gradients as zeros. On the CPU there is nothing to do."""
+    def offload(self, parts: Collection[Part] = PARTS) -> None:
+        """Give the accelerator's memory of these parts back: weights and optimizer states wait in
+        host memory, gradients come back as zeros. On the CPU the gradients go and the rest, which
+        is in host memory already, stays; it may not be used in between there either."""
         self._must_be_itself("offload")
+        if self._accumulated and "gradients" in parts:
+            raise RuntimeError(
+                "offload between accumulate and apply: the gradients would be lost; apply or "
+                "discard them first"
+            )
         if self.device.type == "cpu":
-            announce("offload", "nothing to do, the learner is on the CPU")
-            return
-        if self._parked is None:
-            self._parked = Parked(self._kept_tensors(), self._gradient_buffers())
+            announce("offload", "of the gradients alone, the learner is on the CPU")
+        for part in parts:
+            self._parts[part].park()
 
-    def onload(self) -> None:
-        """Bring everything back to where it was."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+    def onload(self, parts: Collection[Part] = PARTS) -> None:
+        """Bring these parts back to where they were."""
+        for part in parts:
+            self._parts[part].restore()
+
+    def resident_bytes(self) -> dict[Part, int]:
+        """What each part takes on the learner's device now."""
+        return {name: part.resident_bytes for name, part in self._parts.items()}
 
     def save(self, path: Path) -> None:
         """Write model, optimizer and counters to the folder `path`; collective.
@@ -323,7 +337,7 @@ class MegatronLearner:
         Raises:
             OSError: on every rank, where one could not write; what was at `path` stays.
         """
-        self._must_be_here("save")
+        self._must_be_here("save", "weights", "optimizer")
         state = {"version": self.version, "updates": self.updates, "head": self.head}
         checkpoint.save(Path(path), self._models, self._optimizer, state)
 
@@ -333,7 +347,7 @@ class MegatronLearner:
         Raises:
             ValueError: `path` holds no checkpoint, or one of a model with another head.
         """
-        self._must_be_here("load")
+        self._must_be_here("load", "weights", "optimizer")
         state = checkpoint.load(Path(path), self._models, self._optimizer, head=self.head)
         self.version, self.updates = state["version"], state["updates"]
 
@@ -364,10 +378,11 @@ class MegatronLearner:
                 "fused op does not read; take them out of its mask, or turn fused_loss off"
             )
 
-    def _must_be_here(self, what: str) -> None:
+    def _must_be_here(self, what: str, *parts: Part) -> None:
         """Emptied storages are not an error to torch, but whatever lies at address 0."""
-        if self._parked is not None:
-            raise RuntimeError(f"{what} between offload and onload: the weights are not here")
+        for part in parts:
+            if self._parts[part].is_away:
+                raise RuntimeError(f"{what} between offload and onload: the {part} are not here")
         self._must_be_itself(what)
 
     def _must_be_itself(self, what: str) -> None:
@@ -639,13 +654,14 @@ class MegatronLearner:
 
     # ---- weights
 
-    def _kept_tensors(self) -> Iterator[Tensor]:
-        """Everything on the accelerator whose contents must survive an offload."""
-        yield from (p.data for p in self._parameters())
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Main parameters and moments; moments alone where the main parameters are the model's."""
+        own = {identity(p.data.untyped_storage()) for p in self._parameters()}
         for part in self._optimizer.chained_optimizers:
-            yield from (p.data for p in part.get_parameters())
+            tensors = [p.data for p in part.get_parameters()]
             for state in part.optimizer.state.values() if part.optimizer else ():
-                yield from (v for v in state.values() if isinstance(v, Tensor))
+                tensors += [v for v in state.values() if isinstance(v, Tensor)]
+            yield from (t for t in tensors if identity(t.untyped_storage()) not in own)
 
     def _gradient_buffers(self) -> Iterator[Tensor]:
         for model in self._models:

@@ -8,6 +8,7 @@ import torch
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.learner import MegatronLearner
+from rlcore.mcore.memory import BLOCK
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import push
 from tests import kit
@@ -52,9 +53,7 @@ def test_offload_frees_the_memory_and_onload_restores_every_bit(
     learner = MegatronLearner(large(), model, train, seed=3)
     try:
         ranks.step(learner, 0)
-        held = side.storage_bytes(
-            t for t in [*learner._kept_tensors(), *learner._gradient_buffers()] if t.is_cuda
-        )
+        held = sum(learner.resident_bytes().values())
         per_parameter = 18 if dtype == "bfloat16" else 16  # main parameters are the parameters
         count = sum(p.numel() for p in learner._parameters())
         assert abs(held / count - per_parameter) < 0.1
@@ -76,6 +75,31 @@ def test_offload_frees_the_memory_and_onload_restores_every_bit(
             assert torch.equal(learner.logprobs(ranks.rows(0)), logp)
             assert not any(t.any() for t in learner._gradient_buffers())
             assert ranks.step(learner, 1)["actor/skipped"] == 0
+    finally:
+        learner.close()
+
+
+def test_parts_go_by_themselves_and_host_memory_is_taken_once() -> None:
+    learner = MegatronLearner(
+        large(), ModelConfig(dtype="bfloat16", random_init=True), TrainConfig(lr=1e-4), seed=3
+    )
+    try:
+        ranks.step(learner, 0)
+        here, state = learner.resident_bytes(), side.state(learner)
+        held = []
+        for _ in range(3):
+            learner.offload(["optimizer", "gradients"])
+            steps = learner.resident_bytes()["optimizer"]  # Adam counts on the host
+            assert steps < 1e5
+            assert learner.resident_bytes() == here | {"optimizer": steps, "gradients": 0}
+            kit.assert_bitwise(kit.state(learner.export()), kit.state(learner.export()))
+            learner.offload(["weights"])
+            held.append(sum(part.host_bytes for part in learner._parts.values()))
+            assert sum(learner.resident_bytes().values()) == steps
+            learner.onload()
+            kit.assert_bitwise(side.state(learner), state)
+        kept = here["weights"] + here["optimizer"]
+        assert len(set(held)) == 1 and kept <= held[0] < kept + 2 * BLOCK
     finally:
         learner.close()
 

@@ -179,7 +179,8 @@ def test_actor_and_critic_share_no_memory_that_is_parked(
     critics.step(critic, 0)
     storages = []
     for learner in (actor, critic):
-        tensors = [*learner._kept_tensors(), *learner._gradient_buffers()]
+        kept = [*learner._parameters(), *learner._optimizer_tensors()]
+        tensors = [*kept, *learner._gradient_buffers()]
         storages.append({t.untyped_storage().data_ptr() for t in tensors})
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         count = sum(p.numel() for p in learner._parameters())

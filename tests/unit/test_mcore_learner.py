@@ -148,7 +148,8 @@ def test_the_reference_stays_at_the_start(learner: MegatronLearner) -> None:
 
 def everything(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     """What training changes: weights, what the optimizer steps on, its moments."""
-    return {str(i): t.detach().clone() for i, t in enumerate(learner._kept_tensors())}
+    kept = [*learner._parameters(), *learner._optimizer_tensors()]
+    return {str(i): t.detach().clone() for i, t in enumerate(kept)}
 
 
 def test_the_reference_stands_in_without_moving_a_byte(learner: MegatronLearner) -> None:
@@ -319,3 +320,42 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
         learner.load(tmp_path)
+
+
+# ---- away and back
+
+
+def test_offload_takes_the_gradients_away_on_the_cpu_and_nothing_may_be_asked_meanwhile(
+    learner: MegatronLearner,
+) -> None:
+    ranks.step(learner, 0)
+    batch, here = ranks.rows(0), learner.resident_bytes()
+    logp, before = learner.logprobs(batch), everything(learner)
+    learner.offload()
+    learner.offload()
+    assert learner.resident_bytes() == here | {"gradients": 0}
+    for what in (lambda: learner.logprobs(batch), lambda: learner.export()):
+        with pytest.raises(RuntimeError, match="between offload and onload: the weights"):
+            what()
+    with pytest.raises(RuntimeError, match="discard between offload and onload: the gradients"):
+        learner.discard()
+    learner.onload(["weights"])
+    assert torch.equal(learner.logprobs(batch), logp)
+    with pytest.raises(RuntimeError, match="accumulate between .*: the gradients"):
+        learner.accumulate(batch, ranks.Loss())
+    learner.onload()
+    learner.onload()
+    assert learner.resident_bytes() == here
+    kit.assert_bitwise(everything(learner), before)
+    assert ranks.step(learner, 1)["actor/skipped"] == 0
+
+
+def test_offload_does_not_forget_gradients_that_nobody_applied(learner: MegatronLearner) -> None:
+    learner.accumulate(ranks.rows(0), ranks.Loss())
+    with pytest.raises(RuntimeError, match="offload between accumulate and apply"):
+        learner.offload()
+    learner.offload(["optimizer"])
+    learner.onload()
+    learner.discard()
+    learner.offload()
+    learner.onload()
