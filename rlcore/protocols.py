@@ -20,6 +20,7 @@ from rlcore.records import (
     RequestId,
     RewardResult,
     Sample,
+    Shard,
 )
 from rlcore.tensors import Batch, Loss, ValueLoss
 
@@ -76,6 +77,21 @@ class Engine(Protocol):
         """End the engine and what it started. Safe to call twice."""
 
 
+@runtime_checkable
+class Mortal(Protocol):
+    """An engine that can die by itself, such as one in a child process."""
+
+    @property
+    def down(self) -> str:
+        """Why it is dead; empty while it lives."""
+
+    def fail(self, reason: str) -> None:
+        """End it, as something that it needs has gone."""
+
+    def restart(self) -> None:
+        """Start it again, without requests and weights."""
+
+
 class Learner(Protocol):
     """The model in training. Every call is collective over the train ranks (`accumulate` over one
     model replica only); a `Batch` is the shard of the caller's data-parallel rank. A learner with a
@@ -115,6 +131,11 @@ class Learner(Protocol):
         """Weights under Hugging Face names, one tensor at a time, full on every rank. Collective:
         every rank must exhaust it."""
 
+    def shards(self) -> Iterator[tuple[Shard, Tensor]]:
+        """This rank's own parts of the weights; not collective. The elements of a tensor, in order,
+        are those of the part; it is a view of the live weights, of any shape, where it can be.
+        Parts of two ranks are equal or do not overlap, and together they are all of the weights."""
+
     def offload(self, parts: Collection[Part] = PARTS) -> None:
         """Move these parts off the accelerator; twice is once. `export` needs the weights alone,
         `save` all but the gradients."""
@@ -133,10 +154,24 @@ class Learner(Protocol):
 
 
 class WeightChannel(Protocol):
-    """Carries the learner's weights to the engines."""
+    """Carries the learner's weights to the engines.
 
-    def push(self, learner: Learner, engine: Engine | None, version: int) -> dict[str, float]:
-        """Collective: every rank enters, with its own engine or None. Returns `bytes`, `time_s`."""
+    There is no way back to the weights before: where a push fails, every engine that had begun to
+    load refuses to decode until a push succeeds. An engine that dies in a push ends nothing: its
+    rank goes on without it."""
+
+    def push(
+        self, learner: Learner | None, engine: Engine | None, version: int
+    ) -> dict[str, float]:
+        """Collective: every rank enters, with its own learner and engine or None.
+
+        Returns figures by name: `bytes` that went to one engine, `time_s`, `transient_gb` (memory
+        that this rank took for it at most, beside weights and engine), and `slow_bytes` that
+        crossed from one site to another, all links together, where there are sites.
+
+        Raises:
+            RuntimeError, TimeoutError: it failed; names the bucket, the rank and its peer.
+        """
 
 
 class Reward(Protocol):

@@ -177,6 +177,9 @@ class Progress(Event):
 
     ids: tuple[RequestId, ...]
     lengths: tuple[int, ...]
+    tails: tuple[Partial, ...] = ()
+    """What each has produced since the last report, or nothing: what an engine in a child process
+    has told outlives it. It stays at the replica."""
 
 
 class Finished(Event):
@@ -225,6 +228,8 @@ class Down(Event):
 
     reason: str
     lost: tuple[RequestId, ...] = ()
+    partials: dict[RequestId, Partial] = {}
+    """What the lost requests had produced, as far as it is known."""
 
 
 AnyEvent = Ready | Progress | Finished | Aborted | Rewarded | Preempted | Stats | Down
@@ -265,11 +270,22 @@ class Fail(Command):
     reason: str
 
 
+class Drop(Command):
+    """End your engine: another rank that it needs has lost its part."""
+
+    reason: str
+
+
+class Repair(Command):
+    """No engine is left: start yours again if it is dead, take part in a push of the weights, say
+    Ready."""
+
+
 class Alive(Command):
     """The controller is there and waits for others; resets the receiver's deadline."""
 
 
-AnyCommand = Submit | Abort | EndRound | Fail | Alive
+AnyCommand = Submit | Abort | Drop | Repair | EndRound | Fail | Alive
 
 
 # ---- weights
@@ -287,16 +303,32 @@ class TensorMeta(Struct, frozen=True, kw_only=True):
     """Bytes from the start of the bucket, a multiple of 16."""
 
 
+class Shard(Struct, frozen=True, kw_only=True):
+    """A part of one tensor as one rank has it: the indices from `start` up to `stop` of `dim`, all
+    of the other dimensions."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """As in `TensorMeta`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dim: int
+    start: int
+    stop: int
+
+
 class Bucket(Struct, frozen=True, kw_only=True):
-    """A piece of the weights. `transport` says what a payload is: the bytes themselves, or the name
-    of a shared-memory file that holds them."""
+    """A piece of the weights. `transport` says what a payload is: `bytes` are the bytes themselves,
+    `shm` is the name of a shared-memory file that holds them, `cuda_ipc` the handle of memory of a
+    GPU (`utils/buckets.py`). A payload may be read until the engine's call returns."""
 
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
     checksum: int
     """Of all bytes, 64 bits without sign, as `ops.reshard.checksum`: an engine takes nothing from a
     bucket that has another one."""
-    transport: Literal["bytes", "shm"] = "bytes"
+    transport: Literal["bytes", "shm", "cuda_ipc"] = "bytes"
 
 
 class History(Record):

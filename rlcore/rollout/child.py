@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 import rlcore
 from rlcore.records import (
@@ -33,6 +34,8 @@ from rlcore.records import (
     Down,
     Finished,
     History,
+    Partial,
+    Progress,
     Request,
     RequestId,
 )
@@ -160,7 +163,8 @@ class ChildEngine:
     `factory` is "module:function", called there with `settings` (plain data) as keywords; it
     returns the engine. The child is started at once and awaited at the first call. Every call has a
     deadline and raises what the engine raised. When the child dies, `poll` returns one `Down` with
-    the requests that were lost; `restart` brings a new one up, without weights.
+    the requests that were lost and the tokens of theirs that progress events had brought; `restart`
+    brings a new one up, without weights.
     """
 
     def __init__(
@@ -177,7 +181,8 @@ class ChildEngine:
         self._threads = threads
         self._rank = rank
         self._deadline_s = deadline_s
-        self._live: dict[RequestId, None] = {}
+        self._live: dict[RequestId, list[Partial]] = {}
+        """What each request has produced so far, in pieces."""
         self._events: list[AnyEvent] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._down = ""
@@ -196,6 +201,12 @@ class ChildEngine:
             self._pump(0.0)
         return f"{self._name} {self._down}" if self._down else ""
 
+    def fail(self, reason: str) -> None:
+        """Kill the child, as something that it cannot work without is gone: `poll` returns its
+        `Down`."""
+        if not self._down and not self._closed:
+            self._die(f"was ended: {reason}")
+
     def restart(self) -> None:
         """End the child if it lives and start another: no requests, no weights. Requests that the
         old one held and that no `Down` has named yet are named by the next `poll`."""
@@ -207,13 +218,19 @@ class ChildEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As the engine's; when the child is found dead, the requests are in its `Down`."""
+        new = [request.id for request in requests if request.id not in self._live]
+        dead = bool(self._down)
+        self._live.update((i, []) for i in new)  # its events may come before its answer
         try:
             self._call("submit", tuple(requests))
         except _GoneError:
-            self._lose(request.id for request in requests)
-        else:
-            self._live.update((request.id, None) for request in requests)
-            self._forget(self._events)
+            if dead:
+                self._live.clear()
+                self._lose(new)
+        except BaseException:
+            for i in new:
+                self._live.pop(i, None)
+            raise
 
     def abort(self, ids: Collection[RequestId]) -> None:
         """As the engine's; what a dead child held is in its `Down`."""
@@ -358,15 +375,20 @@ class ChildEngine:
                 elif isinstance(item, _Fatal):
                     self._fatal = item.reason
                 else:
-                    self._forget(item.events)
-                    self._events += item.events
+                    self._events += [self._note(event) for event in item.events]
         except EOFError:
             self._die("")
 
-    def _forget(self, events: Sequence[AnyEvent]) -> None:
-        for event in events:
-            if isinstance(event, Finished | Aborted):
-                self._live.pop(event.id, None)
+    def _note(self, event: AnyEvent) -> AnyEvent:
+        """Keep the tokens that an event brings of a live request, forget what has ended."""
+        if isinstance(event, Finished | Aborted):
+            self._live.pop(event.id, None)
+        elif isinstance(event, Progress) and event.tails:
+            for i, tail in zip(event.ids, event.tails, strict=True):
+                if i in self._live:
+                    self._live[i].append(tail)
+            event = msgspec.structs.replace(event, tails=())
+        return event
 
     def _die(self, reason: str) -> None:
         """The child is gone or must go: reap it and leave a `Down` for `poll`."""
@@ -384,17 +406,18 @@ class ChildEngine:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             reason = f"{how}: {self._fatal}" if self._fatal else how
         self._down = reason
-        lost, self._live = tuple(self._live), {}
+        live, self._live = self._live, {}
         self._events.append(
             Down(
                 rank=self._rank,
                 time=time.monotonic(),
                 reason=f"{self._name} {reason}",
-                lost=lost,
+                lost=tuple(live),
+                partials={i: joined(pieces) for i, pieces in live.items() if pieces},
             )
         )
 
-    def _lose(self, ids: Iterator[RequestId]) -> None:
+    def _lose(self, ids: Sequence[RequestId]) -> None:
         """Requests that were handed to a dead child: lost like the others, if `poll` has not said
         so yet; otherwise the caller knew."""
         for at, event in enumerate(self._events):
@@ -407,6 +430,15 @@ class ChildEngine:
 
 class _GoneError(RuntimeError):
     """The child is dead."""
+
+
+def joined(pieces: Sequence[Partial]) -> Partial:
+    """A response from its pieces."""
+    return Partial(
+        tokens=np.concatenate([p.tokens for p in pieces]),
+        logps=np.concatenate([p.logps for p in pieces]),
+        versions=np.concatenate([p.versions for p in pieces]),
+    )
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -5,12 +5,12 @@ work, holds no clock and no socket: `round.py` feeds it events and sends its com
 will do the same with virtual replicas. The same events in the same order give the same commands.
 
     start(work) -> [Submit...]
-    handle(event, now) -> [Submit..., Abort..., EndRound... | Fail...]
+    handle(event, now) -> [Submit..., Abort..., Repair..., EndRound... | Fail...]
     tick(now) -> [Alive... | Fail...]        deadlines
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rlcore.records import (
     Abort,
@@ -19,6 +19,7 @@ from rlcore.records import (
     AnyCommand,
     AnyEvent,
     Down,
+    Drop,
     EndRound,
     Fail,
     Finished,
@@ -26,6 +27,7 @@ from rlcore.records import (
     Preempted,
     Progress,
     Ready,
+    Repair,
     Request,
     Rewarded,
     SampleRef,
@@ -38,10 +40,16 @@ from rlcore.records import (
 from rlcore.sched.roles import GroupState, Place, RequestState, Stop
 
 ALIVE_INTERVAL_S = 20.0
+MAX_REPAIRS = 3
+"""Times that a round goes on after its last engine has died."""
 
 
 class Controller:
-    """One round over the replicas on `ranks`. `all_ranks` (default: the same) get the end of it."""
+    """One round over the replicas on `ranks`. `all_ranks` (default: the same) get the end of it.
+
+    A replica may span several ranks: `members` says which others belong to the one of a rank. When
+    one of these says Down, so has the replica.
+    """
 
     def __init__(
         self,
@@ -51,9 +59,13 @@ class Controller:
         stop: Stop,
         deadline_s: float,
         all_ranks: Sequence[int] | None = None,
+        members: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._place, self._stop, self._deadline_s = place, stop, deadline_s
+        self._ranks = tuple(ranks)
         self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
+        self._leader = {r: rank for rank, rest in (members or {}).items() for r in rest}
+        self._repairs = 0
         self._up = dict.fromkeys(ranks, 0)  # rank -> live requests
         self._ready: set[int] = set()
         self._seen: dict[int, float] = {}  # rank -> time of its last event
@@ -161,19 +173,34 @@ class Controller:
         return self._end(kept)
 
     def _down(self, event: Down) -> list[AnyCommand]:
-        """The replica's unfinished requests start again elsewhere, from scratch."""
+        """The replica's unfinished requests go on elsewhere, from the last token that is known of
+        them. Without another replica all ranks start their engines again."""
         self._reasons[event.rank] = event.reason
+        leader = self._leader.get(event.rank)
+        if leader is not None:  # its engine cannot work, and says so itself when it is ended
+            return [Drop(rank=leader, reason=event.reason)] if leader in self._up else []
         if self._up.pop(event.rank, None) is None:
             return []
         lost = [r for r in self._requests.values() if r.rank == event.rank and not r.finish]
         for r in lost:
-            r.rank, r.num_tokens = -1, 0
+            r.rank, r.resume = -1, event.partials.get(r.id, r.resume)
+            r.num_tokens = len(r.resume.tokens) if r.resume else 0
+            self._count("sched/kept_tokens", r.num_tokens)
         self._waiting.extendleft(reversed(lost))
         self._count("sched/engines_down", 1)
-        if not self._up:
+        if self._up:
+            return self._submit()
+        if self._repairs == MAX_REPAIRS:
             reasons = "; ".join(f"rank {r}: {why}" for r, why in sorted(self._reasons.items()))
-            return self._fail(f"no engine is left in this round ({reasons})")
-        return self._submit()
+            return self._fail(
+                f"no engine is left in this round, {MAX_REPAIRS} times all were started again "
+                f"({reasons})"
+            )
+        self._repairs += 1
+        self._count("sched/repairs", 1)
+        self._up = dict.fromkeys(self._ranks, 0)
+        self._ready.clear()
+        return [Repair(rank=r) for r in self._all_ranks]
 
     # ---- decisions
 
@@ -199,7 +226,9 @@ class Controller:
         for r in requests:
             work = self._groups[group_of(r.id)].work
             prompts[work.id] = work.prompt
-            out.append(Request(id=r.id, prompt=work.prompt.tokens, sampling=work.sampling))
+            out.append(
+                Request(id=r.id, prompt=work.prompt.tokens, sampling=work.sampling, resume=r.resume)
+            )
         return Submit(rank=rank, requests=tuple(out), prompts=prompts)
 
     def _end(self, kept: Sequence[str]) -> list[AnyCommand]:

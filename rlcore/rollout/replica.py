@@ -8,18 +8,20 @@ from typing import Protocol
 
 import msgspec
 
-from rlcore.protocols import Engine
+from rlcore.protocols import Engine, Mortal
 from rlcore.records import (
     Abort,
     Aborted,
     AnyCommand,
     AnyEvent,
     Down,
+    Drop,
     EndRound,
     Fail,
     Finished,
     Prompt,
     Ready,
+    Repair,
     RequestId,
     Rewarded,
     RewardResult,
@@ -42,7 +44,9 @@ class Scorer(Protocol):
 
 
 class Agent:
-    """One per rank; `engine` is None on ranks that only train."""
+    """One per rank; `engine` is None on ranks that only train. `repair` starts a dead engine again
+    and gives it weights, together with all other ranks; without it a round ends when no engine is
+    left."""
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Agent:
         self._deadline_s = deadline_s
         self.prompts: dict[str, Prompt] = {}
         """Rows of the round's groups that this replica took part in."""
+        self.repair: Callable[[], None] | None = None
         self._live: set[RequestId] = set()
         self._down = ""
         """Why the engine is dead; empty while it lives."""
@@ -71,8 +76,7 @@ class Agent:
         self.samples.clear()
         self.texts.clear()
         self.prompts.clear()
-        self._down = getattr(self._engine, "down", "")  # it may have died in an earlier round
-        self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
+        self._enter()
         heard = time.monotonic()
         while True:
             busy = bool(self._live or self._scorer.num_pending)  # then they are waited for below
@@ -93,9 +97,24 @@ class Agent:
                     "heard nothing from the controller on rank 0 in phase rollout"
                 )
 
+    def _enter(self) -> None:
+        """Tell the controller that this rank is there; its engine may have died before."""
+        self._down = getattr(self._engine, "down", "")
+        self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
+
     def _obey(self, command: AnyCommand) -> None:
         if isinstance(command, Fail):
             raise RuntimeError(command.reason)
+        if isinstance(command, Repair):
+            assert not self._live, sorted(self._live)[:3]
+            if self.repair is not None:
+                self.repair()
+            self._enter()
+            return
+        if isinstance(command, Drop):
+            if isinstance(self._engine, Mortal):
+                self._engine.fail(command.reason)
+            return
         if isinstance(command, Submit):
             assert self._engine is not None
             if self._down:  # sent before the controller heard of it, which gives them to others
@@ -108,10 +127,12 @@ class Agent:
             self._engine.abort(command.ids)
 
     def _engine_events(self) -> list[AnyEvent]:
-        if self._engine is None or not self._live:
+        if self._engine is None:
+            return []
+        if not self._live and (self._down or not getattr(self._engine, "down", "")):
             return []
         out: list[AnyEvent] = []
-        for event in self._engine.poll(POLL_S):
+        for event in self._engine.poll(POLL_S if self._live else 0.0):
             if isinstance(event, Finished):
                 sample = event.sample
                 assert sample is not None, event.id

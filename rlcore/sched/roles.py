@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlcore.records import GroupId, RequestId, RewardResult, Work
+from rlcore.records import GroupId, Partial, RequestId, RewardResult, Work
 
 
 @dataclass(slots=True)
@@ -23,6 +23,8 @@ class RequestState:
     num_tokens: int = 0
     finish: str = ""
     result: RewardResult | None = None
+    resume: Partial | None = None
+    """What it had produced when its engine died."""
 
 
 @dataclass(slots=True)

@@ -7,18 +7,21 @@ from rlcore.records import (
     Aborted,
     Alive,
     Down,
+    Drop,
     EndRound,
     Fail,
     Finished,
+    Partial,
     Prompt,
     Ready,
+    Repair,
     Rewarded,
     RewardResult,
     Sampling,
     Submit,
     Work,
 )
-from rlcore.rollout.controller import Controller
+from rlcore.rollout.controller import MAX_REPAIRS, Controller
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.stop import All
 
@@ -125,13 +128,82 @@ def test_requests_of_a_dead_engine_start_again_on_another():
     assert [r.owner for r in out[0].groups[1].refs] == [1, 0]
 
 
-def test_the_last_engine_to_die_ends_the_round_with_the_reason():
+def partial(num_tokens: int) -> Partial:
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    return Partial(tokens=tokens, logps=-tokens.astype(np.float32), versions=0 * tokens)
+
+
+def test_what_a_dead_engine_had_produced_goes_along():
+    c = controller([0, 1])
+    c.start(work(2, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    (order,) = c.handle(Down(rank=1, reason="killed", partials={"t1.0": partial(7)}), 2.0)
+    assert {r.id: r.resume and len(r.resume.tokens) for r in order.requests} == {
+        "t1.0": 7,
+        "t1.1": None,
+    }
+
+
+def test_a_second_death_keeps_what_the_first_had_left_unless_more_is_known():
+    c = controller([0, 1, 2])
+    c.start(work(3, 1), 0.0)
+    for rank in range(3):
+        c.handle(Ready(rank=rank), 0.0)
+    had = {"t2.0": partial(7)}
+    (order,) = c.handle(Down(rank=2, reason="killed", partials=had), 2.0)
+    rank = order.rank
+    (order,) = c.handle(Down(rank=rank, reason="killed"), 3.0)
+    assert {r.id: r.resume and len(r.resume.tokens) for r in order.requests}["t2.0"] == 7
+
+
+def test_without_an_engine_left_all_ranks_repair_and_the_round_goes_on():
+    c = controller([0, 1])
+    c.start(work(2, 1), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    finish(c, 0, "t0.0")
+    c.handle(Down(rank=0, reason="killed"), 2.0)
+    repairs = c.handle(Down(rank=1, reason="killed", partials={"t1.0": partial(3)}), 2.0)
+    assert [type(r) for r in repairs] == [Repair, Repair] and [r.rank for r in repairs] == [0, 1]
+    assert c.handle(Ready(rank=1), 3.0) == []
+    (order,) = c.handle(Ready(rank=0), 3.0)
+    assert [(r.id, len(r.resume.tokens)) for r in order.requests] == [("t1.0", 3)]
+    (end, _) = finish(c, order.rank, "t1.0")
+    assert end.stats["sched/repairs"] == 1 and end.stats["sched/engines_down"] == 2
+    assert end.stats["sched/kept_tokens"] == 3
+
+
+def test_engines_that_die_again_and_again_end_the_round_with_the_reason():
     c = controller([0])
     c.start(work(1, 2), 0.0)
+    for _ in range(MAX_REPAIRS):
+        c.handle(Ready(rank=0), 0.0)
+        (repair,) = c.handle(Down(rank=0, reason="signal 9"), 2.0)
+        assert isinstance(repair, Repair)
     c.handle(Ready(rank=0), 0.0)
     (fail,) = c.handle(Down(rank=0, reason="signal 9"), 2.0)
     assert isinstance(fail, Fail)
     assert "signal 9" in fail.reason
+
+
+def test_a_replica_over_two_ranks_is_down_with_either():
+    c = Controller(
+        ranks=[0, 2],
+        all_ranks=[0, 1, 2, 3],
+        members={0: [1], 2: [3]},
+        place=LeastLoaded(64),
+        stop=All(),
+        deadline_s=10.0,
+    )
+    c.start(work(2, 1), 0.0)
+    for rank in range(4):
+        last = c.handle(Ready(rank=rank), 0.0)
+    assert submitted(last) == {} and c.num_requests == 2
+    (drop,) = c.handle(Down(rank=3, reason="killed"), 1.0)
+    assert isinstance(drop, Drop) and (drop.rank, drop.reason) == (2, "killed")
+    assert submitted(c.handle(Down(rank=2, reason="was ended: killed"), 1.0)) == {0: ["t1.0"]}
+    assert c.handle(Down(rank=3, reason="killed"), 1.0) == []
 
 
 def test_a_silent_rank_is_named_with_what_it_owes():

@@ -19,8 +19,20 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.protocols import Engine
-from rlcore.records import Down, EndRound, Request, Sample, Sampling, Work
+from rlcore.records import (
+    AnyEvent,
+    Down,
+    EndRound,
+    Finished,
+    Partial,
+    Progress,
+    Request,
+    Sample,
+    Sampling,
+    Work,
+)
 from rlcore.rewards.service import RewardService
+from rlcore.rollout.child import joined
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.round import Rollout
@@ -224,6 +236,62 @@ def test_without_an_engine_left_every_rank_says_why(model: Path) -> None:
     assert said[0] == said[1]
     assert "no engine is left" in said[0]
     assert "rank 0: out of memory; rank 1: out of memory" in said[0]
+
+
+class Phoenix:
+    """A torch engine that dies after its first answers, like one in a child process."""
+
+    def __init__(self, engine: TorchEngine, times: int = 1):
+        self._engine, self._times = engine, times
+        self._live: dict[str, list[Partial]] = {}
+        self.down = ""
+
+    def submit(self, requests: list[Request]) -> None:
+        self._live |= {r.id: [] for r in requests}
+        self._engine.submit(requests)
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        events = self._engine.poll(timeout_s)
+        for event in events:
+            if isinstance(event, Finished):
+                del self._live[event.id]
+            elif isinstance(event, Progress):
+                for i, tail in zip(event.ids, event.tails, strict=True):
+                    if i in self._live:
+                        self._live[i].append(tail)
+        if self._times and any(isinstance(e, Finished) for e in events):
+            self._times -= 1
+            self.down = "killed"
+            self._engine.pause("abort")
+            self._engine.poll(0.0)
+            live, self._live = self._live, {}
+            partials = {i: joined(p) for i, p in live.items() if p}
+            events += [Down(reason="killed", lost=tuple(live), partials=partials)]
+        return events
+
+    def fail(self, reason: str) -> None: ...
+
+    def restart(self) -> None:
+        self.down = ""
+        self._engine.resume()
+
+
+def test_a_round_without_an_engine_left_goes_on_when_they_are_repaired(model: Path) -> None:
+    with world(model, [torch_engine(model, 0)]) as one:
+        alone = checked(one.round())
+        wanted = samples_of(one)
+    made = [torch_engine(model, r, tell_tokens=True, progress_s=0.0) for r in range(2)]
+    engines = [Phoenix(engine) for engine in made]
+    with world(model, engines) as two:
+        for rollout, engine in zip(two.rollouts, engines, strict=True):
+            rollout.agent.repair = engine.restart
+        end = checked(two.round())
+        found = samples_of(two)
+    assert end.stats["sched/repairs"] == 1 and end.stats["sched/kept_tokens"] > 0
+    assert [g.scores for g in end.groups] == [g.scores for g in alone.groups]
+    for i, sample in wanted.items():
+        np.testing.assert_array_equal(found[i].tokens, sample.tokens)
+        np.testing.assert_allclose(found[i].logps, sample.logps, atol=1e-6)
 
 
 def test_a_silent_replica_is_named_with_what_it_owes(model: Path) -> None:

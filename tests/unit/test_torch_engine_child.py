@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlcore.records import Down, Finished, Request, Sampling
+from rlcore.records import Down, Finished, Progress, Request, Sampling
 from rlcore.rollout.child import ChildEngine, _Frames
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import pack, push
@@ -98,6 +98,41 @@ def test_a_killed_child_is_a_down_event_with_its_requests_and_a_restart_goes_on(
     finally:
         engine.close()
         engine.close()
+
+
+def test_the_tokens_of_a_killed_child_go_on_in_the_next_one():
+    settings = {"config": CONFIG, "decode_floor_ms": 5.0, "progress_s": 0.01} | OPTIONS
+    todo = requests(3, group=2, max_tokens=70, tag="kt")
+    inline = TorchEngine(HF, **OPTIONS)
+    push(inline, weights(HF, 0).items(), 0)
+    want = run(inline, todo)
+    engine = ChildEngine(BUILD, settings)
+    try:
+        push(engine, weights(HF, 0).items(), 0)
+        engine.submit(todo)
+        early = collect(engine, lambda es: any(isinstance(e, Finished) for e in es))
+        assert not any(e.tails for e in early if isinstance(e, Progress))
+        engine.fail("the other part of it is gone")
+        early += engine.poll(0.0)
+        (down,) = [e for e in early if isinstance(e, Down)]
+        assert "the other part" in down.reason
+        done = samples(early)
+        assert set(down.lost) == set(want) - set(done) and down.lost
+        assert set(down.partials) <= set(down.lost) and down.partials
+        back = [
+            msgspec.structs.replace(r, resume=down.partials.get(r.id))
+            for r in todo
+            if r.id in down.lost
+        ]
+        assert all(len(p.tokens) > 2 for p in down.partials.values())
+        engine.restart()
+        push(engine, weights(HF, 0).items(), 0)
+        done |= run(engine, back)
+    finally:
+        engine.close()
+    for i, sample in done.items():
+        assert sample.tokens.tobytes() == want[i].tokens.tobytes()
+        np.testing.assert_allclose(sample.logps, want[i].logps, atol=1e-6)
 
 
 def test_a_child_decodes_without_being_polled_and_takes_weights_from_shared_memory():

@@ -30,6 +30,7 @@ from rlcore.records import (
     Finish,
     Finished,
     History,
+    Partial,
     Preempted,
     Progress,
     Request,
@@ -69,6 +70,8 @@ class _Job:
     versions: np.ndarray
     seat: int = -1
     """Row of the per-request tables while it runs."""
+    told: int = 0
+    """Response tokens that progress events have carried."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -195,7 +198,8 @@ class TorchEngine:
     prefilled again later. `decode_floor_ms` makes every decode step last at least that long.
 
     `quantize` rounds the projections of every push to a coarse grid, `quantize.py` says how; the
-    log-probs are those of the rounded model. `fp32_head` computes final norm and logits in float32
+    log-probs are those of the rounded model. With `tell_tokens` progress events carry the new
+    tokens. `fp32_head` computes final norm and logits in float32
     in an engine of bfloat16, and changes nothing in a wider one.
     """
 
@@ -215,6 +219,7 @@ class TorchEngine:
         quantize: Quantize = "none",
         fp32_head: bool = False,
         rank: int = 0,
+        tell_tokens: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         if max_running < 1:
@@ -236,6 +241,7 @@ class TorchEngine:
         self._progress_s = progress_s
         self._floor_s = decode_floor_ms / 1000
         self._rank = rank
+        self._tell_tokens = tell_tokens
         self._clock = clock
         self._model = Model(
             hf,
@@ -743,6 +749,17 @@ class TorchEngine:
     def _emit(self, kind: type, **fields) -> None:
         self._events.append(kind(rank=self._rank, time=self._clock(), **fields))
 
+    def _tail(self, job: _Job) -> Partial:
+        """The response's tokens since the last report."""
+        table, seat = self._seats, job.seat
+        new = slice(job.told, int(table.count[seat]))
+        job.told = new.stop
+        return Partial(
+            tokens=table.tokens[seat, new].copy(),
+            logps=table.logps[seat, new].copy(),
+            versions=table.versions[seat, new].copy(),
+        )
+
     def _report(self) -> None:
         """Progress and Stats at intervals, Stats when nothing is left."""
         due = self._clock() - self._reported >= self._progress_s
@@ -752,7 +769,8 @@ class TorchEngine:
         if self._rows:
             counts = self._seats.count[self._row_seats()].tolist()
             ids = tuple(job.request.id for job in self._rows)
-            self._emit(Progress, ids=ids, lengths=tuple(counts))
+            tails = tuple(self._tail(job) for job in self._rows) if self._tell_tokens else ()
+            self._emit(Progress, ids=ids, lengths=tuple(counts), tails=tails)
         waiting = len(self._jobs) - len(self._rows)
         self._emit(Stats, **self._totals, running=len(self._rows), waiting=waiting)
         self._totals = dict.fromkeys(self._totals, 0) | {"busy_s": 0.0}
@@ -760,11 +778,11 @@ class TorchEngine:
 
 def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
     """An engine from plain data, for `ChildEngine`: the contents of config.json and the keywords of
-    `TorchEngine`."""
+    `TorchEngine`. Its progress events carry the tokens, which should outlive it."""
     device = torch.device(options.get("device") or "cpu")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # or what names no device would take memory of the first
-    return TorchEngine(HFConfig.from_dict(dict(config)), **options)
+    return TorchEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
 
 
 def check_sampling(where: str, sampling: Sampling) -> None:
