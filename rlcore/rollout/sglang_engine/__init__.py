@@ -1,0 +1,1 @@
+"""SGLang as an `Engine`: the only place that imports it."""

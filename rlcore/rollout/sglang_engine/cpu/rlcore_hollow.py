@@ -1,0 +1,87 @@
+"""Hollow packages: every attribute and submodule exists, nothing in them works.
+
+SGLang and the parts of transformers that it imports name kernels and image operations at import
+time that a text model on a CPU never runs. A decorator returns the function as it is; a call
+raises.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class _Kind(type):
+    """A class whose members, of an enumeration for instance, are their names."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+
+class _Hollow(types.ModuleType):
+    """A module that makes up what it is asked for: a class where the name looks like one, a module
+    that can be called as a decorator otherwise."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            made: Any = _Kind(name, (), {"__module__": self.__name__, "__init__": _accept})
+        else:
+            made = _module(f"{self.__name__}.{name}")
+        setattr(self, name, made)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]  # a bare decorator
+        return _as_it_is  # a decorator with arguments, or a call whose result is never used
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the submodules of hollow packages."""
+
+    def __init__(self, package: str) -> None:
+        self._prefix = package + "."
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith(self._prefix):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return sys.modules.get(spec.name) or _Hollow(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def hollow(package: str) -> None:
+    """Turn the package that is being imported into a hollow one; what it defines stays."""
+    module = sys.modules[package]
+    module.__class__ = _Hollow
+    sys.meta_path.insert(0, _Finder(package))
+
+
+def _module(name: str) -> types.ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    module = _Hollow(name)
+    module.__path__ = []
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = module
+    return module
+
+
+def _accept(self: Any, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _as_it_is(function: Callable) -> Callable:
+    return function
