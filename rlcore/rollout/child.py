@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,8 +161,9 @@ class ChildEngine:
     """`Engine` whose work is done by another one in a child process.
 
     `factory` is "module:function", called there with `settings` (plain data) as keywords; it
-    returns the engine. The child is started at once and awaited at the first call. Every call has a
-    deadline and raises what the engine raised. When the child dies, `poll` returns one `Down` with
+    returns the engine. Settings that differ from start to start, such as an address, come from a
+    function. The child is started at once and awaited at the first call, `start_s` at most. Every
+    call has a deadline and raises what the engine raised. When the child dies, `poll` returns one `Down` with
     the requests that were lost and the tokens of theirs that progress events had brought; `restart`
     brings a new one up, without weights.
     """
@@ -170,17 +171,19 @@ class ChildEngine:
     def __init__(
         self,
         factory: str,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
         threads: int = 1,
         rank: int = 0,
         deadline_s: float = 120.0,
+        start_s: float = 0.0,
     ):
         self._factory = factory
-        self._settings = dict(settings)
+        self._settings = settings
         self._threads = threads
         self._rank = rank
         self._deadline_s = deadline_s
+        self._start_s = start_s or deadline_s
         self._live: dict[RequestId, list[Partial]] = {}
         """What each request has produced so far, in pieces."""
         self._events: list[AnyEvent] = []
@@ -303,6 +306,7 @@ class ChildEngine:
     # ---- the child
 
     def _start(self) -> None:
+        settings = self._settings() if callable(self._settings) else self._settings
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -317,7 +321,7 @@ class ChildEngine:
         self._replies: dict[int, _Reply] = {}
         self._number = 0
         self._built = False
-        self._ask("build", (self._factory, self._settings))
+        self._ask("build", (self._factory, dict(settings)))
 
     def _ask(self, method: str, args: tuple[Any, ...]) -> int:
         self._number += 1
@@ -336,22 +340,20 @@ class ChildEngine:
         if self._closed:
             raise RuntimeError(f"{method}: the engine is closed")
         if not self._built:
-            self._await(1, "start")
+            self._await(1, "start", self._start_s)
             self._built = True
         if self._down:
             raise _GoneError(f"{method}: {self._name} {self._down}; restart() it")
-        self._await(self._ask(method, args), method)
+        self._await(self._ask(method, args), method, self._deadline_s)
 
-    def _await(self, number: int, method: str) -> None:
-        end = time.monotonic() + self._deadline_s
+    def _await(self, number: int, method: str, deadline_s: float) -> None:
+        end = time.monotonic() + deadline_s
         while number not in self._replies:
             if self._down:
                 raise _GoneError(f"{method}: {self._name} {self._down}; restart() it")
             left = end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(
-                    f"{method}: {self._name} has not answered for {self._deadline_s:g} s"
-                )
+                raise TimeoutError(f"{method}: {self._name} has not answered for {deadline_s:g} s")
             self._pump(left)
         reply = self._replies.pop(number)
         if reply.error:
