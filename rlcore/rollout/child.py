@@ -163,9 +163,9 @@ class ChildEngine:
     `factory` is "module:function", called there with `settings` (plain data) as keywords; it
     returns the engine. Settings that differ from start to start, such as an address, come from a
     function. The child is started at once and awaited at the first call, `start_s` at most. Every
-    call has a deadline and raises what the engine raised. When the child dies, `poll` returns one `Down` with
-    the requests that were lost and the tokens of theirs that progress events had brought; `restart`
-    brings a new one up, without weights.
+    call has a deadline and raises what the engine raised. When the child dies, `poll` returns one
+    `Down` with the requests that were lost and the tokens of theirs that progress events had
+    brought; `restart` brings a new one up, without weights.
     """
 
     def __init__(
