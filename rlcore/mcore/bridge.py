@@ -7,6 +7,7 @@ the whole model, to the tensors that it is made of; loading and exporting walk t
     load     each rank reads its slice of each tensor, and nothing else
     export   bundle by bundle: the owners gather over TP and undo the fusing, then broadcast over EP
              and PP; every rank yields every tensor in the order of `hf.names.expected`
+    shards   each rank undoes the fusing of what it has, in views: slices of tensors, no messages
 
 The vocabulary may be padded to a multiple of the tensor-parallel size: the model's parameter says
 by how much, padded rows are zero and never leave.
@@ -29,6 +30,7 @@ from rlcore.hf.names import EMBED, HEAD, NORM, Shape, expected, layer_prefix
 from rlcore.hf.weights import Index, WeightReader
 from rlcore.mcore import compat
 from rlcore.mcore.layout import Layout
+from rlcore.records import Shard
 from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
@@ -96,6 +98,35 @@ def export_hf(
         with torch.no_grad():
             full = _export(bundle, params, hf, layout, [shapes[name] for name in names], like)
         yield from zip(names, full, strict=True)
+
+
+def shards(
+    models: Sequence[Module], hf: HFConfig, layout: Layout
+) -> Iterator[tuple[Shard, Tensor]]:
+    """This rank's own parts of the tensors, in the model's dtype: views of the parameters, whose
+    elements in order are those of the part. Query, key and value have their groups in a dimension
+    of their own. Not collective; the second copy of a tied embedding is no part."""
+    params = _parameters(models, hf, layout)
+    dtype = next(iter(params.values())).dtype
+    shapes = expected(hf)
+    for piece in pieces(hf):
+        if piece.name not in params:
+            continue
+        local = params[piece.name].detach().to(dtype)
+        parts = _own_parts(piece, local, hf, layout)
+        for name, (dim, start, size, tensor) in zip(piece.tensors, parts, strict=True):
+            if size:  # a rank may have nothing but the padding of the vocabulary
+                yield (
+                    Shard(
+                        name=name,
+                        dtype=str(dtype).removeprefix("torch."),
+                        shape=shapes[name],
+                        dim=dim,
+                        start=start,
+                        stop=start + size,
+                    ),
+                    tensor,
+                )
 
 
 # ---- which parameter is made of what
@@ -248,6 +279,33 @@ class _Random:
         return torch.empty(shape).normal_(0.0, self._std, generator=generator)[index]
 
 
+# ---- parts
+
+
+def _own_parts(
+    piece: Piece, local: Tensor, hf: HFConfig, layout: Layout
+) -> list[tuple[int, int, int, Tensor]]:
+    """(dimension, first index, number of indices, view) of each tensor of a local parameter."""
+    rank = layout.tp_rank
+    match piece.kind:
+        case "copy":
+            return [(0, 0, len(local), local)]
+        case "columns":
+            width = local.shape[1]
+            return [(1, rank * width, width, local)]
+        case "vocab":
+            start, stop = (min(i * len(local), hf.vocab_size) for i in (rank, rank + 1))
+            return [(0, start, stop - start, local[: stop - start])]
+        case "gate_up":
+            first = 0 if piece.expert >= 0 else rank
+            return [(0, first * len(half), len(half), half) for half in local.chunk(2)]
+        case "qkv":
+            groups = hf.num_kv_heads // layout.tp
+            grouped = local.unflatten(0, (groups, -1)).split(_group_rows(hf), 1)
+            rows = [groups * part.shape[1] for part in grouped]
+            return [(0, rank * n, n, part) for n, part in zip(rows, grouped, strict=True)]
+
+
 # ---- exporting
 
 
@@ -349,10 +407,14 @@ def _split(piece: Piece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
             gates, ups = zip(*[part.chunk(2) for part in parts], strict=True)
             return [_cat(gates), _cat(ups)]
         case "qkv":
-            groups, width = hf.num_kv_heads, hf.head_dim
-            sizes = [hf.num_heads // groups * width, width, width]
-            grouped = _cat(parts).unflatten(0, (groups, -1)).split(sizes, 1)
+            grouped = _cat(parts).unflatten(0, (hf.num_kv_heads, -1)).split(_group_rows(hf), 1)
             return [tensor.flatten(0, 1) for tensor in grouped]
+
+
+def _group_rows(hf: HFConfig) -> list[int]:
+    """Rows of the queries, the key and the value of one query group."""
+    width = hf.head_dim
+    return [hf.num_heads // hf.num_kv_heads * width, width, width]
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

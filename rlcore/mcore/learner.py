@@ -47,6 +47,7 @@ from rlcore.ops import native
 from rlcore.ops.logprob import log_probs, statistics_dtype
 from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy_loss
 from rlcore.protocols import PARTS, Part
+from rlcore.records import Shard
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
 from rlcore.utils.log import announce, log
 
@@ -306,6 +307,12 @@ class MegatronLearner:
         self._must_have("lm", "export")
         self._must_be_here("export", "weights")
         return bridge.export_hf(self._models, self.hf, self.layout)
+
+    def shards(self) -> Iterator[tuple[Shard, Tensor]]:
+        """This rank's own parts of the weights, as views; not collective."""
+        self._must_have("lm", "shards")
+        self._must_be_here("shards", "weights")
+        return bridge.shards(self._models, self.hf, self.layout)
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
         """Give the accelerator's memory of these parts back: weights and optimizer states wait in
