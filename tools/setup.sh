@@ -8,6 +8,7 @@ usage() {
 usage: bash tools/setup.sh [flags]
 
   --test         also what the tests need
+  --sglang       also SGLang: for CUDA, or for the CPU where torch is a CPU build
   --te           also Transformer Engine (builds against CUDA; minutes)
   --apex SOURCE  also NVIDIA Apex, built from SOURCE: a folder or a git URL (builds; many minutes)
   --cuda         insist on a CUDA build of torch
@@ -33,7 +34,7 @@ die() {
 EXTRAS=() APEX='' TORCH=auto QUIET=0
 while (($#)); do
   case $1 in
-    --test | --te) EXTRAS+=("${1#--}") ;;
+    --test | --te | --sglang) EXTRAS+=("${1#--}") ;;
     --apex)
       APEX=${2:-}
       [[ -n $APEX ]] || die '--apex needs a source: a folder with the Apex sources, or its git URL'
@@ -187,10 +188,19 @@ check_torch() {
 }
 
 install_extra() { # extra
-  local requirements
-  mapfile -t requirements < <(pyproject "p['project']['optional-dependencies']['$1']")
+  local requirements extra=$1
+  [[ $1 != sglang ]] || has_cuda || extra=sglang-cpu
+  mapfile -t requirements < <(pyproject "p['project']['optional-dependencies']['$extra']")
   step "packages for --$1" pip_install --no-build-isolation "${requirements[@]}"
+  if [[ $extra == sglang-cpu ]]; then
+    mapfile -t requirements < <(pyproject "p['tool']['rlcore']['sglang-cpu-alone']")
+    step 'SGLang for the CPU' pip_install --no-deps "${requirements[@]}"
+  fi
   packages_key "$1" >"$VENV/rlcore-$1.stamp"
+}
+
+has_cuda() {
+  "$VENV/bin/python" -W ignore -c 'import sys, torch; sys.exit(not torch.version.cuda)'
 }
 
 install_apex() {

@@ -6,8 +6,8 @@ usage() {
   cat <<'TEXT'
 usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
 
-  --fast   the inner loop: no ranks, nothing slow
-  (none)   what CI runs: all but the slow tests
+  --fast   the inner loop: no ranks, nothing slow, no SGLang
+  (none)   what CI runs: all but the slow tests; installs SGLang
   --long   everything: seed tables, soak, fuzz
 
   bash tools/test.sh tests/unit -k net     # arguments of pytest: without the check of form
@@ -20,9 +20,11 @@ TEXT
 }
 
 MARKS='not slow'
+EXTRAS=(--test --sglang)
 case ${1:-} in
   --fast)
     MARKS='not slow and not ranks'
+    EXTRAS=(--test)
     shift
     ;;
   --long)
@@ -38,7 +40,7 @@ esac
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
-bash tools/setup.sh --test --quiet
+bash tools/setup.sh "${EXTRAS[@]}" --quiet
 BIN=${RLCORE_VENV:-$ROOT/.venv}/bin
 export PATH="$BIN:$PATH"
 
