@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlcore import algos
 from rlcore.algos.kl import AdaptiveController
 from rlcore.cli.world import World, make_hub
@@ -19,6 +21,7 @@ from rlcore.data import prompts
 from rlcore.data.sampler import EpochSampler
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
+from rlcore.mcore.layout import layout_of
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Engine
@@ -33,7 +36,7 @@ from rlcore.sched.place import LeastLoaded
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.stop import All
 from rlcore.sync.colocated import ColocatedChannel
-from rlcore.trainer import resume
+from rlcore.trainer import memory, resume
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
 from rlcore.utils.deadline import Watchdog
@@ -86,6 +89,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     """What takes long to start (engine, reward children) starts first and gets ready while the
     learner is built; what may be wrong in the data is found before that."""
     hf = model_config(cfg)
+    residency = make_residency(cfg, hf, world)
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = sampling_of(cfg, tokenizer)
     scorer = make_scorer(cfg, world)
@@ -128,6 +132,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         channel=ColocatedChannel(shared_memory=isinstance(engine, ChildEngine)),
         rollout=rollout,
         sampling=sampling,
+        memory=residency,
         spans=Spans(listener=watch(cfg, world, screen, on_close)),
         screen=screen,
         **data,
@@ -232,6 +237,20 @@ def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
         max_tokens=r.max_tokens,
         stop_ids=tuple(dict.fromkeys([*tokenizer.eos_ids, *r.stop_ids])),
     )
+
+
+def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
+    """Holds this rank to its memory plan. ValueError where that cannot work."""
+    cuda = world.device.type == "cuda"
+    gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
+    layout = layout_of(cfg.train, world.size, world.rank)
+    plan = memory.make(cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if problems := [*rules.of_world(cfg, world.size, per_node), *plan.problems]:
+        raise ValueError("\n".join(problems))
+    if cuda and (said := memory.too_large(plan, gpu_bytes)):
+        log.log.warning("%s", said)
+    return memory.Residency(plan, world.device)
 
 
 def make_scorer(cfg: Config, world: World) -> RewardService:

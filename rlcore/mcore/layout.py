@@ -186,6 +186,13 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"--train.ep {train.ep}: must divide the model's {hf.num_experts} experts; "
             f"take a divisor of {hf.num_experts}"
         )
+    if hf.num_experts and train.tp > 1 and train.ep == 1:
+        # It marks experts as experts by this size alone; their gradients of other tensor-parallel
+        # ranks' tokens would be left out, and no error tells.
+        raise ValueError(
+            f"--train.ep 1: under --train.tp {train.tp} Megatron does not add up the gradients of "
+            "experts that are not distributed; set --train.ep to 2 or more, or --train.tp 1"
+        )
     if hf.num_experts and train.tp > 1 and not train.sp:
         raise ValueError(
             f"--train.sp False: a model with experts under --train.tp {train.tp} needs sequence "

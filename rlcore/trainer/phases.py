@@ -1,15 +1,14 @@
 """The phases of a step between rollout and update: batches, log-probs and values before the update,
 the turns of engine and learner on shared memory."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from rlcore.algos import correction, reduce
 from rlcore.data.packing import pack_samples, per_token
-from rlcore.protocols import Engine
+from rlcore.protocols import Engine, Mortal, Part
 from rlcore.records import Sample
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
@@ -83,25 +82,19 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
     return total / count if total > 1e-8 * count else 1.0
 
 
-@runtime_checkable
-class Mortal(Protocol):
-    """An engine that can die by itself, such as one in a child process."""
-
-    @property
-    def down(self) -> str:
-        """Why it is dead; empty while it lives."""
-
-    def restart(self) -> None:
-        """Start it again, without requests and weights."""
-
-
 def engine_revives(run: Run) -> None:
     """A dead engine is started again, for the push that follows. What it held was given to others
-    or is no longer waited for, so its last words are dropped."""
+    or is no longer waited for, so its last words are dropped. An engine that starts takes all that
+    it may have, so with --train.offload the learner makes room until it sleeps."""
     if isinstance(run.engine, Mortal) and run.engine.down:
         log.warning("rank %d: %s; it is started again", run.rank, run.engine.down)
+        offload = run.cfg.train.offload
+        for learner in run.learners if offload else ():
+            learner.offload()
         run.engine.restart()
         run.engine.poll(0.0)
+        if offload and not run.engine.down:
+            run.engine.sleep(["weights", "kv_cache"])
 
 
 def living_engine(run: Run) -> Engine | None:
@@ -115,29 +108,59 @@ def engine_sleeps(run: Run) -> None:
     if run.cfg.train.offload:
         if engine := living_engine(run):
             engine.sleep(["weights", "kv_cache"])
+        must_be_free(run, "hand_over")
         for learner in run.learners:
             learner.onload()
+        measure(run, "hand_over")
+
+
+def engine_takes_weights(run: Run) -> None:
+    """Before a push: of the learner only the weights that are pushed stay beside the engine's."""
+    if run.cfg.train.offload:
+        run.learner.offload(["optimizer", "gradients"])
+        for learner in run.learners[1:]:
+            learner.offload()
+        run.learner.onload(["weights"])
+        must_be_free(run, "push")
+        if engine := living_engine(run):
+            engine.wake(["weights"])
+        measure(run, "push")
 
 
 def engine_wakes(run: Run) -> None:
-    """The learner gives it back. The cache wakes last: weights and cache together are the peak."""
+    """The learner has gone when the cache wakes, which takes what is left."""
     if run.cfg.train.offload:
         for learner in run.learners:
             learner.offload()
         if engine := living_engine(run):
             engine.wake(["kv_cache"])
+        measure(run, "generate")
 
 
 @contextmanager
-def learner_here(run: Run) -> Iterator[None]:
-    """With --train.offload: outside of an update the learner comes back for as long as something of
-    it is written. The engine keeps its weights and lends the room of its cache."""
+def learner_here(run: Run, parts: Collection[Part]) -> Iterator[None]:
+    """With --train.offload: outside of an update these parts of the learner come back for as long
+    as they are written. The engine keeps its weights and lends the room of its cache."""
     if not run.cfg.train.offload:
         yield
         return
     if engine := living_engine(run):
         engine.sleep(["kv_cache"])
     for learner in run.learners:
-        learner.onload()
+        learner.onload(parts)
+    measure(run, "save")
     yield
     engine_wakes(run)
+
+
+def must_be_free(run: Run, phase: str) -> None:
+    """RuntimeError where what `phase` brings has no room."""
+    if run.memory is not None:
+        run.memory.before(phase)
+
+
+def measure(run: Run, phase: str) -> None:
+    """RuntimeError where more is on the device than the plan has at the start of `phase`."""
+    if run.memory is not None:
+        run.memory.check(phase, run.learners)
+        run.pending |= run.memory.take()

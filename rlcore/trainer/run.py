@@ -15,6 +15,7 @@ from rlcore.protocols import Engine, Learner, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rollout.round import Rollout
 from rlcore.sched.source import EpochOrder
+from rlcore.trainer.memory import Residency
 from rlcore.utils.spans import Spans
 
 
@@ -51,6 +52,8 @@ class Run:
     """The value model, where the advantages need one."""
     kl: AdaptiveController = field(default_factory=lambda: AdaptiveController(0.0, 1))
     """Scales the KL's coefficients."""
+    memory: Residency | None = None
+    """Measures at every switch of the device between engine and learner."""
     source: EpochOrder | None = None
     sampler: Sampler | None = None
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()

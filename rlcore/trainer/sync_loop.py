@@ -12,6 +12,9 @@ from rlcore.trainer import credit, evaluate, learn, phases, plan, report, resume
 from rlcore.trainer.run import Run
 from rlcore.utils import seed as seeds
 
+WRITTEN = ("weights", "optimizer")
+"""Parts of a learner that a checkpoint holds."""
+
 
 def train(run: Run) -> None:
     """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint."""
@@ -32,13 +35,13 @@ def train(run: Run) -> None:
         report.step(run)
         every = cfg.checkpoint.every
         if (cfg.checkpoint.at_end and last) or (every and run.step % every == 0):
-            with run.spans.phase("save"), phases.learner_here(run):
+            with run.spans.phase("save"), phases.learner_here(run, WRITTEN):
                 resume.save(run)  # C
         if cfg.debug.die_at_step == run.step and run.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     report.end(run)
     if cfg.checkpoint.export_hf:
-        with phases.learner_here(run):
+        with phases.learner_here(run, ["weights"]):
             resume.export_hf(run)  # C
 
 
@@ -73,10 +76,7 @@ def one_step(run: Run) -> None:
 def push_weights(run: Run) -> None:
     """The learner's weights to every engine. Their version is the number of steps behind them."""
     phases.engine_revives(run)
-    if run.cfg.train.offload and run.critic is not None:
-        run.critic.offload()  # it has no part in the push, and the engine's weights need room
-    if run.cfg.train.offload and run.engine is not None:
-        run.engine.wake(["weights"])
+    phases.engine_takes_weights(run)
     moved = run.channel.push(run.learner, run.engine, run.step)  # C
     run.pending |= {f"sync/{name}": value for name, value in moved.items()}
     phases.engine_wakes(run)

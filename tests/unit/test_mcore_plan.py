@@ -84,8 +84,9 @@ def test_a_layout_that_does_not_fit_the_world_is_refused(
         (HF, {"pp": 3}, "must divide the model's 4 layers"),
         (HF, {"pp": 2, "vpp": 4}, "their product 8 must divide"),
         (HF, {"ep": 2}, "--train.ep 2: the model has no experts"),
+        (MOE, {"tp": 2}, "--train.ep 1: under --train.tp 2"),
         (MOE, {"ep": 3}, "--train.ep 3: must divide the model's 4 experts"),
-        (MOE, {"tp": 2, "sp": False}, "needs sequence parallel"),
+        (MOE, {"tp": 2, "ep": 2, "sp": False}, "needs sequence parallel"),
         (HF.with_(intermediate_size=49), {"tp": 2}, "MLP width 49"),
     ],
 )

@@ -15,26 +15,34 @@ class Part:
         raise AssertionError("nobody asked for a restart")
 
     def __getattr__(self, what: str):
-        return lambda tags=(): self._said.append(" ".join([self._name, what, *tags]))
+        return lambda tags=(): self._said.append(f"{self._name} {what} {_words(tags)}".strip())
+
+
+def _words(tags: object) -> str:
+    return " ".join(tags) if isinstance(tags, list | tuple) else str(tags)
 
 
 def run_of(
     said: list[str], *, offload: bool, down: str = "", models: tuple[str, ...] = ("learner",)
 ) -> SimpleNamespace:
+    learners = [Part(name, said) for name in models]
     return SimpleNamespace(
         cfg=SimpleNamespace(train=SimpleNamespace(offload=offload)),
         engine=Part("engine", said, down),
-        learners=[Part(name, said) for name in models],
+        learners=learners,
+        learner=learners[0],
+        rank=0,
+        memory=None,
     )
 
 
 def test_the_learner_comes_back_while_something_of_it_is_written() -> None:
     said: list[str] = []
-    with phases.learner_here(run_of(said, offload=True)):
+    with phases.learner_here(run_of(said, offload=True), ["weights", "optimizer"]):
         said.append("write")
     assert said == [
         "engine sleep kv_cache",
-        "learner onload",
+        "learner onload weights optimizer",
         "write",
         "learner offload",
         "engine wake kv_cache",
@@ -45,11 +53,18 @@ def test_a_critic_comes_and_goes_with_the_learner() -> None:
     said: list[str] = []
     run = run_of(said, offload=True, models=("learner", "critic"))
     phases.engine_sleeps(run)
+    phases.engine_takes_weights(run)
+    said.append("push")
     phases.engine_wakes(run)
     assert said == [
         "engine sleep weights kv_cache",
         "learner onload",
         "critic onload",
+        "learner offload optimizer gradients",
+        "critic offload",
+        "learner onload weights",
+        "engine wake weights",
+        "push",
         "learner offload",
         "critic offload",
         "engine wake kv_cache",
@@ -58,7 +73,7 @@ def test_a_critic_comes_and_goes_with_the_learner() -> None:
 
 def test_without_offload_nobody_moves() -> None:
     said: list[str] = []
-    with phases.learner_here(run_of(said, offload=False)):
+    with phases.learner_here(run_of(said, offload=False), ["weights"]):
         said.append("write")
     assert said == ["write"]
 
@@ -68,6 +83,33 @@ def test_a_dead_engine_is_asked_for_nothing() -> None:
     run = run_of(said, offload=True, down="was killed")
     phases.engine_sleeps(run)
     phases.engine_wakes(run)
-    with phases.learner_here(run):
+    with phases.learner_here(run, ["weights"]):
         pass
-    assert said == ["learner onload", "learner offload"] * 2
+    assert said == ["learner onload", "learner offload", "learner onload weights"] + [
+        "learner offload"
+    ]
+
+
+class Returning(Part):
+    """A dead engine that can be started again."""
+
+    def restart(self) -> None:
+        self._said.append("engine restart")
+        self.down = ""
+
+
+def test_a_new_engine_starts_on_an_empty_device() -> None:
+    said: list[str] = []
+    run = run_of(said, offload=True)
+    run.engine = Returning("engine", said, "was killed")
+    phases.engine_revives(run)
+    phases.engine_takes_weights(run)
+    assert said == [
+        "learner offload",
+        "engine restart",
+        "engine poll 0.0",
+        "engine sleep weights kv_cache",
+        "learner offload optimizer gradients",
+        "learner onload weights",
+        "engine wake weights",
+    ]

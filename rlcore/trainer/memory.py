@@ -1,0 +1,471 @@
+"""The memory plan of one rank, and the check that holds a run to it.
+
+`make` is arithmetic from configuration, model and layout: bytes of every part in every phase. What
+is allocated once (weights, gradients, optimizer states, a cache of given size) is exact up to
+padding; what a computation takes meanwhile is an estimate and says so. `Residency` measures at each
+switch of the device between engine and learner.
+
+With --train.offload the device goes from hand to hand:
+
+    generate    engine: weights, cache
+    hand_over   engine asleep -> learner: weights, gradients, optimizer
+    log_probs   + reference weights, one layer's activations, logits
+    backward    + activations, logits
+    step        + what Adam makes of the moments
+    push        learner: weights alone; engine: weights; buckets. Then the learner goes, the cache
+                comes
+    save        learner: weights, optimizer; engine: weights
+
+Without it everything stays and every phase adds its own.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlcore import algos
+from rlcore.config.schema import Config, ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import layer_shapes, num_parameters
+from rlcore.mcore.layout import Layout, layout_of
+from rlcore.protocols import PARTS, Learner, Part
+
+GB = 1e9
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
+TRAINER_CONTEXT = 1_500_000_000
+"""Of a training process, by estimate: CUDA context, NCCL's buffers, cuBLAS' workspaces."""
+ENGINE_CONTEXT = 2_000_000_000
+"""Of an engine's process, by estimate: the same and CUDA graphs, which stay while it sleeps."""
+PREFILL_TOKENS = {"torch": 16384, "sglang": 8192}
+BUNDLE_BYTES = 256 * 2**20
+"""What `export` gathers at a time, unless one tensor is larger."""
+SLACK_BYTES = 16 * 2**20
+"""Padding of small parts and counters; a measured part may be this and 2 % above the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One part of a phase."""
+
+    part: str
+    num_bytes: int
+    is_estimate: bool = False
+    comes_later: bool = False
+    """Taken during the phase and not yet at the switch into it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Of one rank."""
+
+    rank: int
+    phases: dict[str, tuple[Item, ...]]
+    learner: dict[str, int]
+    """Bytes of the learner's own state that a phase has on the device, a critic's included."""
+    host: tuple[Item, ...]
+    """What waits in host memory."""
+    problems: tuple[str, ...] = ()
+
+    def total(self, phase: str) -> int:
+        return sum(item.num_bytes for item in self.phases[phase])
+
+    @property
+    def worst(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=self.total)
+
+
+# ---- what a model takes
+
+
+def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int]:
+    """Parameters on this rank: those that tensor parallelism shards or everybody has, and those of
+    its experts."""
+    dense = experts = 0
+    for name, shape in layer_shapes(hf).items():
+        count = math.prod(shape)
+        if ".experts." in name:
+            experts += count / layout.ep
+        elif name.startswith(("self_attn.q_", "self_attn.k_", "self_attn.v_", "self_attn.o_")):
+            dense += count // (1 if "_norm." in name else layout.tp)
+        elif name.startswith("mlp.") and not name.startswith("mlp.gate."):
+            dense += count // layout.tp
+        else:  # norms and the router
+            dense += count
+    layers = hf.num_layers // layout.pp
+    dense, experts = dense * layers, round(experts * layers)
+    vocabulary = -(-hf.vocab_size // layout.tp) * hf.hidden_size
+    if layout.is_first_stage:
+        dense += vocabulary
+    if layout.is_last_stage:
+        dense += hf.hidden_size  # the final norm
+        if head == "value":
+            dense += hf.hidden_size
+        elif not (hf.tie_word_embeddings and layout.is_first_stage):
+            dense += vocabulary  # of a tied model a copy
+    return dense, experts
+
+
+def state_bytes(
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, head: str = "lm"
+) -> dict[Part, int]:
+    """What training holds on this rank after its first step."""
+    dense, experts = parameters(hf, layout, head)
+    size = ITEMSIZE[model.dtype]
+    # Two moments of the main parameters, which are the model's own unless it is in bfloat16.
+    states = 12 if size == 2 else 2 * size
+    owners = layout.dp * layout.cp if train.distributed_optimizer else 1
+    expert_owners = layout.edp if train.distributed_optimizer else 1
+    return {
+        "weights": size * (dense + experts),
+        "optimizer": states * (dense // owners + experts // expert_owners),
+        "gradients": max(size, 4) * (dense + experts),
+    }
+
+
+def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
+    """Numbers that one layer keeps for backward, of `tokens` tokens per rank; an estimate."""
+    tp = train.tp
+    whole = 1 / tp if train.sp and tp > 1 else 1.0
+    queries, keys = hf.num_heads * hf.head_dim / tp, hf.num_kv_heads * hf.head_dim / tp
+    # Inputs and outputs of two norms; q, k, v before and after the rotation; attention's output.
+    kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
+    if hf.num_experts:  # sent and received rows, both halves of the gate, their product, the answer
+        kept += hf.experts_per_token * whole * (3 * hf.hidden_size + 3 * hf.moe_intermediate_size)
+    else:
+        kept += 3 * hf.intermediate_size / tp
+    return int(tokens * kept)
+
+
+def activation_bytes(
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
+) -> int:
+    """Of the micro-batches that are under way on this rank in the update; an estimate."""
+    whole = 1 / train.tp if train.sp and train.tp > 1 else 1.0
+    one = layer_activations(hf, train, tokens)
+    kept = one if train.recompute != "full" else int(tokens * hf.hidden_size * whole)
+    under_way = layout.pp - layout.pp_rank
+    if train.vpp > 1:
+        under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
+    layers = hf.num_layers // layout.pp
+    # Beside what is kept, one layer is being worked on: its values and their gradients.
+    return int(ITEMSIZE[model.dtype] * (kept * layers * under_way + 2 * one))
+
+
+def logits_bytes(
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
+) -> int:
+    """Of the output layer, whose gradient is written over the logits; an estimate."""
+    if not layout.is_last_stage:
+        return 0
+    rows = min(train.head_chunk_tokens or tokens, tokens)
+    return rows * -(-hf.vocab_size // train.tp) * ITEMSIZE[model.dtype]
+
+
+# ---- what the engine takes
+
+
+def engine_dtype(cfg: Config) -> str:
+    return cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+
+
+def engine_weight_bytes(cfg: Config, hf: HFConfig) -> int:
+    """Of one rank of an engine."""
+    size = ITEMSIZE[engine_dtype(cfg)]
+    total = size * num_parameters(hf)
+    if cfg.rollout.fp32_lm_head:
+        total += max(4 - size, 0) * hf.vocab_size * hf.hidden_size
+    return total // cfg.rollout.tp
+
+
+def longest(cfg: Config, hf: HFConfig) -> int:
+    """Tokens of the longest sequence."""
+    return min(hf.max_positions, cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
+
+
+def token_bytes(cfg: Config, hf: HFConfig) -> int:
+    """Of one token in one rank's part of the KV cache."""
+    heads = -(-hf.num_kv_heads // cfg.rollout.tp)
+    return 2 * hf.num_layers * heads * hf.head_dim * ITEMSIZE[engine_dtype(cfg)]
+
+
+def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
+    """What the engine lets its KV cache take, on a GPU that it has to itself when it starts."""
+    r, weights = cfg.rollout, engine_weight_bytes(cfg, hf)
+    if r.cache_tokens:
+        return r.cache_tokens * token_bytes(cfg, hf)
+    if r.engine == "sglang":
+        return max(0, int(r.gpu_memory_utilization * gpu_bytes) - weights)
+    full = r.max_running * longest(cfg, hf) * token_bytes(cfg, hf)
+    return max(0, min(full, int(0.8 * (gpu_bytes - weights - TRAINER_CONTEXT))))
+
+
+def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
+    """Of a prefill and of a decode step's logits; an estimate."""
+    r, size = cfg.rollout, ITEMSIZE[engine_dtype(cfg)]
+    inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
+    per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
+    rows = min(PREFILL_TOKENS[r.engine], r.max_running * longest(cfg, hf))
+    return size * rows * per_token + 2 * 4 * r.max_running * hf.vocab_size
+
+
+def push_bytes(cfg: Config, hf: HFConfig) -> int:
+    """Of a push, beside the weights of both; an estimate."""
+    bucket = cfg.sync.bucket_mb * 2**20
+    largest = hf.vocab_size * hf.hidden_size * ITEMSIZE[cfg.model.dtype]
+    if cfg.sync.route == "gather":  # the parts and what is made of them
+        return 2 * max(largest, BUNDLE_BYTES) + bucket
+    return 2 * max(bucket, largest // max(cfg.train.tp, cfg.rollout.tp)) + bucket
+
+
+# ---- the plan
+
+
+def make(cfg: Config, hf: HFConfig, layout: Layout, *, gpu_bytes: float, cuda: bool = True) -> Plan:
+    """The plan of `layout.rank`. `gpu_bytes` is the memory of a GPU, 0 where it does not matter;
+    without `cuda` it is that of a run on the CPU, whose learner stays in part.
+
+    `problems` says what cannot work whatever the size of the GPU is.
+    """
+    train = cfg.train
+    tokens = -(-max(train.tokens_per_micro_batch, longest(cfg, hf)) // train.cp)
+    states = {"learner": state_bytes(hf, cfg.model, train, layout)}
+    if algos.estimator(algos.module(cfg.select.algo), cfg.algo) == "gae":
+        states["critic"] = state_bytes(hf, cfg.model, train, layout, head="value")
+
+    # What nobody moves; on the CPU an offload takes the gradients alone.
+    stay: set[Part] = set() if cuda else {"weights", "optimizer"}
+    stay = stay if train.offload else set(PARTS)
+
+    def learners(parts: Collection[Part], names: Collection[str] = tuple(states)) -> list[Item]:
+        present = {name: set(parts if name in names else ()) for name in states}
+        for held in present.values():
+            held |= stay
+        return [
+            Item(f"{name} {part}", state[part])
+            for name, state in states.items()
+            for part in ("weights", "gradients", "optimizer")
+            if part in present[name]
+        ]
+
+    grows = cfg.rollout.engine == "torch"  # SGLang takes it all when it wakes
+    cache = Item("KV cache", cache_bytes(cfg, hf, gpu_bytes), comes_later=grows)
+    weights = Item("engine weights", engine_weight_bytes(cfg, hf))
+    context = [Item("contexts", TRAINER_CONTEXT + ENGINE_CONTEXT, True)] if cuda else []
+
+    def engine(*items: Item) -> list[Item]:
+        return [weights, cache] if not train.offload else list(items)
+
+    def later(part: str, num_bytes: int) -> list[Item]:
+        return [Item(part, num_bytes, True, True)] if num_bytes else []
+
+    logits = later("logits", logits_bytes(hf, cfg.model, train, layout, tokens))
+    one = 2 * ITEMSIZE[cfg.model.dtype] * layer_activations(hf, train, tokens)
+    ahead = [*later("activations", one), *logits]
+    if cfg.algo.needs_reference and cuda:
+        ahead.append(Item("reference weights", states["learner"]["weights"], comes_later=True))
+    all_layers = activation_bytes(hf, cfg.model, train, layout, tokens)
+    backward = [*later("activations", all_layers), *logits]
+    # torch's multi-tensor Adam takes the root of all second moments at once, in their precision.
+    moments = 3 if cfg.model.dtype == "bfloat16" else 2
+    adam = max(state["optimizer"] for state in states.values()) // moments
+    phases = {
+        "generate": [
+            *learners(()),
+            *engine(weights, cache),
+            *later("engine's work", engine_work_bytes(cfg, hf)),
+        ],
+        "hand_over": [*learners(PARTS), *engine()],
+        "log_probs": [*learners(PARTS), *engine(), *ahead],
+        "backward": [*learners(PARTS), *engine(), *backward],
+        "step": [*learners(PARTS), *engine(), *later("Adam's work", adam)],
+        "push": [
+            *learners(["weights"], ["learner"]),
+            *engine(weights),
+            *later("buckets", push_bytes(cfg, hf)),
+        ],
+        "save": [*learners(["weights", "optimizer"]), *engine(weights)],
+    }
+    return Plan(
+        rank=layout.rank,
+        phases={name: (*items, *context) for name, items in phases.items()},
+        learner={
+            name: sum(i.num_bytes for i in items if i.part.split()[0] in states)
+            for name, items in phases.items()
+        },
+        host=tuple(_host(cfg, states, cuda)),
+        problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)),
+    )
+
+
+def _host(cfg: Config, states: dict[str, dict[Part, int]], cuda: bool) -> list[Item]:
+    items = []
+    if cfg.train.offload and cuda:
+        for name, state in states.items():
+            items.append(Item(f"{name} parked", state["weights"] + state["optimizer"]))
+    if cfg.algo.needs_reference:
+        items.append(Item("reference weights", states["learner"]["weights"]))
+    return [*items, Item("bucket", cfg.sync.bucket_mb * 2**20)]
+
+
+def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[str]:
+    r, out = cfg.rollout, []
+    if hf.num_heads % r.tp:
+        out.append(
+            f"--rollout.tp {r.tp}: must divide the model's {hf.num_heads} attention heads; take a "
+            f"divisor of {hf.num_heads}"
+        )
+    if gpu_bytes and cache < longest(cfg, hf) * token_bytes(cfg, hf):
+        key = f"cache_tokens {r.cache_tokens}" if r.cache_tokens else ""
+        key = key or f"gpu_memory_utilization {r.gpu_memory_utilization}"
+        out.append(
+            f"--rollout.{key}: beside {engine_weight_bytes(cfg, hf) / GB:.1f} GB of weights leaves "
+            f"room for {cache // token_bytes(cfg, hf)} tokens of KV cache, and one sequence may "
+            f"have {longest(cfg, hf)}; raise it or --rollout.tp, or lower --rollout.max_tokens"
+        )
+    return out
+
+
+def worst_of(cfg: Config, hf: HFConfig, world_size: int, *, gpu_bytes: float) -> Plan:
+    """The plan of the rank that takes most; ranks differ by their pipeline stage alone."""
+    first = layout_of(cfg.train, world_size, 0)
+    stage = world_size // first.pp
+    ranks = [layout_of(cfg.train, world_size, p * stage) for p in range(first.pp)]
+    plans = [make(cfg, hf, layout, gpu_bytes=gpu_bytes) for layout in ranks]
+    return max(plans, key=lambda plan: plan.total(plan.worst))
+
+
+# ---- words
+
+
+def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
+    """The plan for people: GB of every part in every phase."""
+    order = [i.part for name in ("hand_over", *plan.phases) for i in plan.phases[name]]
+    parts = list(dict.fromkeys([p for p in order if p != "contexts"] + order))
+    guessed = {i.part for items in plan.phases.values() for i in items if i.is_estimate}
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        return f"  {name:<21}" + "".join(f"{cell:>10}" for cell in cells)
+
+    def cell(phase: str, part: str) -> str:
+        found = [i.num_bytes for i in plan.phases[phase] if i.part == part]
+        return _gb(sum(found)) if found else "-"
+
+    lines = [
+        f"memory       GB (10^9 bytes) of a GPU: rank {plan.rank} of {world_size}, which takes "
+        "most; * is an estimate",
+        row("", [name.replace("_", "-") for name in plan.phases]),
+    ]
+    for part in parts:
+        name = part + " *" if part in guessed else part
+        lines.append(row(name, [cell(phase, part) for phase in plan.phases]))
+    lines.append(row("sum", [_gb(plan.total(phase)) for phase in plan.phases]))
+    held = " + ".join(f"{item.part} {_gb(item.num_bytes)}" for item in plan.host)
+    total = sum(item.num_bytes for item in plan.host) * ranks_per_node
+    lines.append(f"  host memory of a node: {ranks_per_node} x ({held}) = {_gb(total)} GB")
+    return lines
+
+
+def too_large(plan: Plan, gpu_bytes: float) -> str:
+    """One sentence where a phase does not fit: which, its largest parts, what to change."""
+    phase = plan.worst
+    if not gpu_bytes or plan.total(phase) <= gpu_bytes:
+        return ""
+    largest = sorted(plan.phases[phase], key=lambda item: -item.num_bytes)[:3]
+    named = ", ".join(f"{item.part} {_gb(item.num_bytes)}" for item in largest)
+    hints = dict.fromkeys(_remedy(item.part) for item in largest)
+    return (
+        f"--cluster.gpu_gb {gpu_bytes / GB:g}: phase {phase} takes {_gb(plan.total(phase))} GB on "
+        f"rank {plan.rank}, most of it {named}; {', '.join(h for h in hints if h)}"
+    )
+
+
+def _remedy(part: str) -> str:
+    return {
+        "Adam's work": "take more ranks, or install Transformer Engine or Apex",
+        "activations": "lower train.tokens_per_micro_batch or set train.recompute full",
+        "logits": "set train.head_chunk_tokens",
+        "engine weights": "raise rollout.tp or turn train.offload on",
+        "KV cache": "lower rollout.cache_tokens or rollout.gpu_memory_utilization",
+        "reference weights": "raise train.tp or train.pp",
+        "buckets": "lower sync.bucket_mb or take another sync.route",
+        "engine's work": "lower rollout.max_running",
+        "contexts": "",
+    }.get(part, "raise train.tp, train.pp or train.ep, or take more ranks")
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / GB:.1f}" if num_bytes >= 0.05 * GB else f"{num_bytes / GB:.2g}"
+
+
+# ---- the check
+
+
+class Residency:
+    """Holds one rank to its plan."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self._device = plan, device
+        self._found: dict[str, float] = {}
+
+    def before(self, phase: str) -> None:
+        """The device was cleared for what `phase` and its like bring: is it free? On the CPU there
+        is nothing to ask.
+
+        Raises:
+            RuntimeError: something else has not left.
+        """
+        if self._device.type != "cuda":
+            return
+        turn = ("hand_over", "log_probs", "backward", "step")
+        phases = turn if phase == "hand_over" else (phase,)
+        most = max(phases, key=self.plan.total)
+        coming = [i.num_bytes for i in self.plan.phases[most] if i.part != "contexts"]
+        self._must_fit(most, sum(coming))
+
+    def check(self, phase: str, learners: Sequence[Learner]) -> None:
+        """Everything that `phase` starts with is in place: measure it.
+
+        Raises:
+            RuntimeError: the learner holds more than is planned, or the rest has no room.
+        """
+        own = sum(sum(learner.resident_bytes().values()) for learner in learners)
+        planned = self.plan.learner[phase]
+        self._found[f"memory/learner_gb/{phase}"] = own / GB
+        if own > 1.02 * planned + SLACK_BYTES:
+            raise RuntimeError(
+                f"memory: phase {phase} on rank {self.plan.rank}: the learner holds "
+                f"{own / GB:.3f} GB, planned are {planned / GB:.3f} GB; something was not taken "
+                "off the device, or the plan (trainer/memory.py) leaves it out"
+            )
+        if self._device.type == "cuda":
+            self._found[f"memory/device_gb/{phase}"] = self._taken() / GB
+            self._found[f"memory/planned_gb/{phase}"] = self.plan.total(phase) / GB
+            later = sum(i.num_bytes for i in self.plan.phases[phase] if i.comes_later)
+            self._must_fit(phase, later)
+
+    def take(self) -> dict[str, float]:
+        """What was measured since the last call, by metric name."""
+        found, self._found = self._found, {}
+        return found
+
+    def _taken(self) -> int:
+        """Bytes of the device that nobody can have, whoever took them: what torch keeps free in
+        this process is free for this process."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return total - free - idle
+
+    def _must_fit(self, phase: str, coming: int) -> None:
+        taken, total = self._taken(), torch.cuda.mem_get_info(self._device)[1]
+        if taken + coming <= total:
+            return
+        planned = self.plan.total(phase)
+        raise RuntimeError(
+            f"memory: phase {phase} on rank {self.plan.rank} needs {planned / GB:.1f} GB by plan; "
+            f"{taken / GB:.1f} GB of the device's {total / GB:.1f} GB are taken and "
+            f"{coming / GB:.1f} GB are to come: see who holds them (nvidia-smi), or lower what "
+            "--dry-run shows as largest"
+        )

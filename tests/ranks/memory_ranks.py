@@ -1,0 +1,39 @@
+"""What the memory plan is compared with: Megatron's own storages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.mcore.learner import MegatronLearner
+from rlcore.trainer import memory
+from tests import kit
+from tests.ranks import learner_ranks
+
+# Large enough that padding is little: Megatron's flat buffers go by 64 elements and more.
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 4,
+}
+
+
+def held_and_planned(
+    rank: int, arch: str, layouts: Sequence[Mapping[str, Any]], dtype: str
+) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Bytes of every part after a step, and what the plan says, for each layout."""
+    found = []
+    hf, model = (
+        HFConfig.from_dict(kit.tiny_config(arch, **SIZES)),
+        ModelConfig(dtype=dtype, random_init=True),
+    )
+    for layout in layouts:
+        train = TrainConfig(**({"lr": 1e-4, "tokens_per_micro_batch": 64} | dict(layout)))
+        learner = MegatronLearner(hf, model, train, seed=3)
+        learner_ranks.step(learner, 0)
+        planned = memory.state_bytes(hf, model, train, learner.layout)
+        found.append((learner.resident_bytes(), planned))
+        learner.close()
+    return found

@@ -1,0 +1,25 @@
+"""Megatron holds what the memory plan says, under every way to share a model over two ranks."""
+
+import pytest
+
+from tests import kit
+
+pytestmark = pytest.mark.ranks(2)
+
+DENSE = [
+    {},
+    {"distributed_optimizer": False},
+    {"tp": 2},
+    {"pp": 2},
+    {"cp": 2},
+]
+EXPERTS = [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
+
+
+@pytest.mark.parametrize("arch, layouts", [("qwen2", DENSE), ("qwen3_moe", EXPERTS)])
+def test_megatron_holds_what_is_planned(arch: str, layouts: list[dict[str, int]]) -> None:
+    args = {"arch": arch, "layouts": layouts, "dtype": "bfloat16"}
+    for rank in kit.run_ranks(2, "tests.ranks.memory_ranks:held_and_planned", args):
+        for layout, (held, planned) in zip(layouts, rank, strict=True):
+            for part, count in planned.items():
+                assert 0.97 * count <= held[part] <= 1.02 * count, (layout, part)

@@ -1,0 +1,219 @@
+"""The memory plan: what it says of a model whose numbers are worked by hand, that Megatron holds
+what is planned, and that a run is held to it."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.cli.settings import parse
+from rlcore.config.schema import Config, ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import num_parameters
+from rlcore.mcore.layout import layout_of
+from rlcore.trainer import memory
+from tests import kit
+from tests.ranks import memory_ranks as ranks
+
+GOOD = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+# One layer: norms 2 x 8, q and o 8 x 8, k and v 4 x 8, q and k norm 4, gate, up, down 8 x 16.
+LAYER = 16 + 2 * 64 + 2 * 32 + 2 * 4 + 3 * 128
+SMALL = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+}
+
+
+def config(*argv: object) -> Config:
+    return parse([*GOOD, *map(str, argv)])
+
+
+def small(arch: str = "qwen3", **changes: Any) -> HFConfig:
+    return HFConfig.from_dict(kit.tiny_config(arch, **SMALL | changes))
+
+
+def test_the_parameters_of_a_rank_are_all_when_it_is_alone() -> None:
+    for arch in ("qwen2", "qwen3", "qwen3_moe"):
+        hf = HFConfig.from_dict(kit.tiny_config(arch))
+        assert sum(memory.parameters(hf, layout_of(TrainConfig(), 1, 0))) == num_parameters(hf)
+
+
+def test_stages_and_shards_hold_their_part() -> None:
+    hf = small(tie_word_embeddings=False)
+    norms = 16 + 8  # of a layer, and nobody shards them
+    train = TrainConfig(tp=1, pp=2)
+    first, last = (memory.parameters(hf, layout_of(train, 2, r))[0] for r in (0, 1))
+    assert first == 2 * LAYER + 80
+    assert last == 2 * LAYER + 80 + 8
+    hf = dataclasses.replace(hf, num_kv_heads=2, vocab_size=9)  # padded to 10
+    found, _ = memory.parameters(hf, layout_of(TrainConfig(tp=2), 2, 0))
+    assert found == 4 * ((LAYER + 64 - norms) // 2 + norms) + 2 * 40 + 8
+
+
+def test_a_tied_model_has_its_embedding_twice_only_over_stages() -> None:
+    hf = small(tie_word_embeddings=True)
+    alone, _ = memory.parameters(hf, layout_of(TrainConfig(), 1, 0))
+    last, _ = memory.parameters(hf, layout_of(TrainConfig(pp=2), 2, 1))
+    assert (alone, last) == (4 * LAYER + 80 + 8, 2 * LAYER + 80 + 8)
+
+
+def test_bfloat16_takes_eighteen_bytes_a_parameter_and_owners_share_the_twelve() -> None:
+    hf, model = small(), ModelConfig(dtype="bfloat16")
+    count, _ = memory.parameters(hf, layout_of(TrainConfig(), 1, 0))
+    for world, train, states in [
+        (1, TrainConfig(), 12 * count),
+        (4, TrainConfig(), 3 * count),
+        (4, TrainConfig(cp=2), 3 * count),  # context parallel ranks share them too
+        (4, TrainConfig(distributed_optimizer=False), 12 * count),
+    ]:
+        found = memory.state_bytes(hf, model, train, layout_of(train, world, 0))
+        assert found == {"weights": 2 * count, "gradients": 4 * count, "optimizer": states}
+
+
+def test_experts_are_shared_by_their_copies_alone() -> None:
+    hf = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
+    alone, together = (
+        memory.parameters(hf, layout_of(train, world, 0))
+        for world, train in ((1, TrainConfig()), (4, TrainConfig(ep=2)))
+    )
+    assert together == (alone[0], alone[1] // 2)
+    model, train = ModelConfig(dtype="float32"), TrainConfig(ep=2)
+    found = memory.state_bytes(hf, model, train, layout_of(train, 4, 0))
+    assert found["optimizer"] == 8 * (together[0] // 4 + together[1] // 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
+def test_megatron_holds_what_is_planned(arch: str, dtype: str) -> None:
+    held, planned = ranks.held_and_planned(0, arch=arch, layouts=[{}], dtype=dtype)[0]
+    for part, count in planned.items():
+        assert 0.97 * count <= held[part] <= 1.02 * count, part
+
+
+# ---- the phases
+
+
+def plan(*argv: object, gpu_gb: float = 80.0, **changes: Any) -> memory.Plan:
+    cfg, hf = config(*argv), HFConfig.from_dict(kit.tiny_config("qwen3", **changes))
+    return memory.make(cfg, hf, layout_of(cfg.train, 8, 0), gpu_bytes=gpu_gb * 1e9)
+
+
+def parts(found: memory.Plan, phase: str) -> set[str]:
+    return {item.part for item in found.phases[phase]} - {"contexts"}
+
+
+def test_with_offload_engine_and_learner_meet_in_the_push_and_in_a_save_alone() -> None:
+    found = plan("--train.offload")
+    every = {f"learner {part}" for part in ("weights", "gradients", "optimizer")}
+    assert parts(found, "generate") == {"engine weights", "KV cache", "engine's work"}
+    assert parts(found, "hand_over") == every
+    assert parts(found, "backward") == every | {"activations", "logits"}
+    assert parts(found, "push") == {"learner weights", "engine weights", "buckets"}
+    assert parts(found, "save") == {"learner weights", "learner optimizer", "engine weights"}
+    assert found.learner["generate"] == 0
+    assert [item.part for item in found.host] == ["learner parked", "bucket"]
+
+
+def test_without_offload_everybody_is_always_there() -> None:
+    found = plan()
+    static = parts(found, "hand_over")
+    assert {"engine weights", "KV cache", "learner gradients"} < static
+    assert all(static <= parts(found, phase) for phase in found.phases)
+
+
+def test_a_critic_counts_in_its_turn_and_is_away_in_the_push() -> None:
+    found = plan("--train.offload", "--algo.adv_estimator", "gae")
+    assert "critic optimizer" in parts(found, "backward")
+    assert parts(found, "push") == parts(plan("--train.offload"), "push")
+
+
+def test_a_reference_waits_in_host_memory_and_is_a_second_copy_while_it_is_asked() -> None:
+    found = plan("--train.offload", "--algo.kl_coef", "0.1")
+    assert "reference weights" in parts(found, "log_probs") - parts(found, "backward")
+    assert "reference weights" in [item.part for item in found.host]
+
+
+def test_sglang_takes_its_share_of_the_gpu_and_the_cache_is_what_weights_leave() -> None:
+    argv = ["--rollout.engine", "sglang", "--rollout.tp", 2, "--rollout.gpu_memory_utilization"]
+    found = {i.part: i.num_bytes for i in plan(*argv, 0.5).phases["generate"]}
+    assert found["engine weights"] + found["KV cache"] == 0.5 * 80e9
+    half = {i.part: i.num_bytes for i in plan("--rollout.cache_tokens", 100).phases["generate"]}
+    assert found["engine weights"] == half["engine weights"] // 2
+
+
+def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
+    [line] = plan("--rollout.cache_tokens", 100, "--rollout.max_tokens", 400).problems
+    assert line.startswith("--rollout.cache_tokens 100: beside")
+    assert "room for 100 tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "less"),
+    [
+        (["--train.recompute", "full"], "activations"),
+        (["--train.cp", 2], "activations"),
+        (["--train.tp", 2], "activations"),
+        (["--train.head_chunk_tokens", 64], "logits"),
+        (["--train.tp", 2], "learner gradients"),
+        (["--train.pp", 2], "learner weights"),
+        (["--rollout.cache_tokens", 2000], "KV cache"),
+    ],
+)
+def test_what_makes_a_part_smaller_makes_it_smaller(argv: list[object], less: str) -> None:
+    def of(found: memory.Plan) -> int:
+        return max(i.num_bytes for p in found.phases.values() for i in p if i.part == less)
+
+    sizes = {"num_hidden_layers": 8, "num_key_value_heads": 2}
+    assert of(plan("--train.offload", *argv, **sizes)) < of(plan("--train.offload", **sizes))
+
+
+def test_a_plan_too_large_names_the_phase_its_largest_parts_and_what_to_change() -> None:
+    found = plan("--train.offload", gpu_gb=80)
+    assert memory.too_large(found, 80e9) == ""
+    assert memory.too_large(found, 0) == ""
+    items = [("engine weights", 70), ("learner weights", 20)]
+    push = tuple(memory.Item(name, gb * 10**9) for name, gb in items)
+    large = dataclasses.replace(found, phases=found.phases | {"push": push})
+    said = memory.too_large(large, 80e9)
+    assert said == (
+        "--cluster.gpu_gb 80: phase push takes 90.0 GB on rank 0, most of it engine weights 70.0, "
+        "learner weights 20.0; raise rollout.tp or turn train.offload on, raise train.tp, "
+        "train.pp or train.ep, or take more ranks"
+    )
+
+
+# ---- the check
+
+
+def holding(**parts: int) -> Any:
+    return SimpleNamespace(resident_bytes=lambda: parts)
+
+
+def test_a_learner_that_stays_too_long_is_named_with_both_sizes() -> None:
+    found = dataclasses.replace(plan("--train.offload"), learner={"generate": 0, "push": 10**9})
+    guard = memory.Residency(found, torch.device("cpu"))
+    guard.check("push", [holding(weights=6 * 10**8), holding(weights=4 * 10**8)])
+    assert guard.take() == {"memory/learner_gb/push": 1.0}
+    assert guard.take() == {}
+    with pytest.raises(RuntimeError) as error:
+        guard.check("generate", [holding(weights=0, gradients=5 * 10**8)])
+    assert str(error.value).startswith(
+        "memory: phase generate on rank 0: the learner holds 0.500 GB, planned are 0.000 GB"
+    )
+
+
+def test_on_the_cpu_the_plan_keeps_what_an_offload_leaves() -> None:
+    cfg, hf = config("--train.offload"), small()
+    layout = layout_of(cfg.train, 1, 0)
+    state = memory.state_bytes(hf, cfg.model, cfg.train, layout)
+    found = memory.make(cfg, hf, layout, gpu_bytes=0, cuda=False)
+    assert found.learner["generate"] == state["weights"] + state["optimizer"]
+    assert found.learner["hand_over"] == sum(state.values())
+    assert found.problems == ()
