@@ -9,7 +9,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -24,7 +24,7 @@ class _Kind(type):
 
 class _Hollow(types.ModuleType):
     """A module that makes up what it is asked for: a class where the name looks like one, a module
-    that can be called as a decorator otherwise."""
+    that can be called as a decorator otherwise. As a collection it is empty."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -35,6 +35,9 @@ class _Hollow(types.ModuleType):
             made = _module(f"{self.__name__}.{name}")
         setattr(self, name, made)
         return made
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and callable(args[0]) and not kwargs:

@@ -1,4 +1,4 @@
-"""Stand-in for torchvision: SGLang imports it for image models, and its wheels are built for CUDA."""
+"""Stand-in for torchvision: SGLang imports it for image models; its wheels are built for CUDA."""
 
 from rlcore_hollow import hollow
 

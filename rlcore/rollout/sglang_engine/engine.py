@@ -1,0 +1,767 @@
+"""The production engine: one replica on SGLang, over the ranks of a tensor-parallel group.
+
+Requests wait in a heap here and at most `max_running` of them are in SGLang, each as a *flight*: a
+stream of tokens that a task on SGLang's loop appends to its request. What stops decoding for good
+(abort, a pause that recomputes, sleep) ends the flights; their requests go back to the heap with
+their tokens and fly again as a longer prompt. Random numbers hang on the position, so this changes
+no sample. Only a pause in place holds flights still inside SGLang.
+
+Members of a group share a prefill: the others start when the first has its first token.
+"""
+
+import asyncio
+import heapq
+import math
+import queue
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import expected
+from rlcore.protocols import PauseMode, Tag
+from rlcore.records import (
+    Aborted,
+    AnyEvent,
+    Bucket,
+    Finish,
+    Finished,
+    History,
+    Partial,
+    Preempted,
+    Progress,
+    Request,
+    RequestId,
+    Sample,
+    Stats,
+)
+from rlcore.rollout.sglang_engine.server import Server, set_environment
+from rlcore.rollout.torch_engine.engine import check_sampling
+from rlcore.rollout.torch_engine.sampler import GOLDEN
+from rlcore.utils.seed import derive
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+_SPARE = 8  # positions that SGLang keeps for itself; ours are checked here
+_IDLE_S = 0.002
+_SEND_S = 0.02  # a request that was just handed to SGLang is on its way for about as long
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request from submission to its end."""
+
+    request: Request
+    arrival: int
+    seed: int
+    """With a token's position, the counter of its random number; a signed 64-bit number."""
+    prompt: list[int]
+    tokens: list[int]
+    logps: list[float]
+    versions: list[int]
+    flight: "_Flight | None" = None
+    aborted: bool = False
+    told: int = 0
+    """Response tokens that progress events have carried."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.request.priority, self.arrival
+
+    @property
+    def group(self) -> tuple[str, tuple[int, ...]]:
+        """Requests that share a prefill."""
+        return self.request.group, tuple(self.prompt)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One stay of a request in SGLang."""
+
+    rid: str
+    """SGLang's name of it; all have the same length, as it aborts by prefix."""
+    base: int
+    """Tokens that the request had before."""
+    task: "asyncio.Task[None]" = field(init=False)
+    retractions: int = 0
+    deaf: bool = False
+    """What still comes is dropped: the weights behind it are void."""
+    followers: list[_Job] = field(default_factory=list)
+    """They wait for the first token."""
+
+
+class SGLangEngine:
+    """See `protocols.Engine`; beyond it:
+
+    - SGLang works by itself; `poll` hands over what it has said. An engine decodes only while it is
+      loaded, awake and not paused; otherwise requests wait.
+    - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0. Tokens are
+      those of the torch engine for the same seed, up to rounding.
+    - A pause in place keeps the cache until a request is aborted or the engine sleeps.
+    - Progress comes every `progress_s` with lengths that are up to `stream_interval` tokens old.
+      With `tell_tokens` it carries the new tokens. In Stats, `decode_steps` is the growth of the
+      request that grew most since the last report.
+    - With SGLang's overlapped scheduler, a token in work at a pause in place comes after it: a push
+      in between gives it the new version, with the log-prob of the old weights.
+
+    `cache_tokens` is SGLang's max_total_tokens; 0 leaves it to `memory_fraction`, its
+    mem_fraction_static. `sglang` are further arguments of its server; they win over ours.
+    """
+
+    def __init__(
+        self,
+        hf: HFConfig,
+        *,
+        max_model_tokens: int,
+        dtype: Dtype = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        max_running: int = 256,
+        cache_tokens: int = 0,
+        memory_fraction: float = 0.8,
+        threads: int = 1,
+        progress_s: float = 0.5,
+        stream_interval: int = 8,
+        fp32_head: bool = False,
+        rank: int = 0,
+        tp: int = 1,
+        node_rank: int = 0,
+        nnodes: int = 1,
+        dist_init_addr: str = "",
+        tell_tokens: bool = False,
+        sglang: Mapping[str, Any] | None = None,
+        deadline_s: float = 600.0,
+    ):
+        if max_running < 1:
+            raise ValueError(f"max_running {max_running}: at least 1")
+        if cache_tokens and cache_tokens < 2:
+            raise ValueError(f"cache_tokens {cache_tokens}: at least 2, or 0 for as many as fit")
+        if nnodes > 1 and (tp % nnodes or not dist_init_addr):
+            raise ValueError(
+                f"{nnodes} ranks share an engine of tensor-parallel size {tp}: the number must "
+                "divide it, and dist_init_addr say where they meet"
+            )
+        kind, _, number = device.partition(":")
+        self.hf = hf
+        self.version = -1
+        """Of the weights; -1 before the first push."""
+        self._shapes = expected(hf)
+        self._seed = seed
+        self._max_running = max_running
+        self._cache_tokens = cache_tokens
+        self._max_tokens = max_model_tokens
+        self._progress_s = progress_s
+        self._stream_interval = stream_interval
+        self._rank, self._tp = rank, tp
+        self._tell_tokens = tell_tokens
+        self._deadline_s = deadline_s
+        self._cuda = kind == "cuda"
+        self._saver = self._cuda
+        self._jobs: dict[RequestId, _Job] = {}
+        self._waiting: list[tuple[tuple[int, int], _Job]] = []  # heap; ended jobs are skipped
+        self._flying: dict[_Job, None] = {}
+        self._held = 0  # followers: they have a place, but no flight yet
+        self._leaders: dict[tuple[str, tuple[int, ...]], _Job] = {}
+        self._events: queue.SimpleQueue[AnyEvent] = queue.SimpleQueue()
+        self._arrivals = self._flights = self._loads = 0
+        self._loaded = False
+        self._missing: set[str] | None = None  # of the load in progress
+        self._next_version = 0
+        self._session = False  # SGLang's, around a push
+        self._asleep: set[Tag] = set()
+        self._paused = False
+        self._still = False  # flights are held inside SGLang
+        self._closed = False
+        self._totals = _no_counts()
+        self._grown: dict[RequestId, int] = {}
+        self._busy_since = 0.0
+
+        set_environment(kind, tp)
+        arguments = {
+            "device": kind,
+            "dtype": dtype,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "context_length": max_model_tokens + _SPARE,
+            "max_running_requests": max_running,
+            "random_seed": seed % 2**31,
+            "sampling_backend": "pytorch",  # ours takes its place, which wants no library
+            "stream_interval": stream_interval,
+            "enable_fp32_lm_head": fp32_head,
+            "tp_size": tp,
+            "nnodes": nnodes,
+            "node_rank": node_rank,
+            "log_level": "error",
+        }
+        if cache_tokens:
+            arguments["max_total_tokens"] = cache_tokens + _SPARE
+        if dist_init_addr:
+            arguments["dist_init_addr"] = dist_init_addr
+        if self._cuda:
+            arguments |= {
+                "base_gpu_id": int(number or 0),
+                "mem_fraction_static": memory_fraction,
+                "enable_memory_saver": True,
+            }
+        else:
+            arguments |= {
+                "attention_backend": "torch_native",
+                "disable_overlap_schedule": True,
+                "max_total_tokens": (cache_tokens or _cpu_tokens(max_running, max_model_tokens))
+                + _SPARE,
+            }
+        arguments |= dict(sglang or {})
+        self._server = Server(arguments, hf.to_dict(), deadline_s)
+        self._leads = self._server.manager is not None
+        if self._leads:
+            self._server.call(self._start(), "start")
+
+    # ---- requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests: all of them, or none with a ValueError that names the bad one."""
+        self._call(self._submit(requests), "submit")
+
+    async def _submit(self, requests: Sequence[Request]) -> None:
+        seen: set[RequestId] = set()
+        for request in requests:
+            if request.id in self._jobs or request.id in seen:
+                raise ValueError(f"request {request.id}: is already here; ids are used once")
+            seen.add(request.id)
+            self._check(request)
+        for request in requests:
+            part, prompt = request.resume, request.prompt.tolist()
+            key = derive(self._seed, "sample", request.id)
+            job = _Job(
+                request=request,
+                arrival=self._arrivals,
+                # The sampler adds the position of the last known token: prompt and response.
+                seed=_signed(key + (1 - len(prompt)) * GOLDEN),
+                prompt=prompt,
+                tokens=[] if part is None else part.tokens.tolist(),
+                logps=[] if part is None else part.logps.tolist(),
+                versions=[] if part is None else part.versions.tolist(),
+            )
+            self._arrivals += 1
+            self._jobs[request.id] = job
+            heapq.heappush(self._waiting, (job.order, job))
+        self._admit()
+
+    def _check(self, request: Request) -> None:
+        where, length = f"request {request.id}", len(request.prompt)
+        check_sampling(where, request.sampling)
+        if length < 1:
+            raise ValueError(f"{where}: the prompt is empty")
+        total = length + request.sampling.max_tokens
+        if total > self._max_tokens:
+            raise ValueError(
+                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
+                f" exceed the engine's {self._max_tokens}; shorten one of them"
+            )
+        if self._cache_tokens and total > self._cache_tokens:
+            raise ValueError(
+                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
+                f" exceed --rollout.cache_tokens {self._cache_tokens}; raise it"
+            )
+        if request.prompt.min() < 0 or request.prompt.max() >= self.hf.vocab_size:
+            raise ValueError(f"{where}: has a token outside the vocabulary of {self.hf.vocab_size}")
+        part = request.resume
+        if part is None:
+            return
+        if not len(part.tokens) == len(part.logps) == len(part.versions):
+            raise ValueError(f"{where}: tokens, logps and versions to resume differ in length")
+        if len(part.tokens) >= request.sampling.max_tokens:
+            raise ValueError(
+                f"{where}: resumes with {len(part.tokens)} tokens, of at most"
+                f" {request.sampling.max_tokens}; there is nothing left to generate"
+            )
+        if len(part.tokens) and int(part.tokens[-1]) in request.sampling.stop_ids:
+            raise ValueError(f"{where}: resumes behind a stop token; it is finished")
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        """Stop requests; their partial samples come as `Aborted` events."""
+        self._call(self._abort(ids), "abort")
+
+    async def _abort(self, ids: Collection[RequestId]) -> None:
+        jobs = [self._jobs[i] for i in ids if i in self._jobs]
+        for job in jobs:
+            job.aborted = True
+        flying = [job for job in jobs if job.flight is not None]
+        # Held flights end only when SGLang goes on, and then all do: the others wait here again.
+        await self._land(list(self._flying) if self._still and flying else flying)
+        for job in jobs:
+            if job.request.id in self._jobs:  # it was not in SGLang
+                self._end(job, "abort")
+        self._admit()
+        if jobs and not self._jobs:
+            self._report()
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        """Events since the last call; waits up to `timeout_s` for the first one. RuntimeError when
+        SGLang is gone."""
+        self._server.check()
+        events: list[AnyEvent] = []
+        try:
+            if timeout_s > 0:
+                events.append(self._events.get(timeout=timeout_s))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            return events
+
+    @property
+    def can_work(self) -> bool:
+        """May SGLang decode?"""
+        ready = self._loaded and self._missing is None and not self._paused and not self._closed
+        return ready and not self._asleep
+
+    # ---- pausing, weights, memory
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop decoding; see the protocol for the modes. Requests may still be submitted."""
+        if mode not in ("in_place", "recompute", "abort"):
+            raise ValueError(f"pause mode {mode}: in_place, recompute or abort")
+        self._call(self._pause(mode), "pause")
+
+    async def _pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        if mode == "abort":
+            await self._abort(list(self._jobs))
+        elif mode == "recompute":
+            await self._land(list(self._flying))
+        else:
+            await self._hold()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._call(self._resume(), "resume")
+
+    async def _resume(self) -> None:
+        self._paused = False
+        await self._go_on()
+
+    def begin_load(self, version: int) -> None:
+        """Start a push; a second call starts over."""
+        self._call(self._begin_load(version), "begin_load")
+
+    async def _begin_load(self, version: int) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError("the engine's weights are asleep; call wake(['weights']) first")
+        await self._hold()
+        if not self._session:
+            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+            _must(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
+            self._session = True
+        self._missing = set(self._shapes)
+        self._next_version = version
+        self._loaded = False
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+        """Hand a bucket to the schedulers. ValueError: unknown name, wrong shape, a number of
+        payloads that is not the tensor-parallel size. RuntimeError: the bytes are not those that
+        were sent; nothing of them is taken, and all weights must come again."""
+        if not self._leads:
+            return
+        if self._missing is None:
+            raise RuntimeError("load_bucket outside of begin_load and end_load")
+        if len(payloads) != self._tp:
+            raise ValueError(
+                f"{len(payloads)} payloads: this engine has tensor-parallel size {self._tp}"
+            )
+        for meta in bucket.tensors:
+            if meta.name not in self._shapes:
+                raise ValueError(f"tensor {meta.name}: the model has none of that name")
+            if meta.shape != tuple(self._shapes[meta.name]):
+                want = list(self._shapes[meta.name])
+                raise ValueError(
+                    f"tensor {meta.name}: shape {list(meta.shape)}, the model has {want}"
+                )
+        self._call(self._load_bucket(bucket, payloads), "load_bucket")
+
+    async def _load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        from rlcore.rollout.sglang_engine import weights
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=weights.encode(bucket, payloads),
+            load_format=weights.LOAD_FORMAT,
+            flush_cache=False,  # keys and values of old weights have keys of their own
+        )
+        try:
+            _must(await self._manager.update_weights_from_tensor(request, None))
+        except RuntimeError:
+            self._missing = set(self._shapes)
+            raise
+        assert self._missing is not None
+        self._missing.difference_update(meta.name for meta in bucket.tensors)
+
+    def end_load(self) -> None:
+        """Tokens from now on are of the new version. RuntimeError naming missing tensors."""
+        self._call(self._end_load(), "end_load")
+
+    async def _end_load(self) -> None:
+        if self._missing is None:
+            raise RuntimeError("end_load without begin_load")
+        if self._missing:
+            names = sorted(self._missing)
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise RuntimeError(f"{len(names)} tensors did not come: {shown}; push all weights")
+        await self._close_session()
+        self._missing = None
+        self._loaded = True
+        self._loads += 1
+        self.version = self._next_version
+        await self._go_on()
+
+    async def _close_session(self) -> None:
+        if self._session:
+            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+            _must(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
+            self._session = False
+
+    def sleep(self, tags: Collection[Tag]) -> None:
+        """Free the weights or the cache. Requests of a paused engine are prefilled again later."""
+        _check_tags(tags)
+        self._call(self._sleep(tags), "sleep")
+
+    async def _sleep(self, tags: Collection[Tag]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if self._flying and not self._paused:
+            raise RuntimeError(f"{len(self._flying)} requests are running; pause the engine first")
+        await self._land(list(self._flying))
+        new = [tag for tag in ("weights", "kv_cache") if tag in tags and tag not in self._asleep]
+        if not new:
+            return
+        if "weights" in new:
+            await self._close_session()
+            self._loaded, self._missing = False, None
+        await self._idle()
+        self._asleep.update(new)
+        await self._manager.release_memory_occupation(
+            ReleaseMemoryOccupationReqInput(tags=self._sglang_tags(new)), None
+        )
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        """Take the memory again. Weights must be pushed before the engine decodes."""
+        _check_tags(tags)
+        self._call(self._wake(tags), "wake")
+
+    async def _wake(self, tags: Collection[Tag]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        back = [tag for tag in ("weights", "kv_cache") if tag in tags and tag in self._asleep]
+        if not back:
+            return
+        await self._manager.resume_memory_occupation(
+            ResumeMemoryOccupationReqInput(tags=self._sglang_tags(back)), None
+        )
+        self._asleep.difference_update(back)
+        await self._go_on()
+
+    def _sglang_tags(self, tags: Collection[Tag]) -> list[str]:
+        return [*tags, "cuda_graph"] if self._cuda and "kv_cache" in tags else list(tags)
+
+    def relayout(self, tp: int) -> None:
+        """Only the size that it was started with is possible."""
+        if tp != self._tp:
+            raise ValueError(
+                f"tensor-parallel size {tp}: this engine was started with {self._tp} and keeps it"
+            )
+
+    def remember(self, histories: Sequence[History]) -> None:
+        """Ignored: this engine does not draft."""
+
+    def close(self) -> None:
+        """End SGLang's processes; requests are dropped without events."""
+        if not self._closed:
+            self._closed = True
+            self._server.close()
+
+    # ---- on SGLang's loop
+
+    @property
+    def _manager(self) -> Any:
+        return self._server.manager
+
+    def _call(self, work: Any, what: str) -> None:
+        """Run on the loop and wait. A rank that only lends its scheduler has nothing to do."""
+        if self._leads:
+            self._server.call(work, what)
+        else:
+            work.close()
+
+    async def _start(self) -> None:
+        self._manager.auto_create_handle_loop()
+        self._reporter = asyncio.create_task(self._report_forever())
+
+    def _admit(self) -> None:
+        """Start waiting requests while there are places."""
+        while self.can_work and not self._still and self._waiting:
+            if len(self._flying) + self._held >= self._max_running:
+                return
+            job = heapq.heappop(self._waiting)[1]
+            if self._jobs.get(job.request.id) is not job or job.flight is not None:
+                continue
+            leader = self._leaders.get(job.group)
+            if leader is None:
+                self._leaders[job.group] = job
+                self._take_off(job)
+            else:
+                assert leader.flight is not None
+                leader.flight.followers.append(job)
+                self._held += 1
+
+    def _take_off(self, job: _Job) -> None:
+        self._flights += 1
+        job.flight = _Flight(rid=f"{self._flights:016x}", base=len(job.tokens))
+        if not self._flying:
+            self._busy_since = time.monotonic()
+        self._flying[job] = None
+        job.flight.task = asyncio.create_task(self._fly(job, job.flight))
+
+    async def _fly(self, job: _Job, flight: _Flight) -> None:
+        """Follow one request through SGLang."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = job.request.sampling
+        request = GenerateReqInput(
+            rid=flight.rid,
+            input_ids=job.prompt + job.tokens,
+            sampling_params={
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or -1,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "max_new_tokens": sampling.max_tokens - len(job.tokens),
+                "stop_token_ids": list(sampling.stop_ids),
+                "sampling_seed": job.seed,
+                "stream_interval": self._stream_interval,
+            },
+            return_logprob=True,
+            logprob_start_len=-1,
+            stream=True,
+            extra_key=str(self._loads),
+        )
+        reason: dict[str, Any] = {}
+        try:
+            async for out in self._manager.generate_request(request, None):
+                self._take(job, flight, out)
+                reason = out["meta_info"].get("finish_reason") or {}
+        except Exception as error:
+            self._server.fail(f"request {job.request.id}: {type(error).__name__}: {error}")
+            return
+        self._landed(job, flight, reason)
+
+    def _take(self, job: _Job, flight: _Flight, out: Mapping[str, Any]) -> None:
+        """New tokens of a flight."""
+        if flight.deaf:
+            return
+        meta, ids = out["meta_info"], out["output_ids"]
+        have = len(job.tokens) - flight.base
+        new = ids[have:]
+        logps = [entry[0] for entry in meta["output_token_logprobs"][have:]]
+        if len(logps) != len(new) or not all(map(math.isfinite, logps)):
+            self._server.fail(
+                f"request {job.request.id}: log-probs {logps[:4]} of {len(new)} tokens; "
+                "check the weights"
+            )
+            return
+        job.tokens += new
+        job.logps += logps
+        job.versions += [self.version] * len(new)
+        if not have and new:
+            cached = meta.get("cached_tokens") or 0
+            self._totals["prefill_tokens"] += max(0, meta["prompt_tokens"] - cached - 1)
+            self._free_followers(job, flight)
+        self._totals["decode_tokens"] += len(new)
+        self._grown[job.request.id] = self._grown.get(job.request.id, 0) + len(new)
+        retractions = meta.get("num_retractions") or 0
+        for _ in range(retractions - flight.retractions):
+            self._emit(Preempted, id=job.request.id)
+        flight.retractions = max(retractions, flight.retractions)
+
+    def _free_followers(self, job: _Job, flight: _Flight) -> None:
+        """The prefill of the group is done, or will not be: its other members go on."""
+        if self._leaders.get(job.group) is job:
+            del self._leaders[job.group]
+        followers, flight.followers = flight.followers, []
+        self._held -= len(followers)
+        for follower in followers:
+            if self._jobs.get(follower.request.id) is not follower:
+                continue
+            if self.can_work and not self._still and job.tokens:
+                self._take_off(follower)
+            else:
+                heapq.heappush(self._waiting, (follower.order, follower))
+
+    def _landed(self, job: _Job, flight: _Flight, reason: Mapping[str, Any]) -> None:
+        job.flight = None
+        del self._flying[job]
+        if not self._flying:
+            self._totals["busy_s"] += time.monotonic() - self._busy_since
+        self._free_followers(job, flight)
+        kind = reason.get("type", "")
+        if kind in ("stop", "length") and not flight.deaf:
+            self._end(job, kind)
+        elif kind == "abort" and reason.get("status_code"):
+            self._server.fail(f"request {job.request.id}: SGLang refused it: {reason}")
+        elif job.aborted:
+            self._end(job, "abort")
+        else:
+            heapq.heappush(self._waiting, (job.order, job))
+        self._admit()
+        if not self._jobs:
+            self._report()
+
+    async def _land(self, jobs: Sequence[_Job]) -> None:
+        """End these flights. When SGLang holds them still they must be all of them."""
+        flights = [job.flight for job in jobs if job.flight is not None]
+        for flight in flights:
+            flight.deaf = flight.deaf or not self._loaded
+            if self._sent(flight):
+                self._manager.abort_request(flight.rid)
+        if self._still and flights:
+            await self._continue()
+        while flights := [flight for flight in flights if not flight.task.done()]:
+            for flight in flights:
+                if self._sent(flight):  # SGLang forgets an abort of what it does not know yet
+                    self._manager.abort_request(flight.rid)
+            await asyncio.wait([flight.task for flight in flights], timeout=_SEND_S)
+
+    def _sent(self, flight: _Flight) -> bool:
+        """The schedulers know of it, or have known."""
+        state = self._manager.rid_to_state.get(flight.rid)
+        return state is not None and state.dispatched
+
+    async def _hold(self) -> None:
+        """Keep flights where they are; all tokens up to here have come when this returns."""
+        if self._still or not self._flying:
+            return
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._still = True
+        while not all(self._sent(j.flight) or j.flight.task.done() for j in self._flying):
+            await asyncio.sleep(0)
+        self._totals["busy_s"] += time.monotonic() - self._busy_since
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        for _ in range(2):  # answers and tokens come over two sockets
+            await self._round_trip()
+        await asyncio.sleep(0)
+
+    async def _continue(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._still, self._busy_since = False, time.monotonic()
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    async def _go_on(self) -> None:
+        if not self.can_work:
+            return
+        if self._still:
+            await self._continue()
+        self._admit()
+
+    async def _round_trip(self) -> None:
+        """Wait until the schedulers have done all that was asked of them."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(self._loads), abort_all_requests=False)
+        )
+
+    async def _idle(self) -> None:
+        """Wait until the schedulers have put their last batch away, which sleep asserts."""
+        result = await self._manager.flush_cache(timeout_s=self._deadline_s)
+        if not result.success:
+            raise RuntimeError(f"SGLang did not get idle: {result.message}")
+
+    # ---- events
+
+    def _end(self, job: _Job, finish: Finish) -> None:
+        del self._jobs[job.request.id]
+        sample = Sample(
+            id=job.request.id,
+            prompt=np.asarray(job.prompt, np.int32),
+            tokens=np.asarray(job.tokens, np.int32),
+            logps=np.asarray(job.logps, np.float32),
+            versions=np.asarray(job.versions, np.int32),
+            finish=finish,
+        )
+        count = len(job.tokens)
+        if finish == "abort":
+            self._emit(Aborted, id=job.request.id, num_tokens=count, sample=sample)
+            return
+        self._emit(Finished, id=job.request.id, num_tokens=count, finish=finish, sample=sample)
+
+    def _emit(self, kind: type, **fields: Any) -> None:
+        self._events.put(kind(rank=self._rank, time=time.monotonic(), **fields))
+
+    def _tail(self, job: _Job) -> Partial:
+        """The response's tokens since the last report."""
+        new = slice(job.told, len(job.tokens))
+        job.told = new.stop
+        return Partial(
+            tokens=np.asarray(job.tokens[new], np.int32),
+            logps=np.asarray(job.logps[new], np.float32),
+            versions=np.asarray(job.versions[new], np.int32),
+        )
+
+    async def _report_forever(self) -> None:
+        while not self._closed:
+            await asyncio.sleep(max(self._progress_s, _IDLE_S))
+            if self._jobs and self.can_work:
+                self._report()
+
+    def _report(self) -> None:
+        """Progress and Stats."""
+        now, running = time.monotonic(), list(self._flying)
+        if running:
+            self._totals["busy_s"] += now - self._busy_since
+            self._busy_since = now
+            ids = tuple(job.request.id for job in running)
+            lengths = tuple(len(job.tokens) for job in running)
+            tails = tuple(map(self._tail, running)) if self._tell_tokens else ()
+            self._emit(Progress, ids=ids, lengths=lengths, tails=tails)
+        self._totals["decode_steps"] = max(self._grown.values(), default=0)
+        waiting = len(self._jobs) - len(running)
+        self._emit(Stats, **self._totals, running=len(running), waiting=waiting)
+        self._totals, self._grown = _no_counts(), {}
+
+
+def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
+    """An engine from plain data, for `ChildEngine`: the contents of config.json and the keywords of
+    `SGLangEngine`. Its progress events carry the tokens, which should outlive it."""
+    return SGLangEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
+
+
+def _no_counts() -> dict[str, Any]:
+    return {"decode_steps": 0, "decode_tokens": 0, "prefill_tokens": 0, "busy_s": 0.0}
+
+
+def _signed(number: int) -> int:
+    """The last 64 bits as a signed number."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _cpu_tokens(max_running: int, max_model_tokens: int) -> int:
+    """On a CPU SGLang would take most of the memory for its cache."""
+    return min(max_running * max_model_tokens, 2**16)
+
+
+def _must(result: tuple[bool, str]) -> None:
+    """SGLang says what went wrong instead of raising it."""
+    if not result[0]:
+        raise RuntimeError(result[1])
+
+
+def _check_tags(tags: Collection[Tag]) -> None:
+    for tag in tags:
+        if tag not in ("weights", "kv_cache"):
+            raise ValueError(f"tag {tag}: weights or kv_cache")

@@ -1,0 +1,87 @@
+"""What we add to SGLang's processes, by its own plug-in interface: a sampler, a way to load
+buckets, and two things around a pause.
+
+SGLang finds it as the entry point `rlcore` of `sglang.srt.plugins` and calls it in every process.
+It does nothing in a process that is not ours.
+"""
+
+import os
+from typing import Any
+
+OWNER = "RLCORE_SGLANG"
+"""Environment: process id of the engine that the schedulers belong to."""
+_targets: list[str] = []
+
+
+def install() -> None:
+    """Called by SGLang before anything else of it runs."""
+    owner = os.environ.get(OWNER)
+    if owner is None or int(owner) == os.getpid():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()
+    if os.getppid() != int(owner):  # it died while this process imported
+        os._exit(1)
+    from rlcore.rollout.sglang_engine import sampler, weights
+
+    managers, runner = "sglang.srt.managers", "sglang.srt.model_executor"
+    for target, hook, kind in (
+        ("sglang.srt.layers.sampler.create_sampler", sampler.create, HookType.REPLACE),
+        (
+            "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+            ".adjusted_from_schedule_batch",
+            _seeds,
+            HookType.AFTER,
+        ),
+        (
+            f"{runner}.model_runner_components.weight_updater.WeightUpdater"
+            ".update_weights_from_tensor",
+            weights.take,
+            HookType.AROUND,
+        ),
+        (f"{managers}.scheduler.Scheduler.pause_generation", _tell, HookType.AFTER),
+        (
+            f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+            ".end_weight_update",
+            _forget,
+            HookType.AFTER,
+        ),
+    ):
+        _targets.append(target)
+        HookRegistry.register(target, hook, kind)
+
+
+def missing() -> list[str]:
+    """What SGLang did not let us replace: it logs that and goes on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [target for target in _targets if target not in HookRegistry._patched]
+
+
+def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:
+    """SGLang passes the seeds on only in its deterministic mode."""
+    import torch
+
+    seeds = [req.sampling_params.sampling_seed or 0 for req in batch.reqs]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device, non_blocking=True)
+
+
+def _tell(_: None, scheduler: Any, request: Any) -> None:
+    """Tokens that wait for the next stream interval are sent at a pause: the version that made them
+    is the engine's now."""
+    reqs = [req for req in scheduler.collect_inflight_reqs() if not req.finished()]
+    intervals = [req.sampling_params.stream_interval for req in reqs]
+    for req in reqs:
+        req.sampling_params.stream_interval = 1
+    scheduler.output_streamer.stream_output(reqs, True)
+    for req, interval in zip(reqs, intervals, strict=True):
+        req.sampling_params.stream_interval = interval
+
+
+def _forget(result: Any, manager: Any, request: Any) -> None:
+    """Requests that wait in the scheduler while weights change may not find keys and values of the
+    old ones in its prefix cache. The engine gives new requests a new key itself."""
+    for req in manager.scheduler.waiting_queue:
+        req.extra_key = f"{req.extra_key}+"

@@ -1,0 +1,64 @@
+"""The torch engine's sampler inside SGLang: same law, same random numbers, same log-probs.
+
+SGLang's own returns log-probs from before its filters and numbers its random draws by a seed only
+in its deterministic mode, which needs other kernels. Here a token depends on the logits, the
+request's settings and its counter alone, and both engines draw the same one.
+"""
+
+import torch
+from sglang.srt.layers import sampler
+from torch import Tensor
+
+from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
+
+NO_TOP_K = 1 << 30
+"""SGLang's top_k for all tokens; 1 is greedy."""
+
+
+class Sampler(sampler.Sampler):
+    """Takes the place of SGLang's."""
+
+    def forward(
+        self,
+        logits_output,
+        sampling_info,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: Tensor,
+    ) -> Tensor:
+        """Token ids [N]; their log-probs go into `logits_output`. `positions` [N] are those of the
+        last tokens that are known, counted from the start of the prompt."""
+        if sampling_info.sampling_seed is None:
+            raise RuntimeError("a request came without its seed: rlcore's plugin is not loaded")
+        logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+        counter = sampling_info.sampling_seed + positions.to(torch.int64) * GOLDEN
+        tokens, logps = sample(logits.float(), counter, _settings(sampling_info))
+        logits_output.next_token_logprobs = logps.float()
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+
+def create(backend: str | None = None) -> Sampler:
+    """In place of SGLang's `create_sampler`."""
+    return Sampler()
+
+
+def _settings(info) -> Settings:
+    top_k = info.top_ks.to(torch.int64)
+    settings = Settings(
+        scale=1 / info.temperatures[:, 0],
+        greedy=top_k <= 1 if info.is_any_greedy else None,
+        filtered=None,
+    )
+    filters = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    if info.is_all_greedy or not filters:
+        return settings
+    wanted = (top_k < NO_TOP_K) | (info.top_ps < 1) | (info.min_ps > 0)
+    rows = torch.nonzero(wanted & (top_k > 1))[:, 0]
+    if len(rows):
+        settings.filtered = rows
+        settings.top_k = top_k[rows]
+        settings.top_p = info.top_ps[rows].double()
+        settings.min_p = info.min_ps[rows].double()
+    return settings

@@ -1,0 +1,77 @@
+"""A bucket of weights on its way into SGLang's model: `encode` in the engine's process, `take` in
+every scheduler.
+
+The scheduler opens the payload itself, so a bucket in shared memory is read where it lies, and
+checks it where it arrives. Ranks take a bucket together or not at all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import MultiprocessingSerializer
+
+from rlcore.ops.reshard import checksum
+from rlcore.records import Bucket
+from rlcore.rollout.sglang_engine import plugin
+from rlcore.utils.buckets import as_tensor, open_payload, unpack
+
+LOAD_FORMAT = "rlcore"
+
+
+def encode(bucket: Bucket, payloads: Sequence[bytes]) -> list[bytes]:
+    """One message per tensor-parallel rank."""
+    head = msgspec.msgpack.encode(bucket)
+    return [MultiprocessingSerializer.serialize((head, bytes(payload))) for payload in payloads]
+
+
+def take(
+    original: Callable[..., tuple[bool, str]],
+    updater: Any,
+    named_tensors: Any,
+    load_format: str | None = None,
+) -> tuple[bool, str]:
+    """Around SGLang's `WeightUpdater.update_weights_from_tensor`; (False, sentence) on failure."""
+    if load_format != LOAD_FORMAT:
+        return original(updater, named_tensors, load_format=load_format)
+    head, payload = named_tensors
+    bucket = msgspec.msgpack.decode(head, type=Bucket)
+    flat, problem = None, ""
+    if absent := plugin.missing():
+        return False, f"SGLang did not take our {', '.join(absent)}; is it another version?"
+    try:
+        flat = as_tensor(bucket, open_payload(bucket, payload))
+        problem = damage(bucket, flat)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if not (problem := _agreed(problem)):
+        try:
+            updater.get_model().load_weights(unpack(bucket, flat))
+        except Exception as error:  # SGLang's loaders raise anything
+            problem = f"{type(error).__name__}: {error}"
+        problem = _agreed(problem)
+    return not problem, problem or "loaded"
+
+
+def damage(bucket: Bucket, flat: torch.Tensor) -> str:
+    """What is wrong with the bytes of a bucket; "" when they are those that were sent."""
+    found = checksum(flat)
+    if found == bucket.checksum:
+        return ""
+    first = bucket.tensors[0].name if bucket.tensors else "no tensor"
+    return (
+        f"bucket of {bucket.num_bytes} bytes from {first} on changed on its way: "
+        f"checksum {found:#x} instead of {bucket.checksum:#x}; push all weights again"
+    )
+
+
+def _agreed(problem: str) -> str:
+    """The first rank's problem, the same on all; only rank 0 answers for the engine."""
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return problem
+    problems: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
+    return next((f"rank {i} of the engine: {p}" for i, p in enumerate(problems) if p), "")
