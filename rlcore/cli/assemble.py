@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from rlcore.sched.place import LeastLoaded
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.stop import All
 from rlcore.sync.colocated import ColocatedChannel
-from rlcore.trainer import memory, resume
+from rlcore.trainer import memory, resume, sync_loop
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
 from rlcore.utils.deadline import Watchdog
@@ -137,6 +138,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         screen=screen,
         **data,
     )
+    agent.repair = partial(sync_loop.repair_engines, run)
     checkpoint = resume.choose(run)
     if checkpoint is not None:
         resume.load(run, checkpoint)

@@ -85,9 +85,17 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
 def engine_revives(run: Run) -> None:
     """A dead engine is started again, for the push that follows. What it held was given to others
     or is no longer waited for, so its last words are dropped. An engine that starts takes all that
-    it may have, so with --train.offload the learner makes room until it sleeps."""
-    if isinstance(run.engine, Mortal) and run.engine.down:
-        log.warning("rank %d: %s; it is started again", run.rank, run.engine.down)
+    it may have, so with --train.offload the learner makes room until it sleeps. An engine over
+    several ranks is started again on all of them (C)."""
+    why = run.engine.down if isinstance(run.engine, Mortal) else ""
+    if len(run.engine_ranks) > 1:
+        down = collective.reduce_floats(
+            [float(r == run.rank and bool(why)) for r in range(run.world_size)]
+        )
+        gone = [r for r in run.engine_ranks if down[r]]
+        why = why or (f"the engine's part on rank {gone[0]} is gone" if gone else "")
+    if isinstance(run.engine, Mortal) and why:
+        log.warning("rank %d: %s; it is started again", run.rank, why)
         offload = run.cfg.train.offload
         for learner in run.learners if offload else ():
             learner.offload()

@@ -44,6 +44,7 @@ class Run:
     algo: ModuleType
     learner: Learner
     engine: Engine | None
+    """This rank's engine, or its part of one over `engine_ranks`."""
     channel: WeightChannel
     rollout: Rollout
     sampling: Sampling
@@ -52,6 +53,7 @@ class Run:
     """The value model, where the advantages need one."""
     kl: AdaptiveController = field(default_factory=lambda: AdaptiveController(0.0, 1))
     """Scales the KL's coefficients."""
+    engine_ranks: Sequence[int] = ()
     memory: Residency | None = None
     """Measures at every switch of the device between engine and learner."""
     source: EpochOrder | None = None
@@ -61,6 +63,8 @@ class Run:
     screen: Screen | None = None
     step: int = 0
     """Steps done."""
+    version: int = 0
+    """Of the weights that the engines have."""
     pending: dict[str, float] = field(default_factory=dict)
     """Metrics of the current step so far."""
     on_close: list[Callable[[], None]] = field(default_factory=list)

@@ -47,7 +47,7 @@ def train(
         done = step == run.cfg.run.steps
         if step >= probe_from and (step % probe_every == 0 or done):
             with run.spans.phase("eval"):
-                push_weights(run)
+                push_weights(run, run.step)
                 accuracy = probe(run)
             done = done or accuracy >= target
         if run.writer is not None and run.screen is not None:

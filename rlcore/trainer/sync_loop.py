@@ -19,7 +19,7 @@ WRITTEN = ("weights", "optimizer")
 def train(run: Run) -> None:
     """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint."""
     cfg = run.cfg
-    push_weights(run)
+    push_weights(run, run.step)
     if run.step == 0 and cfg.eval.at_start:
         with run.spans.phase("eval"):
             evaluate.run(run)
@@ -69,17 +69,23 @@ def one_step(run: Run) -> None:
     phases.engine_sleeps(run)
     learn.all_models(run, todo, batches, baselines)
     with spans.phase("sync"):
-        push_weights(run)
+        push_weights(run, run.step)
     rollout_metrics(run, groups, end.stats, todo)
 
 
-def push_weights(run: Run) -> None:
+def push_weights(run: Run, version: int) -> None:
     """The learner's weights to every engine. Their version is the number of steps behind them."""
+    run.version = version
     phases.engine_revives(run)
     phases.engine_takes_weights(run)
-    moved = run.channel.push(run.learner, run.engine, run.step)  # C
+    moved = run.channel.push(run.learner, run.engine, version)  # C
     run.pending |= {f"sync/{name}": value for name, value in moved.items()}
     phases.engine_wakes(run)
+
+
+def repair_engines(run: Run) -> None:
+    """In the middle of a round no engine is left: all start again with the weights of the round."""
+    push_weights(run, run.version)
 
 
 def rollout_metrics(

@@ -34,6 +34,7 @@ class Worlds:
         saved = self.runs / "tp2" / "checkpoints" / "step_000002"
         jobs = [
             self.job("tp2", *tp2, *SLOW, "--log.rollouts", -1),
+            self.job("bereft", *KEPT, *SLOW, "--rollout.progress_s", 0.05),
             self.job("onward", *KEPT, "--run.resume", saved) | {"ranks": 1},
             self.job("straight", *KEPT),
             self.job("resumed", *KEPT, run="killed"),
@@ -43,7 +44,8 @@ class Worlds:
         ]
         gang = runs.Running(2, jobs, folder / "gang")
         try:
-            self.killed_engine = self._kill_engine(gang, saved)
+            (self.killed_engine,) = self._kill_engines(gang, "tp2", [1])
+            self._kill_engines(gang, "bereft", [0, 1])
         finally:
             self.gang = gang.wait(180)
 
@@ -51,19 +53,25 @@ class Worlds:
         argv = runs.arguments(self.model, self.runs, run or name, *more)
         return {"name": name, "argv": argv}
 
-    def _kill_engine(self, gang: runs.Running, saved: Path) -> int:
-        """Kill the engine of rank 1 while it samples for step 3."""
+    def _kill_engines(self, gang: runs.Running, name: str, ranks: list[int]) -> list[int]:
+        """Kill the engines of these ranks while they sample for step 3."""
         end = time.monotonic() + 120
+        saved = self.runs / name / "checkpoints" / "step_000002"
         while not saved.is_dir():
-            assert time.monotonic() < end, "step 2 of the run with tp 2 is not there"
+            assert time.monotonic() < end, f"step 2 of {name} is not there"
             assert gang.processes[1].poll() is None, "rank 1 has ended"
             time.sleep(0.02)
-        time.sleep(0.3)
-        for child in psutil.Process(gang.processes[1].pid).children():
-            if "rlcore.rollout.child" in child.cmdline():
-                child.send_signal(signal.SIGKILL)
-                return child.pid
-        raise AssertionError("rank 1 has no engine")
+        time.sleep(0.4)
+        engines = [
+            child
+            for rank in ranks
+            for child in psutil.Process(gang.processes[rank].pid).children()
+            if "rlcore.rollout.child" in child.cmdline()
+        ]
+        assert len(engines) == len(ranks), engines
+        for engine in engines:
+            engine.send_signal(signal.SIGKILL)
+        return [engine.pid for engine in engines]
 
     def rows(self, name: str, ranks: int = 2) -> dict[int, dict[str, Any]]:
         self.gang.check(name, ranks)
@@ -122,6 +130,18 @@ def test_a_killed_engine_costs_one_round_its_speed_and_nothing_else(worlds: Worl
     assert "Traceback" not in said
     log = (worlds.runs / "tp2" / "logs" / "rank1.log").read_text()
     assert "it is started again" in log
+
+
+def test_a_round_that_lost_all_its_engines_goes_on_with_the_tokens_they_had(
+    worlds: Worlds,
+) -> None:
+    bereft, alone = worlds.rows("bereft"), worlds.rows("alone", 1)
+    assert bereft[3]["sched/engines_down"] == 2 and bereft[3]["sched/repairs"] == 1
+    assert bereft[3]["sched/kept_tokens"] > 0
+    for step in (3, 4):
+        close(bereft[step], alone[step], 1e-4)
+    said = worlds.gang.text("bereft")
+    assert "it is started again" in said and "Traceback" not in said
 
 
 def test_the_restarted_engine_takes_its_share_of_the_next_round(worlds: Worlds) -> None:

@@ -33,6 +33,7 @@ def run_of(
         learner=learners[0],
         rank=0,
         memory=None,
+        engine_ranks=(0,),
     )
 
 
