@@ -37,7 +37,7 @@ for version in "$@"; do
   if [[ ! -x $python ]]; then
     "${RLCORE_PYTHON:-python3}" -m venv "$venv"
   fi
-  "$python" -m pip install -q --disable-pip-version-check "torch==$version" 'numpy~=2.4' setuptools 'pybind11~=3.1' \
+  "$python" -m pip install -q --disable-pip-version-check "torch==$version" 'numpy~=2.4' 'setuptools>=77' 'pybind11~=3.1' \
     cmake ninja 'pytest~=9.2' pytest-xdist pytest-timeout hypothesis 'msgspec~=0.22.0' psutil 2>/dev/null
   copy=$ROOT/build/torch-$version
   mkdir -p "$copy"
