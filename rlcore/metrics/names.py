@@ -181,6 +181,7 @@ METRICS = [
     Metric("reward/<name>", "", "mean of a detail that the reward function returned"),
     Metric("sched/<name>", "", "counter of the round's policies, see sched/"),
     Metric("sync/bytes", "bytes", "weights that one push carried to one engine"),
+    Metric("sync/slow_bytes", "bytes", "weights that crossed between sites in one push, all links"),
     Metric("sync/time_s", "s", "time of one push"),
     Metric("sync/transient_gb", "GB", "extra memory that a push took at its peak"),
     Metric("memory/learner_gb/<phase>", "GB", "the learner's on its device as the phase begins"),

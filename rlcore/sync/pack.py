@@ -32,12 +32,22 @@ class Packer:
         tensors: Iterable[tuple[str, Tensor]],
         room: Callable[[int], Tensor] | None = None,
     ) -> Iterator[tuple[Bucket, memoryview]]:
+        """As `buckets`, with the bytes of host memory as they are sent."""
+        for bucket, buffer in self.buckets(tensors, room):
+            yield bucket, memoryview(buffer.numpy())
+
+    def buckets(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        room: Callable[[int], Tensor] | None = None,
+    ) -> Iterator[tuple[Bucket, Tensor]]:
         """Buckets of at most `max_bytes` (a larger tensor gets a bucket of its own), in order. At
         most one bucket and its tensors are in memory at a time.
 
         Args:
-            room: gives the uint8 [n] on the CPU that a bucket of n bytes is packed into; by default
-                it is new each time and a view of it stays valid as long as it is held.
+            room: gives the uint8 [n] that a bucket of n bytes is packed into, on the CPU or where
+                the tensors are; by default it is new each time, on the CPU, and valid as long as it
+                is held.
         """
         names: list[str] = []
         held: list[Tensor] = []
@@ -55,7 +65,7 @@ class Packer:
 
     def _fill(
         self, names: Sequence[str], tensors: list[Tensor], room: Callable[[int], Tensor] | None
-    ) -> tuple[Bucket, memoryview]:
+    ) -> tuple[Bucket, Tensor]:
         device = tensors[0].device
         tensors = [_plain(tensor.to(device)) for tensor in tensors]
         key = tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors)
@@ -63,12 +73,12 @@ class Packer:
             self._plans[key] = _plan(tensors)
         plan = self._plans[key]
         buffer = (room or _fresh)(plan.num_bytes)
-        there = buffer if device.type == "cpu" else torch.empty_like(buffer, device=device)
+        there = buffer if buffer.device == device else torch.empty_like(buffer, device=device)
         said = plan.pack(tensors, there)
         if there is not buffer:
             buffer.copy_(there)
         bucket = Bucket(tensors=_metas(names, tensors), num_bytes=plan.num_bytes, checksum=said)
-        return bucket, memoryview(buffer.numpy())
+        return bucket, buffer
 
 
 def pack(

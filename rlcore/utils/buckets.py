@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,9 +20,13 @@ from rlcore.records import Bucket
 ALIGN = 16
 
 
-def as_tensor(bucket: Bucket, buffer: bytes | memoryview | mmap.mmap) -> Tensor:
+def as_tensor(bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap) -> Tensor:
     """The bytes of a bucket, uint8 [num_bytes], that share memory with `buffer` (with a copy of it
     where it is read-only). ValueError when the buffer is shorter than the bucket says."""
+    if isinstance(buffer, Tensor):
+        if len(buffer) < bucket.num_bytes:
+            raise ValueError(f"bucket of {bucket.num_bytes} bytes: only {len(buffer)} came")
+        return buffer[: bucket.num_bytes]
     view = memoryview(buffer)
     if view.nbytes < bucket.num_bytes:
         raise ValueError(f"bucket of {bucket.num_bytes} bytes: only {view.nbytes} came")
@@ -68,11 +73,15 @@ def shared(buffer: bytes | memoryview) -> Iterator[str]:
         os.close(handle)
 
 
-def open_payload(bucket: Bucket, payload: bytes) -> memoryview | mmap.mmap:
-    """What a payload holds: the bytes themselves, or the mapped shared-memory file that it names.
-    The map is private: writing to it does not reach the file."""
+def open_payload(bucket: Bucket, payload: bytes) -> Tensor | memoryview | mmap.mmap:
+    """What a payload holds: the bytes themselves, the mapped shared-memory file that it names, or
+    the memory of a GPU of which it is the handle. The map is private: writing to it does not reach
+    the file. A GPU's memory is the sender's own: let go of it before the call that brought the
+    payload returns."""
     if bucket.transport == "bytes":
         return memoryview(payload)
+    if bucket.transport == "cuda_ipc":
+        return open_cuda(payload)
     path = payload.decode()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -114,3 +123,57 @@ class SharedRoom:
     def num_bytes(self) -> int:
         """Held."""
         return len(self._tensor)
+
+
+class _CudaHandle(msgspec.Struct, frozen=True, array_like=True):
+    """What torch tells about memory of a GPU that another process opens, and which GPU it is:
+    device numbers differ where processes see different devices."""
+
+    gpu: str
+    handle: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    must_wait: bool
+
+
+def cuda_handle(buffer: Tensor) -> bytes:
+    """The payload of a bucket with transport `cuda_ipc`. `buffer` has storage of its own, made for
+    this bucket: torch counts its readers until it is freed, and keeps it until they are gone."""
+    storage = buffer.untyped_storage()
+    if buffer.storage_offset() or storage.nbytes() != buffer.nbytes:
+        raise ValueError("a bucket that is shared by its handle needs a storage of its own")
+    device, handle, size, offset, counter, at, event, wait = storage._share_cuda_()
+    made = _CudaHandle(_uuid(device), handle, size, offset, counter, at, event, wait)
+    return msgspec.msgpack.encode(made)
+
+
+def open_cuda(payload: bytes) -> Tensor:
+    """uint8, the memory of another process. ValueError where this process does not see its GPU."""
+    try:
+        made = msgspec.msgpack.decode(payload, type=_CudaHandle)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"payload of transport cuda_ipc: {error}") from error
+    seen = [_uuid(i) for i in range(torch.cuda.device_count())]
+    if made.gpu not in seen:
+        raise ValueError(
+            f"bucket in the memory of GPU {made.gpu}: this process sees {', '.join(seen) or 'none'}"
+        )
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(
+        seen.index(made.gpu),
+        made.handle,
+        made.num_bytes,
+        made.offset,
+        made.counter,
+        made.counter_offset,
+        made.event,
+        made.must_wait,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

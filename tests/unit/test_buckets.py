@@ -163,7 +163,8 @@ def test_a_channel_keeps_its_room_from_push_to_push_but_no_larger_one_than_a_buc
         learner = Weights(count)
         channel.push(learner, engine, 1)
         assert torch.equal(engine.loaded, learner.tensor)
-        rooms.append((channel._room, channel._room.num_bytes if channel._room else 0))
+        room = channel._handover._room
+        rooms.append((room, room.num_bytes if room else 0))
     assert [size for _, size in rooms] == [400, 4000, 4000, 0, 32]
     assert rooms[0][0] is rooms[1][0] is rooms[2][0] and rooms[4][0] is not rooms[0][0]
 

@@ -1,0 +1,132 @@
+"""The weight channel of a run: one of the routes between ranks, with the hand-over to the engine.
+
+    gather     `learner.export()` on every rank: the baseline (`colocated.py`)
+    intranode  sites are nodes: owners broadcast their shards inside, and what a node has no owner
+               for enters it once
+    two_stage  sites are clusters: the same, for rollout ranks that are not where the learner is
+
+The last two are one mechanism (`layout.py`, `relay.py`).
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlcore.protocols import Engine, Learner, WeightChannel
+from rlcore.records import Bucket
+from rlcore.sync.colocated import ColocatedChannel, Handover, Transport
+from rlcore.sync.pack import MAX_BYTES
+from rlcore.sync.peers import Failure, Peers, PushError
+from rlcore.sync.relay import LinkError, Relay
+
+Route = Literal["gather", "intranode", "two_stage"]
+
+
+def make_channel(
+    route: Route,
+    *,
+    transport: Transport = "bytes",
+    tp: int = 1,
+    max_bytes: int = MAX_BYTES,
+    sites: Sequence[Sequence[int]] = (),
+    peers: Peers | None = None,
+    device: torch.device | None = None,
+) -> WeightChannel:
+    """The channel of this rank. Nothing is exchanged before the first push.
+
+    Args:
+        transport: how a bucket gets into the engine.
+        tp: of the engine.
+        sites: ranks by site, for the routes that have them; without any, all ranks are one.
+        peers: the ranks that take part; those of the default process group by default.
+        device: where weights travel, the same kind on every rank; the learner's.
+    """
+    peers = peers or Peers()
+    handover = Handover(transport, tp=tp, peers=peers, max_bytes=max_bytes)
+    if route == "gather":
+        return ColocatedChannel(max_bytes, handover=handover)
+    where = device or torch.device("cpu")
+    relay = Relay(peers, sites or [range(peers.world_size)], max_bytes, where)
+    return RelayChannel(relay, handover)
+
+
+class RelayChannel:
+    """A `WeightChannel` over a relay. A push succeeds on all ranks or fails on all of them."""
+
+    def __init__(self, relay: Relay, handover: Handover) -> None:
+        self._relay, self._handover = relay, handover
+        self._staged: Tensor | None = None
+
+    def push(
+        self, learner: Learner | None, engine: Engine | None, version: int
+    ) -> dict[str, float]:
+        """Collective: every rank enters, with its learner and engine or None. An engine that dies
+        on the way ends nothing.
+
+        Raises:
+            PushError, PushTimeoutError: the same sentence on every rank; no engine that began to
+                load decodes before a push succeeds.
+        """
+        start, handover, peers = time.monotonic(), self._handover, self._relay.peers
+        handover.begin(engine, version)
+        try:
+            peers.arrive()
+            error, failure = self._run(learner, engine)
+            try:
+                peers.finish(failure)
+            except PushError as verdict:
+                raise verdict from error
+            handover.end()
+        finally:
+            handover.close()
+            self._staged = None
+        plan = self._relay.plan
+        assert plan is not None
+        return {
+            "bytes": float(plan.num_bytes),
+            "slow_bytes": float(plan.slow_bytes),
+            "time_s": time.monotonic() - start,
+            "transient_gb": self._relay.transient_bytes / 1e9,
+        }
+
+    def _run(
+        self, learner: Learner | None, engine: Engine | None
+    ) -> tuple[Exception | None, Failure | None]:
+        """What went wrong on this rank."""
+        rank, handover = self._relay.peers.rank, self._handover
+        try:
+            shards = learner.shards() if learner is not None else ()
+            needs = handover.takes(engine)
+            failure = self._relay.run(shards, needs, self._take, self._give)
+            handover.check()
+            return None, failure
+        except LinkError as link:
+            # Without its traceback, whose frames keep links open that peers wait at.
+            link.__cause__ = link.__context__ = None
+            return link.with_traceback(None), link.failure
+        except Exception as other:
+            where = f"rank {rank}: {type(other).__name__}: {other}"
+            return other, Failure("engine", -1, 0, rank, where)
+
+    # ---- a bucket
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """Room on the relay's device: the hand-over's own where that is the same."""
+        relay = self._relay
+        if relay.device.type == "cpu" or self._handover.transport == "cuda_ipc":
+            return self._handover.take(num_bytes)
+        if self._staged is None or len(self._staged) < num_bytes:
+            self._staged = torch.empty(num_bytes, dtype=torch.uint8, device=relay.device)
+        return self._staged[:num_bytes]
+
+    def _give(self, bucket: Bucket, buffer: Tensor) -> None:
+        if self._staged is not None:
+            host = self._handover.take(bucket.num_bytes)
+            self._relay.hold(bucket.num_bytes)
+            host.copy_(buffer)
+            self._relay.free(bucket.num_bytes)
+            buffer = host
+        self._handover.give(bucket, buffer)

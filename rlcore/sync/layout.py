@@ -1,0 +1,294 @@
+"""Which part of which weight goes where: a pure plan, the same on every rank that computes it.
+
+Ranks are grouped in sites, inside which the network is fast: nodes, or clusters. Parts that several
+ranks hold have several possible owners. Every part that a site needs enters it once:
+
+    an owner inside    broadcasts it to the site
+    no owner inside    one owner sends it to one rank of the site, its root, which broadcasts it
+
+so a slow link between sites carries one copy of what is missing behind it. Owners and roots are
+taken by least load. Weights travel in buckets of whole tensors, which bounds the memory: of a
+bucket, the shards with the same owner and the same root are one message, a `Part`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlcore.records import Shard, TensorMeta
+from rlcore.utils.buckets import ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A shard in a part."""
+
+    shard: Shard
+    tensor: int
+    """Number of its tensor in the bucket."""
+    offset: int
+    """Bytes from the start of the part, a multiple of `ALIGN`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The shards of a bucket that travel into one site together."""
+
+    site: int
+    owner: int
+    """Rank that has them."""
+    root: int
+    """Rank of the site that broadcasts them: the owner, or who gets them over the slow link."""
+    slots: tuple[Slot, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One bucket: its tensors as an engine gets them, and how they come."""
+
+    tensors: tuple[TensorMeta, ...]
+    num_bytes: int
+    parts: tuple[Part, ...]
+    """Sorted by (site, root, owner): the order in which a site broadcasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole push."""
+
+    sites: tuple[tuple[int, ...], ...]
+    needs: tuple[int, ...]
+    """Ranks that get all weights."""
+    loads: tuple[Load, ...]
+
+    def members(self, site: int) -> tuple[int, ...]:
+        """Ranks that take part in the broadcasts of a site: those that need weights, and those that
+        own parts. None where nobody needs any."""
+        inside = set(self.sites[site]) & set(self.needs)
+        inside |= {p.root for load in self.loads for p in load.parts if p.site == site}
+        return tuple(sorted(inside))
+
+    def linked(self) -> tuple[int, ...]:
+        """Ranks that send or receive between sites."""
+        crossing = [p for load in self.loads for p in load.parts if p.owner != p.root]
+        return tuple(sorted({rank for p in crossing for rank in (p.owner, p.root)}))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buckets: what one engine gets."""
+        return sum(load.num_bytes for load in self.loads)
+
+    @property
+    def slow_bytes(self) -> int:
+        """That cross between sites."""
+        every = (p for load in self.loads for p in load.parts)
+        return sum(p.num_bytes for p in every if p.owner != p.root)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the largest bucket."""
+        return max((load.num_bytes for load in self.loads), default=0)
+
+
+def plan(
+    holdings: Mapping[int, Sequence[Shard]],
+    sites: Sequence[Sequence[int]],
+    needs: Iterable[int],
+    max_bytes: int,
+) -> Plan:
+    """The plan of a push.
+
+    Args:
+        holdings: what each rank has.
+        sites: ranks by site; ranks that need nothing may be in none.
+        needs: ranks that get all tensors.
+        max_bytes: of a bucket; a larger tensor has a bucket of its own.
+
+    Raises:
+        ValueError: a rank is in two sites, one that needs weights in none, or the shards of a
+            tensor leave a gap or overlap.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes {max_bytes}: a bucket holds at least one byte")
+    needed = tuple(sorted(set(needs)))
+    ordered = tuple(tuple(sorted(site)) for site in sites)
+    _check_sites(ordered, needed)
+    holders = _holders(holdings)
+    places = _Places(ordered, needed)
+    loads = []
+    for bucket in _buckets(holders, max_bytes):
+        metas = _metas(bucket, holders)
+        tensors = [(i, holders[name]) for i, name in enumerate(bucket)]
+        end = metas[-1].offset + _num_bytes(metas[-1].shape, metas[-1].dtype)
+        loads.append(Load(metas, end, places.parts(tensors)))
+    return Plan(ordered, needed, tuple(loads))
+
+
+def shard_shape(shard: Shard) -> tuple[int, ...]:
+    """Of the part that a rank has."""
+    size = shard.stop - shard.start
+    return (*shard.shape[: shard.dim], size, *shard.shape[shard.dim + 1 :])
+
+
+def shard_bytes(shard: Shard) -> int:
+    """Of the part that a rank has."""
+    return _num_bytes(shard_shape(shard), shard.dtype)
+
+
+# ---- who takes what
+
+
+_Holders = dict[str, list[tuple[Shard, list[int]]]]
+"""Shards of each tensor from first to last, with the ranks that have them."""
+
+
+class _Places:
+    """Chooses owners and roots; counts what each rank has to carry already."""
+
+    def __init__(self, sites: Sequence[tuple[int, ...]], needs: Sequence[int]):
+        inside = [tuple(r for r in site if r in set(needs)) for site in sites]
+        self._sites = [(i, set(site), inside[i]) for i, site in enumerate(sites) if inside[i]]
+        self._broadcast: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+
+    def parts(
+        self, tensors: Iterable[tuple[int, list[tuple[Shard, list[int]]]]]
+    ) -> tuple[Part, ...]:
+        """Of one bucket."""
+        found: dict[tuple[int, int, int], list[tuple[int, Shard]]] = {}
+        for number, shards in tensors:
+            for shard, ranks in shards:
+                for site, everyone, inside in self._sites:
+                    owner, root = self._choose(shard, ranks, everyone, inside)
+                    found.setdefault((site, root, owner), []).append((number, shard))
+        return tuple(
+            _part(site, owner, root, shards)
+            for (site, root, owner), shards in sorted(found.items())
+        )
+
+    def _choose(
+        self, shard: Shard, ranks: Sequence[int], site: set[int], inside: Sequence[int]
+    ) -> tuple[int, int]:
+        """Owner and root."""
+        size = shard_bytes(shard)
+        here = [rank for rank in ranks if rank in site]
+        if here:
+            owner = _least(self._broadcast, here, size)
+            return owner, owner
+        return _least(self._sent, ranks, size), _least(self._received, inside, size)
+
+
+def _least(load: dict[int, int], ranks: Sequence[int], more: int) -> int:
+    """The rank with the least load, which grows; the lowest of several."""
+    chosen = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
+    load[chosen] = load.get(chosen, 0) + more
+    return chosen
+
+
+def _part(site: int, owner: int, root: int, shards: Sequence[tuple[int, Shard]]) -> Part:
+    slots, end = [], 0
+    for number, shard in shards:
+        slots.append(Slot(shard, number, _aligned(end)))
+        end = slots[-1].offset + shard_bytes(shard)
+    return Part(site, owner, root, tuple(slots), end)
+
+
+# ---- tensors and buckets
+
+
+def _holders(holdings: Mapping[int, Sequence[Shard]]) -> _Holders:
+    """Every tensor, in the order in which the ranks name them."""
+    found: dict[str, dict[Shard, list[int]]] = {}
+    for rank in sorted(holdings):
+        for shard in holdings[rank]:
+            ranks = found.setdefault(shard.name, {}).setdefault(shard, [])
+            if rank in ranks:
+                raise ValueError(f"tensor {shard.name}: rank {rank} gives {_words(shard)} twice")
+            ranks.append(rank)
+    ordered = {}
+    for name, shards in found.items():
+        rows = sorted(shards.items(), key=lambda item: (item[0].dim, item[0].start, item[0].stop))
+        _check_tiles(name, rows)
+        ordered[name] = rows
+    return ordered
+
+
+def _buckets(holders: _Holders, max_bytes: int) -> list[list[str]]:
+    """Names by bucket, in order."""
+    buckets: list[list[str]] = []
+    end = 0
+    for name, shards in holders.items():
+        size = _num_bytes(shards[0][0].shape, shards[0][0].dtype)
+        start = _aligned(end)
+        if not buckets or start + size > max_bytes:
+            buckets.append([])
+            start = 0
+        buckets[-1].append(name)
+        end = start + size
+    return buckets
+
+
+def _metas(bucket: Sequence[str], holders: _Holders) -> tuple[TensorMeta, ...]:
+    metas: list[TensorMeta] = []
+    end = 0
+    for name in bucket:
+        shard = holders[name][0][0]
+        meta = TensorMeta(name=name, dtype=shard.dtype, shape=shard.shape, offset=_aligned(end))
+        end = meta.offset + _num_bytes(meta.shape, meta.dtype)
+        metas.append(meta)
+    return tuple(metas)
+
+
+def _num_bytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * getattr(torch, dtype).itemsize
+
+
+def _aligned(end: int) -> int:
+    return math.ceil(end / ALIGN) * ALIGN
+
+
+# ---- checks
+
+
+def _check_sites(sites: Sequence[tuple[int, ...]], needs: Sequence[int]) -> None:
+    seen: set[int] = set()
+    for site in sites:
+        for rank in site:
+            if rank in seen:
+                raise ValueError(f"sites: rank {rank} is there twice; every rank has one place")
+            seen.add(rank)
+    if lost := sorted(set(needs) - seen):
+        raise ValueError(
+            f"sites: ranks {lost[:8]} need weights and are in no site; put them where they stand"
+        )
+
+
+def _check_tiles(name: str, rows: Sequence[tuple[Shard, list[int]]]) -> None:
+    """The shards follow each other along one dimension, from its first index to its last."""
+    first, end = rows[0][0], 0
+    for shard, ranks in rows:
+        if (shard.shape, shard.dtype, shard.dim) != (first.shape, first.dtype, first.dim):
+            raise ValueError(
+                f"tensor {name}: rank {rows[0][1][0]} has {_words(first)}, rank {ranks[0]} "
+                f"{_words(shard)}; shape, dtype and dimension are the same on all ranks"
+            )
+        if shard.start != end or shard.stop <= end or shard.stop > shard.shape[shard.dim]:
+            raise ValueError(
+                f"tensor {name}: rank {ranks[0]} has {_words(shard)} where {end}: follows; the "
+                "shards of all ranks are equal or neighbours"
+            )
+        end = shard.stop
+    if end != first.shape[first.dim]:
+        raise ValueError(
+            f"tensor {name}: no rank has {end}:{first.shape[first.dim]} of dimension {first.dim}"
+        )
+
+
+def _words(shard: Shard) -> str:
+    return (
+        f"{shard.start}:{shard.stop} of dimension {shard.dim} of {list(shard.shape)} {shard.dtype}"
+    )
