@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on Qwen3-32B, 4 nodes of 8 H200. Not run at full size yet: no number known.
+__doc__=r'''GRPO on Qwen2.5-32B, 8 nodes of 8 GPUs of 80 GB. Layout and lengths are those of
+RollPacker (arXiv 2509.21009): TP 4, CP 4, engines of two GPUs, responses of 32k.
+Not run at this size: no number to expect is known.
 
-    torchrun --nnodes 4 ... recipes/grpo_32b.sh                         # your own torchrun
-    sbatch --nodes 4 recipes/slurm/job.sbatch recipes/grpo_32b.sh       # Slurm
-    NODE_RANK=0 HEAD_ADDR=node0 bash recipes/grpo_32b.sh                # by hand, on every node
-    bash recipes/grpo_32b.sh --algo.clip_high 0.3                      # one node; the last key wins
+    torchrun --nnodes 8 ... recipes/grpo_32b.sh                    # your own torchrun
+    sbatch --nodes 8 recipes/slurm/job.sbatch recipes/grpo_32b.sh  # Slurm
+    NODE_RANK=0 HEAD_ADDR=node0 bash recipes/grpo_32b.sh           # by hand, on every node
+    bash recipes/grpo_32b.sh --dry-run                             # memory plan; runs nothing
+    NODES=4 bash recipes/grpo_32b.sh --dry-run                     # fits too; 2 nodes do not
 
-Set MODEL_PATH, TRAIN_DATA and VAL_DATA, or give --model.path, --data.train and --data.val.
-The layout fits one node too: the four data-parallel replicas of TP 8 become one.
+Set MODEL_PATH, TRAIN_DATA and VAL_DATA, or give --model.path, --data.train and --data.val. The data
+are JSON lines (or parquet) with the fields question and answer.
 '
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-NODES=${NODES:-4}
+NODES=${NODES:-8}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-source "$RECIPES/models/qwen3_32b.sh"
+source "$RECIPES/models/qwen2_5_32b.sh"
 
 LAYOUT=(
-  --train.tp 8 # inside a node; 4 data-parallel replicas
-  --train.recompute selective
-  --train.offload true # the engine has the memory while it samples
+  --train.tp 4
+  --train.cp 4 # 34k tokens of one sequence over four GPUs
+  --train.recompute full
+  --train.offload true # engine and learner take turns on the GPU
 )
 DATA=(
   --data.train "${TRAIN_DATA:-data/math/train.jsonl}"
@@ -27,11 +31,10 @@ DATA=(
   --data.suffix " Put the final answer within \boxed{}."
 )
 ROLLOUT=(
-  --rollout.engine torch # TP 1: one copy of the weights, 64 GB, per GPU
-  --rollout.samples_per_prompt 16
-  --rollout.max_tokens 16384
-  --rollout.max_running 64
-  --rollout.cache_tokens 131072 # 34 GB: 256 KB a token
+  --rollout.engine sglang
+  --rollout.tp 2
+  --rollout.samples_per_prompt 8
+  --rollout.max_tokens 32768
   --rollout.deadline_s 7200
 )
 REWARD=(
@@ -40,13 +43,11 @@ REWARD=(
 ALGO=(
   --algo grpo
   --algo.clip_high 0.28 # asymmetric clip, as in DAPO
-  --algo.equal_reward_groups drop
 )
 TRAIN=(
-  --train.samples_per_update 512 # four updates per step
-  --train.tokens_per_micro_batch 20480
+  --train.tokens_per_micro_batch 34816
+  --train.head_chunk_tokens 2048 # of logits at a time
   --train.lr 1e-6
-  --train.lr_warmup_updates 10
 )
 RUN=(
   --run.steps 300

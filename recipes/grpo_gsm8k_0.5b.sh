@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on GSM8K with Qwen2.5-0.5B, one node. Not run at full size yet: no number known.
+__doc__=r'''GRPO on GSM8K with Qwen2.5-0.5B, one GPU or more of one node; sampled by SGLang where
+there are GPUs, by the torch engine elsewhere. Not run at full size: no number to expect is known.
 
     export MODEL_PATH=~/models/Qwen2.5-0.5B TRAIN_DATA=train.jsonl VAL_DATA=test.jsonl
     bash recipes/grpo_gsm8k_0.5b.sh                         # all GPUs of this node
+    GPUS_PER_NODE=1 bash recipes/grpo_gsm8k_0.5b.sh         # one of them
     torchrun --nproc-per-node 8 recipes/grpo_gsm8k_0.5b.sh  # your own torchrun
     bash recipes/grpo_gsm8k_0.5b.sh --train.lr 5e-7         # any key; the last one wins
 
@@ -12,6 +14,7 @@ The data are JSON lines (or parquet) with the fields question and answer, where 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 GPUS_PER_NODE=${GPUS_PER_NODE:-$(processes 8 2)}
 source "$RECIPES/models/qwen2_5_0_5b.sh"
+ENGINE=${ENGINE:-$( (($(processes 1 0))) && echo sglang || echo torch)}
 
 DATA=(
   --data.train "${TRAIN_DATA:-data/gsm8k/train.jsonl}"
@@ -21,6 +24,7 @@ DATA=(
   --data.suffix " Reason step by step and put the final answer within \boxed{}."
 )
 ROLLOUT=(
+  --rollout.engine "$ENGINE"
   --rollout.samples_per_prompt 8
   --rollout.max_tokens 512
   --rollout.temperature 1
@@ -35,6 +39,7 @@ ALGO=(
 TRAIN=(
   --train.samples_per_update 256 # four updates per step
   --train.tokens_per_micro_batch 16384
+  --train.offload true # engine and learner take turns on the GPU
   --train.lr 1e-6
   --train.lr_warmup_updates 10
 )

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Qwen2.5-0.5B: 24 layers, hidden 896, 14 heads of 64, 2 key-value heads, vocabulary 151,936, tied.
 # TP is 1 or 2: it divides the 2 key-value heads.
+export MODEL_CONFIG=$RECIPES/models/qwen2_5_0_5b.json # for --dry-run without the folder
 # shellcheck disable=SC2034 # the recipe reads it
 MODEL=(
   --model.path "${MODEL_PATH:-models/Qwen2.5-0.5B}" # a Hugging Face folder

@@ -9,6 +9,7 @@ prepare() {
   make_once "$MODEL_PATH" sft --seed "$SEED"
 }
 
+export MODEL_CONFIG=$RECIPES/models/tiny_qwen3.json # what --dry-run reads until it is made
 # shellcheck disable=SC2034 # the recipe reads it
 MODEL=(
   --model.path "$MODEL_PATH"

@@ -6,31 +6,38 @@ from pathlib import Path
 
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig, read_json
+
+GPU_GB = 80.0
+"""Of a GPU where there is none to ask."""
 
 
 def show(cfg: Config) -> int:
-    """Print the resolved configuration, batch arithmetic and layout. 2 where a rule is broken."""
-    from rlcore.hf.config import HFConfig
+    """Print the resolved configuration, batch arithmetic, layout and memory plan. 2 where a rule is
+    broken or the plan does not fit."""
     from rlcore.mcore.layout import check_model, layout_of
+    from rlcore.trainer import memory
 
     # recipes/common.sh tells the size of the real run
-    world = int(os.environ.get("NODES", 1)) * int(os.environ.get("GPUS_PER_NODE", 1))
+    nodes, per_node = (int(os.environ.get(name, 1)) for name in ("NODES", "GPUS_PER_NODE"))
+    world = nodes * per_node
     problems = rules.broken(cfg)
     notes = [] if problems else [f"note         {line}" for line in rules.warnings(cfg)]
-    layout = None
+    problems += rules.of_world(cfg, world, per_node)
+    layout = hf = None
     try:
         layout = layout_of(cfg.train, world, 0)
     except ValueError as e:
         problems.append(str(e))
-    if cfg.model.path and not Path(cfg.model.path).is_dir():
-        notes.append(f"model        not checked: there is no folder {cfg.model.path} here")
-    elif cfg.model.path:
-        try:
-            hf = HFConfig.from_folder(cfg.model.path)
-            check_model(hf, cfg.train)
+    try:
+        hf, where = model_of(cfg.model.path)
+        notes.append(f"model        {where}")
+        if hf is not None:
             notes.append(f"model        {hf.arch}, {hf.num_layers} layers, hidden {hf.hidden_size}")
-        except ValueError as e:
-            problems.append(str(e))
+            check_model(hf, cfg.train)
+    except ValueError as e:
+        problems.append(str(e))
+        hf = None
     print(resolve.to_json(cfg))
     total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
     per_update = cfg.train.samples_per_update or total
@@ -40,13 +47,53 @@ def show(cfg: Config) -> int:
         f"{cfg.train.epochs} epoch(s); {cfg.run.steps} steps"
     )
     if layout is not None:
+        tp = cfg.rollout.tp
         print(
             f"world        {world} ranks: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x "
-            f"dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}; {world} engines of one rank"
+            f"dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}; {_count(world // tp, 'engine')} "
+            f"({cfg.rollout.engine}) of {_count(tp, 'rank')}"
         )
     for line in notes:
         print(line)
+    if hf is not None and not problems:
+        gpu_bytes = gpu_gb(cfg) * memory.GB
+        plan = memory.worst_of(cfg, hf, world, gpu_bytes=gpu_bytes or GPU_GB * memory.GB)
+        print("\n".join(memory.table(plan, world, per_node)))
+        problems += plan.problems if gpu_bytes else ()
+        if said := memory.too_large(plan, gpu_bytes):
+            problems.append(said)
+        elif gpu_bytes:
+            print(f"  fits {gpu_bytes / memory.GB:g} GB: {plan.worst.replace('_', '-')} takes most")
     for line in problems:
         print(f"cannot run: {line}", file=sys.stderr)
     print("dry run: " + ("refused" if problems else "this would run"))
     return 2 if problems else 0
+
+
+def model_of(path: str) -> tuple[HFConfig | None, str]:
+    """The model's architecture and where it was read: its folder, else the file that the recipe
+    names in MODEL_CONFIG, else nowhere. ValueError where what is there is no model."""
+    if path and Path(path).is_dir():
+        return HFConfig.from_folder(path), path
+    missing = f"there is no folder {path} here"
+    facts = os.environ.get("MODEL_CONFIG", "")
+    if not path or not facts:
+        return None, f"not checked: {missing}"
+    file = Path(facts)
+    name = "/".join(file.parts[-3:])
+    return HFConfig.from_dict(read_json(file)), f"from {name}, not the folder: {missing}"
+
+
+def gpu_gb(cfg: Config) -> float:
+    """Memory of a GPU in GB that the plan must fit; 0: any."""
+    if cfg.cluster.gpu_gb is not None:
+        return cfg.cluster.gpu_gb
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / 1e9
+    return GPU_GB
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

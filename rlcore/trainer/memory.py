@@ -376,6 +376,8 @@ def too_large(plan: Plan, gpu_bytes: float) -> str:
     largest = sorted(plan.phases[phase], key=lambda item: -item.num_bytes)[:3]
     named = ", ".join(f"{item.part} {_gb(item.num_bytes)}" for item in largest)
     hints = dict.fromkeys(_remedy(item.part) for item in largest)
+    if plan.learner["generate"]:  # nobody leaves
+        hints = {"turn train.offload on": None} | hints
     return (
         f"--cluster.gpu_gb {gpu_bytes / GB:g}: phase {phase} takes {_gb(plan.total(phase))} GB on "
         f"rank {plan.rank}, most of it {named}; {', '.join(h for h in hints if h)}"
@@ -387,7 +389,7 @@ def _remedy(part: str) -> str:
         "Adam's work": "take more ranks, or install Transformer Engine or Apex",
         "activations": "lower train.tokens_per_micro_batch or set train.recompute full",
         "logits": "set train.head_chunk_tokens",
-        "engine weights": "raise rollout.tp or turn train.offload on",
+        "engine weights": "raise rollout.tp",
         "KV cache": "lower rollout.cache_tokens or rollout.gpu_memory_utilization",
         "reference weights": "raise train.tp or train.pp",
         "buckets": "lower sync.bucket_mb or take another sync.route",

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.cli import train
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import num_parameters
 from tests.recipes.conftest import QWEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,44 +22,25 @@ os.execvp("bash", ["bash", __file__, *sys.argv[1:]])
 """
 by_name = pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 
-MODELS = {
-    "grpo_gsm8k_0.5b": QWEN,
-    "grpo_32b": QWEN
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 5120,
-        "head_dim": 128,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
-    "grpo_tiny": QWEN
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 128,
-        "head_dim": 32,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "vocab_size": 34,
-        "eos_token_id": 1,
-    },
-}
-MODELS |= {"algo_tiny": MODELS["grpo_tiny"], "exp_tis_int8": MODELS["grpo_tiny"]}
 # on a machine without GPUs
 WORLDS = {
-    "grpo_gsm8k_0.5b": "2",
-    "grpo_32b": "32",
-    "grpo_tiny": "2",
-    "algo_tiny": "1",
-    "exp_tis_int8": "1",
+    "grpo_gsm8k_0.5b": 2,
+    "grpo_7b": 16,
+    "grpo_14b": 32,
+    "grpo_32b": 64,
+    "dapo_32b": 64,
+    "grpo_30b_a3b": 32,
+    "grpo_tiny": 2,
+    "algo_tiny": 1,
+    "exp_tis_int8": 1,
+}
+# Billions of parameters, as the models' cards say them.
+BILLIONS = {
+    "qwen2_5_0_5b": 0.49,
+    "qwen2_5_7b": 7.61,
+    "qwen2_5_14b": 14.7,
+    "qwen2_5_32b": 32.5,
+    "qwen3_30b_a3b": 30.5,
 }
 
 
@@ -71,7 +55,7 @@ def parts(recipe: Path) -> tuple[str, str, str]:
 
 
 def test_every_recipe_is_known_here():
-    assert {r.stem for r in RECIPES} == MODELS.keys() == WORLDS.keys()
+    assert {r.stem for r in RECIPES} == WORLDS.keys()
 
 
 @by_name
@@ -106,42 +90,93 @@ def test_it_sources_only_what_is_there_and_lets_the_user_have_the_last_word(reci
         assert f'"${{{array}[@]}}"' in body, f"{array} is not handed to launch"
 
 
-def dry_run(bench, recipe: Path, *more: str) -> tuple[int, str]:
-    """The real program, from a folder that holds no more of the model than its config.json."""
-    model = bench.folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODELS[recipe.stem]))
-    (bench.folder / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    data = {"TRAIN_DATA": "rows.jsonl", "VAL_DATA": "rows.jsonl"}
-    return bench.run(
-        "bash", recipe, "--dry-run", *more, PYTHONPATH=str(ROOT), MODEL_PATH=str(model), **data
-    )
+@pytest.mark.parametrize("model", BILLIONS)
+def test_the_facts_of_a_model_are_a_model_of_its_size(model):
+    raw = json.loads((ROOT / "recipes/models" / f"{model}.json").read_text())
+    assert num_parameters(HFConfig.from_dict(raw)) / 1e9 == pytest.approx(BILLIONS[model], rel=0.01)
+    assert f"models/{model}.json" in (ROOT / "recipes/models" / f"{model}.sh").read_text()
+
+
+# ---- dry runs
+
+
+def planned(bench, monkeypatch, capsys, recipe: Path, *more: str, **env: str) -> tuple[int, str]:
+    """Exit status and output of the program, in this process, with what launch hands over."""
+    rc, out = bench.run("bash", recipe, "--dry-run", *more, **env)
+    assert rc == 0, out
+    record = bench.records()[0]
+    for name in ("NODES", "GPUS_PER_NODE", "MODEL_CONFIG"):
+        monkeypatch.setenv(name, record["env"][name])
+    monkeypatch.chdir(bench.folder)
+    assert record["argv"][0] == "train" and record["argv"][-1 - len(more)] == "--dry-run"
+    rc = train.main(record["argv"][1:])
+    shown = capsys.readouterr()
+    return rc, shown.out + shown.err
 
 
 @by_name
-def test_a_dry_run_accepts_it_at_its_full_world_size(bench, recipe):
-    rc, out = dry_run(bench, recipe)
+def test_a_dry_run_plans_its_full_world_without_the_model_and_fits_80_gb(
+    bench, monkeypatch, capsys, recipe
+):
+    rc, out = planned(bench, monkeypatch, capsys, recipe)
     assert rc == 0, out
     assert f"{WORLDS[recipe.stem]} ranks" in out
+    assert re.search(r"model +from recipes/models/\w+.json, not the folder", out)
+    assert "learner gradients" in out and "host memory of a node" in out
+    assert "fits 80 GB" in out
+    assert f'"name": "{recipe.stem}"' in out
+    assert "note  " not in out  # no setting without an effect
+
+
+def test_fewer_nodes_are_one_variable_and_the_plan_says_when_they_are_too_few(
+    bench, monkeypatch, capsys
+):
+    recipe = ROOT / "recipes/grpo_32b.sh"
+    rc, out = planned(bench, monkeypatch, capsys, recipe, NODES="4")
+    assert rc == 0, out
+    assert "32 ranks: tp 4 x cp 4 x pp 1 x dp 2" in out
+    rc, out = planned(bench, monkeypatch, capsys, recipe, NODES="2")
+    assert rc == 2
+    assert "cannot run: --cluster.gpu_gb 80: phase step takes" in out
+    assert "learner gradients 32.8, learner optimizer 24.6, learner weights 16.4" in out
+    rc, out = planned(bench, monkeypatch, capsys, recipe, "--cluster.gpu_gb", "141", NODES="2")
+    assert rc == 0 and "fits 141 GB" in out
+    rc, out = planned(bench, monkeypatch, capsys, recipe, "--cluster.gpu_gb", "0", NODES="2")
+    assert rc == 0 and "fits" not in out
+
+
+def test_an_engine_that_does_not_fit_is_refused_with_what_to_change(bench, monkeypatch, capsys):
+    recipe = ROOT / "recipes/grpo_32b.sh"
+    rc, out = planned(bench, monkeypatch, capsys, recipe, "--rollout.tp", "1")
+    assert rc == 2
+    assert "phase save takes" in out and "most of it engine weights 65.5" in out
+    assert "raise rollout.tp" in out
+    assert "cannot run: --rollout.gpu_memory_utilization 0.8: beside 65.5 GB of weights" in out
+
+
+def program(bench, recipe: Path, *more: str, **env: str) -> tuple[int, str]:
+    """The real program as a user starts it."""
+    return bench.run("bash", recipe, "--dry-run", *more, PYTHONPATH=str(ROOT), **env)
+
+
+def test_the_program_reads_the_model_from_its_folder_where_there_is_one(bench):
+    model = bench.folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN))
+    rc, out = program(bench, ROOT / "recipes/grpo_gsm8k_0.5b.sh", MODEL_PATH=str(model))
+    assert rc == 0, out
+    assert f"model        {model}" in out
+    assert "qwen2, 24 layers, hidden 896" in out
+    assert "2 engines (torch) of 1 rank" in out
+
+
+def test_the_0_5b_recipe_samples_with_sglang_where_there_are_gpus(bench):
+    rc, out = program(bench, ROOT / "recipes/grpo_gsm8k_0.5b.sh", CUDA_VISIBLE_DEVICES="0")
+    assert rc == 0, out
+    assert "1 engine (sglang) of 1 rank" in out
 
 
 def test_a_misspelt_key_is_refused_with_the_nearest_name(bench):
-    rc, out = dry_run(bench, ROOT / "recipes/grpo_32b.sh", "--algo.clip_hihg", "0.3")
+    rc, out = program(bench, ROOT / "recipes/grpo_32b.sh", "--algo.clip_hihg", "0.3")
     assert rc != 0
     assert "did you mean --algo.clip_high?" in out
-
-
-@by_name
-def test_the_keys_of_a_recipe_are_keys_of_the_configuration(bench, recipe):
-    """Without the program: what launch hands over, parsed."""
-    from rlcore import algos
-    from rlcore.config import resolve
-    from rlcore.rewards.registry import config_class
-
-    rc, out = bench.run("bash", recipe, "--dry-run")
-    assert rc == 0, out
-    argv = bench.records()[0]["argv"]
-    assert argv[0] == "train" and argv[-1] == "--dry-run"
-    argv = argv[1:-1]
-    config = resolve.parse(argv, {"algo": algos.config_class, "reward": config_class})
-    assert config.run.name == recipe.stem

@@ -184,9 +184,10 @@ def test_a_plan_too_large_names_the_phase_its_largest_parts_and_what_to_change()
     said = memory.too_large(large, 80e9)
     assert said == (
         "--cluster.gpu_gb 80: phase push takes 90.0 GB on rank 0, most of it engine weights 70.0, "
-        "learner weights 20.0; raise rollout.tp or turn train.offload on, raise train.tp, "
-        "train.pp or train.ep, or take more ranks"
+        "learner weights 20.0; raise rollout.tp, raise train.tp, train.pp or train.ep, or take "
+        "more ranks"
     )
+    assert "; turn train.offload on, " in memory.too_large(plan(), 1e9)
 
 
 # ---- the check
