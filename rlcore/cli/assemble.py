@@ -1,5 +1,7 @@
 """Builds everything that one rank of a run holds, from the configuration."""
 
+import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -25,7 +27,7 @@ from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.mcore.layout import layout_of
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
-from rlcore.protocols import Engine
+from rlcore.protocols import Engine, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine
@@ -33,10 +35,12 @@ from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.rollout.transport import free_port
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.stop import All
-from rlcore.sync.colocated import ColocatedChannel
+from rlcore.sync.channel import make_channel
+from rlcore.sync.peers import Peers
 from rlcore.trainer import memory, resume, sync_loop
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
@@ -75,6 +79,7 @@ def open_folder(cfg: Config, world: World) -> None:
 
 
 TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
+SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"
 
 
 def assemble(cfg: Config, world: World) -> Run:
@@ -130,7 +135,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         critic=critic,
         kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
         engine=engine,
-        channel=ColocatedChannel(shared_memory=isinstance(engine, ChildEngine)),
+        engine_ranks=engine_ranks(cfg, world.rank),
+        channel=make_weight_channel(cfg, world, isinstance(engine, ChildEngine)),
         rollout=rollout,
         sampling=sampling,
         memory=residency,
@@ -268,8 +274,8 @@ def make_scorer(cfg: Config, world: World) -> RewardService:
 
 
 def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
-    """This rank's sampler: in this process when it is alone, in a child process otherwise, so that
-    an abort never waits for a decode and its death is not ours."""
+    """This rank's sampler, or its share of one over --rollout.tp ranks. ValueError where SGLang is
+    asked for and not installed."""
     r = cfg.rollout
     options = {
         "dtype": cfg.model.dtype if r.dtype == "auto" else r.dtype,
@@ -279,11 +285,12 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
         "max_model_tokens": min(hf.max_positions, cfg.data.max_prompt_tokens + r.max_tokens),
         "threads": r.threads,
         "progress_s": r.progress_s,
-        "decode_floor_ms": cfg.debug.decode_floor_ms,
-        "quantize": r.quantize,
         "fp32_head": r.fp32_lm_head,
         "rank": world.rank,
     }
+    if r.engine == "sglang":
+        return _sglang_engine(cfg, hf, world, options)
+    options |= {"decode_floor_ms": cfg.debug.decode_floor_ms, "quantize": r.quantize}
     inline = r.process == "inline" or (r.process == "auto" and world.size == 1)
     announce(
         "engine", f"torch, {options['dtype']}, {'in this process' if inline else 'child process'}"
@@ -294,6 +301,80 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
     return ChildEngine(TORCH_ENGINE, settings, threads=r.threads, rank=world.rank)
 
 
+def _sglang_engine(cfg: Config, hf: HFConfig, world: World, options: dict[str, Any]) -> ChildEngine:
+    """SGLang ends the process that it lives in when a part of it dies, hence always a child."""
+    r = cfg.rollout
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
+            "--sglang, or use --rollout.engine torch"
+        )
+    first, starts = world.rank - world.rank % r.tp, itertools.count()
+    where = "CUDA" if world.device.type == "cuda" else "CPU"
+    announce("engine", f"sglang on {where}, {options['dtype']}, tp {r.tp}, child process")
+
+    def settings() -> dict[str, Any]:
+        share: dict[str, Any] = {}
+        if r.tp > 1:
+            meeting = f"engine/{first}/{next(starts)}"
+            if world.rank == first:
+                world.store.set(meeting, f"127.0.0.1:{free_port()}")  # all ranks are on one node
+            share = {
+                "tp": r.tp,
+                "nnodes": r.tp,
+                "node_rank": world.rank - first,
+                "dist_init_addr": world.store.get(meeting).decode(),
+            }
+        return {
+            "config": hf.to_dict(),
+            "device": str(world.device),
+            "memory_fraction": r.gpu_memory_utilization,
+            "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
+            **options,
+            **share,
+        }
+
+    return ChildEngine(
+        SGLANG_ENGINE,
+        settings,
+        threads=r.threads,
+        rank=world.rank,
+        start_s=cfg.cluster.timeout_s,
+    )
+
+
+def _value(text: str) -> Any:
+    """A value of --rollout.sglang: a number, true, false, a list, or else a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def engine_ranks(cfg: Config, rank: int) -> range:
+    """The ranks that the engine of `rank` spans; the first of them takes its requests."""
+    first = rank - rank % cfg.rollout.tp
+    return range(first, first + cfg.rollout.tp)
+
+
+def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChannel:
+    """The way of the weights from the learner to this rank's engine."""
+    cuda = world.device.type == "cuda"
+    transport = "shm" if in_child else "bytes"
+    if cfg.rollout.engine == "sglang" and cuda:
+        transport = "cuda_ipc"
+    size = cfg.sync.ranks_per_site or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    return make_channel(
+        cfg.sync.route,
+        transport=transport,
+        tp=cfg.rollout.tp,
+        max_bytes=cfg.sync.bucket_mb * 2**20,
+        sites=[range(i, min(i + size, world.size)) for i in range(0, world.size, size)],
+        peers=Peers(timeout_s=cfg.cluster.timeout_s),
+        device=world.device,
+    )
+
+
 def make_controller(cfg: Config, world_size: int) -> Controller:
     """One round's controller with the policies of --schedule.
 
@@ -301,8 +382,12 @@ def make_controller(cfg: Config, world_size: int) -> Controller:
     replicas as they get free, the clock would decide which requests are decoded side by side, the
     log-probs would differ in their last bits, and a resumed run would not be the same bit by bit.
     """
+    tp = cfg.rollout.tp
+    leaders = range(0, world_size, tp)
     return Controller(
-        ranks=range(world_size),
+        ranks=leaders,
+        all_ranks=range(world_size),
+        members={first: range(first + 1, first + tp) for first in leaders},
         place=LeastLoaded(sys.maxsize),
         stop=All(),
         deadline_s=cfg.rollout.deadline_s,

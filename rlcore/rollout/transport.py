@@ -146,6 +146,13 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
         return probe.getsockname()[0]
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def _address_of(interface: str) -> str:
     """The IPv4 address of a network interface of this machine."""
     found = psutil.net_if_addrs()
