@@ -14,7 +14,9 @@ from rlcore.mcore.learner import MegatronLearner
 from rlcore.protocols import Engine
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.sync.channel import make_channel
 from rlcore.sync.colocated import ColocatedChannel
+from rlcore.sync.peers import Peers
 from tests import kit
 from tests.contracts.engine_contract import requests, run
 from tests.gpu import side
@@ -107,3 +109,26 @@ def test_the_export_is_on_the_gpu_in_the_models_dtype() -> None:
         found = list(learner.export())
         assert {t.dtype for _, t in found} == {torch.bfloat16}
         assert {t.device.type for _, t in found} == {side.DEVICE.type}
+
+
+@pytest.mark.parametrize("route", ["gather", "intranode"])
+def test_a_bucket_stays_on_the_gpu_and_its_memory_comes_back(route: str) -> None:
+    """By its handle: the engine's process reads the learner's memory, and lets go of it."""
+    config = kit.tiny_config("qwen3")
+    channel = make_channel(
+        route, transport="cuda_ipc", max_bytes=8192, device=side.DEVICE, peers=Peers(name=route)
+    )
+    options = {"max_model_tokens": 96, "dtype": "float32", "seed": 7, "device": str(side.DEVICE)}
+    with side.learner() as learner:
+        engine = ChildEngine(FACTORY, {"config": config} | options)
+        try:
+            channel.push(learner, engine, 0)
+            held = torch.cuda.memory_allocated()
+            for version in range(1, 6):
+                figures = channel.push(learner, engine, version)
+                assert figures["transient_gb"] < 1
+            assert torch.cuda.memory_allocated() <= held
+            mean, most = distance(learner, engine, "a", 5)
+            assert mean < LIMITS["float32"][0] and most < LIMITS["float32"][1]
+        finally:
+            engine.close()

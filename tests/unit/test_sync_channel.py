@@ -1,0 +1,145 @@
+"""The channel in a world of one: what an engine sees of a push, and what is refused.
+tests/ranks/test_sync.py has the ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.ops.reshard import checksum
+from rlcore.protocols import WeightChannel
+from rlcore.records import Bucket, Shard
+from rlcore.sync.channel import make_channel
+from rlcore.sync.peers import Failure, Peers, PushError
+from rlcore.utils.buckets import as_tensor, cuda_handle, open_cuda, open_payload, unpack
+
+ROUTES = ("gather", "intranode")
+
+
+class Weights:
+    """A learner with two tensors, the second in three dimensions as fused rows come."""
+
+    def __init__(self) -> None:
+        self.tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.randn(4, 3, 2)[:, 1:]}
+
+    def shards(self) -> Iterator[tuple[Shard, Tensor]]:
+        for name, tensor in self.tensors.items():
+            shape = tuple(tensor.flatten(0, -2).shape)
+            yield (
+                Shard(name=name, dtype="float32", shape=shape, dim=0, start=0, stop=shape[0]),
+                tensor,
+            )
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.tensors.items():
+            yield name, tensor.flatten(0, -2)
+
+
+class Reader:
+    """An engine that verifies and keeps."""
+
+    down = ""
+
+    def __init__(self) -> None:
+        self.came: dict[str, Tensor] = {}
+        self.transports: set[str] = set()
+        self.open = False
+
+    def begin_load(self, version: int) -> None:
+        self.came, self.open = {}, True
+
+    def load_bucket(self, bucket: Bucket, payloads: Any) -> None:
+        flat = as_tensor(bucket, open_payload(bucket, payloads[0]))
+        assert checksum(flat) == bucket.checksum
+        self.came |= {name: tensor.clone() for name, tensor in unpack(bucket, flat)}
+        self.transports.add(bucket.transport)
+
+    def end_load(self) -> None:
+        self.open = False
+
+
+class Confused(Reader):
+    def load_bucket(self, bucket: Bucket, payloads: Any) -> None:
+        raise RuntimeError("no memory for this bucket")
+
+
+class Dying(Reader):
+    def load_bucket(self, bucket: Bucket, payloads: Any) -> None:
+        self.down = "engine process 1 was killed by signal 9"
+        raise RuntimeError(f"load_bucket: {self.down}")
+
+
+def channel(route: str, **options: Any) -> WeightChannel:
+    return make_channel(route, max_bytes=options.pop("max_bytes", 100), **options)
+
+
+@pytest.mark.parametrize("transport", ["bytes", "shm"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_engine_gets_all_tensors_over_either_route(route: str, transport: str) -> None:
+    learner, engine = Weights(), Reader()
+    sent = channel(route, transport=transport)
+    for version in (1, 2):
+        figures = sent.push(learner, engine, version)
+        assert not engine.open and engine.transports == {transport}
+        want = dict(learner.export())
+        assert engine.came.keys() == want.keys()
+        assert all(torch.equal(engine.came[name], want[name]) for name in want)
+        learner.tensors["a"] += 1
+    assert figures["bytes"] == 12 * 4 + 8 * 2 * 4
+    assert figures["time_s"] > 0 and figures["transient_gb"] > 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_engine_that_refuses_fails_the_push_and_one_that_dies_does_not(route: str) -> None:
+    sent, engine = channel(route), Confused()
+    with pytest.raises(RuntimeError, match="no memory for this bucket"):
+        sent.push(Weights(), engine, 1)
+    assert engine.open  # not usable
+    assert sent.push(Weights(), Dying(), 2)["bytes"] > 0
+    sent.push(Weights(), engine := Reader(), 3)
+    assert not engine.open
+
+
+def test_a_push_over_a_relay_without_an_engine_moves_nothing() -> None:
+    figures = channel("intranode").push(Weights(), None, 1)
+    assert figures["bytes"] == 12 * 4 + 8 * 2 * 4 and figures["transient_gb"] == 0
+
+
+def test_other_shards_than_at_the_first_push_are_refused() -> None:
+    sent, learner = channel("two_stage"), Weights()
+    sent.push(learner, Reader(), 1)
+    learner.tensors["c"] = torch.ones(2, 2)
+    with pytest.raises(PushError, match="rank 0: ValueError: rank 0: its shards, or that it has"):
+        sent.push(learner, Reader(), 2)
+
+
+def test_a_rank_without_a_learner_needs_another_route() -> None:
+    with pytest.raises(ValueError, match="sync.route gather: a rank without a learner"):
+        channel("gather").push(None, Reader(), 1)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="timeout_s 0: give a time above 0"):
+        Peers(timeout_s=0)
+    with pytest.raises(ValueError, match="world_size 2: needs the store"):
+        Peers(0, 2)
+    with pytest.raises(ValueError, match="tp 2: must divide the 1 ranks"):
+        channel("intranode", tp=2)
+    with pytest.raises(ValueError, match="max_bytes 0"):
+        channel("gather", max_bytes=0)
+
+
+def test_the_first_failure_is_the_damage_and_not_what_followed_it() -> None:
+    late = Failure("late", 0, 0, 3, "rank 3 waited")
+    lost = Failure("link", 0, 0, 1, "rank 1 lost rank 2")
+    damage = Failure("data", 5, 1, 2, "changed on its way")
+    assert min(lost, late) is late and min(lost, damage, late) is damage
+
+
+def test_handles_of_a_gpu_are_refused_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match="payload of transport cuda_ipc"):
+        open_cuda(b"\xc1")
+    with pytest.raises(ValueError, match="a storage of its own"):
+        cuda_handle(torch.zeros(8, dtype=torch.uint8)[4:])
