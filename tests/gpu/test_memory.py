@@ -1,16 +1,20 @@
 """Who gives GPU memory back, and what comes back into it."""
 
+import dataclasses
 import gc
 
 import pytest
 import torch
 
+from rlcore.cli.settings import parse
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
+from rlcore.mcore.layout import layout_of
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.mcore.memory import BLOCK
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import push
+from rlcore.trainer import memory
 from tests import kit
 from tests.contracts.engine_contract import requests as some_requests
 from tests.contracts.engine_contract import run, weights
@@ -155,3 +159,22 @@ def test_a_sleeping_engine_holds_no_memory_and_wakes_to_the_same_tokens() -> Non
     assert all(set(s.versions.tolist()) == {1} for s in again.values())
     made.close()
     assert torch.cuda.memory_allocated() < allocated - 0.99 * (weight_bytes + cache_bytes)
+
+
+def test_a_device_that_somebody_else_holds_is_refused_before_the_learner_comes() -> None:
+    cfg = parse(["--model.path", "m", "--train.offload", "--rollout.max_running", "4"])
+    total = torch.cuda.get_device_properties(side.DEVICE).total_memory
+    plan = memory.make(cfg, large(), layout_of(cfg.train, 1, 0), gpu_bytes=total)
+    guard = memory.Residency(plan, side.DEVICE)
+    guard.before("hand_over")
+    guard.check("generate", [])
+    found = guard.take()
+    assert 0 < found["memory/device_gb/generate"] * 1e9 <= total
+    free, _ = torch.cuda.mem_get_info(side.DEVICE)
+    held = torch.empty(int(0.98 * free), dtype=torch.uint8, device=side.DEVICE)
+    large_plan = dataclasses.replace(
+        plan, phases=plan.phases | {"step": (memory.Item("learner weights", int(0.5 * total)),)}
+    )
+    with pytest.raises(RuntimeError, match="memory: phase step on rank 0 needs .* are to come"):
+        memory.Residency(large_plan, side.DEVICE).before("hand_over")
+    del held
