@@ -22,6 +22,7 @@ Without it everything stays and every phase adds its own.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -411,21 +412,24 @@ class Residency:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self._device = plan, device
         self._found: dict[str, float] = {}
+        self._engine_sleeps = False
 
-    def before(self, phase: str) -> None:
-        """The device was cleared for what `phase` and its like bring: is it free? On the CPU there
-        is nothing to ask.
+    def before(self, phase: Literal["hand_over", "push"], learners: Sequence[Learner]) -> None:
+        """The device was cleared for the learner's turn (hand_over) or for the engine's weights
+        (push): is there room for them? On the CPU there is nothing to ask.
 
         Raises:
             RuntimeError: something else has not left.
         """
         if self._device.type != "cuda":
             return
+        if phase == "push" and not self._engine_sleeps:  # an engine starts awake
+            return
+        self._engine_sleeps = phase == "hand_over"
         turn = ("hand_over", "log_probs", "backward", "step")
-        phases = turn if phase == "hand_over" else (phase,)
-        most = max(phases, key=self.plan.total)
-        coming = [i.num_bytes for i in self.plan.phases[most] if i.part != "contexts"]
-        self._must_fit(most, sum(coming))
+        most = max(turn if phase == "hand_over" else (phase,), key=self.plan.total)
+        coming = sum(i.num_bytes for i in self.plan.phases[most] if i.part != "contexts")
+        self._must_fit(most, coming - _resident(learners))
 
     def check(self, phase: str, learners: Sequence[Learner]) -> None:
         """Everything that `phase` starts with is in place: measure it.
@@ -433,7 +437,7 @@ class Residency:
         Raises:
             RuntimeError: the learner holds more than is planned, or the rest has no room.
         """
-        own = sum(sum(learner.resident_bytes().values()) for learner in learners)
+        own = _resident(learners)
         planned = self.plan.learner[phase]
         self._found[f"memory/learner_gb/{phase}"] = own / GB
         if own > 1.02 * planned + SLACK_BYTES:
@@ -471,3 +475,7 @@ class Residency:
             f"{coming / GB:.1f} GB are to come: see who holds them (nvidia-smi), or lower what "
             "--dry-run shows as largest"
         )
+
+
+def _resident(learners: Sequence[Learner]) -> int:
+    return sum(sum(learner.resident_bytes().values()) for learner in learners)

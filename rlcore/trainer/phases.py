@@ -3,6 +3,7 @@ the turns of engine and learner on shared memory."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
@@ -161,10 +162,10 @@ def learner_here(run: Run, parts: Collection[Part]) -> Iterator[None]:
     engine_wakes(run)
 
 
-def must_be_free(run: Run, phase: str) -> None:
+def must_be_free(run: Run, phase: Literal["hand_over", "push"]) -> None:
     """RuntimeError where what `phase` brings has no room."""
     if run.memory is not None:
-        run.memory.before(phase)
+        run.memory.before(phase, run.learners)
 
 
 def measure(run: Run, phase: str) -> None:

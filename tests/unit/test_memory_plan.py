@@ -218,3 +218,58 @@ def test_on_the_cpu_the_plan_keeps_what_an_offload_leaves() -> None:
     assert found.learner["generate"] == state["weights"] + state["optimizer"]
     assert found.learner["hand_over"] == sum(state.values())
     assert found.problems == ()
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, taken_gb: float, idle_gb: float = 0.0) -> None:
+    """A GPU of 80 GB of which this much is taken, some of it idle in torch's allocator."""
+    total = 80 * 10**9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - int(taken_gb * 1e9), total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(idle_gb * 1e9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+
+
+def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = {
+        "hand_over": (memory.Item("learner weights", 30 * 10**9),),
+        "log_probs": (),
+        "backward": (memory.Item("learner weights", 30 * 10**9), memory.Item("logits", 10**10)),
+        "step": (),
+        "push": (memory.Item("learner weights", 10**10), memory.Item("engine weights", 5 * 10**10)),
+    }
+    found = dataclasses.replace(plan("--train.offload"), phases=phases)
+    guard = memory.Residency(found, torch.device("cuda", 0))
+    gpu(monkeypatch, 79)
+    guard.before("push", [holding(weights=10**10)])  # the engine started awake
+    gpu(monkeypatch, 50, idle_gb=20)
+    guard.before("hand_over", [])
+    gpu(monkeypatch, 45)
+    with pytest.raises(RuntimeError) as error:
+        guard.before("hand_over", [])
+    assert str(error.value).startswith(
+        "memory: phase backward on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's 80.0 GB "
+        "are taken and 40.0 GB are to come"
+    )
+    gpu(monkeypatch, 25)
+    guard.before("push", [holding(weights=10**10)])
+    guard.before("hand_over", [])
+    gpu(monkeypatch, 35)
+    with pytest.raises(RuntimeError, match="phase push on rank 0 needs 60.0 GB"):
+        guard.before("push", [holding(weights=10**10)])
+
+
+def test_a_switch_is_measured_and_what_comes_later_must_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    phases = {"push": (memory.Item("buckets", 10**10, True, comes_later=True),)}
+    found = dataclasses.replace(plan("--train.offload"), phases=phases, learner={"push": 0})
+    guard = memory.Residency(found, torch.device("cuda", 0))
+    gpu(monkeypatch, 60)
+    guard.check("push", [])
+    assert guard.take() == {
+        "memory/learner_gb/push": 0.0,
+        "memory/device_gb/push": 60.0,
+        "memory/planned_gb/push": 10.0,
+    }
+    gpu(monkeypatch, 71)
+    with pytest.raises(RuntimeError, match="71.0 GB of the device's 80.0 GB are taken and 10.0"):
+        guard.check("push", [])
