@@ -1,9 +1,9 @@
 """Carries out a plan of `sync/layout.py`: bucket by bucket, between sites and then inside them.
 
 Of each bucket a rank first posts what it receives over a slow link, then sends what others lack,
-then takes part in the broadcasts of its site and hands the whole bucket on. While an engine takes a
-bucket, the next one is on the slow link. A rank holds two buckets at most: the one that is put
-together and the parts on their way; a rank that only sends, two buckets of parts.
+then takes part in the broadcasts of its site and hands the whole bucket on. The next bucket is on
+the slow link meanwhile, from the moment on that it has room. A rank holds two buckets at most: the
+one that is put together and the parts on their way; a rank that only sends, two buckets of parts.
 
 A part ends with its checksum, 8 bytes that its owner wrote: everyone who gets the part sums it anew
 on the way into its bucket. Damage does not stop the push, which has to end the same way on all
@@ -214,8 +214,13 @@ class _Run:
         coming = self._post(0) if loads else []
         for number, load in enumerate(loads):
             self._send(number, load)
-            bucket = self._collect(number, load, coming)
-            coming = self._post(number + 1) if number + 1 < len(loads) else []
+            arrived = self._arrive(number, coming)
+            early = self._fits(number)
+            if early:
+                coming = self._post(number + 1)
+            bucket = self._collect(number, load, arrived)
+            if not early:
+                coming = self._post(number + 1)
             if bucket is not None:
                 self._give(*bucket)
                 self._relay.free(load.num_bytes)
@@ -232,13 +237,40 @@ class _Run:
     def _post(self, number: int) -> list[_Message]:
         """Begin to receive what comes over the slow link."""
         coming = []
-        for part in self._plan.loads[number].parts:
-            if part.root == self._rank != part.owner:
-                buffer = self._relay.room(part.num_bytes + _padding(part) + _SUM_BYTES)
-                with _Naming(self, number, part, 0, part.owner):
-                    work = self._slow.receive(buffer, part.owner, number)
-                coming.append(_Message(part, buffer, work))
+        for part in self._incoming(number):
+            buffer = self._relay.room(_message_bytes(part))
+            with _Naming(self, number, part, 0, part.owner):
+                work = self._slow.receive(buffer, part.owner, number)
+            coming.append(_Message(part, buffer, work))
         return coming
+
+    def _incoming(self, number: int) -> list[Part]:
+        """What this rank receives from other sites."""
+        loads = self._plan.loads
+        parts = loads[number].parts if number < len(loads) else ()
+        return [part for part in parts if part.root == self._rank != part.owner]
+
+    def _fits(self, number: int) -> bool:
+        """Whether what comes next has room beside this bucket and its parts: the slow link then
+        goes on while the site broadcasts."""
+        load = self._plan.loads[number]
+        here = [part for part in load.parts if part.site in self._links.sites]
+        own = [_message_bytes(part) for part in here if part.root == self._rank]
+        others = [_message_bytes(part) for part in here if part.root != self._rank]
+        after = [_message_bytes(part) for part in self._incoming(number + 1)]
+        whole = load.num_bytes if self._needs else 0
+        return whole + sum(own) + max(others, default=0) + sum(after) <= self._most
+
+    def _arrive(self, number: int, coming: list[_Message]) -> dict[tuple[int, int], Tensor]:
+        """What has come over the slow link, by owner and root."""
+        arrived = {}
+        for message in coming:
+            part = message.part
+            with _Naming(self, number, part, 0, part.owner):
+                self._slow.wait(message.work)
+            arrived[part.owner, part.root] = message.buffer
+        coming.clear()  # the memory goes part by part
+        return arrived
 
     def _send(self, number: int, load: Load) -> None:
         """Begin to send what other sites lack. A rank that takes part in a site, too, has room for
@@ -264,7 +296,7 @@ class _Run:
     def _packed(self, number: int, part: Part) -> Tensor:
         """A part of this rank's own shards with its checksum."""
         tensors = [self._own[slot.shard.name, slot.shard.start] for slot in part.slots]
-        buffer = self._relay.room(part.num_bytes + _padding(part) + _SUM_BYTES)
+        buffer = self._relay.room(_message_bytes(part))
         copy = self._relay.packing(number, part, tensors)
         _write_sum(buffer, copy.pack(tensors, buffer[: part.num_bytes]))
         return buffer
@@ -272,7 +304,7 @@ class _Run:
     # ---- inside the site
 
     def _collect(
-        self, number: int, load: Load, coming: list[_Message]
+        self, number: int, load: Load, arrived: dict[tuple[int, int], Tensor]
     ) -> tuple[Bucket, Tensor] | None:
         """Take part in the broadcasts of this rank's site; the whole bucket where it is needed."""
         bucket = None
@@ -280,23 +312,20 @@ class _Run:
             self._relay.hold(load.num_bytes)
             bucket = self._take(load.num_bytes)
         views = [] if bucket is None else _views(load, bucket)
-        received = {id(message.part): message for message in coming}
         for part in load.parts:
             if part.site not in self._links.sites:
                 continue
-            if id(part) in received:
-                message = received.pop(id(part))
-                with _Naming(self, number, part, 0, part.owner):
-                    self._slow.wait(message.work)
-                buffer = message.buffer
+            if (part.owner, part.root) in arrived:
+                buffer = arrived.pop((part.owner, part.root))
             elif part.root == self._rank:
                 buffer = self._packed(number, part)
             else:
-                buffer = self._relay.room(part.num_bytes + _padding(part) + _SUM_BYTES)
+                buffer = self._relay.room(_message_bytes(part))
             self._spread(number, part, buffer)
             if part.owner != self._rank or self._needs:
                 self._open(number, part, buffer, views)
             self._relay.free(len(buffer))
+            del buffer
         if bucket is None:
             return None
         said = reshard.checksum(bucket)
@@ -370,9 +399,9 @@ def _first_line(error: BaseException) -> str:
 # ---- bytes
 
 
-def _padding(part: Part) -> int:
-    """Up to the checksum, which starts at a word."""
-    return -part.num_bytes % _WORD
+def _message_bytes(part: Part) -> int:
+    """Of a part and its checksum, which starts at a word."""
+    return part.num_bytes + -part.num_bytes % _WORD + _SUM_BYTES
 
 
 def _write_sum(buffer: Tensor, said: int) -> None:

@@ -1,0 +1,482 @@
+"""Weights over a slow link and inside a node: flat against two-stage, gather against broadcast.
+
+    python tools/bench_sync.py --seed 0 --json out.json --plot out.png
+    python tools/bench_sync.py --part link --pairs 8 --mib 32 --mbit 50
+    python tools/bench_sync.py --part node
+
+`link`: two clusters on this machine, each a network namespace of its own, with one link between
+them that `tc` limits to --mbit. n trainers hold a shard each, n receivers want everything; gloo, no
+model. Bytes are counted at the interface that leaves the trainers' cluster. Needs root, `ip` and
+`tc`; without them it is skipped, and the reason printed.
+
+    two_stage  the channel of this name: shard i to receiver i, then broadcast in the cluster
+    flat       an all-gather by direct exchange: every receiver gets every shard from its owner
+    ring       gloo's all-gather of all 2n ranks, in the order of the clusters: receivers pass
+               shards on, and contribute as much as they get, since it knows no other way
+
+`node`: a Megatron learner under TP2 x PP2 on four ranks, pushed to an engine on each that verifies
+and drops it: route gather (flat all-gather of every tensor) against intranode.
+
+One row per way and figure; `ratio` is against `baseline`. rlcore/sync/README.md says what the
+ratios mean.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+WAYS = ("two_stage", "flat", "ring")
+HOST = "10.77.0.1"
+OTHER = "10.77.0.2"
+PORT = 29477
+DEVICES = ("slow0", "slow1")
+_LIMIT_S = 900.0  # of one world
+_WAIT_S = 300.0  # of one wait between ranks
+_DEATHSIG = 1  # PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    """Run, print one line a row, write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", choices=("all", "link", "node"), default="all")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[8, 16], help="ranks on each side")
+    parser.add_argument("--mib", type=float, default=32, help="weights, in MiB")
+    parser.add_argument("--mbit", type=float, default=50, help="of the slow link, Mbit/s")
+    parser.add_argument("--bucket-mib", type=float, default=8)
+    parser.add_argument("--hidden", type=int, default=512, help="of the node's model")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", default="", help="write the rows to this file")
+    parser.add_argument("--plot", default="", help="write a picture to this file")
+    parser.add_argument("--cluster", default="", help=argparse.SUPPRESS)  # a process of our own
+    a = parser.parse_args()
+    if a.cluster:
+        cluster(Path(a.cluster), json.loads((Path(a.cluster) / "args.json").read_text()))
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: list[dict] = []
+    if a.part in ("all", "link"):
+        reason = unavailable()
+        if reason:
+            print(f"link: skipped: {reason}")
+        else:
+            for n in a.pairs:
+                rows += link(n, a)
+    if a.part in ("all", "node"):
+        rows += node(a)
+    for row in rows:
+        ratio = f"{row['ratio']:6.2f} x {row['baseline']}" if row["baseline"] else ""
+        print(f"{row['name']:34} {row['value']:10.3f} {row['unit']:6} {ratio}")
+    if a.json:
+        Path(a.json).write_text(json.dumps(rows, indent=1) + "\n")
+    if a.plot:
+        plot(rows, a.plot)
+
+
+def row(name: str, value: float, unit: str, baseline: str = "", ratio: float = 0.0) -> dict:
+    """One line of the table."""
+    return {"name": name, "value": value, "unit": unit, "baseline": baseline, "ratio": ratio}
+
+
+# ---- two clusters and a slow link
+
+
+def unavailable() -> str:
+    """Why the two clusters cannot be made here; "" when they can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found; install the Debian package iproute2"
+    missing = [tool for tool in ("unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found; install the Debian package util-linux"
+    if os.geteuid():
+        return "network namespaces with rate limits need root"
+    try:
+        with clusters(100.0):
+            return ""
+    except (OSError, RuntimeError) as error:
+        return f"network namespaces with rate limits are not permitted here ({error})"
+
+
+@contextmanager
+def clusters(mbit: float) -> Iterator[list[list[str]]]:
+    """Command prefixes that run a program in the one and in the other cluster. The namespaces have
+    no names and belong to two sleeping processes, which die with this one: nothing is left behind
+    however it ends, and the machine's own network is not touched."""
+    with ExitStack() as undo:
+        holders = [undo.enter_context(holder()) for _ in range(2)]
+        enter = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in holders]
+        first, second = DEVICES
+        said(
+            *enter[0],
+            *("ip", "link", "add", first, "type", "veth", "peer", "name", second),
+            *("netns", str(holders[1])),
+        )
+        rate = f"{mbit * 1000:.0f}kbit"
+        for prefix, device, address in zip(enter, DEVICES, (HOST, OTHER), strict=True):
+            said(*prefix, "ip", "link", "set", "lo", "up")
+            said(*prefix, "ip", "addr", "add", f"{address}/24", "dev", device)
+            # One packet per segment: headers are counted as a real link has them.
+            said(*prefix, "ip", "link", "set", device, "gso_max_segs", "1", "up")
+            shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
+            said(*prefix, "tc", "qdisc", "add", "dev", device, "root", *shape)
+        yield enter
+
+
+@contextmanager
+def holder() -> Iterator[int]:
+    """A process that keeps a network namespace; its pid."""
+    command = ["unshare", "--net", "setpriv", "--pdeathsig", "KILL", "sleep", "3600"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        own = os.readlink("/proc/self/ns/net")
+        end = time.monotonic() + 10
+        while os.readlink(f"/proc/{process.pid}/ns/net") == own:
+            if process.poll() is not None:
+                assert process.stderr is not None
+                raise RuntimeError(process.stderr.read().decode().strip())
+            if time.monotonic() > end:
+                raise RuntimeError("unshare --net takes longer than 10 s")
+            time.sleep(0.01)
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def said(*command: str) -> str:
+    """Output of a command; RuntimeError with what it complains about."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def link(n: int, a: argparse.Namespace) -> Iterator[dict]:
+    """n trainers and n receivers."""
+    work = {"n": n, "seed": a.seed, "rounds": a.rounds, "bytes": int(a.mib * 2**20)}
+    work |= {"bucket": int(a.bucket_mib * 2**20), "kind": "link"}
+    with clusters(a.mbit) as enter:
+        found = world(work, [(enter[0], range(n)), (enter[1], range(n, 2 * n))])
+    payload = found[0]["payload"]
+    times, copies = {}, {}
+    for way in WAYS:
+        spans = [[f[way]["spans"][i] for f in found] for i in range(a.rounds)]
+        times[way] = median(max(e for _, e in s) - min(b for b, _ in s) for s in spans)
+        copies[way] = median(found[0][way]["link"]) / payload
+    slow = payload * 8 / (a.mbit * 1e6)
+    yield row(f"{n}:{n} one copy at link speed", slow, "s")
+    for way in WAYS:
+        yield row(f"{n}:{n} {way} over the link", copies[way], "copies")
+        base = "" if way == "two_stage" else "two_stage"
+        yield row(f"{n}:{n} {way} time", times[way], "s", base, times[way] / times["two_stage"])
+    for name in ("transient_gb", "slow_bytes"):
+        value = max(f["figures"][name] for f in found) / (1 if name == "transient_gb" else payload)
+        yield row(f"{n}:{n} two_stage {name}", value, "GB" if "gb" in name else "copies")
+
+
+# ---- processes
+
+
+def world(work: dict, places: Sequence[tuple[Sequence[str], range]]) -> list[Any]:
+    """What every rank of a world found; `places` are command prefixes with the ranks there."""
+    with TemporaryDirectory(prefix="sync") as name:
+        folder = Path(name)
+        size = sum(len(ranks) for _, ranks in places)
+        started = []
+        try:
+            for i, (prefix, ranks) in enumerate(places):
+                here = folder / str(i)
+                here.mkdir()
+                args = work | {"ranks": list(ranks), "size": size, "results": name}
+                args["interface"] = DEVICES[i] if prefix else "lo"
+                args["host"] = HOST if prefix else "127.0.0.1"
+                (here / "args.json").write_text(json.dumps(args))
+                command = [*prefix, sys.executable, __file__, "--cluster", str(here)]
+                started.append(subprocess.Popen(command, start_new_session=True))
+            end = time.monotonic() + _LIMIT_S
+            for process in started:
+                if process.wait(max(1.0, end - time.monotonic())):
+                    raise RuntimeError("a rank failed, see above")
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(size)]
+
+
+def cluster(folder: Path, args: dict) -> None:
+    """The ranks of one cluster, forked from one process that has imported torch for all."""
+    die_with_parent()
+    os.environ |= {"GLOO_SOCKET_IFNAME": args["interface"], "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns that addresses have no names
+    work: Callable[[int, dict], dict] = {"link": link_rank, "node": node_rank}[args["kind"]]
+    prepare(args["kind"])
+    children = {}
+    for rank in args["ranks"]:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                die_with_parent()
+                found = work(rank, args)
+                (Path(args["results"]) / f"rank{rank}.json").write_text(json.dumps(found))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children[pid] = rank
+    while children:
+        pid, status = os.wait()
+        rank = children.pop(pid)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"rank {rank} ended with status {status}")
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_DEATHSIG, signal.SIGKILL)
+
+
+def prepare(kind: str) -> None:
+    """Import what the ranks need, before there are threads."""
+    import torch
+
+    torch.set_num_threads(1)
+    if kind == "node":
+        from rlcore.mcore import shim
+
+        shim.prepare()
+        import rlcore.mcore.learner  # noqa: F401
+    import rlcore.sync.channel  # noqa: F401
+
+
+# ---- the ranks of two clusters
+
+
+def link_rank(rank: int, args: dict) -> dict:
+    """All ways, --rounds times each."""
+    import torch.distributed as dist
+
+    from rlcore.sync.peers import Peers
+
+    n, size = args["n"], args["size"]
+    store = dist.TCPStore(args["host"], PORT, size, rank == 0, wait_for_workers=False)
+    peers = Peers(rank, size, store, timeout_s=_WAIT_S)
+    weights = Weights(rank, n, args["bytes"], args["seed"])
+    ways = {
+        "two_stage": two_stage(rank, n, peers, weights, args["bucket"]),
+        "flat": flat(rank, n, peers, weights),
+        "ring": ring(n, peers, weights),
+    }
+    found: dict[str, Any] = {"payload": weights.num_bytes}
+    together = peers.everyone().gather_bytes
+    for name, way in ways.items():
+        spans, link_bytes = [], []
+        figures = way() if name != "flat" else None  # groups, plans and pages are made once
+        for _ in range(args["rounds"]):
+            together(b"")
+            before, start = leaving(args["interface"]), time.monotonic()
+            figures = way()
+            spans.append((start, time.monotonic()))
+            together(b"")
+            link_bytes.append(leaving(args["interface"]) - before)
+        found[name] = {"spans": spans, "link": link_bytes}
+        if name == "two_stage":
+            found["figures"] = figures
+    together(b"")  # the first rank keeps the store for the others
+    return found
+
+
+class Weights:
+    """Float32 tensors of about one MiB, cut by rows: a learner with the part of one trainer."""
+
+    def __init__(self, rank: int, n: int, num_bytes: int, seed: int) -> None:
+        import torch
+
+        columns = 1024
+        count = max(1, num_bytes // 2**20)
+        rows = max(1, num_bytes // count // columns // 4 // n) * n
+        self.shape, self.count, self.part = (rows, columns), count, rows // n
+        self.num_bytes = count * rows * columns * 4
+        self.rank, self.n = rank, n
+        generator = torch.Generator().manual_seed(seed * 1000 + rank)
+        self.own = torch.randn(count if rank < n else 0, self.part, columns, generator=generator)
+
+    def shards(self) -> Iterator[tuple[Any, Any]]:
+        """Of this trainer."""
+        from rlcore.records import Shard
+
+        start = self.rank * self.part
+        for i, tensor in enumerate(self.own):
+            shard = Shard(
+                name=f"w{i}",
+                dtype="float32",
+                shape=self.shape,
+                dim=0,
+                start=start,
+                stop=start + self.part,
+            )
+            yield shard, tensor
+
+
+class Sink:
+    """An engine that opens and verifies buckets and keeps nothing."""
+
+    def begin_load(self, version: int) -> None: ...
+
+    def end_load(self) -> None: ...
+
+    def load_bucket(self, bucket: Any, payloads: list[Any]) -> None:
+        from rlcore.ops.reshard import checksum
+        from rlcore.utils.buckets import as_tensor, open_payload
+
+        assert checksum(as_tensor(bucket, open_payload(bucket, payloads[0]))) == bucket.checksum
+
+
+def two_stage(rank: int, n: int, peers: Any, weights: Weights, bucket: int) -> Callable[[], Any]:
+    from rlcore.sync.channel import make_channel
+
+    sites = [range(n), range(n, 2 * n)]
+    channel = make_channel("two_stage", sites=sites, peers=peers, max_bytes=bucket)
+    learner, engine = (weights, None) if rank < n else (None, Sink())
+    return lambda: channel.push(learner, engine, 1)
+
+
+def flat(rank: int, n: int, peers: Any, weights: Weights) -> Callable[[], Any]:
+    """Every receiver has all shards from their owners."""
+    import torch
+
+    group = peers.group("flat", range(2 * n), torch.device("cpu"))
+    if rank < n:
+        return lambda: [
+            group.wait(w) for w in [group.send(weights.own, n + i, rank) for i in range(n)]
+        ]
+    like = torch.empty(weights.count, weights.part, weights.shape[1])
+    every = [torch.empty_like(like) for _ in range(n)]
+    return lambda: [group.wait(w) for w in [group.receive(every[i], i, i) for i in range(n)]]
+
+
+def ring(n: int, peers: Any, weights: Weights) -> Callable[[], Any]:
+    """gloo's all-gather; receivers contribute zeros."""
+    import torch
+
+    group = peers.group("ring", range(2 * n), torch.device("cpu"))
+    mine = torch.zeros(weights.count, weights.part, weights.shape[1])
+    mine[: len(weights.own)] = weights.own
+    return lambda: group._gather(mine)
+
+
+def leaving(device: str) -> int:
+    """Bytes that have left this namespace over a device, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == device:
+            return int(counts.split()[8])
+    raise RuntimeError(f"no interface {device}")
+
+
+# ---- one node
+
+
+def node(a: argparse.Namespace) -> Iterator[dict]:
+    """gather against intranode."""
+    work = {"kind": "node", "seed": a.seed, "rounds": a.rounds, "hidden": a.hidden}
+    work |= {"layers": a.layers, "bucket": int(a.bucket_mib * 2**20)}
+    found = world(work, [([], range(4))])
+    base = 0.0
+    for route in ("gather", "intranode"):
+        # Each round lasts until its last rank is through.
+        seconds = median(max(f[route]["time_s"][i] for f in found) for i in range(a.rounds))
+        base = base or seconds
+        baseline = "" if route == "gather" else "gather"
+        yield row(f"node {route} time", seconds, "s", baseline, seconds / base)
+        yield row(f"node {route} bytes", found[0][route]["bytes"] / 1e9, "GB")
+        most = max(f[route]["transient_gb"] for f in found)
+        yield row(f"node {route} transient", most, "GB")
+
+
+def node_rank(rank: int, args: dict) -> dict:
+    """Both routes in turn, --rounds times."""
+    import torch.distributed as dist
+
+    from rlcore.config.schema import ModelConfig, TrainConfig
+    from rlcore.hf.config import HFConfig
+    from rlcore.mcore.learner import MegatronLearner
+    from rlcore.sync.channel import make_channel
+
+    store = dist.FileStore(f"{args['results']}/store", args["size"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args["size"])
+    hidden = args["hidden"]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": args["layers"],
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    train = TrainConfig(tp=2, pp=2, distributed_optimizer=False)
+    model = ModelConfig(dtype="bfloat16", random_init=True)
+    learner = MegatronLearner(HFConfig.from_dict(config), model, train, seed=args["seed"])
+    channels = {
+        route: make_channel(route, max_bytes=args["bucket"]) for route in ("gather", "intranode")
+    }
+    found: dict[str, Any] = {
+        name: {"time_s": [], "transient_gb": 0.0, "bytes": 0.0} for name in channels
+    }
+    for number in range(args["rounds"] + 1):
+        for name, channel in channels.items():
+            dist.barrier()
+            figures = channel.push(learner, Sink(), number)
+            if number:  # the first one makes groups, plans and pages
+                found[name]["time_s"].append(figures["time_s"])
+            found[name] |= {key: figures[key] for key in ("transient_gb", "bytes")}
+    dist.barrier()
+    return found
+
+
+def plot(rows: list[dict], path: str) -> None:
+    """Times by way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    some = [r for r in rows if r["unit"] == "s"][::-1]
+    figure, axes = plt.subplots(figsize=(7, 0.3 * len(some) + 0.8))
+    ours = ("two_stage", "intranode")
+    colours = ["tab:blue" if any(o in r["name"] for o in ours) else "lightgrey" for r in some]
+    axes.barh([r["name"] for r in some], [r["value"] for r in some], color=colours)
+    axes.set_xlabel("s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=70)
+
+
+if __name__ == "__main__":
+    main()
