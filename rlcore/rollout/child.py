@@ -39,6 +39,7 @@ from rlcore.records import (
     Request,
     RequestId,
 )
+from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
 
 if TYPE_CHECKING:  # it imports torch, which only some engines need
@@ -375,7 +376,8 @@ class ChildEngine:
                 if isinstance(item, _Reply):
                     self._replies[item.number] = item
                 elif isinstance(item, _Fatal):
-                    self._fatal = item.reason
+                    self._fatal, _, trace = item.reason.partition("\n")
+                    log.debug("%s: where it was raised\n%s", self._name, trace)
                 else:
                     self._events += [self._note(event) for event in item.events]
         except EOFError:

@@ -1,0 +1,94 @@
+"""The whole program with SGLang: one engine over two ranks, and a scheduler that is killed."""
+
+import importlib.util
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import runs
+
+pytestmark = [
+    pytest.mark.ranks(2),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sglang") is None,
+        reason="needs SGLang: bash tools/setup.sh --sglang",
+    ),
+]
+
+SHORT = (
+    *("--run.steps", 2, "--eval.no_at_start", "--eval.no_at_end"),
+    *("--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--rollout.max_tokens", 60),
+)
+SGLANG = *SHORT, "--rollout.engine", "sglang"
+SCORES = ("critic/score/mean", "critic/score/std_err", "response_length/mean")
+
+
+class Runs:
+    """The same two steps with the torch engine, with SGLang whose scheduler is killed in the
+    second, and with one SGLang engine and one learner over two ranks."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder / "runs"
+        model = runs.tiny_model(folder / "model")
+
+        def job(name: str, ranks: int, *more: object) -> runs.Job:
+            argv = runs.arguments(model, self.folder, name, *more)
+            return {"name": name, "argv": argv, "ranks": ranks}
+
+        slow = "--rollout.max_running", 1, "--rollout.progress_s", 0.02
+        spread = "--rollout.tp", 2, "--train.tp", 2, "--sync.route", "intranode"
+        jobs = [
+            job("killed", 1, *SGLANG, *slow),
+            job("torch", 1, *SHORT),
+            job("spread", 2, *SGLANG, *spread),
+        ]
+        gang = runs.Running(2, jobs, folder / "gang")
+        try:
+            self._kill_scheduler(gang)
+        finally:
+            self.gang = gang.wait(280)
+
+    def _kill_scheduler(self, gang: runs.Running) -> None:
+        """While it samples for step 2."""
+        end, metrics = time.monotonic() + 200, self.folder / "killed" / "metrics.jsonl"
+        while not (metrics.is_file() and '"step": 1' in metrics.read_text()):
+            assert time.monotonic() < end, "step 1 is not there"
+            assert gang.processes[0].poll() is None, "rank 0 has ended"
+            time.sleep(0.02)
+        time.sleep(0.5)
+        for process in psutil.Process(gang.processes[0].pid).children(recursive=True):
+            if "sglang::scheduler" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+                return
+        raise AssertionError("there is no scheduler")
+
+    def rows(self, name: str, ranks: int = 1) -> dict[int, dict[str, float]]:
+        self.gang.check(name, ranks)
+        return runs.rows(self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("sglang"))
+
+
+def test_a_round_goes_on_when_its_scheduler_is_killed(done: Runs) -> None:
+    killed, torch = done.rows("killed"), done.rows("torch")
+    assert [killed[n].get("sched/engines_down", 0) for n in (1, 2)] == [0, 1]
+    assert killed[2]["sched/repairs"] == 1 and killed[2]["sched/kept_tokens"] > 0
+    for step in (1, 2):
+        for name in SCORES:
+            assert killed[step][name] == pytest.approx(torch[step][name], rel=1e-9), (step, name)
+        assert killed[step]["actor/loss"] == pytest.approx(torch[step]["actor/loss"], rel=1e-3)
+    said = done.gang.text("killed")
+    assert "it is started again" in said and "Traceback" not in said
+
+
+def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs) -> None:
+    spread, torch = done.rows("spread", 2), done.rows("torch")
+    for name in SCORES:
+        assert spread[1][name] == pytest.approx(torch[1][name], rel=1e-9), name
+    assert spread[1]["sync/bytes"] > 0
