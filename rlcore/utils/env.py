@@ -53,6 +53,7 @@ def report() -> dict[str, Any]:
         "memory_gb": round(memory_bytes() / 2**30, 1),
         "cuda": _cuda(),
         "native": _native(),
+        "sglang": _sglang(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -73,6 +74,7 @@ def describe(facts: dict[str, Any] | None = None) -> list[str]:
     if devices:
         lines.append(f"cuda      {cuda['version']}, driver {cuda['driver'] or 'unknown'}")
     lines.append(f"native    {facts['native']}")
+    lines.append(f"sglang    {facts['sglang']}")
     lines += [f"package   {name} {version}" for name, version in facts["packages"].items()]
     return lines + [f"variable  {name}={value}" for name, value in facts["variables"].items()]
 
@@ -124,6 +126,43 @@ def _native() -> str:
             kernels = "CPU and CUDA" if torch.ops.rlcore_native.has_cuda() else "CPU"
             parts.append(f"_C_torch for {kernels}")
     return ", ".join(parts) or "nothing built"
+
+
+def _sglang() -> str:
+    """What `--rollout.engine sglang` runs on, and what it lacks."""
+    import torch
+
+    version = _version("sglang")
+    if not version:
+        return "not installed: bash tools/setup.sh --sglang"
+    cuda = bool(torch.version.cuda)
+    kernels = "CUDA kernels" if cuda else "the CPU, with stand-ins for its kernels"
+    said = f"{version} on {kernels}"
+    wanted = dict(_requirements("rlcore", "sglang")).get("sglang", "")
+    if wanted not in ("", f"=={version}"):
+        said += f"; rlcore is written for {wanted.removeprefix('==')}"
+    needs = _requirements("sglang", "") if cuda else _requirements("rlcore", "sglang-cpu")
+    missing = [name for name, _ in needs if not _version(name)]
+    if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
+        missing.append("rlcore's plug-in (install rlcore again)")
+    return said + (f"; missing: {', '.join(missing)}" if missing else "")
+
+
+def _requirements(package: str, extra: str) -> list[tuple[str, str]]:
+    """(name, versions) of what a package requires here, by itself or for an extra."""
+    from packaging.requirements import Requirement
+
+    found = []
+    try:
+        lines = metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        lines = []
+    for line in lines:
+        requirement, marker = Requirement(line), Requirement(line).marker
+        by_itself = marker is None or marker.evaluate({"extra": ""})
+        if (marker is None or marker.evaluate({"extra": extra})) and bool(extra) != by_itself:
+            found.append((requirement.name, str(requirement.specifier)))
+    return found
 
 
 def _driver() -> str:

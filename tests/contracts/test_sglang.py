@@ -1,14 +1,43 @@
-"""The contract of `engine_contract.py` for SGLang in a child process on the CPU."""
+"""The contract of `engine_contract.py` for SGLang in a child process on the CPU, and what only
+SGLang can do wrong."""
 
 import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 
+import numpy as np
+import psutil
 import pytest
+import torch
 
+from rlcore.ops.reshard import checksum
 from rlcore.protocols import Engine
+from rlcore.records import Bucket, Down, Partial, Request, Sampling
 from rlcore.rollout.child import ChildEngine
-from rlcore.sync.pack import push
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.sync.pack import pack, push
+from rlcore.utils.buckets import SharedRoom
 from tests.contracts.engine_contract import *  # noqa: F403
-from tests.contracts.engine_contract import CONFIG, HF, MAX_MODEL_TOKENS, Lab, weights
+from tests.contracts.engine_contract import (
+    CONFIG,
+    DEADLINE_S,
+    HF,
+    MAX_MODEL_TOKENS,
+    Lab,
+    assert_same,
+    collect,
+    ended,
+    requests,
+    run,
+    samples,
+    some_tokens,
+    weights,
+)
 
 pytestmark = [
     pytest.mark.ranks(1),
@@ -25,9 +54,17 @@ OPTIONS = {
     "dtype": "float32",
     "seed": 7,
     "progress_s": 0.001,
-    "stream_interval": 1,
+    "stream_interval": 4,
     "device": "cpu",
 }
+TOLERANCE = 1e-5
+ROUNDS = 10
+BUCKET_BYTES = 32 * 2**20
+
+
+def start(**options) -> ChildEngine:
+    """A child that is on its way up, without weights."""
+    return ChildEngine(FACTORY, OPTIONS | options, deadline_s=120.0, start_s=280.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +79,12 @@ def children():
 @pytest.fixture
 def lab(children):
     def child(**options) -> Engine:
+        # One engine for both: a test that wants a small cache runs as well with three places.
+        if options in ({"max_running": 3}, {"cache_tokens": 128}):
+            options = {"max_running": 3, "cache_tokens": 128}
         key = tuple(sorted(options.items()))
         if key not in children:
-            children[key] = ChildEngine(FACTORY, OPTIONS | options, deadline_s=120.0, start_s=280.0)
+            children[key] = start(**options)
         engine = children[key]
         engine.pause("abort")
         engine.sleep(("weights", "kv_cache"))
@@ -54,4 +94,207 @@ def lab(children):
         push(engine, weights(HF, 0).items(), 0)
         return engine
 
-    return Lab(make=child, exact=False, tolerance=1e-5)
+    return Lab(make=child, exact=False, tolerance=TOLERANCE)
+
+
+# ---- the other engine
+
+
+def torch_engine() -> TorchEngine:
+    engine = TorchEngine(HF, max_model_tokens=MAX_MODEL_TOKENS, dtype="float32", seed=7)
+    push(engine, weights(HF, 0).items(), 0)
+    return engine
+
+
+def test_greedy_tokens_are_the_torch_engines(lab):
+    todo = requests(12, group=1, temperature=0.0, tag="gr")
+    ours, theirs = run(lab.make(), todo), run(torch_engine(), todo)
+    for i, sample in theirs.items():
+        assert ours[i].tokens.tolist() == sample.tokens.tolist()
+        assert ours[i].finish == sample.finish
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 8, "top_p": 0.8, "temperature": 1.5}])
+def test_sampled_tokens_and_log_probs_are_the_torch_engines(lab, settings):
+    todo = requests(8, tag="ag", **settings)
+    assert_same(lab, run(lab.make(), todo), run(torch_engine(), todo))
+
+
+# ---- two ranks
+
+
+def payloads(buffer: memoryview, ranks: int) -> list[bytes]:
+    return [bytes(buffer)] * ranks
+
+
+def push_to(engine: Engine, ranks: int, version: int = 0) -> None:
+    """As `push`, for an engine of tensor-parallel size `ranks`."""
+    engine.begin_load(version)
+    for bucket, buffer in pack(weights(HF, 0).items(), 2**20):
+        engine.load_bucket(bucket, payloads(buffer, ranks))
+    engine.end_load()
+
+
+def test_two_ranks_share_an_engine_and_sample_what_one_does(lab):
+    todo = requests(6, tag="tp") + requests(4, group=1, temperature=0.0, tag="tpg")
+    alone = run(lab.make(), todo)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    ranks = [
+        start(tp=2, nnodes=2, node_rank=rank, dist_init_addr=meet, rank=rank) for rank in (0, 1)
+    ]
+    leader, other = ranks
+    try:
+        push_to(leader, 2)
+        assert_same(lab, run(leader, todo), alone)
+        other.submit(requests(1, tag="no"))  # its scheduler works, it takes nothing itself
+        other.pause("recompute")
+        assert not other.poll(0.1)
+        leader.begin_load(1)
+        bucket, buffer = next(pack(weights(HF, 0).items(), 2**20))
+        bad = bytearray(buffer)
+        bad[5] ^= 1
+        with pytest.raises(ValueError, match="1 payloads.*tensor-parallel size 2"):
+            leader.load_bucket(bucket, [bytes(buffer)])
+        with pytest.raises(RuntimeError, match="rank 1 of the engine.*changed on its way"):
+            leader.load_bucket(bucket, [bytes(buffer), bytes(bad)])
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+# ---- memory
+
+
+def rss(pid: int) -> int:
+    """Bytes of a process and those that it started."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(p.memory_full_info().uss for p in processes)
+
+
+def test_ten_rounds_of_sleep_wake_and_push_leave_memory_as_it_was(lab, record_property):
+    """Each push brings 32 MiB in shared memory, most of it padding behind the tiny weights."""
+    engine = lab.make()
+    ((bucket, buffer),) = pack(weights(HF, 0).items(), BUCKET_BYTES)
+    room = SharedRoom()
+    flat = room.take(BUCKET_BYTES)
+    flat.zero_()
+    flat[: len(buffer)] = torch.frombuffer(buffer, dtype=torch.uint8)
+    padded = Bucket(
+        tensors=bucket.tensors, num_bytes=len(flat), checksum=checksum(flat), transport="shm"
+    )
+    todo = requests(4, max_tokens=20, tag="mem")
+    sizes = []
+    for number in range(2 + ROUNDS):
+        run(engine, todo)
+        engine.pause("recompute")
+        engine.sleep(("weights", "kv_cache"))
+        engine.wake(("weights",))
+        engine.begin_load(number)
+        engine.load_bucket(padded, [room.path.encode()])
+        engine.end_load()
+        engine.wake(("kv_cache",))
+        engine.resume()
+        sizes.append(rss(engine.pid))
+    grown = (sizes[-1] - sizes[1]) / 2**20
+    record_property("grown_mib", grown)
+    print(f"memory of the engine's processes over {ROUNDS} rounds: {grown:+.1f} MiB")
+    assert grown < 16, [f"{size / 2**20:.1f}" for size in sizes]
+    run(engine, todo)
+
+
+# ---- death
+
+
+def schedulers(engine: ChildEngine) -> list[psutil.Process]:
+    found = psutil.Process(engine.pid).children(recursive=True)
+    return [p for p in found if "scheduler" in " ".join(p.cmdline())]
+
+
+def gone(processes: list[psutil.Process]) -> Callable[[], bool]:
+    return lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_killed_scheduler_is_an_event_and_a_restarted_engine_goes_on(lab):
+    todo = [  # none stops early
+        Request(id=r.id, prompt=r.prompt, sampling=Sampling(max_tokens=60))
+        for r in requests(4, group=2, tag="kill")
+    ]
+    whole = run(lab.make(), todo)
+    engine = lab.make()
+    engine.submit(todo)
+    early = some_tokens(engine, {r.id for r in todo}, 2)
+    family = psutil.Process(engine.pid).children(recursive=True)
+    (scheduler,) = schedulers(engine)
+    os.kill(scheduler.pid, signal.SIGKILL)
+    events = early + collect(engine, lambda events: any(isinstance(e, Down) for e in events))
+    (down,) = [e for e in events if isinstance(e, Down)]
+    assert f"process {scheduler.pid} of SGLang was killed by signal 9" in down.reason
+    finished = samples(events)
+    assert {*down.lost, *finished} == {r.id for r in todo}
+    wait_for(gone(family))
+    engine.restart()
+    push(engine, weights(HF, 0).items(), 0)
+    back = [
+        Request(
+            id=r.id, prompt=r.prompt, sampling=r.sampling, resume=down.partials.get(r.id, nothing())
+        )
+        for r in todo
+        if r.id in down.lost
+    ]
+    assert any(len(r.resume.tokens) for r in back)
+    engine.submit(back)
+    finished |= samples(collect(engine, ended(len(back))))
+    assert_same(lab, finished, whole)
+
+
+def nothing() -> Partial:
+    return Partial(
+        tokens=np.zeros(0, np.int32), logps=np.zeros(0, np.float32), versions=np.zeros(0, np.int32)
+    )
+
+
+TRAINER = """
+import sys, time
+from tests.contracts.test_sglang import start, schedulers
+engine = start()
+if sys.argv[1] == "loaded":
+    engine.pause("in_place")
+while not schedulers(engine):
+    time.sleep(0.05)
+print(engine.pid, *[p.pid for p in schedulers(engine)], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("when", ["starting", "loaded"])
+def test_nothing_survives_a_trainer_that_is_killed(when):
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, when], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        family = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+        assert len(family) == 2
+        trainer.kill()
+        wait_for(gone(family))
+
+
+def test_close_ends_every_process_of_the_engine(children, lab):
+    lab.make()
+    families = [
+        [psutil.Process(e.pid), *psutil.Process(e.pid).children(recursive=True)]
+        for e in children.values()
+    ]
+    for engine in children.values():
+        engine.close()
+    for family in families:
+        wait_for(gone(family))
+    children.clear()

@@ -191,6 +191,7 @@ class SGLangEngine:
             "sampling_backend": "pytorch",  # ours takes its place, which wants no library
             "stream_interval": stream_interval,
             "enable_fp32_lm_head": fp32_head,
+            "sleep_on_idle": True,  # the learner works meanwhile
             "tp_size": tp,
             "nnodes": nnodes,
             "node_rank": node_rank,
@@ -607,11 +608,14 @@ class SGLangEngine:
         if not self._flying:
             self._totals["busy_s"] += time.monotonic() - self._busy_since
         self._free_followers(job, flight)
-        kind = reason.get("type", "")
-        if kind in ("stop", "length") and not flight.deaf:
-            self._end(job, kind)
-        elif kind == "abort" and reason.get("status_code"):
-            self._server.fail(f"request {job.request.id}: SGLang refused it: {reason}")
+        # Not what SGLang says: an aborted request gets one more token, which may be its last.
+        sampling = job.request.sampling
+        if job.tokens and job.tokens[-1] in sampling.stop_ids:
+            self._end(job, "stop")
+        elif len(job.tokens) >= sampling.max_tokens:
+            self._end(job, "length")
+        elif reason.get("status_code") or (reason.get("type") != "abort" and not flight.deaf):
+            self._server.fail(f"request {job.request.id}: SGLang ended it: {reason}")
         elif job.aborted:
             self._end(job, "abort")
         else:
@@ -678,6 +682,7 @@ class SGLangEngine:
 
     async def _idle(self) -> None:
         """Wait until the schedulers have put their last batch away, which sleep asserts."""
+        await self._round_trip()  # or the first look comes too early, and the next a second later
         result = await self._manager.flush_cache(timeout_s=self._deadline_s)
         if not result.success:
             raise RuntimeError(f"SGLang did not get idle: {result.message}")

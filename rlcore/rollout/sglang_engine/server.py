@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,6 +152,11 @@ class Server:
 
 def set_environment(device: str, ranks: int) -> None:
     """Of this process and those that SGLang starts from it. Call it before importing sglang."""
+    if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
+        raise RuntimeError(
+            "SGLang does not find rlcore's plug-in: rlcore was installed before it had one, or not "
+            "at all; run bash tools/setup.sh --sglang"
+        )
     env = os.environ
     env[plugin.OWNER] = str(os.getpid())
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"

@@ -49,6 +49,8 @@ def take(
     if not (problem := _agreed(problem)):
         try:
             updater.get_model().load_weights(unpack(bucket, flat))
+            if flat.is_cuda:  # it is the sender's again when this returns
+                torch.cuda.synchronize(flat.device)
         except Exception as error:  # SGLang's loaders raise anything
             problem = f"{type(error).__name__}: {error}"
         problem = _agreed(problem)
