@@ -116,6 +116,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         on_progress=screen.advance if screen else None,
     )
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
+    if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
+        engine.sleep(["weights", "kv_cache"])
     learner = make_learner(cfg, hf, world)
     on_close(learner.close)
     critic = None
