@@ -39,6 +39,7 @@ def qwen_folder(folder: Path, data: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # a minute or more, of it most in the vocabulary's products
 @pytest.mark.ranks(1)
 def test_two_steps_on_gsm8k_with_the_real_vocabulary(bench: Bench, real_data: Path) -> None:
     rows = real_data / "math" / "gsm8k_train.jsonl"
