@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from rlcore.hf.config import HFConfig
 from rlcore.ops.reshard import checksum
 from rlcore.protocols import Engine
 from rlcore.records import Bucket, Down, Partial, Request, Sampling
@@ -32,6 +33,8 @@ from tests.contracts.engine_contract import (
     assert_same,
     collect,
     ended,
+    full_logits,
+    prompts,
     requests,
     run,
     samples,
@@ -47,6 +50,32 @@ pytestmark = [
     ),
 ]
 
+SIZES = {
+    "vocab_size": 29,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+CONFIGS = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        **SIZES,
+    },
+}
 FACTORY = "rlcore.rollout.sglang_engine.engine:build"
 OPTIONS = {
     "config": CONFIG,
@@ -118,6 +147,48 @@ def test_greedy_tokens_are_the_torch_engines(lab):
 def test_sampled_tokens_and_log_probs_are_the_torch_engines(lab, settings):
     todo = requests(8, tag="ag", **settings)
     assert_same(lab, run(lab.make(), todo), run(torch_engine(), todo))
+
+
+def test_a_new_request_finds_no_keys_of_old_weights_after_a_push_in_place(lab):
+    """The prompt of the request in flight is in SGLang's prefix cache, computed by version 0."""
+    engine, prompt = lab.make(), np.arange(2, 22, dtype=np.int32)
+    old, new = (
+        Request(id=i, prompt=prompt, sampling=Sampling(max_tokens=60)) for i in ("o.0", "n.0")
+    )
+    engine.submit([old])
+    some_tokens(engine, {old.id}, 2)
+    engine.pause("in_place")
+    push(engine, weights(HF, 1).items(), 1)
+    engine.submit([new])
+    engine.resume()
+    got = samples(collect(engine, ended(2)))
+    assert set(got[old.id].versions.tolist()) == {0, 1}
+    sample = got[new.id]
+    assert set(sample.versions.tolist()) == {1}
+    logits = full_logits(prompt, sample.tokens, 1)
+    tokens = torch.from_numpy(sample.tokens).long()
+    want = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    np.testing.assert_allclose(sample.logps, want, rtol=2e-6, atol=1e-6 + TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3_moe"])
+def test_every_architecture_samples_what_the_torch_engine_does(arch):
+    config = CONFIGS[arch]
+    hf = HFConfig.from_dict(config)
+    todo = [
+        Request(id=f"a{n}.0", prompt=p, sampling=Sampling(max_tokens=30))
+        for n, p in enumerate(prompts(8))
+    ]
+    theirs = TorchEngine(hf, max_model_tokens=60, dtype="float32", seed=7)
+    push(theirs, weights(hf, 0, 0.15).items(), 0)
+    engine = start(config=config, max_model_tokens=60)
+    try:
+        push(engine, weights(hf, 0, 0.15).items(), 0)
+        lab = Lab(make=start, exact=False, tolerance=TOLERANCE)
+        assert_same(lab, run(engine, todo), run(theirs, todo))
+    finally:
+        engine.close()
 
 
 # ---- two ranks

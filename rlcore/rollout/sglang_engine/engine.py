@@ -159,7 +159,6 @@ class SGLangEngine:
         self._tell_tokens = tell_tokens
         self._deadline_s = deadline_s
         self._cuda = kind == "cuda"
-        self._saver = self._cuda
         self._jobs: dict[RequestId, _Job] = {}
         self._waiting: list[tuple[tuple[int, int], _Job]] = []  # heap; ended jobs are skipped
         self._flying: dict[_Job, None] = {}

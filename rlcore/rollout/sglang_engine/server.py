@@ -183,7 +183,7 @@ def _make_folder(config: Mapping[str, Any]) -> str:
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(old, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-")
-    config = {k: v for k, v in config.items() if k not in ("eos_token_id", "bos_token_id")}
+    config = {**config, "eos_token_id": None}  # requests say themselves where they stop
     (Path(folder) / "config.json").write_text(json.dumps(config))
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     return folder
