@@ -370,12 +370,12 @@ def flat(rank: int, n: int, peers: Any, weights: Weights) -> Callable[[], Any]:
 
     group = peers.group("flat", range(2 * n), torch.device("cpu"))
     if rank < n:
-        return lambda: [
-            group.wait(w) for w in [group.send(weights.own, n + i, rank) for i in range(n)]
-        ]
+        sends = [(weights.own, n + i) for i in range(n)]
+        return lambda: [group.wait(work) for work in group.exchange([], sends, 0)]
     like = torch.empty(weights.count, weights.part, weights.shape[1])
     every = [torch.empty_like(like) for _ in range(n)]
-    return lambda: [group.wait(w) for w in [group.receive(every[i], i, i) for i in range(n)]]
+    receives = [(tensor, i) for i, tensor in enumerate(every)]
+    return lambda: [group.wait(work) for work in group.exchange(receives, [], 0)]
 
 
 def ring(n: int, peers: Any, weights: Weights) -> Callable[[], Any]:

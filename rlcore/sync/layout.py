@@ -77,6 +77,12 @@ class Plan:
         return tuple(sorted({rank for p in crossing for rank in (p.owner, p.root)}))
 
     @property
+    def is_two_way(self) -> bool:
+        """Some rank both sends and receives between sites."""
+        crossing = [p for load in self.loads for p in load.parts if p.owner != p.root]
+        return bool({p.owner for p in crossing} & {p.root for p in crossing})
+
+    @property
     def num_bytes(self) -> int:
         """Of all buckets: what one engine gets."""
         return sum(load.num_bytes for load in self.loads)

@@ -204,17 +204,28 @@ class Group:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._wait
             self._group = dist.ProcessGroupNCCL(store, place, len(ranks), options)
+            # All ranks make the communicator; an exchange later has only two of them.
+            self.broadcast(torch.zeros(1, device=device), ranks[0])
         else:
             self._group = dist.ProcessGroupGloo(store, place, len(ranks), self._wait)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
-        """Begin to send; the tensor must stay until `wait`. NCCL has no tags: messages between two
-        ranks are in order."""
-        return self._group.send([tensor], self._place[to], tag)
-
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
-        """Begin to receive."""
-        return self._group.recv([tensor], self._place[source], tag)
+    def exchange(
+        self,
+        receives: Sequence[tuple[Tensor, int]],
+        sends: Sequence[tuple[Tensor, int]],
+        tag: int,
+    ) -> list[Any]:
+        """Begin to receive and to send tensors, each with its peer; what to `wait` for, by tensor.
+        The tensors must stay until then. NCCL has no tags and works off a rank's exchanges in their
+        order: two ranks that give each other something do so in one exchange."""
+        batched = self.device.type == "cuda"
+        if batched:
+            self._group._start_coalescing()
+        works = [self._group.recv([t], self._place[peer], tag) for t, peer in receives]
+        works += [self._group.send([t], self._place[peer], tag) for t, peer in sends]
+        if batched:
+            return [self._group._end_coalescing()] * len(works)
+        return works
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """From the root to all."""

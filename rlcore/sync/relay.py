@@ -74,6 +74,8 @@ class Relay:
         self.plan: Plan | None = None
         self._known: tuple[list[Shard], bool] = ([], False)
         self._copies: dict[tuple[int, int, int, str], reshard.Plan] = {}
+        self.one_exchange = device.type == "cuda"
+        """What ranks give each other of a bucket goes in one exchange, as NCCL wants it."""
         self.transient_bytes = 0
         """Most memory that the last run took at a time."""
         self._held = 0
@@ -204,22 +206,29 @@ class _Run:
         self._own, self._take, self._give = own, take, give
         self._rank, self._limit = relay.peers.rank, relay.peers.timeout_s
         self._needs = self._rank in self._plan.needs
+        self._one_exchange = relay.one_exchange and plan.is_two_way
         self._sent: deque[tuple[int, _Message]] = deque()
         self._damage: Failure | None = None
         self._most = 2 * self._plan.bucket_bytes
 
     def run(self) -> Failure | None:
         """All buckets."""
-        loads = self._plan.loads
-        coming = self._post(0) if loads else []
-        for number, load in enumerate(loads):
-            self._send(number, load)
+        coming = [] if self._one_exchange else self._post(0)
+        for number, load in enumerate(self._plan.loads):
+            if self._one_exchange:
+                coming = self._post(number, self._outgoing(load))
+            else:
+                for part in self._outgoing(load):
+                    self._settle(self._most - part.num_bytes)
+                    self._post_parts(number, [], [part])
+            if self._links.sites:  # what it sends has to be gone before there is room for that
+                self._settle(0)
             arrived = self._arrive(number, coming)
-            early = self._fits(number)
+            early = not self._one_exchange and self._fits(number)
             if early:
                 coming = self._post(number + 1)
             bucket = self._collect(number, load, arrived)
-            if not early:
+            if not early and not self._one_exchange:
                 coming = self._post(number + 1)
             if bucket is not None:
                 self._give(*bucket)
@@ -234,15 +243,30 @@ class _Run:
         assert self._links.slow is not None
         return self._links.slow
 
-    def _post(self, number: int) -> list[_Message]:
-        """Begin to receive what comes over the slow link."""
-        coming = []
-        for part in self._incoming(number):
-            buffer = self._relay.room(_message_bytes(part))
-            with _Naming(self, number, part, 0, part.owner):
-                work = self._slow.receive(buffer, part.owner, number)
-            coming.append(_Message(part, buffer, work))
-        return coming
+    def _post(self, number: int, outgoing: Sequence[Part] = ()) -> list[_Message]:
+        """Begin to receive a bucket's parts over the slow link, and to send some."""
+        return self._post_parts(number, self._incoming(number), outgoing)
+
+    def _post_parts(
+        self, number: int, incoming: Sequence[Part], outgoing: Sequence[Part]
+    ) -> list[_Message]:
+        """One exchange. Returns what is received; what is sent is for `_settle`."""
+        parts = [*incoming, *outgoing]
+        if not parts:
+            return []
+        rooms = [self._relay.room(_message_bytes(part)) for part in incoming]
+        rooms += [self._packed(number, part) for part in outgoing]
+        peers = [p.owner for p in incoming] + [p.root for p in outgoing]
+        pairs, count = list(zip(rooms, peers, strict=True)), len(incoming)
+        with _Naming(self, number, parts[0], 0, peers[0]):
+            works = self._slow.exchange(pairs[:count], pairs[count:], number)
+        messages = [_Message(*row) for row in zip(parts, rooms, works, strict=True)]
+        self._sent += [(number, message) for message in messages[count:]]
+        return messages[:count]
+
+    def _outgoing(self, load: Load) -> list[Part]:
+        """What this rank sends to other sites."""
+        return [part for part in load.parts if part.owner == self._rank != part.root]
 
     def _incoming(self, number: int) -> list[Part]:
         """What this rank receives from other sites."""
@@ -271,19 +295,6 @@ class _Run:
             arrived[part.owner, part.root] = message.buffer
         coming.clear()  # the memory goes part by part
         return arrived
-
-    def _send(self, number: int, load: Load) -> None:
-        """Begin to send what other sites lack. A rank that takes part in a site, too, has room for
-        that only when what it sends is gone."""
-        for part in load.parts:
-            if part.owner == self._rank != part.root:
-                self._settle(self._most - part.num_bytes)
-                buffer = self._packed(number, part)
-                with _Naming(self, number, part, 0, part.root):
-                    work = self._slow.send(buffer, part.root, number)
-                self._sent.append((number, _Message(part, buffer, work)))
-        if self._links.sites:
-            self._settle(0)
 
     def _settle(self, most: int) -> None:
         """Wait until at most so many bytes are being sent."""

@@ -143,6 +143,10 @@ def colocated(rank: int) -> dict[str, Any]:
         routes[name] = make_channel(
             "intranode", max_bytes=MAX_BYTES, sites=sites, peers=Peers(name=name)
         )
+    routes["nodes of two, in one exchange"] = make_channel(
+        "intranode", max_bytes=MAX_BYTES, sites=SITES["nodes of two"], peers=Peers(name="one")
+    )
+    routes["nodes of two, in one exchange"]._relay.one_exchange = True  # as NCCL's
     for name, channel in routes.items():
         figures = channel.push(learner, engine, 3)
         found[name] = {
