@@ -68,3 +68,4 @@ def test_help_names_the_environment_variables(tmp_path, flag):
     rc, out = setup(tmp_path, flag)
     assert rc == 0
     assert "RLCORE_TORCH_INDEX" in out
+    assert "--sglang" in out
