@@ -38,8 +38,8 @@ from rlcore.records import (
     Sample,
     Stats,
 )
+from rlcore.rollout.refusals import check_request, check_tags, gap
 from rlcore.rollout.sglang_engine.server import Server, set_environment
-from rlcore.rollout.torch_engine.engine import check_sampling
 from rlcore.rollout.torch_engine.sampler import GOLDEN
 from rlcore.utils.seed import derive
 
@@ -231,7 +231,12 @@ class SGLangEngine:
             if request.id in self._jobs or request.id in seen:
                 raise ValueError(f"request {request.id}: is already here; ids are used once")
             seen.add(request.id)
-            self._check(request)
+            check_request(
+                request,
+                vocab=self.hf.vocab_size,
+                max_tokens=self._max_tokens,
+                cache_tokens=self._cache_tokens,
+            )
         for request in requests:
             part, prompt = request.resume, request.prompt.tolist()
             key = derive(self._seed, "sample", request.id)
@@ -249,37 +254,6 @@ class SGLangEngine:
             self._jobs[request.id] = job
             heapq.heappush(self._waiting, (job.order, job))
         self._admit()
-
-    def _check(self, request: Request) -> None:
-        where, length = f"request {request.id}", len(request.prompt)
-        check_sampling(where, request.sampling)
-        if length < 1:
-            raise ValueError(f"{where}: the prompt is empty")
-        total = length + request.sampling.max_tokens
-        if total > self._max_tokens:
-            raise ValueError(
-                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
-                f" exceed the engine's {self._max_tokens}; shorten one of them"
-            )
-        if self._cache_tokens and total > self._cache_tokens:
-            raise ValueError(
-                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
-                f" exceed --rollout.cache_tokens {self._cache_tokens}; raise it"
-            )
-        if request.prompt.min() < 0 or request.prompt.max() >= self.hf.vocab_size:
-            raise ValueError(f"{where}: has a token outside the vocabulary of {self.hf.vocab_size}")
-        part = request.resume
-        if part is None:
-            return
-        if not len(part.tokens) == len(part.logps) == len(part.versions):
-            raise ValueError(f"{where}: tokens, logps and versions to resume differ in length")
-        if len(part.tokens) >= request.sampling.max_tokens:
-            raise ValueError(
-                f"{where}: resumes with {len(part.tokens)} tokens, of at most"
-                f" {request.sampling.max_tokens}; there is nothing left to generate"
-            )
-        if len(part.tokens) and int(part.tokens[-1]) in request.sampling.stop_ids:
-            raise ValueError(f"{where}: resumes behind a stop token; it is finished")
 
     def abort(self, ids: Collection[RequestId]) -> None:
         """Stop requests; their partial samples come as `Aborted` events."""
@@ -408,9 +382,7 @@ class SGLangEngine:
         if self._missing is None:
             raise RuntimeError("end_load without begin_load")
         if self._missing:
-            names = sorted(self._missing)
-            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise RuntimeError(f"{len(names)} tensors did not come: {shown}; push all weights")
+            raise RuntimeError(gap(self._missing))
         await self._close_session()
         self._missing = None
         self._loaded = True
@@ -427,7 +399,7 @@ class SGLangEngine:
 
     def sleep(self, tags: Collection[Tag]) -> None:
         """Free the weights or the cache. Requests of a paused engine are prefilled again later."""
-        _check_tags(tags)
+        check_tags(tags)
         self._call(self._sleep(tags), "sleep")
 
     async def _sleep(self, tags: Collection[Tag]) -> None:
@@ -450,7 +422,7 @@ class SGLangEngine:
 
     def wake(self, tags: Collection[Tag]) -> None:
         """Take the memory again. Weights must be pushed before the engine decodes."""
-        _check_tags(tags)
+        check_tags(tags)
         self._call(self._wake(tags), "wake")
 
     async def _wake(self, tags: Collection[Tag]) -> None:
@@ -763,9 +735,3 @@ def _must(result: tuple[bool, str]) -> None:
     """SGLang says what went wrong instead of raising it."""
     if not result[0]:
         raise RuntimeError(result[1])
-
-
-def _check_tags(tags: Collection[Tag]) -> None:
-    for tag in tags:
-        if tag not in ("weights", "kv_cache"):
-            raise ValueError(f"tag {tag}: weights or kv_cache")

@@ -13,8 +13,8 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import MultiprocessingSerializer
 
-from rlcore.ops.reshard import checksum
 from rlcore.records import Bucket
+from rlcore.rollout.refusals import damage
 from rlcore.rollout.sglang_engine import plugin
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 
@@ -55,18 +55,6 @@ def take(
             problem = f"{type(error).__name__}: {error}"
         problem = _agreed(problem)
     return not problem, problem or "loaded"
-
-
-def damage(bucket: Bucket, flat: torch.Tensor) -> str:
-    """What is wrong with the bytes of a bucket; "" when they are those that were sent."""
-    found = checksum(flat)
-    if found == bucket.checksum:
-        return ""
-    first = bucket.tensors[0].name if bucket.tensors else "no tensor"
-    return (
-        f"bucket of {bucket.num_bytes} bytes from {first} on changed on its way: "
-        f"checksum {found:#x} instead of {bucket.checksum:#x}; push all weights again"
-    )
 
 
 def _agreed(problem: str) -> str:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from rlcore.hf.config import HFConfig
-from rlcore.ops.reshard import checksum
 from rlcore.protocols import PauseMode, Tag
 from rlcore.records import (
     Aborted,
@@ -36,9 +35,9 @@ from rlcore.records import (
     Request,
     RequestId,
     Sample,
-    Sampling,
     Stats,
 )
+from rlcore.rollout.refusals import check_request, check_tags, damage, gap
 from rlcore.rollout.torch_engine.cache import Cache
 from rlcore.rollout.torch_engine.model import Model, Span, Step
 from rlcore.rollout.torch_engine.quantize import Quantize
@@ -278,7 +277,12 @@ class TorchEngine:
             if request.id in self._jobs or request.id in seen:
                 raise ValueError(f"request {request.id}: is already here; ids are used once")
             seen.add(request.id)
-            self._check(request)
+            check_request(
+                request,
+                vocab=self.hf.vocab_size,
+                max_tokens=self._max_tokens,
+                cache_tokens=self._cache_tokens,
+            )
         for request in requests:
             prompt = np.ascontiguousarray(request.prompt, np.int32)
             part = request.resume
@@ -298,37 +302,6 @@ class TorchEngine:
             self._arrivals += 1
             self._jobs[request.id] = job
             heapq.heappush(self._waiting, (job.order, job))
-
-    def _check(self, request: Request) -> None:
-        where, length = f"request {request.id}", len(request.prompt)
-        check_sampling(where, request.sampling)
-        if length < 1:
-            raise ValueError(f"{where}: the prompt is empty")
-        most = self._max_tokens
-        if length + request.sampling.max_tokens > most:
-            raise ValueError(
-                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
-                f" exceed the engine's {most}; shorten one of them"
-            )
-        if self._cache_tokens and length + request.sampling.max_tokens > self._cache_tokens:
-            raise ValueError(
-                f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
-                f" exceed --rollout.cache_tokens {self._cache_tokens}; raise it"
-            )
-        if request.prompt.min() < 0 or request.prompt.max() >= self.hf.vocab_size:
-            raise ValueError(f"{where}: has a token outside the vocabulary of {self.hf.vocab_size}")
-        part = request.resume
-        if part is None:
-            return
-        if not len(part.tokens) == len(part.logps) == len(part.versions):
-            raise ValueError(f"{where}: tokens, logps and versions to resume differ in length")
-        if len(part.tokens) >= request.sampling.max_tokens:
-            raise ValueError(
-                f"{where}: resumes with {len(part.tokens)} tokens, of at most"
-                f" {request.sampling.max_tokens}; there is nothing left to generate"
-            )
-        if len(part.tokens) and int(part.tokens[-1]) in request.sampling.stop_ids:
-            raise ValueError(f"{where}: resumes behind a stop token; it is finished")
 
     def abort(self, ids: Collection[RequestId]) -> None:
         """Stop requests; their partial samples come as `Aborted` events."""
@@ -392,13 +365,9 @@ class TorchEngine:
             raise ValueError(f"{len(payloads)} payloads: this engine has tensor-parallel size 1")
         with torch.inference_mode():
             flat = as_tensor(bucket, open_payload(bucket, payloads[0]))
-            if (found := checksum(flat)) != bucket.checksum:
+            if problem := damage(bucket, flat):
                 self._missing = set(self._model.shapes)
-                first = bucket.tensors[0].name if bucket.tensors else "no tensor"
-                raise RuntimeError(
-                    f"bucket of {bucket.num_bytes} bytes from {first} on changed on its way: "
-                    f"checksum {found:#x} instead of {bucket.checksum:#x}; push all weights again"
-                )
+                raise RuntimeError(problem)
             for name, tensor in unpack(bucket, flat):
                 self._model.load(name, tensor)
                 self._missing.discard(name)
@@ -408,16 +377,14 @@ class TorchEngine:
         if self._missing is None:
             raise RuntimeError("end_load without begin_load")
         if self._missing:
-            names = sorted(self._missing)
-            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise RuntimeError(f"{len(names)} tensors did not come: {shown}; push all weights")
+            raise RuntimeError(gap(self._missing))
         self._missing = None
         self._loaded = True
         self.version = self._next_version
 
     def sleep(self, tags: Collection[Tag]) -> None:
         """Free the weights or the cache. Rows of a paused engine are prefilled again later."""
-        _check_tags(tags)
+        check_tags(tags)
         if self._rows and not self._paused:
             raise RuntimeError(f"{len(self._rows)} requests are running; pause the engine first")
         if "kv_cache" in tags and self._cache is not None:
@@ -431,7 +398,7 @@ class TorchEngine:
 
     def wake(self, tags: Collection[Tag]) -> None:
         """Take the memory again. Weights must be pushed before the engine decodes."""
-        _check_tags(tags)
+        check_tags(tags)
         if "weights" in tags:
             self._model.allocate()
         if "kv_cache" in tags and self._cache is None:
@@ -783,26 +750,6 @@ def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # or what names no device would take memory of the first
     return TorchEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
-
-
-def check_sampling(where: str, sampling: Sampling) -> None:
-    """ValueError for settings that define no distribution."""
-    if not 0 <= sampling.temperature < float("inf"):
-        raise ValueError(f"{where}: temperature {sampling.temperature}: 0 (greedy) or above")
-    if sampling.top_k < 0:
-        raise ValueError(f"{where}: top_k {sampling.top_k}: 0 (all tokens) or above")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"{where}: top_p {sampling.top_p}: above 0, at most 1")
-    if not 0 <= sampling.min_p <= 1:
-        raise ValueError(f"{where}: min_p {sampling.min_p}: from 0 to 1")
-    if sampling.max_tokens < 1:
-        raise ValueError(f"{where}: max_tokens {sampling.max_tokens}: at least 1")
-
-
-def _check_tags(tags: Collection[Tag]) -> None:
-    for tag in tags:
-        if tag not in ("weights", "kv_cache"):
-            raise ValueError(f"tag {tag}: weights or kv_cache")
 
 
 def _spans(lengths: np.ndarray) -> list[Span]:

@@ -1,0 +1,77 @@
+"""What every engine refuses, in one wording."""
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from rlcore.ops.reshard import checksum
+from rlcore.protocols import Tag
+from rlcore.records import Bucket, Request, Sampling
+
+
+def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens: int) -> None:
+    """ValueError that names the request, for an engine of `max_tokens` positions and a cache of
+    `cache_tokens` tokens, 0 for one that holds any request."""
+    where, length = f"request {request.id}", len(request.prompt)
+    check_sampling(where, request.sampling)
+    if length < 1:
+        raise ValueError(f"{where}: the prompt is empty")
+    wanted = f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
+    if length + request.sampling.max_tokens > max_tokens:
+        raise ValueError(f"{wanted} exceed the engine's {max_tokens}; shorten one of them")
+    if cache_tokens and length + request.sampling.max_tokens > cache_tokens:
+        raise ValueError(f"{wanted} exceed --rollout.cache_tokens {cache_tokens}; raise it")
+    if request.prompt.min() < 0 or request.prompt.max() >= vocab:
+        raise ValueError(f"{where}: has a token outside the vocabulary of {vocab}")
+    part = request.resume
+    if part is None:
+        return
+    if not len(part.tokens) == len(part.logps) == len(part.versions):
+        raise ValueError(f"{where}: tokens, logps and versions to resume differ in length")
+    if len(part.tokens) >= request.sampling.max_tokens:
+        raise ValueError(
+            f"{where}: resumes with {len(part.tokens)} tokens, of at most"
+            f" {request.sampling.max_tokens}; there is nothing left to generate"
+        )
+    if len(part.tokens) and int(part.tokens[-1]) in request.sampling.stop_ids:
+        raise ValueError(f"{where}: resumes behind a stop token; it is finished")
+
+
+def check_sampling(where: str, sampling: Sampling) -> None:
+    """ValueError for settings that define no distribution."""
+    if not 0 <= sampling.temperature < float("inf"):
+        raise ValueError(f"{where}: temperature {sampling.temperature}: 0 (greedy) or above")
+    if sampling.top_k < 0:
+        raise ValueError(f"{where}: top_k {sampling.top_k}: 0 (all tokens) or above")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"{where}: top_p {sampling.top_p}: above 0, at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        raise ValueError(f"{where}: min_p {sampling.min_p}: from 0 to 1")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"{where}: max_tokens {sampling.max_tokens}: at least 1")
+
+
+def check_tags(tags: Collection[Tag]) -> None:
+    """ValueError for a tag that is none."""
+    for tag in tags:
+        if tag not in ("weights", "kv_cache"):
+            raise ValueError(f"tag {tag}: weights or kv_cache")
+
+
+def damage(bucket: Bucket, flat: Tensor) -> str:
+    """What is wrong with the bytes of a bucket; "" when they are those that were sent."""
+    found = checksum(flat)
+    if found == bucket.checksum:
+        return ""
+    first = bucket.tensors[0].name if bucket.tensors else "no tensor"
+    return (
+        f"bucket of {bucket.num_bytes} bytes from {first} on changed on its way: "
+        f"checksum {found:#x} instead of {bucket.checksum:#x}; push all weights again"
+    )
+
+
+def gap(missing: Collection[str]) -> str:
+    """The sentence for a push that left tensors out."""
+    names = sorted(missing)
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{len(names)} tensors did not come: {shown}; push all weights"
