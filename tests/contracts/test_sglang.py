@@ -346,7 +346,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("when", ["starting", "loaded"])
+@pytest.mark.parametrize("when", ["starting", pytest.param("loaded", marks=pytest.mark.slow)])
 def test_nothing_survives_a_trainer_that_is_killed(when):
     with subprocess.Popen(
         [sys.executable, "-c", TRAINER, when], stdout=subprocess.PIPE, text=True
