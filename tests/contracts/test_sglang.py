@@ -23,6 +23,7 @@ from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import pack, push
 from rlcore.utils.buckets import SharedRoom
+from tests.contracts import engine_contract
 from tests.contracts.engine_contract import *  # noqa: F403
 from tests.contracts.engine_contract import (
     CONFIG,
@@ -44,6 +45,7 @@ from tests.contracts.engine_contract import (
 
 pytestmark = [
     pytest.mark.ranks(1),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         importlib.util.find_spec("sglang") is None,
         reason="needs SGLang: bash tools/setup.sh --sglang",
@@ -94,6 +96,12 @@ BUCKET_BYTES = 32 * 2**20
 def start(**options) -> ChildEngine:
     """A child that is on its way up, without weights."""
     return ChildEngine(FACTORY, OPTIONS | options, deadline_s=120.0, start_s=280.0)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """On busy cores two ranks wait for each other at every layer."""
+    monkeypatch.setattr(engine_contract, "DEADLINE_S", 240.0)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +215,7 @@ def push_to(engine: Engine, ranks: int, version: int = 0) -> None:
 
 
 def test_two_ranks_share_an_engine_and_sample_what_one_does(lab):
-    todo = requests(6, tag="tp") + requests(4, group=1, temperature=0.0, tag="tpg")
+    todo = requests(2, tag="tp") + requests(2, group=1, temperature=0.0, tag="tpg")
     alone = run(lab.make(), todo)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -12,6 +12,7 @@ from tests import runs
 
 pytestmark = [
     pytest.mark.ranks(2),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         importlib.util.find_spec("sglang") is None,
         reason="needs SGLang: bash tools/setup.sh --sglang",
@@ -22,7 +23,7 @@ SHORT = (
     *("--run.steps", 2, "--eval.no_at_start", "--eval.no_at_end"),
     *("--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--rollout.max_tokens", 60),
 )
-SGLANG = *SHORT, "--rollout.engine", "sglang"
+SGLANG = *SHORT, "--rollout.engine", "sglang", "--cluster.timeout_s", 300  # it starts slowly
 SCORES = ("critic/score/mean", "critic/score/std_err", "response_length/mean")
 
 
@@ -49,11 +50,11 @@ class Runs:
         try:
             self._kill_scheduler(gang)
         finally:
-            self.gang = gang.wait(280)
+            self.gang = gang.wait(540)
 
     def _kill_scheduler(self, gang: runs.Running) -> None:
         """While it samples for step 2."""
-        end, metrics = time.monotonic() + 200, self.folder / "killed" / "metrics.jsonl"
+        end, metrics = time.monotonic() + 400, self.folder / "killed" / "metrics.jsonl"
         while not (metrics.is_file() and '"step": 1' in metrics.read_text()):
             assert time.monotonic() < end, "step 1 is not there"
             assert gang.processes[0].poll() is None, "rank 0 has ended"

@@ -273,7 +273,7 @@ def test_a_model_of_the_users_own_is_not_made(bench):
 def test_a_warm_start_that_fails_ends_the_recipe(bench):
     rc, out = bench.run("bash", bench.recipe("tiny_qwen3"), EXIT_0="3")
     assert rc != 0
-    assert len(bench.records("sft")) == 2
+    assert bench.records("sft")  # the other rank may be ended before it has begun
     assert bench.records() == []
     assert not (bench.folder / "runs/models/label-s0").exists()
 

@@ -266,7 +266,7 @@ def test_one_rank_scores_what_the_engine_sampled(tool, tmp_path, capsys):
     size = replace(tool.QUICK, short=8, long=20, own=6, layouts=("one", "tp2"))
     cases, refused = tool.plan([subject], size)
     assert [(c.layout, c.dtype) for c in cases] == [("one", "fp32"), ("one", "bf16")]
-    assert refused[0]["learner"] == "tp2" and "sequence parallel" in refused[0]["note"]
+    assert refused[0]["learner"] == "tp2" and "--train.tp 2" in refused[0]["note"]
 
     made = {s: tool.sample(subject, tool.SAMPLERS[s], size, 0) for s in ("fp32", "bf16")}
     for sampler, sampled in made.items():
