@@ -2,8 +2,9 @@
 
     python tools/mismatch_study.py --quick                                  # a minute, 2 cores
     python tools/mismatch_study.py --json tools/results/mismatch_study.json # ten, with a picture
+    python tools/mismatch_study.py --sglang                                 # SGLang samples too
 
-With mu the probability that the torch engine recorded for a sampled token and p the Megatron
+With mu the probability that the sampler recorded for a sampled token and p the Megatron
 learner's for the same token, of every response
 
     max_t |mu - p|    mean_t |mu - p|    k1 = mean -log w    k3 = mean (w - 1 - log w)    w = p / mu
@@ -14,7 +15,8 @@ models are published, so that all precisions compute with the same ones; tempera
 
     learner    tp, cp; `sp` is Megatron's sequence parallelism, a form of tensor parallelism. What
                the study calls SP (Ulysses: a sequence is cut over ranks) is nearest to cp
-    sampler    the torch engine, TP 1
+    sampler    the torch engine, and with --sglang also SGLang at TP 1 and 2, in three precisions:
+               `fp32-head` computes the logits in fp32 (`--rollout.fp32_lm_head`)
     length     `short`, `5 x short` (five responses as one), `long`, and the first part of a long
                one: all of forced length, no stop token. `own ...`: responses that end by
                themselves, of a trained model; the longest third, the shortest third, and as many
@@ -28,7 +30,7 @@ of its findings what the rows show; every verdict is computed from them.
 """
 
 import argparse
-import importlib.util
+import itertools
 import json
 import math
 import os
@@ -48,6 +50,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from rlcore.cli.assemble import SGLANG_ENGINE  # noqa: E402
 from rlcore.config.schema import ModelConfig, TrainConfig  # noqa: E402
 from rlcore.data import label_task  # noqa: E402
 from rlcore.data.packing import pack_samples  # noqa: E402
@@ -56,9 +59,10 @@ from rlcore.hf.names import expected, num_parameters  # noqa: E402
 from rlcore.hf.weights import read_folder, save_folder  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.metrics.plots import COLORS  # noqa: E402
-from rlcore.records import Finished, Request, Sample, Sampling  # noqa: E402
+from rlcore.records import Down, Finished, Request, Sample, Sampling  # noqa: E402
+from rlcore.rollout.child import ChildEngine  # noqa: E402
 from rlcore.rollout.torch_engine.engine import TorchEngine  # noqa: E402
-from rlcore.sync.pack import push  # noqa: E402
+from rlcore.sync.pack import MAX_BYTES, pack  # noqa: E402
 from rlcore.tensors import Batch  # noqa: E402
 from rlcore.utils import env  # noqa: E402
 from rlcore.utils.seed import derive  # noqa: E402
@@ -80,7 +84,10 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "bf16 fp32-head": {"dtype": "bfloat16", "fp32_head": True},
 }
-"""Options of the torch engine."""
+"""Options of an engine."""
+BACKENDS = {"torch tp1": 1, "sglang tp1": 1, "sglang tp2": 2}
+"""Engines, with their tensor-parallel sizes."""
+OTHERS = tuple(name for name in BACKENDS if name != "torch tp1")
 SPLIT = ("short", "5 x short", "long", "first of long")
 OWN = ("own short", "own long", "first of own long")
 TINY_TOKENS = len(label_task.VOCAB)
@@ -305,19 +312,48 @@ def warm_started(a: argparse.Namespace) -> Path | None:
     return path
 
 
-def sample(subject: Subject, options: Mapping[str, Any], size: Size, seed: int) -> Sampled:
+def make_engine(
+    subject: Subject, options: Mapping[str, Any], seed: int, backend: str
+) -> TorchEngine | ChildEngine:
+    """An engine with the subject's weights."""
+    hf, tp = subject.hf, BACKENDS[backend]
+    options = {"max_model_tokens": hf.max_positions, "device": "cpu", "seed": seed, **options}
+    if backend == "torch tp1":
+        engine: TorchEngine | ChildEngine = TorchEngine(hf, **options)
+    else:
+        settings = {"config": hf.to_dict(), "tp": tp, "max_running": 32, **options}
+        engine = ChildEngine(SGLANG_ENGINE, settings, threads=1, start_s=300.0)
+    engine.begin_load(0)
+    for bucket, buffer in pack(read_folder(subject.folder, hf), MAX_BYTES):
+        engine.load_bucket(bucket, [buffer] * tp)
+    engine.end_load()
+    return engine
+
+
+def sample(
+    subject: Subject,
+    options: Mapping[str, Any],
+    size: Size,
+    seed: int,
+    backend: str = "torch tp1",
+) -> Sampled:
     """All responses of one sampler setting."""
-    engine = TorchEngine(
-        subject.hf, max_model_tokens=subject.hf.max_positions, device="cpu", seed=seed, **options
-    )
-    push(engine, read_folder(subject.folder, subject.hf), 0)
+    engine = make_engine(subject, options, seed, backend)
+    try:
+        return _responses(engine, subject, size, seed)
+    finally:
+        engine.close()
+
+
+def _responses(
+    engine: TorchEngine | ChildEngine, subject: Subject, size: Size, seed: int
+) -> Sampled:
     short = _sample(engine, seed, "s", subject.prompts, 5, Sampling(max_tokens=size.short))
     long = _sample(engine, seed, "l", subject.prompts, 1, Sampling(max_tokens=size.long))
     own: list[Sample] = []
     if subject.ends:
         stop = Sampling(max_tokens=OWN_MOST, stop_ids=(label_task.EOS,))
         own = _sample(engine, seed, "o", size.own, 1, stop)
-    engine.close()
     sampled = Sampled(pack_samples([*short, *long, *own]))
     at = len(short)
     longs = [Unit((r,)) for r in range(at, at + len(long))]
@@ -347,7 +383,12 @@ def own_units(lengths: Sequence[int], first: int) -> dict[str, list[Unit]]:
 
 
 def _sample(
-    engine: TorchEngine, seed: int, name: str, prompts: int, each: int, sampling: Sampling
+    engine: TorchEngine | ChildEngine,
+    seed: int,
+    name: str,
+    prompts: int,
+    each: int,
+    sampling: Sampling,
 ) -> list[Sample]:
     """Responses in the order of their prompts."""
     requests = []
@@ -363,6 +404,8 @@ def _sample(
         for event in engine.poll(1.0):
             if isinstance(event, Finished):
                 found[event.id] = event.sample
+            elif isinstance(event, Down):
+                raise RuntimeError(f"the sampler is gone: {event.reason}")
     return [found[request.id] for request in requests]
 
 
@@ -479,7 +522,14 @@ def load_batch(path: Path) -> Batch:
 # ---- the study
 
 
-def plan(models: Sequence[Subject], size: Size) -> tuple[list[Case], list[Row]]:
+def file_of(model: str, backend: str, dtype: str) -> str:
+    """Where the samples of one sampler setting are."""
+    return f"{model} {backend} {dtype}"
+
+
+def plan(
+    models: Sequence[Subject], size: Size, backends: Sequence[str] = ("torch tp1",)
+) -> tuple[list[Case], list[Row]]:
     """The learners, and a row for each that the model refuses."""
     from rlcore.mcore.layout import check_model
 
@@ -492,8 +542,11 @@ def plan(models: Sequence[Subject], size: Size) -> tuple[list[Case], list[Row]]:
                 refused.append(not_measured(model.name, layout, "torch tp1", f"refused: {why}"))
                 continue
             for dtype in DTYPES:
-                samplers = SAMPLERS if layout in size.all_precisions else [dtype]
-                names = tuple(f"{model.name} {sampler}" for sampler in samplers)
+                if layout in size.all_precisions:
+                    pairs = [(backend, sampler) for backend in backends for sampler in SAMPLERS]
+                else:
+                    pairs = [("torch tp1", dtype)]
+                names = tuple(file_of(model.name, *pair) for pair in pairs)
                 cases.append(Case(model=model.name, layout=layout, dtype=dtype, samples=names))
     return cases, refused
 
@@ -512,11 +565,11 @@ def not_measured(model: str, layout: str, sampler: str, note: str) -> Row:
     }
 
 
-def absent_samplers() -> list[Row]:
-    """Rows of the sampler's axis that have no numbers yet."""
-    landed = importlib.util.find_spec("rlcore.rollout.sglang_engine") is not None
-    note = "landed, but this study does not drive it" if landed else "not landed"
-    rows = [not_measured("any", "any", f"sglang tp{tp}", note) for tp in (1, 2)]
+def absent_samplers(backends: Sequence[str] = ("torch tp1",)) -> list[Row]:
+    """Rows of the sampler's axis that have no numbers."""
+    rows = []
+    if "sglang tp1" not in backends:
+        rows = [not_measured("any", "any", name, "--sglang measures it") for name in OTHERS]
     return [*rows, not_measured("any", "any", "torch tp2", "the torch engine has TP 1 only")]
 
 
@@ -524,15 +577,19 @@ def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], d
     """All rows, and how far a repetition is from the first run."""
     torch.set_num_threads(1)
     models = subjects(folder / "models", a, size)
-    cases, refused = plan(models, size)
+    backends = tuple(BACKENDS) if a.sglang else ("torch tp1",)
+    cases, refused = plan(models, size, backends)
     sampled: dict[str, Sampled] = {}
+    labels_of: dict[str, dict[str, str]] = {}
     for model in models:
         start = time.monotonic()
-        for sampler, options in SAMPLERS.items():
-            made = sampled[f"{model.name} {sampler}"] = sample(model, options, size, a.seed)
-            save_batch(made.batch, folder / f"{model.name} {sampler}")
+        for backend, sampler in itertools.product(backends, SAMPLERS):
+            name = file_of(model.name, backend, sampler)
+            made = sampled[name] = sample(model, SAMPLERS[sampler], size, a.seed, backend)
+            labels_of[name] = {"sampler": backend, "sampler_dtype": sampler}
+            save_batch(made.batch, folder / name)
         weights = num_parameters(model.hf) / 1e6
-        sure = sampled[f"{model.name} bf16"].batch
+        sure = sampled[file_of(model.name, "torch tp1", "bf16")].batch
         print(
             f"{model.name}: {weights:.1f} M weights, {sure.num_sequences} responses with "
             f"{int(sure.mask.sum())} tokens a sampler, mean log-prob "
@@ -545,15 +602,13 @@ def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], d
     rows = []
     for number, case in enumerate(cases):
         for name, logp in torch.load(folder / f"{number}.pt", weights_only=True).items():
-            sampler = name.removeprefix(f"{case.model} ")
             labels = {
                 "model": case.model,
                 "learner": case.layout,
                 "learner_dtype": case.dtype,
-                "sampler": "torch tp1",
-                "sampler_dtype": sampler,
+                **labels_of[name],
             }
-            equal = sampler == case.dtype
+            equal = labels["sampler_dtype"] == case.dtype
             lengths = list(sampled[name].units) if equal else ["short"]
             rows += rows_of(sampled[name], logp, labels, lengths)
     first, second = (
@@ -561,11 +616,12 @@ def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], d
     )
     learner = max(float((first[name] - second[name]).abs().max()) for name in first)
     model = next(m for m in models if m.name == cases[again].model)
-    twice, once = sample(model, SAMPLERS["bf16"], size, a.seed), sampled[f"{model.name} bf16"]
+    twice = sample(model, SAMPLERS["bf16"], size, a.seed)
+    once = sampled[file_of(model.name, "torch tp1", "bf16")]
     same = torch.equal(twice.batch.tokens, once.batch.tokens)
     apart = (twice.batch.logp_sampler - once.batch.logp_sampler).abs().max() if same else math.inf
     repeats = {"learner": learner, "sampler": float(apart)}
-    return [*finish(rows), *refused, *absent_samplers()], repeats
+    return [*finish(rows), *refused, *absent_samplers(backends)], repeats
 
 
 # ---- findings
@@ -626,6 +682,7 @@ class Table:
         length: str = "short",
         learner_dtype: str = "bf16",
         sampler_dtype: str = "bf16",
+        sampler: str = "torch tp1",
     ) -> Row | None:
         """The row, or None where it was not measured."""
         want = {
@@ -634,6 +691,7 @@ class Table:
             "length": length,
             "learner_dtype": learner_dtype,
             "sampler_dtype": sampler_dtype,
+            "sampler": sampler,
         }
         return next((r for r in self.rows if all(r[k] == v for k, v in want.items())), None)
 
@@ -679,14 +737,24 @@ def findings(rows: Sequence[Row], repeats: Mapping[str, float]) -> list[dict[str
         "sampler TP 1 with a learner on one rank has the lowest mismatch",
         *[layout(name, "one") for name in ("tp2 sp", "cp2", "tp2 sp cp2", "tp4 sp", "cp4")],
     )
+    larger(
+        "sampler TP 2 has more mismatch than TP 1 with a learner on one rank",
+        table.ratios({"sampler": "sglang tp2"}, {"sampler": "sglang tp1"}),
+    )
     say(
         "sampler TP 2: two responses above 0.5; with a learner of SP 8: a two-digit number",
         [],
-        "the sampler has TP 1; responses above 0.5 by learner: "
+        "responses above 0.5 by learner: "
         + "; ".join(
-            f"{m} "
-            + ", ".join(f"{n} {r['above_half']}" for n in ("one", *split) if (r := table.get(m, n)))
+            f"{m}, {sampler} "
+            + ", ".join(
+                f"{n} {r['above_half']}"
+                for n in ("one", *split)
+                if (r := table.get(m, n, sampler=sampler))
+            )
+            for sampler in BACKENDS
             for m in table.models
+            if table.get(m, sampler=sampler)
         ),
     )
     larger(
@@ -702,10 +770,12 @@ def findings(rows: Sequence[Row], repeats: Mapping[str, float]) -> list[dict[str
         layout("cp4", "tp4 sp"),
         note="2 and 4 ranks",
     )
+    equal = [(m, table.get(m, "tp2 sp", sampler="sglang tp2")) for m in table.models]
+    equal_counts = [f"{m} {r['above_half']} of {r['responses']}" for m, r in equal if r]
     say(
         "equal TP on both sides (2/2, 4/4): few responses above 0.5",
-        [],
-        f"the sampler has TP 1; at 1/1 above 0.5: {counts}",
+        [10 * r["above_half"] <= r["responses"] for _, r in equal if r],
+        f"at 1/1 above 0.5: {counts}; at 2/2: {', '.join(equal_counts) or 'not measured'}",
     )
     say(*_unchanged(table, split))
     larger(
@@ -721,8 +791,12 @@ def findings(rows: Sequence[Row], repeats: Mapping[str, float]) -> list[dict[str
         length("first of own long", "own short"),
         note="with forced lengths both have the same distribution; `own` ones end by themselves",
     )
-    sampler = [r["note"] for r in rows if r["sampler"].startswith("sglang")]
-    say("the sampler's backend alone is not decisive", [], f"SGLang: {', '.join(set(sampler))}")
+    backend = table.ratios({"sampler": "sglang tp1"}, {"sampler": "torch tp1"})
+    say(
+        "the sampler's backend alone is not decisive",
+        [2 / 3 <= c.ratio <= 1.5 for c in backend],
+        "; ".join([*map(str, backend), "not decisive: x0.67 to x1.5"]) if backend else "torch only",
+    )
     say(*_deterministic(one, repeats))
     pairs = (("sft", "random", "short"), ("rl", "sft", "short"), ("rl", "sft", "own long"))
     trained = [
@@ -744,13 +818,12 @@ def precision_lines(rows: Sequence[Row]) -> list[str]:
     """The precisions against bf16 on both sides; the study published nothing about them."""
     table = Table(rows)
     lines = ["precision: learner / sampler against bf16 / bf16 (one rank, short)"]
-    for learner in DTYPES:
-        for sampler in SAMPLERS:
-            setting = {"learner_dtype": learner, "sampler_dtype": sampler}
-            pairs = [(m, table.get(m, **setting), table.get(m)) for m in table.models]
-            text = [str(compare(m, a, b)) for m, a, b in pairs if a and b]
-            if (learner, sampler) != ("bf16", "bf16"):
-                lines.append(f"  {learner + ' / ' + sampler:24}{'; '.join(text)}")
+    for backend, learner, sampler in itertools.product(BACKENDS, DTYPES, SAMPLERS):
+        setting = {"learner_dtype": learner, "sampler_dtype": sampler, "sampler": backend}
+        pairs = [(m, table.get(m, **setting), table.get(m, sampler=backend)) for m in table.models]
+        text = [str(compare(m, a, b)) for m, a, b in pairs if a and b]
+        if text and (learner, sampler) != ("bf16", "bf16"):
+            lines.append(f"  {backend:12}{learner + ' / ' + sampler:24}{'; '.join(text)}")
     return lines
 
 
@@ -793,19 +866,20 @@ def _deterministic(
 def table_lines(rows: Sequence[Row]) -> list[str]:
     """The table of all rows."""
     head = (
-        f"{'model':7}{'learner':16}{'sampler':16}{'length':19}{'resp':>5}{'tokens':>8}"
+        f"{'model':7}{'learner':16}{'sampler':26}{'length':19}{'resp':>5}{'tokens':>8}"
         f"{'max':>9}{'p99':>9}{'median':>9}{'mean':>9}{'k1':>10}{'k3':>9}"
         f"{'>.5':>5}{'>.1':>5}{'>.01':>5}{'ratio':>7}"
     )
     lines = [head]
     for r in rows:
         if r["value"] is None:
-            lines.append(f"{r['model']:7}{r['learner']:16}{r['sampler']:16}{r['note']}")
+            lines.append(f"{r['model']:7}{r['learner']:16}{r['sampler']:26}{r['note']}")
             continue
         ratio = f"{r['ratio']:7.2f}" if r["ratio"] is not None else f"{'-':>7}"
         learner = f"{r['learner']} {r['learner_dtype']}"
+        sampler = f"{r['sampler']} {r['sampler_dtype']}"
         lines.append(
-            f"{r['model']:7}{learner:16}{r['sampler_dtype']:16}{r['length']:19}"
+            f"{r['model']:7}{learner:16}{sampler:26}{r['length']:19}"
             f"{r['responses']:5}{r['tokens']:8}{r['max']:9.1e}{r['p99']:9.1e}{r['median']:9.1e}"
             f"{r['mean']:9.1e}{r['k1']:10.1e}{r['k3']:9.1e}"
             f"{r['above_half']:5}{r['above_tenth']:5}{r['above_hundredth']:5}{ratio}"
@@ -857,7 +931,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             for d in DTYPES
             for s in SAMPLERS
         }
-        | {r["sampler"]: r["note"] for r in rows if r["model"] == "any"},
+        | {
+            f"bf16 / {name} {s}": by_model(sampler=name, sampler_dtype=s)
+            for name in OTHERS
+            for s in ("bf16", "bf16 fp32-head")
+        },
         "length of the response (one rank)": {n: by_model(length=n) for n in (*SPLIT, *OWN)},
         "model (short; one mark a layout)": {
             m: {n: r for n in LAYOUTS if (r := table.get(m, n))} for m in table.models
@@ -910,6 +988,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--quick", action="store_true", help="few responses and layouts: a minute")
     p.add_argument("--dir", type=Path, default=ROOT / "runs", help="has models/label-s<seed>")
+    p.add_argument("--sglang", action="store_true", help="SGLang samples too: half an hour more")
     p.add_argument("--trained", type=Path, help="`hf` folder of a run on the tiny task: model `rl`")
     p.add_argument("--json", type=Path)
     p.add_argument("--picture", type=Path, help="default: beside the JSON file")

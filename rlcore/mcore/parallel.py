@@ -62,12 +62,13 @@ def initialise(
         return _shared.layout, _shared.groups
     with ExitStack() as undo:
         own_world = not dist.is_initialized()
-        if _left and not own_world:
+        # Not those that Megatron has destroyed itself, or that went with an earlier world: of such a
+        # world the other ranks of this one may never have been a part.
+        alive = dist.distributed_c10d._world.pg_map
+        if old := [group for group in dict.fromkeys(_left) if group in alive]:
             dist.barrier()  # nobody is inside a collective of these groups any more
-            alive = dist.distributed_c10d._world.pg_map  # Megatron destroys some itself
-            for group in dict.fromkeys(_left):
-                if group in alive:
-                    dist.destroy_process_group(group)
+            for group in old:
+                dist.destroy_process_group(group)
         _left.clear()
         if own_world:
             cpu = (where or device()).type == "cpu"

@@ -27,9 +27,10 @@ class Worlds:
         self.folder, self.runs = folder, folder / "runs"
         self.model = runs.tiny_model(folder / "model")
         odd = runs.tiny_model(folder / "odd", num_attention_heads=3, num_key_value_heads=1)
-        self.killed = runs.run(
-            2, [self.job("killed", *KEPT, "--debug.die_at_step", 3)], folder / "killed"
-        )
+        # Rank 0 comes from a world of its own, which rank 1 has never been in.
+        before = self.job("before", "--run.steps", 1) | {"ranks": 1}
+        killed = self.job("killed", *KEPT, "--debug.die_at_step", 3)
+        self.killed = runs.run(2, [before, killed], folder / "killed")
         tp2 = *KEPT, "--train.tp", 2
         saved = self.runs / "tp2" / "checkpoints" / "step_000002"
         jobs = [

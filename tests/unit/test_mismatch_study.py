@@ -13,10 +13,23 @@ import pytest
 import torch
 
 from rlcore.algos import base, mismatch
+from rlcore.data import label_task
 from rlcore.hf.config import HFConfig
 from rlcore.tensors import Batch, LossInputs, cumulative
 
 ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": len(label_task.VOCAB),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 256,
+}
 
 
 @pytest.fixture(scope="module")
@@ -233,33 +246,51 @@ def test_determinism_is_judged_where_both_sides_repeat(tool):
 
 
 def test_what_needs_another_sampler_cannot_be_tested(tool):
-    for words in ("backend alone", "equal TP", "sampler TP 2"):
+    for words in ("backend alone", "equal TP", "sampler TP 2 has", "sampler TP 2:"):
         assert finding(tool, [row("m", "one", SPREAD)], words)["verdict"] == "cannot be tested here"
     names = {r["sampler"]: r["note"] for r in tool.absent_samplers()}
     assert set(names) == {"sglang tp1", "sglang tp2", "torch tp2"}
+    assert {r["sampler"] for r in tool.absent_samplers(tuple(tool.BACKENDS))} == {"torch tp2"}
+
+
+def test_the_samplers_backend_and_size_are_judged_by_their_rows(tool):
+    one = row("m", "one", SPREAD)
+    near = row("m", "one", [1.2 * x for x in SPREAD], sampler="sglang tp1")
+    far = row("m", "one", [2 * x for x in SPREAD], sampler="sglang tp1")
+    assert finding(tool, [one, near], "backend alone")["verdict"] == "agrees"
+    assert finding(tool, [one, far], "backend alone")["verdict"] == "does not"
+    split = row("m", "one", [9 * x for x in SPREAD], sampler="sglang tp2")
+    assert finding(tool, [one, near, split], "sampler TP 2 has")["verdict"] == "agrees"
+    assert finding(tool, [one, far, near | {"sampler": "sglang tp2"}], "TP 2 has")["verdict"] == (
+        "does not"
+    )
+    equal = row("m", "tp2 sp", [0.1, 0.2, 0.3], sampler="sglang tp2")
+    assert finding(tool, [one, equal], "equal TP")["verdict"] == "agrees"
+    many = row("m", "tp2 sp", [0.1, 0.9, 0.3], sampler="sglang tp2")
+    assert finding(tool, [one, many], "equal TP")["verdict"] == "does not"
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="needs SGLang: bash tools/setup.sh --sglang"
+)
+def test_sglang_samples_what_the_torch_engine_does(tool, tmp_path):
+    folder, size = tmp_path / "m", replace(tool.QUICK, short=6, long=9)
+    hf = HFConfig.from_dict(CONFIG)
+    tool.save_folder(tool.random_weights(hf, 0), hf, None, folder)
+    subject = tool.Subject(name="m", folder=folder, hf=hf, prompts=2, ends=False)
+    ours = tool.sample(subject, tool.SAMPLERS["fp32"], size, 0)
+    theirs = tool.sample(subject, tool.SAMPLERS["fp32"], size, 0, "sglang tp1")
+    assert torch.equal(theirs.batch.tokens, ours.batch.tokens)
+    assert torch.allclose(theirs.batch.logp_sampler, ours.batch.logp_sampler, atol=1e-5)
 
 
 # ---- through engine and learner
 
 
 def test_one_rank_scores_what_the_engine_sampled(tool, tmp_path, capsys):
-    hf = HFConfig.from_dict(
-        {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "vocab_size": tool.TINY_TOKENS,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "initializer_range": 0.2,
-            "max_position_embeddings": 256,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-        }
-    )
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    hf = HFConfig.from_dict(CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], **moe})
     folder = tmp_path / "models" / "m"
     tool.save_folder(tool.random_weights(hf, 0), hf, None, folder)
     subject = tool.Subject(name="m", folder=folder, hf=hf, prompts=2, ends=True)
@@ -294,7 +325,7 @@ def test_one_rank_scores_what_the_engine_sampled(tool, tmp_path, capsys):
     read = json.loads((tmp_path / "out.json").read_text())
     assert len(read["rows"]) == len(rows) and len(read["findings"]) == len(found)
     assert {"name", "value", "unit", "baseline", "ratio"} <= read["rows"][0].keys()
-    assert "not landed" in "\n".join(tool.table_lines(rows))
+    assert "--sglang measures it" in "\n".join(tool.table_lines(rows))
     tool.draw(rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
