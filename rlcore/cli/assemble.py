@@ -118,6 +118,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
         engine.sleep(["weights", "kv_cache"])
+        collective.barrier()  # it is asleep on all its ranks when its first has said so
     learner = make_learner(cfg, hf, world)
     on_close(learner.close)
     critic = None

@@ -41,6 +41,7 @@ def run(cfg: "Config") -> int:
     """Join the world, build, train, leave."""
     from rlcore.cli import assemble, world
     from rlcore.trainer import sync_loop
+    from rlcore.utils import collective
 
     here = world.join(cfg.cluster.timeout_s)
     try:
@@ -52,6 +53,7 @@ def run(cfg: "Config") -> int:
         return failed(cfg, here, e, 1)
     try:
         sync_loop.train(built)
+        collective.barrier()  # an engine over several ranks is in use until its first has done
     except (ValueError, RuntimeError, OSError) as e:  # a TimeoutError is an OSError
         return failed(cfg, here, e, 1)
     finally:

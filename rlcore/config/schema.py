@@ -119,7 +119,8 @@ class RolloutConfig:
     """The torch engine's attention and MLP weights take the values of this format at every push;
     products stay in rollout.dtype, so it changes the samples and not the speed."""
     fp32_lm_head: bool = False
-    """The engine's last norm and output layer in fp32, whatever rollout.dtype is."""
+    """Logits in fp32, whatever rollout.dtype is: the engine's output layer, of the torch engine its
+    last norm too."""
     threads: int = 1
     """CPU threads of one engine."""
     progress_s: float = 0.5

@@ -98,6 +98,7 @@ def export_hf(
         with torch.no_grad():
             full = _export(bundle, params, hf, layout, [shapes[name] for name in names], like)
         yield from zip(names, full, strict=True)
+        del full  # not beside the next bundle
 
 
 def shards(
@@ -377,6 +378,7 @@ def _gather(
         flat = _flat(local)
         every = flat.new_empty(layout.tp * flat.numel())
         compat.all_gather(every, flat, group=_group("tensor_model"))
+        del flat  # two bundles at a time are enough
         rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(layout.tp)]
         parts = [[row[i].view(tensor.shape) for row in rows] for i, tensor in enumerate(local)]
     return [

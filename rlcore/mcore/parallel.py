@@ -62,8 +62,8 @@ def initialise(
         return _shared.layout, _shared.groups
     with ExitStack() as undo:
         own_world = not dist.is_initialized()
-        # Not those that Megatron has destroyed itself, or that went with an earlier world: of such a
-        # world the other ranks of this one may never have been a part.
+        # Not those that Megatron has destroyed itself, or that went with an earlier world: other
+        # ranks of this one may never have been in it.
         alive = dist.distributed_c10d._world.pg_map
         if old := [group for group in dict.fromkeys(_left) if group in alive]:
             dist.barrier()  # nobody is inside a collective of these groups any more

@@ -6,13 +6,25 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rlcore.mcore.memory import HostRoom
+
 
 class Reference:
     """The weights that some parameters had when it was made."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, pinned: bool | None = None) -> None:
+        """`pinned`: in blocks of pinned memory, from which every use makes a copy; by default for
+        parameters on an accelerator."""
         self._parameters = list(parameters)
-        self._weights = [_on_host(p.detach()) for p in self._parameters]
+        if pinned is None:
+            pinned = any(p.device.type == "cuda" for p in self._parameters)
+        self._room = HostRoom() if pinned else None
+        self._weights: list[Tensor] = []
+        if self._room is None:
+            self._weights = [p.detach().clone() for p in self._parameters]
+        else:
+            self._room.write([_bytes(p.detach()) for p in self._parameters])
+            _synchronize()
         self.is_in_place = False
 
     @contextmanager
@@ -26,16 +38,29 @@ class Reference:
         own = [p.data for p in self._parameters]
         self.is_in_place = True
         try:
-            for p, weight in zip(self._parameters, self._weights, strict=True):
-                p.data = weight.to(p.device, non_blocking=True)
+            for p, weight in zip(self._parameters, self._start_weights(), strict=True):
+                p.data = weight
             yield
         finally:
             for p, data in zip(self._parameters, own, strict=True):
                 p.data = data
             self.is_in_place = False
 
+    def _start_weights(self) -> list[Tensor]:
+        """Where the parameters are."""
+        if self._room is None:
+            return self._weights
+        like = torch.contiguous_format
+        fresh = [torch.empty_like(p.detach(), memory_format=like) for p in self._parameters]
+        self._room.read([_bytes(tensor) for tensor in fresh])
+        return fresh
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy; from an accelerator into pinned memory, which is quick to copy back."""
-    pinned = tensor.device.type == "cuda"
-    return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes], a view where the tensor is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

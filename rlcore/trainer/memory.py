@@ -176,7 +176,7 @@ def engine_weight_bytes(cfg: Config, hf: HFConfig) -> int:
     """Of one rank of an engine."""
     size = ITEMSIZE[engine_dtype(cfg)]
     total = size * num_parameters(hf)
-    if cfg.rollout.fp32_lm_head:
+    if cfg.rollout.fp32_lm_head and cfg.rollout.engine == "torch":  # SGLang makes no copy
         total += max(4 - size, 0) * hf.vocab_size * hf.hidden_size
     return total // cfg.rollout.tp
 
@@ -212,13 +212,19 @@ def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
     return size * rows * per_token + 2 * 4 * r.max_running * hf.vocab_size
 
 
+def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
+    """Of the largest bucket of a push: a tensor is never cut, nor is any larger than the
+    embedding."""
+    embedding = hf.vocab_size * hf.hidden_size * ITEMSIZE[cfg.model.dtype]
+    return max(cfg.sync.bucket_mb * 2**20, embedding)
+
+
 def push_bytes(cfg: Config, hf: HFConfig) -> int:
     """Of a push, beside the weights of both; an estimate."""
-    bucket = cfg.sync.bucket_mb * 2**20
-    largest = hf.vocab_size * hf.hidden_size * ITEMSIZE[cfg.model.dtype]
-    if cfg.sync.route == "gather":  # the parts and what is made of them
-        return 2 * max(largest, BUNDLE_BYTES) + bucket
-    return 2 * max(bucket, largest // max(cfg.train.tp, cfg.rollout.tp)) + bucket
+    bucket = bucket_bytes(cfg, hf)
+    if cfg.sync.route == "gather":  # the parts, what is made of them, and the bucket
+        return 2 * max(bucket, BUNDLE_BYTES) + bucket
+    return 2 * bucket
 
 
 # ---- the plan
@@ -296,19 +302,23 @@ def make(cfg: Config, hf: HFConfig, layout: Layout, *, gpu_bytes: float, cuda: b
             name: sum(i.num_bytes for i in items if i.part.split()[0] in states)
             for name, items in phases.items()
         },
-        host=tuple(_host(cfg, states, cuda)),
+        host=tuple(_host(cfg, hf, states, cuda)),
         problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)),
     )
 
 
-def _host(cfg: Config, states: dict[str, dict[Part, int]], cuda: bool) -> list[Item]:
+def _host(
+    cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: bool
+) -> list[Item]:
     items = []
     if cfg.train.offload and cuda:
         for name, state in states.items():
             items.append(Item(f"{name} parked", state["weights"] + state["optimizer"]))
     if cfg.algo.needs_reference:
         items.append(Item("reference weights", states["learner"]["weights"]))
-    return [*items, Item("bucket", cfg.sync.bucket_mb * 2**20)]
+    if cfg.rollout.engine == "sglang" and cuda:  # buckets stay on the GPU
+        return items
+    return [*items, Item("bucket", bucket_bytes(cfg, hf))]
 
 
 def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from rlcore.algos import correction, reduce
 from rlcore.data.packing import pack_samples, per_token
-from rlcore.protocols import Engine, Mortal, Part
+from rlcore.protocols import Mortal, Part, Tag
 from rlcore.records import Sample
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
@@ -89,34 +89,52 @@ def engine_revives(run: Run) -> None:
     it may have, so with --train.offload the learner makes room until it sleeps. An engine over
     several ranks is started again on all of them (C)."""
     why = run.engine.down if isinstance(run.engine, Mortal) else ""
+    offload, anywhere = run.cfg.train.offload, bool(why)
     if len(run.engine_ranks) > 1:
         down = collective.reduce_floats(
             [float(r == run.rank and bool(why)) for r in range(run.world_size)]
         )
+        anywhere = any(down)
         gone = [r for r in run.engine_ranks if down[r]]
         why = why or (f"the engine's part on rank {gone[0]} is gone" if gone else "")
     if isinstance(run.engine, Mortal) and why:
         log.warning("rank %d: %s; it is started again", run.rank, why)
-        offload = run.cfg.train.offload
         for learner in run.learners if offload else ():
             learner.offload()
         run.engine.restart()
         run.engine.poll(0.0)
-        if offload and not run.engine.down:
-            run.engine.sleep(["weights", "kv_cache"])
+    if offload and anywhere:
+        engine_turns(run, "sleep", ["weights", "kv_cache"], here=bool(why))
 
 
-def living_engine(run: Run) -> Engine | None:
-    """The engine, if this rank has one that lives."""
-    dead = isinstance(run.engine, Mortal) and run.engine.down
-    return None if dead else run.engine
+def engine_turns(
+    run: Run, way: Literal["sleep", "wake"], tags: Collection[Tag], *, here: bool = True
+) -> None:
+    """Send this rank's engine to sleep or wake it, if it lives and is meant (`here`). One that dies
+    of it is as one that was dead before: the round that follows hears of it.
+
+    Of an engine over several ranks the first alone speaks with it, for the memory of all: every
+    rank is through with its own memory before, and none goes on until it is done (C).
+    """
+    spread = len(run.engine_ranks) > 1
+    if spread:
+        collective.barrier()
+    engine = run.engine if here else None
+    if engine is not None and not (isinstance(engine, Mortal) and engine.down):
+        try:
+            (engine.sleep if way == "sleep" else engine.wake)(tags)
+        except RuntimeError as error:
+            if not (isinstance(engine, Mortal) and engine.down):
+                raise
+            log.warning("rank %d: the engine died at its %s: %s", run.rank, way, error)
+    if spread:
+        collective.barrier()
 
 
 def engine_sleeps(run: Run) -> None:
     """With --train.offload the engine gives its memory to the learner."""
     if run.cfg.train.offload:
-        if engine := living_engine(run):
-            engine.sleep(["weights", "kv_cache"])
+        engine_turns(run, "sleep", ["weights", "kv_cache"])
         must_be_free(run, "hand_over")
         for learner in run.learners:
             learner.onload()
@@ -131,8 +149,7 @@ def engine_takes_weights(run: Run) -> None:
             learner.offload()
         run.learner.onload(["weights"])
         must_be_free(run, "push")
-        if engine := living_engine(run):
-            engine.wake(["weights"])
+        engine_turns(run, "wake", ["weights"])
         measure(run, "push")
 
 
@@ -141,8 +158,7 @@ def engine_wakes(run: Run) -> None:
     if run.cfg.train.offload:
         for learner in run.learners:
             learner.offload()
-        if engine := living_engine(run):
-            engine.wake(["kv_cache"])
+        engine_turns(run, "wake", ["kv_cache"])
         measure(run, "generate")
 
 
@@ -153,8 +169,7 @@ def learner_here(run: Run, parts: Collection[Part]) -> Iterator[None]:
     if not run.cfg.train.offload:
         yield
         return
-    if engine := living_engine(run):
-        engine.sleep(["kv_cache"])
+    engine_turns(run, "sleep", ["kv_cache"])
     for learner in run.learners:
         learner.onload(parts)
     measure(run, "save")

@@ -19,11 +19,13 @@ WRITTEN = ("weights", "optimizer")
 def train(run: Run) -> None:
     """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint."""
     cfg = run.cfg
-    push_weights(run, run.step)
+    with run.spans.phase("sync"):
+        push_weights(run, run.step)
     if run.step == 0 and cfg.eval.at_start:
         with run.spans.phase("eval"):
             evaluate.run(run)
         report.evaluation(run)
+    run.spans.take()  # what came before the first step is not of it
     while run.step < cfg.run.steps:
         run.step += 1
         with run.spans.phase("step"):

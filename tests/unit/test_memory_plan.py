@@ -148,6 +148,31 @@ def test_sglang_takes_its_share_of_the_gpu_and_the_cache_is_what_weights_leave()
     assert found["engine weights"] == half["engine weights"] // 2
 
 
+def size_of(found: memory.Plan, phase: str, part: str) -> int:
+    return sum(item.num_bytes for item in found.phases[phase] if item.part == part)
+
+
+@pytest.mark.parametrize("route", ["gather", "intranode"])
+def test_a_tensor_larger_than_a_bucket_has_one_of_its_own(route: str) -> None:
+    """Of every rank, however the engine is split: it is cut only when it is there."""
+    argv = "--sync.route", route, "--sync.bucket_mb", 1, "--rollout.tp", 2
+    small, large = plan(*argv), plan(*argv, vocab_size=10_000_000, hidden_size=16)
+    embedding = 2 * 10_000_000 * 16
+    assert size_of(small, "push", "buckets") < size_of(large, "push", "buckets")
+    assert size_of(large, "push", "buckets") >= 2 * embedding
+    assert [i.num_bytes for i in large.host if i.part == "bucket"] == [embedding]
+
+
+def test_sglang_takes_buckets_and_logits_without_copies() -> None:
+    argv = "--rollout.engine", "sglang", "--rollout.dtype", "bfloat16"
+    plain, exact = plan(*argv), plan(*argv, "--rollout.fp32_lm_head")
+    assert [item.part for item in plain.host] == []
+    weights = [size_of(found, "generate", "engine weights") for found in (plain, exact)]
+    assert weights[0] == weights[1]
+    torch_engine = "--rollout.dtype", "bfloat16", "--rollout.fp32_lm_head"
+    assert size_of(plan(*torch_engine), "generate", "engine weights") > weights[0]
+
+
 def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
     [line] = plan("--rollout.cache_tokens", 100, "--rollout.max_tokens", 400).problems
     assert line.startswith("--rollout.cache_tokens 100: beside")

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from rlcore.trainer import phases
 
 
@@ -114,3 +116,64 @@ def test_a_new_engine_starts_on_an_empty_device() -> None:
         "learner onload weights",
         "engine wake weights",
     ]
+
+
+class Mortal(Part):
+    """An engine that dies when it is asked for something."""
+
+    def sleep(self, tags: list[str]) -> None:
+        self.down = "was killed by signal 9"
+        raise RuntimeError("sleep: the engine was killed by signal 9")
+
+    wake = sleep
+
+    def fail(self, reason: str) -> None:
+        self.down = reason
+
+
+def test_an_engine_that_dies_at_a_switch_is_left_to_the_round_that_follows() -> None:
+    said: list[str] = []
+    for turn in (phases.engine_sleeps, phases.engine_takes_weights, phases.engine_wakes):
+        run = run_of(said, offload=True)
+        run.engine = Mortal("engine", said)
+        turn(run)
+        assert run.engine.down
+
+
+def test_a_living_engine_that_refuses_a_switch_ends_the_run() -> None:
+    class Refuses(Part):
+        def wake(self, tags: list[str]) -> None:
+            raise RuntimeError("no memory")
+
+    run = run_of([], offload=True)
+    run.engine = Refuses("engine", [])
+    with pytest.raises(RuntimeError, match="no memory"):
+        phases.engine_wakes(run)
+
+
+def test_ranks_of_one_engine_wait_for_its_first_at_every_switch(monkeypatch) -> None:
+    """Only the first speaks with it: the others have no memory before it has answered, and it asks
+    for none before they have given theirs."""
+    said: list[str] = []
+    monkeypatch.setattr(phases.collective, "barrier", lambda: said.append("all"))
+    run = run_of(said, offload=True)
+    run.engine_ranks = (0, 1)
+    phases.engine_sleeps(run)
+    phases.engine_takes_weights(run)
+    phases.engine_wakes(run)
+    assert said == [
+        *("all", "engine sleep weights kv_cache", "all", "learner onload"),
+        *("learner offload optimizer gradients", "learner onload weights"),
+        *("all", "engine wake weights", "all", "learner offload"),
+        *("all", "engine wake kv_cache", "all"),
+    ]
+
+
+def test_ranks_whose_engine_lives_wait_while_another_starts_again(monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(phases.collective, "barrier", lambda: said.append("all"))
+    monkeypatch.setattr(phases.collective, "reduce_floats", lambda values: [0.0, 0.0, 1.0, 0.0])
+    run = run_of(said, offload=True)
+    run.engine_ranks, run.world_size = (0, 1), 4
+    phases.engine_revives(run)
+    assert said == ["all", "all"]
