@@ -39,8 +39,11 @@ class Runs:
             argv = runs.arguments(model, self.folder, name, *more)
             return {"name": name, "argv": argv, "ranks": ranks}
 
-        slow = "--rollout.max_running", 1, "--rollout.progress_s", 0.02
-        spread = "--rollout.tp", 2, "--train.tp", 2, "--sync.route", "intranode"
+        slow = "--rollout.max_running", 4, "--rollout.progress_s", 0.02
+        spread = (
+            *("--rollout.tp", 2, "--train.tp", 2, "--sync.route", "intranode"),
+            *("--rollout.max_running", 16),
+        )
         jobs = [
             job("killed", 1, *SGLANG, *slow),
             job("torch", 1, *SHORT),
