@@ -5,6 +5,9 @@ The parent holds one end of a socket pair and the child the other; messages are 
 (`utils/net.py`), each behind its length. The child serves calls between two decode steps, pushes
 events as they come, and ends when its parent does. It imports the engine and what the engine needs,
 nothing of the program that started it.
+
+An error in a call is the answer to it, but for three that end the child and leave a `Down`: an
+`EngineGoneError`, an engine that does not start, and whatever `poll` raises.
 """
 
 import importlib
@@ -21,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -39,6 +42,7 @@ from rlcore.records import (
     Request,
     RequestId,
 )
+from rlcore.rollout.gone import EngineGoneError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
 
@@ -50,6 +54,8 @@ _STEP_S = 0.001  # a busy engine runs a step at least this long before calls are
 _PARENT_S = 1.0  # how often the child looks for its parent
 _STUCK_S = 24 * 3600.0  # a parent that reads nothing for this long is as good as gone
 _EXIT_S = 5.0  # a closing child gets this long before it is killed
+_CLOSE_S = 3.0  # a closing engine gets this long in the child
+_GRACE_S = 10.0  # an engine with a deadline of its own names what was late, if it may
 _LENGTH = struct.Struct("<Q")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
@@ -75,9 +81,11 @@ class _Events(msgspec.Struct, tag=True):
 
 
 class _Fatal(msgspec.Struct, tag=True):
-    """The engine raised outside of a call; the process ends."""
+    """The engine is gone; the process ends."""
 
     reason: str
+    refused: str = ""
+    """The message of a ValueError at the start: settings that cannot work."""
 
 
 _FromChild = _Reply | _Events | _Fatal
@@ -166,7 +174,12 @@ class ChildEngine:
     function. The child is started at once and awaited at the first call, `start_s` at most. Every
     call has a deadline and raises what the engine raised. When the child dies, `poll` returns one
     `Down` with the requests that were lost and the tokens of theirs that progress events had
-    brought; `restart` brings a new one up, without weights.
+    brought; `restart` brings a new one up, without weights. A call that finds the engine dead
+    raises EngineGoneError, and `down` says why by then. Settings that the engine refuses are a
+    ValueError of every call.
+
+    The deadline of a call is `deadline_s`. An engine that has one itself gets it in its settings,
+    as `deadline_s`; then a call here takes that and a little longer.
     """
 
     def __init__(
@@ -227,7 +240,7 @@ class ChildEngine:
         self._live.update((i, []) for i in new)  # its events may come before its answer
         try:
             self._call("submit", tuple(requests))
-        except _GoneError:
+        except EngineGoneError:
             if dead:
                 self._live.clear()
                 self._lose(new)
@@ -240,7 +253,7 @@ class ChildEngine:
         """As the engine's; what a dead child held is in its `Down`."""
         try:
             self._call("abort", tuple(ids))
-        except _GoneError:
+        except EngineGoneError:
             return
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
@@ -307,7 +320,9 @@ class ChildEngine:
     # ---- the child
 
     def _start(self) -> None:
-        settings = self._settings() if callable(self._settings) else self._settings
+        settings = dict(self._settings() if callable(self._settings) else self._settings)
+        if "deadline_s" in settings:
+            self._deadline_s = settings["deadline_s"] + _GRACE_S
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -318,11 +333,11 @@ class ChildEngine:
             )
         self._frames = _Frames(ours)
         self._down = ""
-        self._fatal = ""
+        self._refused = ""
         self._replies: dict[int, _Reply] = {}
         self._number = 0
         self._built = False
-        self._ask("build", (self._factory, dict(settings)))
+        self._ask("build", (self._factory, settings))
 
     def _ask(self, method: str, args: tuple[Any, ...]) -> int:
         self._number += 1
@@ -343,15 +358,13 @@ class ChildEngine:
         if not self._built:
             self._await(1, "start", self._start_s)
             self._built = True
-        if self._down:
-            raise _GoneError(f"{method}: {self._name} {self._down}; restart() it")
+        self._check(method)
         self._await(self._ask(method, args), method, self._deadline_s)
 
     def _await(self, number: int, method: str, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
         while number not in self._replies:
-            if self._down:
-                raise _GoneError(f"{method}: {self._name} {self._down}; restart() it")
+            self._check(method)
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"{method}: {self._name} has not answered for {deadline_s:g} s")
@@ -362,6 +375,12 @@ class ChildEngine:
             if kind is None:
                 raise RuntimeError(f"{reply.error}: {reply.message}")
             raise kind(reply.message)
+
+    def _check(self, method: str) -> None:
+        if self._refused:
+            raise ValueError(self._refused)
+        if self._down:
+            raise EngineGoneError(f"{method}: {self._name} {self._down}; restart() it")
 
     @property
     def _name(self) -> str:
@@ -376,8 +395,11 @@ class ChildEngine:
                 if isinstance(item, _Reply):
                     self._replies[item.number] = item
                 elif isinstance(item, _Fatal):
-                    self._fatal, _, trace = item.reason.partition("\n")
+                    reason, _, trace = item.reason.partition("\n")
                     log.debug("%s: where it was raised\n%s", self._name, trace)
+                    self._refused = item.refused
+                    self._die(f"failed: {reason}")
+                    return
                 else:
                     self._events += [self._note(event) for event in item.events]
         except EOFError:
@@ -407,8 +429,7 @@ class ChildEngine:
             process.kill()
             code = process.wait(_EXIT_S)
         if not reason:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            reason = f"{how}: {self._fatal}" if self._fatal else how
+            reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._down = reason
         live, self._live = self._live, {}
         self._events.append(
@@ -429,11 +450,7 @@ class ChildEngine:
                 lost = event.lost + tuple(ids)
                 self._events[at] = msgspec.structs.replace(event, lost=lost)
                 return
-        raise RuntimeError(f"submit: {self._name} {self._down}; restart() it")
-
-
-class _GoneError(RuntimeError):
-    """The child is dead."""
+        raise EngineGoneError(f"submit: {self._name} {self._down}; restart() it")
 
 
 def joined(pieces: Sequence[Partial]) -> Partial:
@@ -465,7 +482,7 @@ class _Server:
 
     def __init__(self, end: socket.socket):
         self._frames = _Frames(end)
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()  # None: no more
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._live: set[RequestId] = set()
         self._paused = False
@@ -484,32 +501,41 @@ class _Server:
                     self._push(self._engine.poll(_STEP_S if self._busy else _POLL_S))
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))
-            self._out.put(encode(_Fatal(f"{type(error).__name__}: {error}\n{trace}")))
+            starts = self._engine is None and isinstance(error, ValueError)
+            refused = str(error) if starts else ""
+            self._out.put(encode(_Fatal(f"{type(error).__name__}: {error}\n{trace}", refused)))
             self._out.put(None)
             writer.join(_EXIT_S)
-            raise SystemExit(1) from error
+            self._leave(1)
 
     @property
     def _busy(self) -> bool:
         return bool(self._live) and not self._paused
 
     def _serve(self) -> None:
-        """Answer the calls that are there; with nothing to decode, wait for one."""
+        """Answer the calls that are there; with nothing to decode, wait for one. An error is the
+        answer to its call while the engine lives."""
         wait = not self._busy
         while True:
             try:
                 call = self._calls.get(timeout=_POLL_S) if wait else self._calls.get_nowait()
             except queue.Empty:
                 return
+            if call is None:
+                self._leave(0)
             wait = False
             reply = _Reply(call.number)
             try:
                 self._obey(call.method, decode(call.args, _ARGS[call.method]))
+            except EngineGoneError:
+                raise
             except Exception as error:
+                if self._engine is None:
+                    raise
                 reply.error, reply.message = type(error).__name__, str(error)
             # Events of the call go first: whoever aborts and then polls finds them.
-            if self._engine is not None:
-                self._push(self._engine.poll(0.0) if call.method in ("abort", "pause") else [])
+            if call.method in ("abort", "pause"):
+                self._push(self._engine.poll(0.0))
             self._out.put(encode(reply))
 
     def _obey(self, method: str, args: tuple[Any, ...]) -> None:
@@ -517,8 +543,6 @@ class _Server:
             module, _, function = args[0].partition(":")
             self._engine = getattr(importlib.import_module(module), function)(**args[1])
             return
-        if self._engine is None:
-            raise RuntimeError("the engine did not start")
         getattr(self._engine, method)(*args)
         if method == "submit":
             self._live.update(request.id for request in args[0])
@@ -539,14 +563,30 @@ class _Server:
                 if os.getppid() != self._parent:
                     break
         except EOFError:
-            pass
-        os._exit(0)  # the parent is gone or has closed: nobody waits for anything here
+            log.debug("the parent is gone or has closed")
+        self._calls.put(None)
+        time.sleep(_CLOSE_S)  # the main thread ends the process, unless it is stuck in a call
+        os._exit(0)
+
+    def _leave(self, code: int) -> NoReturn:
+        """Nobody waits for anything here: end what the engine has started, and this process."""
+        late = threading.Timer(_CLOSE_S, os._exit, (code,))
+        late.daemon = True
+        late.start()
+        try:
+            if self._engine is not None:
+                self._engine.close()
+        except Exception:
+            traceback.print_exc()
+        os._exit(code)  # exit handlers of libraries take seconds
 
     def _write(self) -> None:
         try:
             while (message := self._out.get()) is not None:
                 self._frames.send(message, time.monotonic() + _STUCK_S)
-        except (OSError, TimeoutError):
+        except OSError:
+            return  # the other thread sees it as well, and ends the process
+        except TimeoutError:
             os._exit(0)
 
 

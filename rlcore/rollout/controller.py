@@ -68,7 +68,8 @@ class Controller:
         self._repairs = 0
         self._up = dict.fromkeys(ranks, 0)  # rank -> live requests
         self._ready: set[int] = set()
-        self._seen: dict[int, float] = {}  # rank -> time of its last event
+        self._seen: dict[int, float] = {}  # rank -> time of its last event that moved anything
+        self._heard: dict[int, float] = {}  # rank -> time of its last event
         self._groups: dict[str, GroupState] = {}
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
@@ -100,6 +101,7 @@ class Controller:
                 self._waiting.append(request)
             self._groups[w.id] = state
         self._seen = dict.fromkeys(self._all_ranks, now)
+        self._heard = dict(self._seen)
         self._last_alive = now
         if not self._groups:
             return self._end([])
@@ -107,7 +109,9 @@ class Controller:
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
         """What to do about one event."""
-        self._seen[event.rank] = now
+        self._heard[event.rank] = now
+        if self._moves(event):
+            self._seen[event.rank] = now
         if self.done:
             return []
         if isinstance(event, Ready):
@@ -278,13 +282,24 @@ class Controller:
 
     # ---- deadlines
 
+    def _moves(self, event: AnyEvent) -> bool:
+        """Is it a sign of work done? A stuck engine reports by the clock, too."""
+        if isinstance(event, Progress):
+            lengths = zip(event.ids, event.lengths, strict=True)
+            return any(n > self._requests[i].num_tokens for i, n in lengths)
+        if isinstance(event, Stats):
+            return bool(event.decode_tokens or event.prefill_tokens)
+        return not isinstance(event, Preempted)
+
     def _owed_by(self, rank: int) -> list[str]:
         return [r.id for r in self._requests.values() if r.rank == rank and r.result is None]
 
     def _verdict(self, silent: Sequence[int], now: float) -> str:
         parts = []
         for rank in silent[:4]:
-            quiet = f"rank {rank}: nothing heard for {now - self._seen[rank]:.0f} s"
+            quiet = f"rank {rank}: nothing heard for {now - self._heard[rank]:.0f} s"
+            if now - self._heard[rank] <= self._deadline_s:  # its reports go by the clock
+                quiet = f"rank {rank}: no new token for {now - self._seen[rank]:.0f} s"
             if rank not in self._ready:
                 parts.append(f"{quiet}, it never entered the rollout phase")
                 continue

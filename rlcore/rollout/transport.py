@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -20,6 +21,8 @@ from rlcore.utils import net
 
 Channel = Literal["controller", "agent", "samples"]
 CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples")
+_FIRST_PORT = 10_000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RELEASE_MS = 10_000  # what a released socket has not handed over by then is dropped
 
 
@@ -147,10 +150,25 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens at."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody has, outside of those that the system hands out by itself: its user may
+    bind it a minute later. Where the system hands out all ports, any free one."""
+    low, high = _system_ports()
+    ports = [*range(_FIRST_PORT, low), *range(high + 1, 65536)] or [*range(low, high + 1)]
+    start = secrets.randbelow(len(ports))
+    for port in ports[start:] + ports[:start]:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"none of the {len(ports)} ports outside of {low} to {high} is free")
+
+
+def _system_ports() -> tuple[int, int]:
+    """First and last of the ports that a bind or connect without a number gets."""
+    low, high = _PORT_RANGE.read_text().split()
+    return int(low), int(high)
 
 
 def _address_of(interface: str) -> str:

@@ -3,13 +3,16 @@
 import os
 import sys
 import time
+from pathlib import Path
+
+from rlcore.rollout.gone import EngineGoneError
 
 
 class Odd:
-    """Does nothing; `resume` and `poll` do what the factory asked for."""
+    """Does nothing; `resume`, `poll` and `close` do what the factory asked for."""
 
-    def __init__(self, resume=None, poll=None):
-        self._resume, self._poll = resume, poll
+    def __init__(self, resume=None, poll=None, close=None):
+        self._resume, self._poll, self._close = resume, poll, close
 
     def submit(self, requests):
         pass
@@ -24,15 +27,51 @@ class Odd:
         time.sleep(timeout_s)
         return []
 
+    def close(self):
+        if self._close is not None:
+            self._close()
+
 
 def stuck():
     """`resume` never returns."""
     return Odd(resume=lambda: time.sleep(3600))
 
 
+def patient(deadline_s):
+    """Has a deadline of its own."""
+    return Odd()
+
+
 def broken():
     """Cannot be built."""
     raise ValueError("no such weights")
+
+
+def short_of_memory():
+    """Cannot be built, and that is no setting's fault."""
+    raise RuntimeError("CUDA out of memory")
+
+
+class Breaking(Odd):
+    """Finds out in a call that it is gone; what it raises then does not end the process at once."""
+
+    def begin_load(self, version):
+        pass
+
+    def load_bucket(self, *_):
+        raise EngineGoneError("process 7 of SGLang was killed by signal 9")
+
+    end_load = abort = load_bucket
+
+
+def breaking():
+    """See `Breaking`."""
+    return Breaking(close=lambda: time.sleep(3600))
+
+
+def tidy(file):
+    """Leaves a file when it is closed."""
+    return Odd(close=lambda: Path(file).write_text("closed"))
 
 
 def crashing():

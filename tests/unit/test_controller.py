@@ -12,12 +12,15 @@ from rlcore.records import (
     Fail,
     Finished,
     Partial,
+    Preempted,
+    Progress,
     Prompt,
     Ready,
     Repair,
     Rewarded,
     RewardResult,
     Sampling,
+    Stats,
     Submit,
     Work,
 )
@@ -216,6 +219,30 @@ def test_a_silent_rank_is_named_with_what_it_owes():
     assert [type(o) for o in out] == [Fail, Fail]
     assert "rank 1" in out[0].reason and "t1.0" in out[0].reason
     assert "rank 0:" not in out[0].reason
+
+
+def test_reports_that_show_no_growth_are_no_sign_of_life():
+    c = controller([0], deadline_s=10.0)
+    c.start(work(1, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Progress(rank=0, ids=("t0.0", "t0.1"), lengths=(3, 1)), 4.0)
+    for now in (8.0, 12.0):
+        c.handle(Progress(rank=0, ids=("t0.0", "t0.1"), lengths=(3, 1)), now)
+        c.handle(Stats(rank=0, busy_s=4.0, running=2), now)
+        c.handle(Preempted(rank=0, id="t0.1"), now)
+    assert all(isinstance(o, Alive) for o in c.tick(13.0))
+    (fail,) = c.tick(15.0)
+    assert isinstance(fail, Fail) and "rank 0: no new token for 11 s" in fail.reason
+
+
+def test_a_prefill_and_a_longer_response_are_signs_of_life():
+    c = controller([0], deadline_s=10.0)
+    c.start(work(1, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Stats(rank=0, prefill_tokens=512), 9.0)
+    assert all(isinstance(o, Alive) for o in c.tick(18.0))
+    c.handle(Progress(rank=0, ids=("t0.0", "t0.1"), lengths=(0, 1)), 18.0)
+    assert all(isinstance(o, Alive) for o in c.tick(27.0))
 
 
 def test_a_rank_that_never_came_is_named():

@@ -29,10 +29,11 @@ from rlcore.records import (
     Request,
     Sample,
     Sampling,
+    Stats,
     Work,
 )
 from rlcore.rewards.service import RewardService
-from rlcore.rollout.child import joined
+from rlcore.rollout.child import ChildEngine, joined
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.round import Rollout
@@ -302,6 +303,28 @@ def test_a_silent_replica_is_named_with_what_it_owes(model: Path) -> None:
     assert "open requests such as t1." in said[0]
 
 
+class Stuck(Mute):
+    """Takes everything, makes no token and reports by the clock."""
+
+    def __init__(self) -> None:
+        self._ids: tuple[str, ...] = ()
+
+    def submit(self, requests: list[Request]) -> None:
+        self._ids += tuple(r.id for r in requests)
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        super().poll(timeout_s)
+        n = len(self._ids)
+        return [Progress(ids=self._ids, lengths=(0,) * n), Stats(running=n)] if n else []
+
+
+def test_a_replica_that_only_reports_is_named_as_well(model: Path) -> None:
+    with world(model, [torch_engine(model, 0), Stuck()], deadline_s=2.0) as two:
+        said = [str(e) for e in two.round()]
+    assert "--rollout.deadline_s 2 is over. rank 1: no new token for 2 s" in said[0]
+    assert "open requests such as t1." in said[0]
+
+
 def test_a_long_round_outlives_a_short_deadline(model: Path) -> None:
     """Nothing but progress is heard for longer than the deadline."""
     engines = [torch_engine(model, rank, decode_floor_ms=150, progress_s=0.1) for rank in (0, 1)]
@@ -385,6 +408,8 @@ class Dying:
         self.down = "engine process 1 was killed by signal 9"
         raise RuntimeError(f"load_bucket: {self.down}")
 
+    def close(self) -> None: ...
+
 
 class Confused(Dying):
     """Refuses a bucket and lives."""
@@ -393,10 +418,22 @@ class Confused(Dying):
         raise RuntimeError("no memory for this bucket")
 
 
-def test_an_engine_that_dies_in_a_push_does_not_stop_the_export(model: Path) -> None:
+def breaking() -> ChildEngine:
+    """A part of it dies in a call, which raises before the process has ended."""
+    return ChildEngine("tests.contracts.odd_engines:breaking", {})
+
+
+@pytest.mark.parametrize("make", [Dying, breaking])
+def test_an_engine_that_dies_in_a_push_does_not_stop_the_export(
+    model: Path, make: Callable[[], Dying | ChildEngine]
+) -> None:
     """The export is collective: the other ranks wait for every tensor."""
-    learner = Exporter(model)
-    moved = ColocatedChannel(max_bucket_bytes=4096).push(learner, Dying(), 1)
+    learner, engine = Exporter(model), make()
+    try:
+        moved = ColocatedChannel(max_bucket_bytes=4096).push(learner, engine, 1)
+        assert "signal 9" in engine.down
+    finally:
+        engine.close()
     assert learner.taken == len(list(weights(model)))
     assert moved["bytes"] >= sum(t.nbytes for _, t in weights(model))
 

@@ -14,6 +14,7 @@ import pytest
 
 from rlcore.records import Down, Finished, Progress, Request, Sampling
 from rlcore.rollout.child import ChildEngine, _Frames
+from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import pack, push
 from rlcore.utils.buckets import shared
@@ -197,7 +198,61 @@ def test_what_the_engine_raises_arrives_and_a_crash_between_calls_is_a_down():
         engine.resume()
         (down,) = collect(engine, lambda es: bool(es))
         assert down.lost == ("c.0", "c.1")
-        assert "ended with code 1: KeyError: 'lost a block'" in down.reason
+        assert "failed: KeyError: 'lost a block'" in down.reason
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_is_gone_in_a_call_is_down_when_the_call_raises():
+    """As an answer its error would be that of a living engine, which ends the run."""
+    engine = ChildEngine(f"{ODD}breaking", {}, rank=2)
+    try:
+        engine.submit(endless(2, "g"))
+        engine.begin_load(1)
+        with pytest.raises(EngineGoneError, match=r"end_load: .*signal 9; restart\(\)"):
+            engine.end_load()
+        assert "rank 2 failed: EngineGoneError: process 7 of SGLang" in engine.down
+        (down,) = engine.poll(0.0)
+        assert down.lost == ("g.0", "g.1")
+        engine.restart()
+        engine.abort(["g.0"])  # nor does this one end the round
+        assert engine.down and len(engine.poll(0.0)) == 1
+    finally:
+        engine.close()
+
+
+def test_a_failed_start_is_down_with_its_reason_also_where_nobody_calls():
+    """The ranks beside an engine's first do not call it."""
+    engine = ChildEngine(f"{ODD}short_of_memory", {})
+    try:
+        (down,) = collect(engine, lambda es: bool(es))
+        assert "failed: RuntimeError: CUDA out of memory" in down.reason
+        with pytest.raises(EngineGoneError, match="start: .*CUDA out of memory"):
+            engine.resume()
+    finally:
+        engine.close()
+    engine = ChildEngine(f"{ODD}broken", {})
+    try:
+        collect(engine, lambda es: bool(es))
+        for _ in range(2):  # it stays a setting that cannot work
+            with pytest.raises(ValueError, match="^no such weights$"):
+                engine.begin_load(1)
+    finally:
+        engine.close()
+
+
+def test_a_child_closes_its_engine_before_it_ends(tmp_path):
+    file = tmp_path / "left"
+    engine = ChildEngine(f"{ODD}tidy", {"file": str(file)})
+    engine.resume()
+    engine.close()
+    assert file.read_text() == "closed"
+
+
+def test_the_deadline_of_the_settings_is_the_one_of_the_calls_too():
+    engine = ChildEngine(f"{ODD}patient", {"deadline_s": 7.0}, deadline_s=1.0)
+    try:
+        assert engine._deadline_s == 17.0  # the engine speaks first
     finally:
         engine.close()
 

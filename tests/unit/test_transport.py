@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from rlcore.rollout.transport import LocalHub, ZmqHub, listening_host
+from rlcore.rollout import transport
+from rlcore.rollout.transport import LocalHub, ZmqHub, free_port, listening_host
 
 
 class Store(dict):
@@ -67,3 +68,26 @@ def test_an_interface_is_named_and_a_wrong_name_is_refused_with_those_that_there
     assert listening_host("head", "lo", several_nodes=True) == "127.0.0.1"
     with pytest.raises(ValueError, match="--cluster.interface eth99: .* this node has .*lo"):
         listening_host("head", "eth99")
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_others() -> None:
+    low, high = transport._system_ports()
+    found = {free_port() for _ in range(8)}
+    assert len(found) > 1  # two programs at the same time do not take one
+    assert not any(low <= port <= high for port in found)
+
+
+def test_a_port_that_is_taken_is_left_out_and_a_range_of_all_ports_has_free_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(transport, "_FIRST_PORT", port)
+        for low, high in ((port + 1, 65535), (port, 65535)):
+            monkeypatch.setattr(transport, "_system_ports", lambda r=(low, high): r)
+            if low > port:
+                with pytest.raises(RuntimeError, match="none of the 1 ports"):
+                    free_port()
+            else:
+                assert free_port() > port
