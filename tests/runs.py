@@ -67,7 +67,8 @@ def arguments(model: Path, runs: Path, name: str, *more: object) -> list[str]:
         "eval.every": 0,
         "cluster.timeout_s": 60,
     }
-    words = ["--model.random_init", "--log.no_tensorboard", "--reward", "tests.scores.variety"]
+    words = ["--model.random_init", "--reward", "tests.scores.variety"]
+    words += ["--log.no_tensorboard", "--log.no_picture"]
     for key, value in settings.items():
         words += [f"--{key}", str(value)]
     return [*words, *map(str, more)]
@@ -123,7 +124,7 @@ class Running:
                     )
                 )
 
-    def wait(self, timeout_s: float = 150.0) -> Gang:
+    def wait(self, timeout_s: float = 280.0) -> Gang:
         """The end of all ranks; AssertionError past the time. When one dies the others are ended,
         as torchrun does. Nothing is left behind."""
         end = time.monotonic() + timeout_s
@@ -140,7 +141,7 @@ class Running:
         return Gang(self.folder, [p.returncode for p in self.processes])
 
 
-def run(n: int, jobs: Sequence[Job], folder: Path, timeout_s: float = 150.0) -> Gang:
+def run(n: int, jobs: Sequence[Job], folder: Path, timeout_s: float = 280.0) -> Gang:
     """Run `jobs` one after the other on n ranks."""
     return Running(n, jobs, folder).wait(timeout_s)
 

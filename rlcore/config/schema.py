@@ -267,6 +267,8 @@ class LogConfig:
     rollouts: int = 4
     """Samples written to rollouts.jsonl per step; -1 writes all."""
     tensorboard: bool = True
+    picture: bool = True
+    """Draw curve.png at the end; `python -m rlcore plot RUN` draws it at any time."""
     progress: bool = True
     """Progress bars on a terminal."""
 

@@ -59,10 +59,11 @@ class Screen:
         for line in evaluation_lines(step, self._total_steps, metrics):
             self._say(line)
 
-    def end(self, summary: Mapping[str, Any], picture: Path) -> None:
+    def end(self, summary: Mapping[str, Any], folder: Path, picture: Path | None) -> None:
         """The run is over: the table of its summary, and where everything lies."""
         self.close()
-        for line in ["", *final_table(summary), "", f"curves: {picture}", f"all: {picture.parent}"]:
+        curves = [f"curves: {picture}"] if picture is not None else []
+        for line in ["", *final_table(summary), "", *curves, f"all: {folder}"]:
             self._say(line)
 
     def close(self) -> None:

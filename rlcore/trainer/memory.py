@@ -307,9 +307,7 @@ def make(cfg: Config, hf: HFConfig, layout: Layout, *, gpu_bytes: float, cuda: b
     )
 
 
-def _host(
-    cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: bool
-) -> list[Item]:
+def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: bool) -> list[Item]:
     items = []
     if cfg.train.offload and cuda:
         for name, state in states.items():

@@ -168,9 +168,11 @@ def end(run: Run) -> None:
     """The table, the picture and summary.json."""
     if run.writer is None or run.screen is None:
         return
-    from rlcore.metrics import plots  # matplotlib: only now
-
     further = {"perf/max_rss_gb_rank0": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
     summary = run.writer.summary(further)
-    picture = plots.curve(run.folder)
-    run.screen.end(summary, picture)
+    picture = None
+    if run.cfg.log.picture:
+        from rlcore.metrics import plots  # matplotlib: only now
+
+        picture = plots.curve(run.folder)
+    run.screen.end(summary, run.folder, picture)

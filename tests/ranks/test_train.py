@@ -48,7 +48,7 @@ class Worlds:
             (self.killed_engine,) = self._kill_engines(gang, "tp2", [1])
             self._kill_engines(gang, "bereft", [0, 1])
         finally:
-            self.gang = gang.wait(180)
+            self.gang = gang.wait(280)
 
     def job(self, name: str, *more: object, run: str = "") -> runs.Job:
         argv = runs.arguments(self.model, self.runs, run or name, *more)

@@ -53,7 +53,7 @@ class World:
         )
         again = ("--model.path", self.folder / "no_such_folder")
         jobs = [
-            self.job("straight", *KEPT, "--log.rollouts", -1),
+            self.job("straight", *KEPT, "--log.rollouts", -1, "--log.picture"),
             self.job("resumed", *KEPT, run="killed"),
             self.job("done", *KEPT, run="straight"),
             self.job("shuffled", *ONE, "--debug.shuffle_rewards"),

@@ -52,7 +52,7 @@ class Found:
             self.job("straight", *EVERYTHING),
             self.job("resumed", *EVERYTHING, "--run.resume", saved),
         ]
-        self.gang = runs.run(1, jobs, folder / "gang", timeout_s=240)
+        self.gang = runs.run(1, jobs, folder / "gang")
 
     def job(self, name: str, *keys: object) -> runs.Job:
         argv = runs.arguments(self.model, self.folder / "runs", name, *TWO, *keys)
