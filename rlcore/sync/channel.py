@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from rlcore.protocols import Engine, Learner, WeightChannel
-from rlcore.records import Bucket
+from rlcore.records import Bucket, Shard
 from rlcore.sync.colocated import ColocatedChannel, Handover, Transport
 from rlcore.sync.pack import MAX_BYTES
-from rlcore.sync.peers import Failure, Peers, PushError
-from rlcore.sync.relay import LinkError, Relay
+from rlcore.sync.peers import LinkError, Peers, blamed
+from rlcore.sync.relay import Relay
 
 Route = Literal["gather", "intranode", "two_stage"]
 
@@ -71,15 +71,11 @@ class RelayChannel:
                 load decodes before a push succeeds.
         """
         start, handover, peers = time.monotonic(), self._handover, self._relay.peers
-        handover.begin(engine, version)
+        peers.begin()
         try:
-            peers.arrive()
-            error, failure = self._run(learner, engine)
-            try:
-                peers.finish(failure)
-            except PushError as verdict:
-                raise verdict from error
-            handover.end()
+            own = peers.step("here", lambda: self._enter(learner, engine, version))
+            peers.step("done", lambda: self._move(own))
+            handover.end(version)
         finally:
             handover.close()
             self._staged = None
@@ -92,26 +88,32 @@ class RelayChannel:
             "transient_gb": self._relay.transient_bytes / 1e9,
         }
 
-    def _run(
-        self, learner: Learner | None, engine: Engine | None
-    ) -> tuple[Exception | None, Failure | None]:
-        """What went wrong on this rank."""
-        rank, handover = self._relay.peers.rank, self._handover
-        try:
-            shards = learner.shards() if learner is not None else ()
-            needs = handover.takes(engine)
-            failure = self._relay.run(shards, needs, self._take, self._give)
-            handover.check()
-            return None, failure
-        except LinkError as link:
-            # Without its traceback, whose frames keep links open that peers wait at.
-            link.__cause__ = link.__context__ = None
-            return link.with_traceback(None), link.failure
-        except Exception as other:
-            where = f"rank {rank}: {type(other).__name__}: {other}"
-            return other, Failure("engine", -1, 0, rank, where)
+    def _enter(
+        self, learner: Learner | None, engine: Engine | None, version: int
+    ) -> list[tuple[Shard, Tensor]]:
+        """All that can fail on this rank alone. Its shards."""
+        rank = self._relay.peers.rank
+        with blamed("engine", rank):
+            self._handover.begin(engine, version)
+        with blamed("learner", rank):
+            own = list(learner.shards()) if learner is not None else []
+        self._relay.prepare([shard for shard, _ in own], self._handover.takes(engine))
+        return own
+
+    def _move(self, own: list[tuple[Shard, Tensor]]) -> None:
+        """All weights into the engine."""
+        damage = self._relay.run(own, self._take, self._give, self._held)
+        if damage is not None:
+            raise LinkError(damage)
+        with blamed("engine", self._relay.peers.rank):
+            self._handover.check()
 
     # ---- a bucket
+
+    def _held(self) -> int:
+        """Memory of buckets, of whichever device."""
+        staged = 0 if self._staged is None else len(self._staged)
+        return staged + self._handover.held_bytes
 
     def _take(self, num_bytes: int) -> Tensor:
         """Room on the relay's device: the hand-over's own where that is the same."""
@@ -119,14 +121,16 @@ class RelayChannel:
         if relay.device.type == "cpu" or self._handover.transport == "cuda_ipc":
             return self._handover.take(num_bytes)
         if self._staged is None or len(self._staged) < num_bytes:
+            self._staged = None  # not both at a time
             self._staged = torch.empty(num_bytes, dtype=torch.uint8, device=relay.device)
         return self._staged[:num_bytes]
 
     def _give(self, bucket: Bucket, buffer: Tensor) -> None:
-        if self._staged is not None:
-            host = self._handover.take(bucket.num_bytes)
-            self._relay.hold(bucket.num_bytes)
-            host.copy_(buffer)
-            self._relay.free(bucket.num_bytes)
-            buffer = host
-        self._handover.give(bucket, buffer)
+        where = f"bucket of {bucket.tensors[0].name} ...: "
+        with blamed("engine", self._relay.peers.rank, where):
+            if self._staged is not None:
+                host = self._handover.take(bucket.num_bytes)
+                self._relay.look()
+                host.copy_(buffer)
+                buffer = host
+            self._handover.give(bucket, buffer)

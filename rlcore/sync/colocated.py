@@ -24,9 +24,10 @@ from torch import Tensor
 
 from rlcore.protocols import Engine, Learner
 from rlcore.records import Bucket
+from rlcore.sync.memory import ExportMeter
 from rlcore.sync.pack import MAX_BYTES, Packer
-from rlcore.sync.peers import Group, Peers
-from rlcore.utils import buckets, collective
+from rlcore.sync.peers import Group, LinkError, Peers, PushError, alone, blamed
+from rlcore.utils import buckets
 from rlcore.utils.buckets import SharedRoom
 from rlcore.utils.log import log
 
@@ -48,47 +49,57 @@ class Handover:
         """
         Args:
             tp: of the engine, whose ranks are neighbours from a multiple of it on.
-            peers: needed where tp is above 1.
+            peers: those that push together; by default this rank alone.
             max_bytes: of the memory that is kept between pushes.
         """
-        if tp < 1 or (tp > 1 and (peers is None or peers.world_size % tp)):
-            world = peers.world_size if peers is not None else 1
-            raise ValueError(f"tp {tp}: must divide the {world} ranks of the channel")
-        self.transport, self._tp, self._peers, self._max_bytes = transport, tp, peers, max_bytes
-        place = peers.rank % tp if peers is not None else 0
-        self.leads = place == 0
+        self.peers = peers = peers or alone()
+        """They hear what this rank's engine says."""
+        if tp < 1 or peers.world_size % tp:
+            raise ValueError(f"tp {tp}: must divide the {peers.world_size} ranks of the channel")
+        self.transport, self._tp, self._max_bytes = transport, tp, max_bytes
+        self.leads = peers.rank % tp == 0
         """This rank is the one that talks to the engine."""
         self._room: SharedRoom | _Room | None = None
         self._engine: Engine | None = None
-        self.held_bytes = 0
-        """Memory of a bucket on its way."""
+        self._on_gpu = 0
+        self._given = 0
 
     def takes(self, engine: Engine | None) -> bool:
         """Whether this rank needs buckets for its engine."""
         return engine is not None and (self.leads or self.transport == "cuda_ipc")
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that buckets take here now: the one on its way, or what is kept for the next."""
+        return self._on_gpu + (self._room.num_bytes if self._room is not None else 0)
+
     def begin(self, engine: Engine | None, version: int) -> None:
         """A push into this engine begins; None where there is none."""
         self._error: Exception | None = None
-        self.held_bytes = 0
+        self._on_gpu = self._given = 0
         self._engine = engine if self.leads else None
         self._tell("begin_load", version)
+        self.check()
 
     def take(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] to put a bucket in: of the GPU for `cuda_ipc`, else of the host. What
         was there before is void."""
         if self.transport == "cuda_ipc":
-            self.held_bytes = num_bytes
-            return torch.empty(num_bytes, dtype=torch.uint8, device=_gpu())
+            room = torch.empty(num_bytes, dtype=torch.uint8, device=_gpu())
+            self._on_gpu = num_bytes
+            return room
         if self._room is None:
             self._room = SharedRoom() if self.transport == "shm" else _Room()
-        room = self._room.take(num_bytes)
-        self.held_bytes = self._room.num_bytes
-        return room
+        return self._room.take(num_bytes)
 
     def give(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Hand over what `take` gave the room for. An engine that is dead or has refused takes no
-        more, and the push goes on without it."""
+        """Hand over what `take` gave the room for, which the caller lets go of then. An engine that
+        is dead or has refused takes no more, and the push goes on without it.
+
+        Raises:
+            LinkError: the other ranks of the engine do not come; names them and the bucket.
+        """
+        number, self._given = self._given, self._given + 1
         bucket = msgspec.structs.replace(bucket, transport=self.transport)
         if self.transport != "cuda_ipc":
             payload: Any = memoryview(buffer.numpy())
@@ -98,14 +109,37 @@ class Handover:
             return
         payloads = [buckets.cuda_handle(buffer)]
         group = self._engines_ranks()
+        where = f"bucket {number} ({bucket.tensors[0].name} ...), between the ranks of an engine"
         if group is not None:
-            payloads = group.gather_bytes(payloads[0])
+            payloads = self.peers.gather(group, payloads[0], where, number)
         self._tell("load_bucket", bucket, payloads)
         if group is not None:  # nobody frees a bucket that the engine still reads
-            group.gather_bytes(b"")
+            self.peers.gather(group, b"", where, number)
+        self._on_gpu = 0
 
-    def end(self) -> None:
-        """All buckets were given: the engine decodes again."""
+    def end(self, version: int) -> None:
+        """All buckets were given: the engines decode again, all or none; collective.
+
+        Raises:
+            PushError: a rank's engine has refused. Those that had not load once more and wait for
+                a whole push.
+        """
+        try:
+            self.peers.step("end", self._end_load, "engine")
+        except PushError:
+            self._refuse(version)
+            raise
+
+    def _refuse(self, version: int) -> None:
+        self._error = None
+        try:
+            with blamed("engine", self.peers.rank):
+                self._tell("begin_load", version)
+                self.check()
+        except LinkError as error:
+            log.warning("the engine decodes weights of a push that failed: %s", error)
+
+    def _end_load(self) -> None:
         self._tell("end_load")
         self.check()
 
@@ -144,10 +178,9 @@ class Handover:
         """The ranks of this engine, which talk over the host."""
         if self._tp == 1:
             return None
-        assert self._peers is not None
-        first = self._peers.rank - self._peers.rank % self._tp
+        first = self.peers.rank - self.peers.rank % self._tp
         ranks = range(first, first + self._tp)
-        return self._peers.group(f"engine{first}", ranks, torch.device("cpu"))
+        return self.peers.group(f"engine{first}", ranks, torch.device("cpu"))
 
 
 class ColocatedChannel:
@@ -171,26 +204,30 @@ class ColocatedChannel:
         self, learner: Learner | None, engine: Engine | None, version: int
     ) -> dict[str, float]:
         """Collective: every rank exhausts the export, also one without an engine and one whose
-        engine dies on the way. A dead engine says so in the round that follows."""
-        if learner is None:
-            raise ValueError(
-                "sync.route gather: a rank without a learner cannot gather its weights; take "
-                "two_stage"
-            )
-        start, meter, total = time.monotonic(), _Meter(), 0
-        handover, exported = self._handover, learner.export()
-        try:
+        engine dies on the way. A dead engine says so in the round that follows.
+
+        Raises:
+            PushError, PushTimeoutError: the same sentence on every rank; no engine that began to
+                load decodes before a push succeeds.
+        """
+        start, handover = time.monotonic(), self._handover
+        peers = handover.peers
+        peers.begin()
+
+        def enter() -> tuple[Learner, ExportMeter]:
             handover.begin(engine, version)
-            if handover.takes(engine):
-                for bucket, buffer in self._packer.buckets(exported, handover.take):
-                    total += bucket.num_bytes
-                    meter.look(handover.held_bytes, bucket.num_bytes)
-                    handover.give(bucket, buffer)
-                    del buffer
-            handover.end()
+            if learner is None:
+                raise ValueError(
+                    "sync.route gather: a rank without a learner cannot gather its weights; take "
+                    "two_stage"
+                )
+            return learner, ExportMeter(learner, lambda: handover.held_bytes)
+
+        try:
+            source, meter = peers.step("here", enter, "engine")
+            total = peers.step("done", lambda: self._move(source, engine, meter))
+            handover.end(version)
         finally:
-            for _, tensor in exported:  # the others wait for every tensor
-                total += tensor.nbytes
             handover.close()
         return {
             "bytes": float(total),
@@ -198,22 +235,27 @@ class ColocatedChannel:
             "transient_gb": meter.most / 1e9,
         }
 
-
-class _Meter:
-    """Memory that a push takes. On a GPU it is looked up; on the host it is counted: a bucket, and
-    the tensors in it where they were gathered from several ranks."""
-
-    def __init__(self) -> None:
-        self._start = self._allocated()
-        self.most = 0
-
-    def look(self, held: int, gathered: int) -> None:
-        """Now."""
-        counted = held if collective.is_alone() else held + gathered
-        self.most = max(self.most, self._allocated() - self._start if self._start else counted)
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    def _move(self, learner: Learner, engine: Engine | None, meter: ExportMeter) -> int:
+        """All weights into the engine; their bytes."""
+        total, handover = 0, self._handover
+        exported = meter.watched(learner.export())
+        try:
+            if handover.takes(engine):
+                for bucket, buffer in self._packer.buckets(exported, handover.take):
+                    total += bucket.num_bytes
+                    meter.look()
+                    with blamed("engine", handover.peers.rank):
+                        handover.give(bucket, buffer)
+                    del buffer
+        except LinkError as error:
+            handover.peers.tell("done", error.failure)  # who waits for this rank need not
+            raise
+        finally:
+            for _, tensor in exported:  # the others wait for every tensor
+                total += tensor.nbytes
+        with blamed("engine", handover.peers.rank):
+            handover.check()
+        return total
 
 
 class _Room:
@@ -225,6 +267,7 @@ class _Room:
     def take(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes]; what was there before is void."""
         if len(self._tensor) < num_bytes:
+            self.close()  # not both at a time
             self._tensor = torch.empty(num_bytes, dtype=torch.uint8)
         return self._tensor[:num_bytes]
 

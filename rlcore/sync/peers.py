@@ -4,12 +4,19 @@ Roles that have nothing else in common meet here: train ranks whose default proc
 Megatron's, and rollout ranks in another cluster. So groups are made from the launcher's store,
 under names of their own, beside the default group; what is small and must not hang goes through the
 store itself. Every wait has a deadline and names who did not come.
+
+A push has points at which all ranks meet: `here`, before anything is exchanged, `done`, when the
+weights are with the engines, and `end`, when the engines have taken them. At each, every rank says
+how its part went, one atomic word in the store decides for all of them, and where it is "failed"
+one sentence is put there, which every rank raises, also one that comes much later.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -20,19 +27,43 @@ from rlcore.utils.net import decode, encode
 
 _GRACE_S = 2.0
 """After the first failure the others have this long to tell theirs, so that the cause is known."""
+_LEFT_S = 1.0
+"""Ranks whose collective has failed wait this long for the others to say the same: who does not is
+the one that was missing."""
+_LOOK_S = 0.1
+"""How often the store is asked where a failure elsewhere ends a wait."""
+_AT_LAST = 1 << 30
+"""Bucket of a failure that follows from any other."""
+_KEPT = 8
+"""Pushes whose verdicts a late rank still finds."""
+
+Kind = Literal["data", "engine", "learner", "late", "link", "error"]
+_ORDER: tuple[Kind, ...] = ("data", "engine", "learner", "late", "link", "error")
+Point = Literal["here", "done", "end"]
+_WHAT = {"here": "to enter", "done": "to end its part", "end": "to end its load"}
+_Result = TypeVar("_Result")
 
 
-class Failure(msgspec.Struct, frozen=True, order=True):
-    """Why a push failed on one rank. The smallest is the cause, as far as it can be known: damage
-    is seen where it happens, while a rank that gives up breaks the links of all others. Kinds sort
-    by their names, as they should."""
+class Failure(msgspec.Struct, frozen=True):
+    """Why a push failed on one rank."""
 
-    kind: Literal["data", "engine", "late", "link"]
+    kind: Kind
+    """`data` changed on its way; the `engine` or the `learner` refused; a peer was `late`; a `link`
+    broke; any other `error`."""
     bucket: int
     stage: int
-    """0: between sites, 1: inside one."""
+    """0: between sites, 1: inside one, 2: between the ranks of an engine."""
     rank: int
     text: str
+    peers: tuple[int, ...] = ()
+    """Ranks that it waited for, or lost."""
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """Causes come before what follows from them. Damage is seen where it happens and a refusal
+        where it is made, while a rank that gives up breaks the links of all others, and one that
+        waits for a late rank makes others late, in later buckets. Of other errors nobody knows."""
+        return _ORDER.index(self.kind), self.bucket, self.stage, self.rank
 
 
 class PushError(RuntimeError):
@@ -41,6 +72,33 @@ class PushError(RuntimeError):
 
 class PushTimeoutError(PushError, TimeoutError):
     """A rank was late."""
+
+
+class LinkError(RuntimeError):
+    """The push cannot go on here."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class _Sentence(msgspec.Struct, frozen=True):
+    """What all ranks raise."""
+
+    is_late: bool
+    text: str
+
+
+@contextmanager
+def blamed(kind: Kind, rank: int, where: str = "") -> Iterator[None]:
+    """What goes wrong inside is a failure of this kind."""
+    try:
+        yield
+    except LinkError:
+        raise
+    except Exception as error:
+        why = f"{where}rank {rank}: {type(error).__name__}: {error}"
+        raise LinkError(Failure(kind, -1, 0, rank, why)) from error
 
 
 class Peers:
@@ -61,7 +119,8 @@ class Peers:
 
         Args:
             timeout_s: of every wait.
-            name: of the groups and the keys; two channels of one store need two.
+            name: of the groups and the keys. Channels that the ranks do not make in the same order
+                need names of their own; those of one name are numbered.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s {timeout_s}: give a time above 0")
@@ -72,115 +131,292 @@ class Peers:
             raise ValueError(f"world_size {world_size}: needs the store that the ranks meet at")
         self.rank, self.world_size = rank or 0, world_size or 1
         self.timeout_s = timeout_s
-        self._name = name
-        self._store = dist.PrefixStore(f"rlcore/{name}", store or dist.HashStore())
+        store = dist.PrefixStore(f"rlcore/{name}", store or dist.HashStore())
+        number = store.add(f"made/{self.rank}", 1)
+        self._store = dist.PrefixStore(str(number), store)
         self._pushes = 0
-        self._generation = 0
+        self._told = False
         self._groups: dict[str, Group] = {}
 
     # ---- a push
 
-    def arrive(self) -> None:
-        """Wait until every rank has entered. PushTimeoutError names the ranks that have not."""
+    def begin(self) -> None:
+        """A push begins on this rank."""
         self._pushes += 1
-        self._forget(self._pushes - 2)
-        if self._failed():
-            raise PushTimeoutError(
-                f"push {self._pushes}: rank {self.rank} is late, the others have given up"
-            )
-        if missing := self._meet("here"):
-            self._store.add(self._key("failed"), 1)
-            raise PushTimeoutError(
-                f"push {self._pushes}: rank {self.rank} waited {self.timeout_s:g} s for "
-                f"{_ranks(missing)} to enter"
-            )
+        self._told = False
+        self._forget(self._pushes - _KEPT)
 
-    def finish(self, failure: Failure | None) -> None:
-        """Wait for the outcome on all ranks. Raises one and the same PushError on each of them when
-        one failed, naming the cause; every group is made anew then."""
-        push = self._pushes
+    def step(self, point: Point, work: Callable[[], _Result], kind: Kind = "error") -> _Result:
+        """Do this rank's part of the push up to a point, then hear how all parts went; collective.
+
+        Args:
+            work: it raises where it fails. The others hear of it.
+            kind: of what it raises, unless that is a `LinkError` and says so itself.
+
+        Raises:
+            PushError, PushTimeoutError: a rank has failed or did not come: one and the same
+                sentence on every rank. Every group is made anew then.
+        """
+        error, failure = None, None
+        try:
+            with blamed(kind, self.rank):
+                result = work()
+        except LinkError as link:
+            failure, error = link.failure, link.__cause__
+            if failure.kind in ("late", "link"):
+                error = None  # its frames would keep links open that peers wait at
+        try:
+            self.vote(point, failure)
+        except PushError as verdict:
+            raise verdict from error
+        return result
+
+    def vote(self, point: Point, failure: Failure | None = None) -> None:
+        """Say how this rank's part went and hear the verdict, which the store has once for all."""
         if failure is not None:
-            self._store.set(self._key("why", self.rank), encode(failure))
-            self._store.add(self._key("failed"), 1)
-            self._drop()  # whoever waits for this rank learns it now
-        missing = self._meet("done", at_once=failure is not None)
-        if not self._failed() and not missing:
+            self.tell(point, failure)
+        verdict = self._key(point, "verdict")
+        self._store.set(self._key(point, self.rank), b"1")
+        if self._store.add(self._key(point), 1) == self.world_size:
+            self._store.compare_set(verdict, "", "ok")
+        if not self._came(verdict, self.timeout_s):
+            self._give_up(point)
+        if self._store.compare_set(verdict, "", "failed") == b"ok":
+            self._store.delete_key(self._key("why", self.rank))
             return
-        if self._failed():
-            missing = self._await_all("done", _GRACE_S)
         self._drop()
+        said = self._sentence(point)
+        raise (PushTimeoutError if said.is_late else PushError)(said.text)
+
+    def tell(self, point: Point, failure: Failure) -> None:
+        """Let the others know at once, before this rank comes to the point itself: their waits for
+        it end."""
+        if self._told:
+            return
+        self._told = True
+        self._store.set(self._key("why", self.rank), encode(failure))
+        self._store.compare_set(self._key(point, "verdict"), "", "failed")
+        self._drop()
+
+    def _give_up(self, point: Point) -> None:
+        """Name the ranks that have not come to a point; they may still be in time."""
+        missing = self._absent(point, range(self.world_size))
+        if missing and not self._told:
+            waited = f"rank {self.rank} waited {self.timeout_s:g} s for {ranks_text(missing)}"
+            text = f"{waited} {_WHAT[point]}"
+            late = Failure("late", _AT_LAST, 0, self.rank, text, tuple(missing))
+            self._store.set(self._key("why", self.rank), encode(late))
+        elif not missing:  # the last one is about to say so
+            self._came(self._key(point, "verdict"), _GRACE_S)
+
+    def _came(self, key: str, seconds: float) -> bool:
+        with suppress(RuntimeError):  # of a wait that is over
+            self._store.wait([key], timedelta(seconds=seconds))
+            return True
+        return False
+
+    def announce(self, news: str) -> None:
+        """Before `here`: something that all ranks have to know."""
+        self._store.set(self._key(news), b"1")
+
+    def heard(self, news: str) -> bool:
+        """After `here`: whether a rank has announced it."""
+        return self._store.check([self._key(news)])
+
+    def _sentence(self, point: Point) -> _Sentence:
+        """Why the push failed: what the first rank that knows enough puts down."""
+        key = self._key(point, "sentence")
+        if not self._store.check([key]):
+            said = msgspec.json.encode(self._compose(point)).decode()
+            self._store.compare_set(key, "", said)
+        return msgspec.json.decode(self._store.get(key), type=_Sentence)
+
+    def _compose(self, point: Point) -> _Sentence:
+        everyone = range(self.world_size)
+        why = {rank: self._key("why", rank) for rank in everyone}
+        if point != "here":  # before it nobody waits for anybody, and every failure is a cause
+            self._await(point, everyone, _GRACE_S)
         failures = [
             decode(self._store.get(key), Failure)
-            for key in (self._key("why", rank) for rank in range(self.world_size))
+            for key in why.values()
             if self._store.check([key])
         ]
-        lost = f"; {_ranks(missing)} said nothing" if missing else ""
+        known = {failure.rank for failure in failures}
+        missing = [rank for rank in self._absent(point, everyone) if rank not in known]
         if not failures:
-            self._store.add(self._key("failed"), 1)
-            raise PushTimeoutError(
-                f"push {push}: rank {self.rank} waited {self.timeout_s:g} s for "
-                f"{_ranks(missing)} to end"
-            )
-        cause = min(failures)
-        error = PushTimeoutError if cause.kind == "late" else PushError
-        raise error(f"push {push}: {cause.text}{lost}; no engine decodes before a whole push")
+            failures = [Failure("error", -1, 0, self.rank, "a rank gave up without a word")]
+        cause = min(failures, key=lambda failure: failure.order)
+        text = f"push {self._pushes}: {cause.text}"
+        if others := [f.text for f in failures if f.kind == "error" and f is not cause]:
+            text += f"; {others[0]}"
+        if point != "here":
+            text += _missing_text(failures, missing)
+        return _Sentence(cause.kind == "late", f"{text}; no engine decodes before a whole push")
 
-    def _meet(self, what: str, at_once: bool = False) -> list[int]:
-        """Say that this rank is at a point and wait for all; the ranks that did not come. Whoever
-        comes `at_once` ends the wait for all."""
-        self._store.set(self._key(what, self.rank), b"1")
-        if self._store.add(self._key(what), 1) == self.world_size or at_once:
-            self._store.set(self._key(what, "all"), b"1")
-        with suppress(RuntimeError):  # of a wait that is over
-            self._store.wait([self._key(what, "all")], timedelta(seconds=self.timeout_s))
-            return []
-        return self._absent(what)
+    def _await(self, what: str, ranks: Iterable[int], seconds: float) -> bool:
+        """Whether these ranks have come to a point in time; as soon as a push has failed, this no
+        longer matters."""
+        end = time.monotonic() + seconds
+        keys = [self._key(what, rank) for rank in ranks]
+        pause = 0.001
+        while not self._store.check(keys):
+            if time.monotonic() >= end or (what not in _WHAT and self._has_failed()):
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_S)
+        return True
 
-    def _await_all(self, what: str, seconds: float) -> list[int]:
-        keys = [self._key(what, rank) for rank in range(self.world_size)]
-        with suppress(RuntimeError):
-            self._store.wait(keys, timedelta(seconds=seconds))
-        return self._absent(what)
+    def _absent(self, what: str, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([self._key(what, rank)])]
 
-    def _absent(self, what: str) -> list[int]:
-        return [r for r in range(self.world_size) if not self._store.check([self._key(what, r)])]
-
-    def _failed(self) -> bool:
-        return self._store.add(self._key("failed"), 0) > 0
+    def _has_failed(self) -> bool:
+        """A rank has told so, before all were done."""
+        return self._store.check([self._key("done", "verdict")])
 
     def _key(self, what: str, of: int | str = "count") -> str:
         return f"{self._pushes}/{what}/{of}"
 
     def _forget(self, push: int) -> None:
-        """Remove this rank's keys of an old push."""
-        if push > 0:
-            for what in ("here", "done", "why"):
-                self._store.delete_key(f"{push}/{what}/{self.rank}")
+        """Remove this rank's keys of an old push, and as its first rank those of all."""
+        if push < 1:
+            return
+        for what in ("here", "done", "end", "why"):
+            self._store.delete_key(f"{push}/{what}/{self.rank}")
+            for of in ("count", "verdict", "sentence") if self.rank == 0 else ():
+                self._store.delete_key(f"{push}/{what}/{of}")
 
     # ---- groups
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device) -> "Group":
         """The group of this name, made at its first use; collective over `ranks`. Messages are of
-        memory on `device`: NCCL carries a GPU's, gloo the host's."""
-        if name not in self._groups:
-            store = dist.PrefixStore(f"groups{self._generation}/{name}", self._store)
-            self._groups[name] = Group(name, tuple(ranks), self.rank, store, device, self.timeout_s)
-        return self._groups[name]
+        memory on `device`: NCCL carries a GPU's, gloo the host's.
+
+        Raises:
+            LinkError: ranks of the group have not come to make it.
+        """
+        if name in self._groups:
+            return self._groups[name]
+        where = f"rank {self.rank} could not join the group {name}"
+        start, point = time.monotonic(), f"join {name}"
+        self._store.set(self._key(point, self.rank), b"1")
+        # The library waits for all ranks without saying for which, and NCCL without an end.
+        if not self._await(point, ranks, self.timeout_s):
+            missing = self._absent(point, ranks)
+            raise LinkError(self._left(where, start, missing, "the push has failed elsewhere", 0))
+        try:
+            store = dist.PrefixStore(f"groups{self._pushes}/{name}", self._store)
+            made = Group(name, tuple(ranks), self.rank, store, device, self.timeout_s)
+        except RuntimeError as error:
+            others = [rank for rank in ranks if rank != self.rank]
+            raise LinkError(self._left(where, start, others, first_line(error), 0)) from error
+        self._groups[name] = made
+        return made
 
     def everyone(self) -> "Group":
         """The group of all ranks, on the host."""
         return self.group("all", range(self.world_size), torch.device("cpu"))
+
+    @contextmanager
+    def together(
+        self, group: "Group", where: str, bucket: int = -1, stage: int = 0
+    ) -> Iterator[None]:
+        """Around what all ranks of a group do at once: where it fails, a `LinkError` names the
+        ranks that were not in it."""
+        start = time.monotonic()
+        group.calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            group.close()  # it is void, and the others learn it
+            point = f"left {group.name} {group.calls}"
+            self._store.set(self._key(point, self.rank), b"1")
+            self._await(point, group.ranks, _LEFT_S)
+            others = [rank for rank in group.ranks if rank != self.rank]
+            missing = self._absent(point, group.ranks) or others
+            said = first_line(error)
+            raise LinkError(self._left(where, start, missing, said, stage, bucket)) from error
+
+    def gather(self, group: "Group", mine: bytes, where: str, bucket: int = -1) -> list[bytes]:
+        """What each rank of a group gave, in the order of its ranks; on the host.
+
+        Raises:
+            LinkError: as `together`.
+        """
+        with self.together(group, where, bucket, stage=2):
+            return group.gather_bytes(mine)
+
+    def _left(
+        self, where: str, start: float, missing: Sequence[int], said: str, stage: int, bucket=-1
+    ) -> Failure:
+        return lost(self.rank, where, start, self.timeout_s, missing, said, stage, bucket)
+
+    def renew(self) -> None:
+        """Leave the groups, as all ranks do: who is in them changes."""
+        self._drop()
 
     def _drop(self) -> None:
         """Close all links, which ends the waits of whoever is at their other end."""
         for group in self._groups.values():
             group.close()
         self._groups = {}
-        self._generation = self._pushes
 
     def close(self) -> None:
         """Leave the groups."""
         self._drop()
+
+
+def alone() -> Peers:
+    """A world of one, whatever process group there is."""
+    return Peers(0, 1, dist.HashStore())
+
+
+def lost(
+    rank: int,
+    where: str,
+    start: float,
+    limit_s: float,
+    peers: Sequence[int],
+    said: str,
+    stage: int,
+    bucket: int = -1,
+) -> Failure:
+    """The failure of a wait that began at `start`: its deadline is over, or the link is."""
+    names, at = ranks_text(peers), f"{where}: " if where else ""
+    if time.monotonic() - start >= 0.9 * limit_s:
+        text = f"{at}rank {rank} waited {limit_s:g} s for {names}"
+        return Failure("late", bucket, stage, rank, text, tuple(peers))
+    text = f"{at}rank {rank} lost {names} ({said})"
+    return Failure("link", bucket, stage, rank, text, tuple(peers))
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says, without where its source lies."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return re.sub(r"^\[\S+\] ", "", line).partition(". This is")[0][:200]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2`."""
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _missing_text(failures: Sequence[Failure], missing: Sequence[int]) -> str:
+    """Who has said nothing. A rank whose link broke while nobody gave up is gone; else it may only
+    be slow."""
+    broken = all(failure.kind == "link" for failure in failures)
+    seen = {peer for failure in failures for peer in failure.peers} if broken else set()
+    gone = [rank for rank in missing if rank in seen]
+    slow = [rank for rank in missing if rank not in seen]
+    text = f"; {ranks_text(gone)} {_be(gone)} gone" if gone else ""
+    if slow:
+        have = "has" if len(slow) == 1 else "have"
+        text += f"; {ranks_text(slow)} {have} not answered within {_GRACE_S:g} s"
+    return text
+
+
+def _be(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 class Group:
@@ -197,6 +433,8 @@ class Group:
         timeout_s: float,
     ) -> None:
         self.name, self.ranks, self.device = name, ranks, device
+        self.calls = 0
+        """Of `Peers.together`."""
         self._place = {rank: i for i, rank in enumerate(ranks)}
         self._wait = timedelta(seconds=timeout_s)
         place = self._place[rank]
@@ -255,11 +493,8 @@ class Group:
 
     def close(self) -> None:
         """Close the links at once."""
+        if self._group is None:
+            return
         with suppress(RuntimeError):  # of a group that is broken already
             self._group.abort()
-        del self._group
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+        self._group = None

@@ -4,13 +4,14 @@ Of each bucket a rank first posts what it receives over a slow link, then sends 
 then takes part in the broadcasts of its site and hands the whole bucket on. The next bucket is on
 the slow link meanwhile, from the moment on that it has room. A rank holds two buckets at most: the
 one that is put together and the parts on their way; a rank that only sends, two buckets of parts.
+Under NCCL, where two ranks that give each other something have to do so at once, a bucket crosses
+in rounds: in each, every site sends to one other.
 
 A part ends with its checksum, 8 bytes that its owner wrote: everyone who gets the part sums it anew
 on the way into its bucket. Damage does not stop the push, which has to end the same way on all
 ranks; it fails when all are through. A peer that is late or gone does.
 """
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,9 +25,10 @@ from rlcore.ops import reshard
 from rlcore.records import Bucket, Shard
 from rlcore.sync import layout
 from rlcore.sync.layout import Load, Part, Plan
-from rlcore.sync.peers import Failure, Group, Peers
+from rlcore.sync.peers import Failure, Group, LinkError, Peers, first_line, lost
 from rlcore.utils.net import decode, encode
 
+_PLAN = "plan"
 _SUM_BYTES = 8
 _WORD = 8
 
@@ -54,17 +56,9 @@ class _Links:
     """By number, of the sites that it is in; None where nobody else is."""
 
 
-class LinkError(RuntimeError):
-    """The push cannot go on here."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-
-
 class Relay:
-    """The parts of one rank. The plan is made at the first `run`, from what all ranks then have,
-    and stays."""
+    """The parts of one rank. The plan is made from what all ranks have, and again when one of them
+    has something else."""
 
     def __init__(
         self, peers: Peers, sites: Sequence[Sequence[int]], max_bytes: int, device: torch.device
@@ -78,50 +72,55 @@ class Relay:
         """What ranks give each other of a bucket goes in one exchange, as NCCL wants it."""
         self.transient_bytes = 0
         """Most memory that the last run took at a time."""
-        self._held = 0
+        self._beside: Callable[[], int] = int
+        self.held_bytes = 0
+        """Of parts, now."""
+
+    def prepare(self, shards: Iterable[Shard], needs: bool) -> None:
+        """Before the ranks meet for a push: what this one has, and whether buckets go to its
+        `give`. All plan anew where this is not what the plan was made of."""
+        known = (list(shards), needs)
+        if self.plan is None or known != self._known:
+            self.plan, self._known = None, known
+            self.peers.announce(_PLAN)
 
     def run(
-        self, shards: Iterable[tuple[Shard, Tensor]], needs: bool, take: Take, give: Give
+        self,
+        shards: Iterable[tuple[Shard, Tensor]],
+        take: Take,
+        give: Give,
+        beside: Callable[[], int] = int,
     ) -> Failure | None:
-        """One push; collective. Returns damage that was found on the way.
+        """One push of what was prepared; collective. Returns damage that was found on the way.
 
         Args:
             shards: what this rank has; nothing on a rank without a learner.
-            needs: whether buckets go to `give`.
+            beside: memory that `take` and `give` hold, which counts.
 
         Raises:
             LinkError: a peer is late or gone.
-            ValueError: what this rank has or needs is not what it was at the first run.
+            ValueError: the parts of all ranks do not make up the weights.
         """
-        self._held = self.transient_bytes = 0
-        own = list(shards)
-        try:
-            plan = self._agree([shard for shard, _ in own], needs)
-            links = self._join(plan)
-        except RuntimeError as error:
-            rank = self.peers.rank
-            why = f"rank {rank} could not join the groups of the push ({_first_line(error)})"
-            raise LinkError(Failure("link", -1, 0, rank, why)) from error
-        tensors = {(shard.name, shard.start): tensor for shard, tensor in own}
-        return _Run(self, plan, links, tensors, take, give).run()
+        self.held_bytes = self.transient_bytes = 0
+        self._beside = beside
+        if self.peers.heard(_PLAN):
+            self.plan = None  # until it is made, also where that fails
+            self.peers.renew()
+            self.plan = self._make_plan()
+        assert self.plan is not None
+        tensors = {(shard.name, shard.start): tensor for shard, tensor in shards}
+        return _Run(self, self.plan, self._join(self.plan), tensors, take, give).run()
 
-    def _agree(self, mine: list[Shard], needs: bool) -> Plan:
-        if self.plan is not None:
-            if self._known != (mine, needs):
-                raise ValueError(
-                    f"rank {self.peers.rank}: its shards, or that it has an engine, changed since "
-                    "the first push; make a new channel"
-                )
-            return self.plan
+    def _make_plan(self) -> Plan:
+        self._copies = {}
+        mine, where = encode(self._known), "what the ranks have"
         rows = [
             decode(row, tuple[list[Shard], bool])
-            for row in self.peers.everyone().gather_bytes(encode((mine, needs)))
+            for row in self.peers.gather(self.peers.everyone(), mine, where)
         ]
         holdings = {rank: shards for rank, (shards, _) in enumerate(rows)}
         wanting = [rank for rank, (_, wants) in enumerate(rows) if wants]
-        self.plan = layout.plan(holdings, self._sites, wanting, self._max_bytes)
-        self._known = (mine, needs)
-        return self.plan
+        return layout.plan(holdings, self._sites, wanting, self._max_bytes)
 
     def _join(self, plan: Plan) -> _Links:
         """The groups that this rank is in. Each is made by all of its ranks at once, and in this
@@ -141,17 +140,18 @@ class Relay:
 
     def room(self, num_bytes: int) -> Tensor:
         """Memory for a part, counted until it is given back to `free`."""
-        self.hold(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self.held_bytes += num_bytes
+        self.look()
+        return room
 
-    def hold(self, num_bytes: int) -> None:
-        """Count memory that somebody else made."""
-        self._held += num_bytes
-        self.transient_bytes = max(self.transient_bytes, self._held)
+    def look(self) -> None:
+        """What is taken now may be the most."""
+        self.transient_bytes = max(self.transient_bytes, self.held_bytes + self._beside())
 
     def free(self, num_bytes: int) -> None:
         """It is no longer held."""
-        self._held -= num_bytes
+        self.held_bytes -= num_bytes
 
     # ---- copies
 
@@ -204,37 +204,44 @@ class _Run:
     ) -> None:
         self._relay, self._plan, self._links = relay, plan, links
         self._own, self._take, self._give = own, take, give
-        self._rank, self._limit = relay.peers.rank, relay.peers.timeout_s
+        self._rank = relay.peers.rank
         self._needs = self._rank in self._plan.needs
         self._one_exchange = relay.one_exchange and plan.is_two_way
         self._sent: deque[tuple[int, _Message]] = deque()
         self._damage: Failure | None = None
         self._most = 2 * self._plan.bucket_bytes
+        self._whole = self._plan.bucket_bytes if self._needs else 0
 
     def run(self) -> Failure | None:
         """All buckets."""
         coming = [] if self._one_exchange else self._post(0)
-        for number, load in enumerate(self._plan.loads):
-            if self._one_exchange:
-                coming = self._post(number, self._outgoing(load))
-            else:
-                for part in self._outgoing(load):
-                    self._settle(self._most - part.num_bytes)
-                    self._post_parts(number, [], [part])
-            if self._links.sites:  # what it sends has to be gone before there is room for that
-                self._settle(0)
-            arrived = self._arrive(number, coming)
-            early = not self._one_exchange and self._fits(number)
-            if early:
-                coming = self._post(number + 1)
-            bucket = self._collect(number, load, arrived)
-            if not early and not self._one_exchange:
-                coming = self._post(number + 1)
-            if bucket is not None:
-                self._give(*bucket)
-                self._relay.free(load.num_bytes)
+        for number in range(len(self._plan.loads)):
+            coming = self._bucket(number, coming)
         self._settle(0)
         return self._damage
+
+    def _bucket(self, number: int, coming: list[_Message]) -> list[_Message]:
+        """One bucket, of which nothing stays; what comes of the next one."""
+        load = self._plan.loads[number]
+        if self._one_exchange:
+            coming = self._in_rounds(number)
+        else:
+            for part in self._outgoing(load):
+                self._settle(self._most - _message_bytes(part))
+                self._post_parts(number, [], [part])
+        if self._links.sites:  # what it sends has to be gone before there is room for that
+            self._settle(0)
+        arrived = self._arrive(number, coming)
+        after: list[_Message] = []
+        early = not self._one_exchange and self._fits(number)
+        if early:
+            after = self._post(number + 1)
+        bucket = self._collect(number, load, arrived)
+        if not early and not self._one_exchange:
+            after = self._post(number + 1)
+        if bucket is not None:
+            self._give(*bucket)
+        return after
 
     # ---- between sites
 
@@ -243,9 +250,30 @@ class _Run:
         assert self._links.slow is not None
         return self._links.slow
 
-    def _post(self, number: int, outgoing: Sequence[Part] = ()) -> list[_Message]:
-        """Begin to receive a bucket's parts over the slow link, and to send some."""
-        return self._post_parts(number, self._incoming(number), outgoing)
+    def _post(self, number: int) -> list[_Message]:
+        """Begin to receive a bucket's parts over the slow link."""
+        return self._post_parts(number, self._incoming(number), [])
+
+    def _in_rounds(self, number: int) -> list[_Message]:
+        """Send and receive a bucket's parts. In a round this rank sends to one site at most, so
+        that what it sends and what it receives are not more than the bucket."""
+        coming = []
+        outgoing = self._outgoing(self._plan.loads[number])
+        incoming = self._incoming(number)
+        for distance in range(len(self._plan.sites)):
+            coming += self._post_parts(
+                number,
+                [part for part in incoming if self._distance(part) == distance],
+                [part for part in outgoing if self._distance(part) == distance],
+            )
+            self._settle(0)
+        return coming
+
+    def _distance(self, part: Part) -> int:
+        """From the owner's site to the root's; an owner in no site counts as one of the first."""
+        sites = self._plan.sites
+        home = next((i for i, ranks in enumerate(sites) if part.owner in ranks), 0)
+        return (part.site - home) % len(sites)
 
     def _post_parts(
         self, number: int, incoming: Sequence[Part], outgoing: Sequence[Part]
@@ -258,7 +286,7 @@ class _Run:
         rooms += [self._packed(number, part) for part in outgoing]
         peers = [p.owner for p in incoming] + [p.root for p in outgoing]
         pairs, count = list(zip(rooms, peers, strict=True)), len(incoming)
-        with _Naming(self, number, parts[0], 0, peers[0]):
+        with _Naming(self, number, parts[0], peers[0]):
             works = self._slow.exchange(pairs[:count], pairs[count:], number)
         messages = [_Message(*row) for row in zip(parts, rooms, works, strict=True)]
         self._sent += [(number, message) for message in messages[count:]]
@@ -282,25 +310,25 @@ class _Run:
         own = [_message_bytes(part) for part in here if part.root == self._rank]
         others = [_message_bytes(part) for part in here if part.root != self._rank]
         after = [_message_bytes(part) for part in self._incoming(number + 1)]
-        whole = load.num_bytes if self._needs else 0
-        return whole + sum(own) + max(others, default=0) + sum(after) <= self._most
+        return self._whole + sum(own) + max(others, default=0) + sum(after) <= self._most
 
     def _arrive(self, number: int, coming: list[_Message]) -> dict[tuple[int, int], Tensor]:
         """What has come over the slow link, by owner and root."""
         arrived = {}
         for message in coming:
             part = message.part
-            with _Naming(self, number, part, 0, part.owner):
+            with _Naming(self, number, part, part.owner):
                 self._slow.wait(message.work)
             arrived[part.owner, part.root] = message.buffer
         coming.clear()  # the memory goes part by part
         return arrived
 
     def _settle(self, most: int) -> None:
-        """Wait until at most so many bytes are being sent."""
-        while self._sent and sum(m.part.num_bytes for _, m in self._sent) > most:
+        """Wait for what is being sent until at most so many bytes are taken, a bucket's own memory
+        among them, which is kept; with 0 for all of it."""
+        while self._sent and (most == 0 or self._relay.held_bytes + self._whole > most):
             number, message = self._sent.popleft()
-            with _Naming(self, number, message.part, 0, message.part.root):
+            with _Naming(self, number, message.part, message.part.root):
                 self._slow.wait(message.work)
             self._relay.free(len(message.buffer))
 
@@ -320,8 +348,8 @@ class _Run:
         """Take part in the broadcasts of this rank's site; the whole bucket where it is needed."""
         bucket = None
         if self._needs:
-            self._relay.hold(load.num_bytes)
             bucket = self._take(load.num_bytes)
+            self._relay.look()
         views = [] if bucket is None else _views(load, bucket)
         for part in load.parts:
             if part.site not in self._links.sites:
@@ -345,8 +373,7 @@ class _Run:
     def _spread(self, number: int, part: Part, buffer: Tensor) -> None:
         group = self._links.sites[part.site]
         if group is not None:
-            peer = part.root if part.root != self._rank else -1
-            with _Naming(self, number, part, 1, peer):
+            with self._relay.peers.together(group, self.where(number, part), number, stage=1):
                 group.broadcast(buffer, part.root)
 
     def _open(self, number: int, part: Part, buffer: Tensor, views: list[Tensor]) -> None:
@@ -371,18 +398,21 @@ class _Run:
 
     def failure(self, kind: Any, number: int, part: Part, stage: int, why: str) -> Failure:
         """Named by bucket and what is in it."""
-        first = part.slots[0].shard.name
-        where = f"bucket {number} of {len(self._plan.loads)} ({first} ...)"
+        where = self.where(number, part)
         return Failure(kind, number, stage, self._rank, f"{where}: {why}")
+
+    def where(self, number: int, part: Part) -> str:
+        """A bucket, and what is in it."""
+        first = part.slots[0].shard.name
+        return f"bucket {number} of {len(self._plan.loads)} ({first} ...)"
 
 
 class _Naming:
-    """Around an exchange: what the library says becomes a `LinkError` that names bucket and
-    peer."""
+    """Around an exchange with one peer: what the library says becomes a `LinkError` that names
+    bucket and peer."""
 
-    def __init__(self, run: _Run, number: int, part: Part, stage: int, peer: int) -> None:
-        self._run, self._where = run, (number, part, stage)
-        self._peer = f"rank {peer}" if peer >= 0 else "the ranks of its site"
+    def __init__(self, run: _Run, number: int, part: Part, peer: int) -> None:
+        self._run, self._part, self._number, self._peer = run, part, number, peer
 
     def __enter__(self) -> None:
         self._start = time.monotonic()
@@ -390,21 +420,18 @@ class _Naming:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, RuntimeError):
             return
-        number, part, stage = self._where
-        rank, limit = self._run._rank, self._run._limit
-        if time.monotonic() - self._start >= 0.9 * limit:
-            late = f"rank {rank} waited {limit:g} s for {self._peer}"
-            failure = self._run.failure("late", number, part, stage, late)
-        else:
-            lost = f"rank {rank} lost {self._peer} ({_first_line(error)})"
-            failure = self._run.failure("link", number, part, stage, lost)
+        peers, where = self._run._relay.peers, self._run.where(self._number, self._part)
+        failure = lost(
+            peers.rank,
+            where,
+            self._start,
+            peers.timeout_s,
+            [self._peer],
+            first_line(error),
+            stage=0,
+            bucket=self._number,
+        )
         raise LinkError(failure) from error
-
-
-def _first_line(error: BaseException) -> str:
-    """What a library says, without where its source lies."""
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return re.sub(r"^\[\S+\] ", "", line).partition(". This is")[0][:200]
 
 
 # ---- bytes
