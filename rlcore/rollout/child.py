@@ -213,10 +213,11 @@ class ChildEngine:
 
     @property
     def down(self) -> str:
-        """Why the child is dead; empty while it lives."""
+        """Why the child is dead; empty while it lives. Settings that it has refused are no death
+        for whoever has called and been told: another start would not help."""
         if not self._down and not self._closed:
             self._pump(0.0)
-        return f"{self._name} {self._down}" if self._down else ""
+        return f"{self._name} {self._down}" if self._down and not self._told else ""
 
     def fail(self, reason: str) -> None:
         """Kill the child, as something that it cannot work without is gone: `poll` returns its
@@ -333,7 +334,7 @@ class ChildEngine:
             )
         self._frames = _Frames(ours)
         self._down = ""
-        self._refused = ""
+        self._refused, self._told = "", False
         self._replies: dict[int, _Reply] = {}
         self._number = 0
         self._built = False
@@ -378,6 +379,7 @@ class ChildEngine:
 
     def _check(self, method: str) -> None:
         if self._refused:
+            self._told = True
             raise ValueError(self._refused)
         if self._down:
             raise EngineGoneError(f"{method}: {self._name} {self._down}; restart() it")

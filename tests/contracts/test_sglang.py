@@ -4,11 +4,13 @@ SGLang can do wrong."""
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,7 +22,9 @@ from rlcore.ops.reshard import checksum
 from rlcore.protocols import Engine
 from rlcore.records import Bucket, Down, Partial, Request, Sampling
 from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.sglang_engine.server import sweep
 from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.rollout.transport import free_port
 from rlcore.sync.pack import pack, push
 from rlcore.utils.buckets import SharedRoom
 from tests.contracts import engine_contract
@@ -87,15 +91,20 @@ OPTIONS = {
     "progress_s": 0.001,
     "stream_interval": 4,
     "device": "cpu",
+    "deadline_s": 110.0,
 }
 TOLERANCE = 1e-5
 ROUNDS = 10
 BUCKET_BYTES = 32 * 2**20
 
 
+NARROW = {"max_running": 3, "cache_tokens": 128, "sglang": {"chunked_prefill_size": 16}}
+"""Also for tests that want one place: with three, requests of one length end as they started."""
+
+
 def start(**options) -> ChildEngine:
     """A child that is on its way up, without weights."""
-    return ChildEngine(FACTORY, OPTIONS | options, deadline_s=120.0, start_s=280.0)
+    return ChildEngine(FACTORY, OPTIONS | options, start_s=280.0)
 
 
 @pytest.fixture(autouse=True)
@@ -107,22 +116,21 @@ def patience(monkeypatch):
 @pytest.fixture(scope="module")
 def children():
     """One child per set of options, used by all tests: starting one takes many seconds."""
-    made: dict[tuple, ChildEngine] = {}
-    yield made
-    for engine in made.values():
-        engine.close()
+    made: dict[bool, ChildEngine] = {}
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        yield made
+        for engine in made.values():
+            engine.close()
 
 
 @pytest.fixture
 def lab(children):
     def child(**options) -> Engine:
-        # One engine for both: a test that wants a small cache runs as well with three places.
-        if options in ({"max_running": 3}, {"cache_tokens": 128}):
-            options = {"max_running": 3, "cache_tokens": 128}
-        key = tuple(sorted(options.items()))
-        if key not in children:
-            children[key] = start(**options)
-        engine = children[key]
+        narrow = bool(options)
+        if narrow not in children:
+            children[narrow] = start(**(NARROW if narrow else {}))
+        engine = children[narrow]
         engine.pause("abort")
         engine.sleep(("weights", "kv_cache"))
         engine.wake(("weights", "kv_cache"))
@@ -154,7 +162,7 @@ def test_greedy_tokens_are_the_torch_engines(lab):
 @pytest.mark.parametrize("settings", [{}, {"top_k": 8, "top_p": 0.8, "temperature": 1.5}])
 def test_sampled_tokens_and_log_probs_are_the_torch_engines(lab, settings):
     todo = requests(8, tag="ag", **settings)
-    assert_same(lab, run(lab.make(), todo), run(torch_engine(), todo))
+    assert_same(lab, run(lab.make(), todo), run(torch_engine(), todo), todo)
 
 
 def test_a_new_request_finds_no_keys_of_old_weights_after_a_push_in_place(lab):
@@ -179,6 +187,22 @@ def test_a_new_request_finds_no_keys_of_old_weights_after_a_push_in_place(lab):
     np.testing.assert_allclose(sample.logps, want, rtol=2e-6, atol=1e-6 + TOLERANCE)
 
 
+def test_a_pause_in_mid_prefill_loses_no_log_prob(lab):
+    """The prompt takes several steps; the first tokens come after the pause."""
+    engine = lab.make(**NARROW)
+    prompt = np.arange(60, dtype=np.int32) % 27 + 2
+    todo = [Request(id=f"mid{k}.0", prompt=prompt, sampling=Sampling(max_tokens=6)) for k in "ab"]
+    for request in todo:  # the second finds the prompt in the cache, but for its last token
+        engine.submit([request])
+        engine.pause("in_place")
+        engine.resume()
+    for sample in samples(collect(engine, ended(2))).values():
+        logits = full_logits(prompt, sample.tokens)
+        tokens = torch.from_numpy(sample.tokens).long()
+        want = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        np.testing.assert_allclose(sample.logps, want, rtol=2e-6, atol=1e-6 + TOLERANCE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3_moe"])
 def test_every_architecture_samples_what_the_torch_engine_does(arch):
@@ -194,7 +218,8 @@ def test_every_architecture_samples_what_the_torch_engine_does(arch):
     try:
         push(engine, weights(hf, 0, 0.15).items(), 0)
         lab = Lab(make=start, exact=False, tolerance=TOLERANCE)
-        assert_same(lab, run(engine, todo), run(theirs, todo))
+        model = engine_contract.oracle(config, 0, 0.15)
+        assert_same(lab, run(engine, todo), run(theirs, todo), todo, model)
     finally:
         engine.close()
 
@@ -214,19 +239,55 @@ def push_to(engine: Engine, ranks: int, version: int = 0) -> None:
     engine.end_load()
 
 
+def start_two() -> list[ChildEngine]:
+    """The shares of one engine, which meet again at another port when they are restarted."""
+    meetings = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+
+    def settings(rank: int) -> Callable[[], dict[str, Any]]:
+        places = iter(meetings)
+        share = {"tp": 2, "nnodes": 2, "node_rank": rank, "rank": rank}
+        return lambda: OPTIONS | share | {"dist_init_addr": next(places)}
+
+    return [ChildEngine(FACTORY, settings(rank), rank=rank, start_s=280.0) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+def test_the_death_of_one_of_two_ranks_is_its_down_and_both_start_again(lab):
+    todo = requests(2, tag="two")
+    alone = run(lab.make(), todo)
+    leader, other = ranks = start_two()
+    try:
+        push_to(leader, 2)
+        leader.submit(todo)
+        (scheduler,) = schedulers(other)
+        families = [psutil.Process(r.pid).children(recursive=True) for r in ranks]
+        os.kill(scheduler.pid, signal.SIGKILL)
+        (down,) = collect(other, lambda events: any(isinstance(e, Down) for e in events))
+        assert f"process {scheduler.pid} of SGLang was killed by signal 9" in down.reason
+        assert not down.lost and other.down
+        leader.fail(down.reason)  # as the controller's Drop
+        events = collect(leader, lambda events: any(isinstance(e, Down) for e in events))
+        lost = {i for e in events if isinstance(e, Down) for i in e.lost}
+        assert lost | samples(events).keys() == {r.id for r in todo}
+        for family in families:
+            wait_for(gone(family))
+        for rank in ranks:
+            rank.restart()
+        push_to(leader, 2)
+        assert_same(lab, run(leader, todo), alone, todo)
+        assert not other.down
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
 def test_two_ranks_share_an_engine_and_sample_what_one_does(lab):
     todo = requests(2, tag="tp") + requests(2, group=1, temperature=0.0, tag="tpg")
     alone = run(lab.make(), todo)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = f"127.0.0.1:{free.getsockname()[1]}"
-    ranks = [
-        start(tp=2, nnodes=2, node_rank=rank, dist_init_addr=meet, rank=rank) for rank in (0, 1)
-    ]
-    leader, other = ranks
+    leader, other = ranks = start_two()
     try:
         push_to(leader, 2)
-        assert_same(lab, run(leader, todo), alone)
+        assert_same(lab, run(leader, todo), alone, todo)
         other.submit(requests(1, tag="no"))  # its scheduler works, it takes nothing itself
         other.pause("recompute")
         assert not other.poll(0.1)
@@ -332,7 +393,7 @@ def test_a_killed_scheduler_is_an_event_and_a_restarted_engine_goes_on(lab):
     assert any(len(r.resume.tokens) for r in back)
     engine.submit(back)
     finished |= samples(collect(engine, ended(len(back))))
-    assert_same(lab, finished, whole)
+    assert_same(lab, finished, whole, todo)
 
 
 def nothing() -> Partial:
@@ -354,7 +415,8 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("when", ["starting", pytest.param("loaded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starting", "loaded"])
 def test_nothing_survives_a_trainer_that_is_killed(when):
     with subprocess.Popen(
         [sys.executable, "-c", TRAINER, when], stdout=subprocess.PIPE, text=True
@@ -366,14 +428,18 @@ def test_nothing_survives_a_trainer_that_is_killed(when):
         wait_for(gone(family))
 
 
-def test_close_ends_every_process_of_the_engine(children, lab):
+def test_close_ends_every_process_of_the_engine_and_removes_its_files(children, lab):
     lab.make()
     families = [
         [psutil.Process(e.pid), *psutil.Process(e.pid).children(recursive=True)]
         for e in children.values()
     ]
+    folder = Path(os.environ["TMPDIR"])
+    sweep(folder)  # of engines that were killed above
+    assert len(list(folder.iterdir())) == len(children)
     for engine in children.values():
         engine.close()
     for family in families:
         wait_for(gone(family))
     children.clear()
+    assert not list(folder.iterdir())

@@ -12,7 +12,14 @@ from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.torch_engine.model import Model, Step
 from rlcore.sync.pack import push
 from tests import kit
-from tests.contracts.engine_contract import HF, full_logits, requests, run, weights
+from tests.contracts.engine_contract import (
+    HF,
+    assert_tie,
+    full_logits,
+    requests,
+    run,
+    weights,
+)
 from tests.gpu import side
 
 pytestmark = pytest.mark.gpu
@@ -124,6 +131,11 @@ def test_in_float32_samples_are_those_of_the_cpu_but_for_ties(name: str) -> None
     ours, theirs = both("float32", todo)
     different = parted(ours, theirs)
     assert len(different) <= max(1, len(todo) // 50), different
+    asked = {r.id: r for r in todo}
+    for i in different:
+        a, b = ours[i].tokens.tolist(), theirs[i].tokens.tolist()
+        at = next(k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        assert_tie(asked[i], at, a[at], b[at], full_logits(theirs[i].prompt, b)[at])
     assert logp_distance(ours, theirs, different) < 1e-3
 
 

@@ -41,6 +41,7 @@ from rlcore.records import (
 from rlcore.rollout.refusals import check_request, check_tags, gap
 from rlcore.rollout.sglang_engine.server import Server, set_environment
 from rlcore.rollout.torch_engine.sampler import GOLDEN
+from rlcore.rollout.transport import free_port
 from rlcore.utils.seed import derive
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -104,11 +105,13 @@ class SGLangEngine:
     - Progress comes every `progress_s` with lengths that are up to `stream_interval` tokens old.
       With `tell_tokens` it carries the new tokens. In Stats, `decode_steps` is the growth of the
       request that grew most since the last report.
-    - With SGLang's overlapped scheduler, a token in work at a pause in place comes after it: a push
-      in between gives it the new version, with the log-prob of the old weights.
+    - A pause in place may last as long as it likes. With SGLang's overlapped scheduler it waits for
+      the token in work, which is handed over with the version that made it; the overlap itself
+      stays, and only the step after a pause goes without it.
 
     `cache_tokens` is SGLang's max_total_tokens; 0 leaves it to `memory_fraction`, its
     mem_fraction_static. `sglang` are further arguments of its server; they win over ours.
+    `deadline_s` is of each call; `ChildEngine` takes it from the settings as well.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class SGLangEngine:
         dist_init_addr: str = "",
         tell_tokens: bool = False,
         sglang: Mapping[str, Any] | None = None,
-        deadline_s: float = 600.0,
+        deadline_s: float = 110.0,
     ):
         if max_running < 1:
             raise ValueError(f"max_running {max_running}: at least 1")
@@ -158,7 +161,6 @@ class SGLangEngine:
         self._rank, self._tp = rank, tp
         self._tell_tokens = tell_tokens
         self._deadline_s = deadline_s
-        self._cuda = kind == "cuda"
         self._jobs: dict[RequestId, _Job] = {}
         self._waiting: list[tuple[tuple[int, int], _Job]] = []  # heap; ended jobs are skipped
         self._flying: dict[_Job, None] = {}
@@ -200,7 +202,9 @@ class SGLangEngine:
             arguments["max_total_tokens"] = cache_tokens + _SPARE
         if dist_init_addr:
             arguments["dist_init_addr"] = dist_init_addr
-        if self._cuda:
+        else:
+            arguments["nccl_port"] = free_port()
+        if kind == "cuda":
             arguments |= {
                 "base_gpu_id": int(number or 0),
                 "mem_fraction_static": memory_fraction,
@@ -265,7 +269,8 @@ class SGLangEngine:
             job.aborted = True
         flying = [job for job in jobs if job.flight is not None]
         # Held flights end only when SGLang goes on, and then all do: the others wait here again.
-        await self._land(list(self._flying) if self._still and flying else flying)
+        if flying:
+            await self._land(list(self._flying) if self._still else flying)
         for job in jobs:
             if job.request.id in self._jobs:  # it was not in SGLang
                 self._end(job, "abort")
@@ -274,8 +279,8 @@ class SGLangEngine:
             self._report()
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Events since the last call; waits up to `timeout_s` for the first one. RuntimeError when
-        SGLang is gone."""
+        """Events since the last call; waits up to `timeout_s` for the first one. EngineGoneError
+        when SGLang is gone."""
         self._server.check()
         events: list[AnyEvent] = []
         try:
@@ -417,7 +422,7 @@ class SGLangEngine:
         await self._idle()
         self._asleep.update(new)
         await self._manager.release_memory_occupation(
-            ReleaseMemoryOccupationReqInput(tags=self._sglang_tags(new)), None
+            ReleaseMemoryOccupationReqInput(tags=list(new)), None
         )
 
     def wake(self, tags: Collection[Tag]) -> None:
@@ -432,13 +437,10 @@ class SGLangEngine:
         if not back:
             return
         await self._manager.resume_memory_occupation(
-            ResumeMemoryOccupationReqInput(tags=self._sglang_tags(back)), None
+            ResumeMemoryOccupationReqInput(tags=list(back)), None
         )
         self._asleep.difference_update(back)
         await self._go_on()
-
-    def _sglang_tags(self, tags: Collection[Tag]) -> list[str]:
-        return [*tags, "cuda_graph"] if self._cuda and "kv_cache" in tags else list(tags)
 
     def relayout(self, tp: int) -> None:
         """Only the size that it was started with is possible."""
@@ -526,10 +528,9 @@ class SGLangEngine:
             async for out in self._manager.generate_request(request, None):
                 self._take(job, flight, out)
                 reason = out["meta_info"].get("finish_reason") or {}
+            self._landed(job, flight, reason)
         except Exception as error:
             self._server.fail(f"request {job.request.id}: {type(error).__name__}: {error}")
-            return
-        self._landed(job, flight, reason)
 
     def _take(self, job: _Job, flight: _Flight, out: Mapping[str, Any]) -> None:
         """New tokens of a flight."""
@@ -576,7 +577,7 @@ class SGLangEngine:
     def _landed(self, job: _Job, flight: _Flight, reason: Mapping[str, Any]) -> None:
         job.flight = None
         del self._flying[job]
-        if not self._flying:
+        if not self._flying and not self._still:
             self._totals["busy_s"] += time.monotonic() - self._busy_since
         self._free_followers(job, flight)
         # Not what SGLang says: an aborted request gets one more token, which may be its last.
@@ -596,13 +597,14 @@ class SGLangEngine:
             self._report()
 
     async def _land(self, jobs: Sequence[_Job]) -> None:
-        """End these flights. When SGLang holds them still they must be all of them."""
+        """End these flights. When SGLang stands still they must be all that there are, and it goes
+        on, also without any: paused it would never get idle."""
         flights = [job.flight for job in jobs if job.flight is not None]
         for flight in flights:
             flight.deaf = flight.deaf or not self._loaded
             if self._sent(flight):
                 self._manager.abort_request(flight.rid)
-        if self._still and flights:
+        if self._still:
             await self._continue()
         while flights := [flight for flight in flights if not flight.task.done()]:
             for flight in flights:
@@ -690,10 +692,13 @@ class SGLangEngine:
         )
 
     async def _report_forever(self) -> None:
-        while not self._closed:
-            await asyncio.sleep(max(self._progress_s, _IDLE_S))
-            if self._jobs and self.can_work:
-                self._report()
+        try:
+            while not self._closed:
+                await asyncio.sleep(max(self._progress_s, _IDLE_S))
+                if self._jobs and self.can_work:
+                    self._report()
+        except Exception as error:
+            self._server.fail(f"progress: {type(error).__name__}: {error}")
 
     def _report(self) -> None:
         """Progress and Stats."""

@@ -1,11 +1,12 @@
 """What we add to SGLang's processes, by its own plug-in interface: a sampler, a way to load
-buckets, and two things around a pause.
+buckets, and what a pause needs.
 
 SGLang finds it as the entry point `rlcore` of `sglang.srt.plugins` and calls it in every process.
 It does nothing in a process that is not ours.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 OWNER = "RLCORE_SGLANG"
@@ -42,6 +43,7 @@ def install() -> None:
             HookType.AROUND,
         ),
         (f"{managers}.scheduler.Scheduler.pause_generation", _tell, HookType.AFTER),
+        (f"{managers}.scheduler.Scheduler.process_batch_result", _once, HookType.AROUND),
         (
             f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
             ".end_weight_update",
@@ -69,15 +71,33 @@ def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:
 
 
 def _tell(_: None, scheduler: Any, request: Any) -> None:
-    """Tokens that wait for the next stream interval are sent at a pause: the version that made them
-    is the engine's now."""
-    reqs = [req for req in scheduler.collect_inflight_reqs() if not req.finished()]
+    """A pause in place ends with all tokens told: the version that made them is the engine's now.
+
+    The overlapped scheduler has a batch in work, whose result it would take in after the pause; it
+    is taken in here. Tokens that wait for the next stream interval are sent, also those of requests
+    that were preempted. One without a token is left out, since SGLang counts a log-prob for it.
+    """
+    if scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue:
+        batch, result = scheduler.result_queue.popleft()
+        scheduler.process_batch_result(batch, result)
+        scheduler.result_queue.append((batch, None))  # the scheduler wants to find one
+    scheduler.cur_batch_for_debug = None  # the watchdog would take a long pause for a stuck batch
+    reqs = [
+        req
+        for req in (*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue)
+        if req.output_ids and not req.finished()
+    ]
     intervals = [req.sampling_params.stream_interval for req in reqs]
     for req in reqs:
         req.sampling_params.stream_interval = 1
     scheduler.output_streamer.stream_output(reqs, True)
     for req, interval in zip(reqs, intervals, strict=True):
         req.sampling_params.stream_interval = interval
+
+
+def _once(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
+    """A result that `_tell` has taken in is not taken in again."""
+    return original(scheduler, batch, result) if result is not None else None
 
 
 def _forget(result: Any, manager: Any, request: Any) -> None:

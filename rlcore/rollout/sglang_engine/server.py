@@ -3,10 +3,14 @@
 `sglang.Engine` is driven by asyncio, so it lives in a thread of its own here; everything else hands
 it coroutines and waits for them with a deadline. Its schedulers are processes; when one of them
 dies, `check` says so.
+
+Each server has a folder for SGLang's sockets and holds a lock on a file in it, so that whoever
+starts next can tell the folders of the dead, also where process numbers say nothing.
 """
 
 import asyncio
 import concurrent.futures
+import fcntl
 import json
 import multiprocessing
 import os
@@ -22,12 +26,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.sglang_engine import plugin
 
 T = TypeVar("T")
 
 _FOLDER = "rlcore-sglang-"
+_OWNER = "owner"  # the locked file
+_LOADS = Path("/dev/shm")
+_MOST_PATH = 107  # bytes of a socket's path
 _WATCH_S = 0.2  # between two looks at the processes
+_START_S = 3600.0  # whoever starts us gives up earlier
 _HERE = Path(__file__).parent
 
 
@@ -42,7 +51,8 @@ class Server:
         self._watched = 0.0
         self.manager: Any = None
         self._engine: Any = None
-        self._folder = _make_folder(config)
+        self._processes: list[Any] = []
+        self._folder, self._lock = make_folder(config)
         self._watch_signal()
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.loop: asyncio.AbstractEventLoop
@@ -53,17 +63,25 @@ class Server:
             daemon=True,
         )
         thread.start()
-        self._wait(ready, "start", deadline_s)
-        self._processes = multiprocessing.active_children()
+        try:
+            self._wait(ready, "start", _START_S)
+            self._processes = multiprocessing.active_children()
+        except BaseException:
+            self._processes = multiprocessing.active_children()
+            self.close()
+            raise
 
     def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Run a coroutine on SGLang's loop. TimeoutError at the deadline, RuntimeError when a
+        """Run a coroutine on SGLang's loop. TimeoutError at the deadline, EngineGoneError when a
         process of SGLang has died."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return self._wait(future, what, self._deadline_s)
-        except TimeoutError:
+        except EngineGoneError:
+            raise
+        except Exception:
             future.cancel()
+            self.check(now=True)  # an error may be the first sign of a death
             raise
 
     def soon(self, function: Callable[[], None]) -> None:
@@ -74,11 +92,12 @@ class Server:
         """What went wrong on the loop: the next `check` raises it."""
         self._failed = self._failed or reason
 
-    def check(self) -> None:
-        """RuntimeError when SGLang has failed or one of its processes is gone."""
+    def check(self, now: bool = False) -> None:
+        """EngineGoneError when SGLang has failed or one of its processes is gone; looks at them
+        now and then, or `now`."""
         if self._failed:
-            raise RuntimeError(self._failed)
-        if time.monotonic() - self._watched < _WATCH_S:
+            raise EngineGoneError(self._failed)
+        if not now and time.monotonic() - self._watched < _WATCH_S:
             return
         self._watched = time.monotonic()
         for process in self._processes:
@@ -86,7 +105,7 @@ class Server:
                 code = process.exitcode or 0
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
                 self.fail(f"process {process.pid} of SGLang {how}")
-                raise RuntimeError(self._failed)
+                raise EngineGoneError(self._failed)
 
     def close(self) -> None:
         """End the processes and remove the files."""
@@ -96,8 +115,9 @@ class Server:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join(5.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            process.join(1.0)
+        _remove(Path(self._folder))
+        os.close(self._lock)
 
     def _wait(self, future: "concurrent.futures.Future[T]", what: str, deadline_s: float) -> T:
         end = time.monotonic() + deadline_s
@@ -105,12 +125,9 @@ class Server:
             try:
                 return future.result(_WATCH_S)
             except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-            if what != "start":
-                self.check()
-            elif self._failed:
-                raise RuntimeError(self._failed)
+                if future.done():  # it has timed out itself, or has ended just now
+                    return future.result()
+            self.check()
             if time.monotonic() > end:
                 raise TimeoutError(f"{what}: SGLang has not answered for {deadline_s:g} s")
 
@@ -119,6 +136,8 @@ class Server:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 from sglang.srt.entrypoints import engine
+
+            _name_loads(self._folder)
 
             class Engine(engine.Engine):
                 """Without the process that turns tokens into text."""
@@ -133,7 +152,7 @@ class Server:
             self.manager = self._engine.tokenizer_manager
             if self.manager is not None:
                 self.manager._subprocess_watchdog.stop()  # it would end this process unheard
-            _unlink_loads(self._engine.port_args)
+            _unlink_loads(Path(self._folder))  # nobody reads them
         except BaseException as error:
             ready.set_exception(RuntimeError(f"SGLang did not start: {error}"))
             return
@@ -174,23 +193,66 @@ def set_environment(device: str, ranks: int) -> None:
             sys.path.insert(0, folder)
 
 
-def _make_folder(config: Mapping[str, Any]) -> str:
-    """A folder for the model's config.json and SGLang's sockets. Those of engines that were killed
-    are removed."""
+def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
+    """A folder for the model's config.json and SGLang's sockets, and the descriptor that keeps it
+    from being removed as one of a dead engine, which those are that are found here. ValueError
+    where the sockets' paths would be too long."""
     base = Path(tempfile.gettempdir())
-    for old in base.glob(f"{_FOLDER}*"):
-        pid = old.name.removeprefix(_FOLDER).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-")
+    room = _MOST_PATH - len(f"/{_FOLDER}01234567/tmp01234567")
+    if len(os.fsencode(base)) > room:
+        raise ValueError(
+            f"TMPDIR {base}: SGLang's sockets need one of at most {room} bytes; set a shorter one"
+        )
+    sweep(base)
+    folder = Path(tempfile.mkdtemp(prefix=f"new-{_FOLDER}"))
+    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.write(lock, f"{os.getpid()}\n".encode())
     config = {**config, "eos_token_id": None}  # requests say themselves where they stop
-    (Path(folder) / "config.json").write_text(json.dumps(config))
-    tempfile.tempdir = os.environ["TMPDIR"] = folder
-    return folder
+    (folder / "config.json").write_text(json.dumps(config))
+    # Only now can it be found: one without a lock would be taken for one of the dead.
+    folder = folder.rename(folder.with_name(folder.name.removeprefix("new-")))
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    return str(folder), lock
 
 
-def _unlink_loads(ports: Any) -> None:
-    """SGLang's load statistics, which nobody reads: their file would outlive a killed engine."""
-    from sglang.srt.managers.load_snapshot import shm_path_for
+def sweep(base: Path) -> None:
+    """Remove what engines that were killed have left in `base`, and their shared memory."""
+    for old in base.glob(f"{_FOLDER}*"):
+        try:
+            lock = os.open(old / _OWNER, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # it is being removed, or is another user's
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(old)
+        except BlockingIOError:
+            continue  # it lives
+        finally:
+            os.close(lock)
 
-    Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
+
+def _remove(folder: Path) -> None:
+    _unlink_loads(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unlink_loads(folder: Path) -> None:
+    """SGLang's load statistics: shared memory that would outlive a killed engine."""
+    for file in _LOADS.glob(f"sglang_loads_{folder.name}_*"):
+        file.unlink(missing_ok=True)
+
+
+def _name_loads(folder: str) -> None:
+    """Let SGLang name its shared memory after the folder: by the name alone nobody could tell whose
+    it is."""
+    from sglang.srt import server_args
+
+    make = server_args.PortArgs.init_new
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        ports = make(*args, **kwargs)
+        ports.instance_id = Path(folder).name
+        return ports
+
+    server_args.PortArgs.init_new = staticmethod(named)

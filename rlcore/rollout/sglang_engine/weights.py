@@ -41,6 +41,8 @@ def take(
     flat, problem = None, ""
     if absent := plugin.missing():
         return False, f"SGLang did not take our {', '.join(absent)}; is it another version?"
+    if problem := _fixed(updater):
+        return False, problem
     try:
         flat = as_tensor(bucket, open_payload(bucket, payload))
         problem = damage(bucket, flat)
@@ -48,6 +50,8 @@ def take(
         problem = str(error)
     if not (problem := _agreed(problem)):
         try:
+            if torch.cuda.is_initialized():  # no step may still read what is overwritten
+                torch.cuda.synchronize()
             updater.get_model().load_weights(unpack(bucket, flat))
             if flat.is_cuda:  # it is the sender's again when this returns
                 torch.cuda.synchronize(flat.device)
@@ -55,6 +59,18 @@ def take(
             problem = f"{type(error).__name__}: {error}"
         problem = _agreed(problem)
     return not problem, problem or "loaded"
+
+
+def _fixed(updater: Any) -> str:
+    """Why this SGLang cannot take weights at all, as its own ways of loading ask first; the same on
+    all ranks."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    try:
+        updater._assert_weight_cache_inactive("update_weights_from_tensor")
+    except RuntimeError as error:
+        return str(error)
+    return weight_updater._unsupported_derived_weight_cache_error(updater.get_model()) or ""
 
 
 def _agreed(problem: str) -> str:
