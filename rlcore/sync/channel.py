@@ -5,7 +5,8 @@
                for enters it once
     two_stage  sites are clusters: the same, for rollout ranks that are not where the learner is
 
-The last two are one mechanism (`layout.py`, `relay.py`).
+The last two are one mechanism (`layout.py`, `relay.py`) and one channel: they differ in what sites
+are given.
 """
 
 import time

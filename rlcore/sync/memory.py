@@ -71,5 +71,5 @@ class ExportMeter:
     def most(self) -> int:
         """Bytes, so far."""
         if self._on_gpu:
-            return torch.cuda.max_memory_allocated() - self._start
+            return max(0, torch.cuda.max_memory_allocated() - self._start)
         return self._most

@@ -179,10 +179,12 @@ class Peers:
         self._store.set(self._key(point, self.rank), b"1")
         if self._store.add(self._key(point), 1) == self.world_size:
             self._store.compare_set(verdict, "", "ok")
-        if not self._came(verdict, self.timeout_s):
+        came = self._came(verdict, self.timeout_s)
+        if not came:
             self._give_up(point)
         if self._store.compare_set(verdict, "", "failed") == b"ok":
-            self._store.delete_key(self._key("why", self.rank))
+            if not came:  # it was in time after all
+                self._store.delete_key(self._key("why", self.rank))
             return
         self._drop()
         said = self._sentence(point)

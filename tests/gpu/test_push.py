@@ -123,10 +123,15 @@ def test_a_bucket_stays_on_the_gpu_and_its_memory_comes_back(route: str) -> None
         engine = ChildEngine(FACTORY, {"config": config} | options)
         try:
             channel.push(learner, engine, 0)
+            largest = max(tensor.nbytes for _, tensor in learner.export())
             held = torch.cuda.memory_allocated()
             for version in range(1, 6):
                 figures = channel.push(learner, engine, version)
-                assert figures["transient_gb"] < 1
+                # Over a relay two buckets, of which one tensor may be the larger, and checksums; in
+                # gather a bucket, a bundle (here that is all) and what it is made of.
+                bucket = max(8192, largest)
+                room = 2.1 * bucket if route == "intranode" else bucket + 2 * figures["bytes"]
+                assert 0 < figures["transient_gb"] * 1e9 <= room
             assert torch.cuda.memory_allocated() <= held
             mean, most = distance(learner, engine, "a", 5)
             assert mean < LIMITS["float32"][0] and most < LIMITS["float32"][1]
