@@ -156,9 +156,9 @@ class Learner(Protocol):
 class WeightChannel(Protocol):
     """Carries the learner's weights to the engines.
 
-    A push succeeds on all ranks or fails on all of them. There is no way back to the weights before:
-    where it fails, every engine that had begun to load refuses to decode until a push succeeds. An
-    engine that dies in a push ends nothing: its rank goes on without it."""
+    A push succeeds on all ranks or fails on all of them. There is no way back to the weights
+    before: where it fails, every engine that had begun to load refuses to decode until a push
+    succeeds. An engine that dies in a push ends nothing: its rank goes on without it."""
 
     def push(
         self, learner: Learner | None, engine: Engine | None, version: int
