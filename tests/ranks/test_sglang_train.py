@@ -1,7 +1,10 @@
 """The whole program with SGLang: one engine over two ranks, and a scheduler that is killed."""
 
 import importlib.util
+import json
+import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -96,3 +99,20 @@ def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs
     for name in SCORES:
         assert spread[1][name] == pytest.approx(torch[1][name], rel=1e-9), name
     assert spread[1]["sync/bytes"] > 0
+
+
+def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None:
+    """A few steps of what a user starts, half the size."""
+    ends = {}
+    for engine in ("torch", "sglang"):
+        command = ["bash", "recipes/grpo_tiny.sh", "--rollout.engine", engine]
+        command += ["--run.dir", str(tmp_path), "--run.name", engine, "--run.steps", "4"]
+        command += ["--data.prompts_per_step", "16", "--train.samples_per_update", "64"]
+        command += ["--data.num_val_prompts", "64", "--checkpoint.no_export_hf"]
+        command += ["--checkpoint.no_at_end", "--log.no_picture"]
+        env = os.environ | {"CI": "1", "GPUS_PER_NODE": "1"}
+        subprocess.run(command, cwd=runs.ROOT, check=True, env=env, timeout=500)
+        summary = json.loads((tmp_path / engine / "summary.json").read_text())
+        ends[engine] = summary["val/accuracy_end"]
+        assert ends[engine] - summary["val/accuracy_start"] > 0.1, engine
+    assert abs(ends["sglang"] - ends["torch"]) < 0.1
