@@ -119,6 +119,14 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def cases(named: dict[str, Any], *long: str) -> dict[str, Any]:
+    """Cases of a gang of ranks: those of the names `long` in the long tier alone."""
+    unknown = set(long) - named.keys()
+    assert not unknown, unknown
+    every = "RLCORE_LONG" in os.environ
+    return {name: case for name, case in named.items() if every or name not in long}
+
+
 def run_ranks(
     n: int, target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
 ) -> list[Any]:

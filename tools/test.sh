@@ -30,6 +30,7 @@ case ${1:-} in
   --long)
     MARKS=''
     export RLCORE_EXAMPLES=new # property tests draw new examples
+    export RLCORE_LONG=1       # gangs of ranks run all their cases
     shift
     ;;
   --help | -h)

@@ -315,6 +315,7 @@ def test_the_death_of_one_of_two_ranks_is_its_down_and_both_start_again(lab):
             rank.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_share_an_engine_and_sample_what_one_does(lab):
     todo = requests(2, tag="tp") + requests(2, group=1, temperature=0.0, tag="tpg")
     alone = run(lab.make(), todo)
@@ -347,6 +348,7 @@ def rss(pid: int) -> int:
     return sum(p.memory_full_info().uss for p in processes)
 
 
+@pytest.mark.slow
 def test_ten_rounds_of_sleep_wake_and_push_leave_memory_as_it_was(lab, record_property):
     """Each push brings 32 MiB in shared memory, most of it padding behind the tiny weights."""
     engine = lab.make()

@@ -13,7 +13,7 @@ from tests.ranks.sizes import LENGTHS
 pytestmark = pytest.mark.ranks(4)
 
 DIST = {"distributed_optimizer": True}
-DENSE: dict[str, dict[str, Any]] = {
+ALL: dict[str, dict[str, Any]] = {
     "dp4 distributed optimizer": DIST,
     "tp2": {"tp": 2, "sp": False},
     "tp2 sequence parallel distributed optimizer": {"tp": 2} | DIST,
@@ -23,6 +23,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "cp2 distributed optimizer": {"cp": 2} | DIST,
     "cp2 tp2": {"cp": 2, "tp": 2},
 }
+DENSE = kit.cases(ALL, "tp2", "pp2", "cp2 distributed optimizer", "tp2 pp2 full recompute")
 # A mixture has an lm_head of its own, the others are tied: a critic has neither.
 CASES = {name: {"layout": layout} for name, layout in DENSE.items()} | {
     "pp2 ep2": {"layout": {"pp": 2, "ep": 2}, "arch": "qwen3_moe"},

@@ -17,13 +17,17 @@ BUDGETS = [64, 1, 1000]
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"cp2": {"cp": 2}},
     3: {"dp3": {}},
-    4: {
-        "dp4, one sequence at a time": {"tokens_per_micro_batch": 1},
-        "tp2 sp dp2": {"tp": 2},
-        "pp2 dp2": {"pp": 2},
-        "cp2 dp2": {"cp": 2},
-        "cp2 pp2": {"cp": 2, "pp": 2},
-    },
+    4: kit.cases(
+        {
+            "dp4, one sequence at a time": {"tokens_per_micro_batch": 1},
+            "tp2 sp dp2": {"tp": 2},
+            "pp2 dp2": {"pp": 2},
+            "cp2 dp2": {"cp": 2},
+            "cp2 pp2": {"cp": 2, "pp": 2},
+        },
+        "pp2 dp2",
+        "cp2 dp2",
+    ),
 }
 CASES = [(n, name) for n, cases in LAYOUTS.items() for name in cases]
 

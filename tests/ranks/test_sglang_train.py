@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -102,7 +103,11 @@ def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs
 
 
 def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None:
-    """A few steps of what a user starts, half the size."""
+    """A few steps of what a user starts, half the size, from a shorter warm start."""
+    model = tmp_path / "models" / "label-s0"  # where the recipe looks for it
+    warm = [sys.executable, "-m", "rlcore", "sft", "--out", model, "--target", "0.25"]
+    warm += ["--probe_from", "60", "--probe_every", "10", "--probe_prompts", "128"]
+    subprocess.run(warm, cwd=runs.ROOT, check=True, timeout=400)
     ends = {}
     for engine in ("torch", "sglang"):
         command = ["bash", "recipes/grpo_tiny.sh", "--rollout.engine", engine]

@@ -270,6 +270,7 @@ def test_the_samplers_backend_and_size_are_judged_by_their_rows(tool):
     assert finding(tool, [one, many], "equal TP")["verdict"] == "does not"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 @pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="needs SGLang: bash tools/setup.sh --sglang"
