@@ -156,9 +156,9 @@ class Learner(Protocol):
 class WeightChannel(Protocol):
     """Carries the learner's weights to the engines.
 
-    There is no way back to the weights before: where a push fails, every engine that had begun to
-    load refuses to decode until a push succeeds. An engine that dies in a push ends nothing: its
-    rank goes on without it."""
+    A push succeeds on all ranks or fails on all of them. There is no way back to the weights
+    before: where it fails, every engine that had begun to load refuses to decode until a push
+    succeeds. An engine that dies in a push ends nothing: its rank goes on without it."""
 
     def push(
         self, learner: Learner | None, engine: Engine | None, version: int
@@ -170,7 +170,8 @@ class WeightChannel(Protocol):
         crossed from one site to another, all links together, where there are sites.
 
         Raises:
-            RuntimeError, TimeoutError: it failed; names the bucket, the rank and its peer.
+            RuntimeError, TimeoutError: it failed on some rank; the same sentence on all of them
+                names the cause, with bucket, rank and peer where they are known.
         """
 
 

@@ -283,10 +283,11 @@ def link_rank(rank: int, args: dict) -> dict:
 
     n, size = args["n"], args["size"]
     store = dist.TCPStore(args["host"], PORT, size, rank == 0, wait_for_workers=False)
-    peers = Peers(rank, size, store, timeout_s=_WAIT_S)
+    sync = Peers(rank, size, store, timeout_s=_WAIT_S)
+    peers = Peers(rank, size, store, timeout_s=_WAIT_S)  # a channel drops groups as it needs
     weights = Weights(rank, n, args["bytes"], args["seed"])
     ways = {
-        "two_stage": two_stage(rank, n, peers, weights, args["bucket"]),
+        "two_stage": two_stage(rank, n, sync, weights, args["bucket"]),
         "flat": flat(rank, n, peers, weights),
         "ring": ring(n, peers, weights),
     }

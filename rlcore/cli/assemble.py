@@ -302,7 +302,13 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
     if inline:
         return TorchEngine(hf, device=world.device, **options)
     settings = {"config": hf.to_dict(), "device": str(world.device), **options}
-    return ChildEngine(TORCH_ENGINE, settings, threads=r.threads, rank=world.rank)
+    return ChildEngine(
+        TORCH_ENGINE,
+        settings,
+        threads=r.threads,
+        rank=world.rank,
+        deadline_s=cfg.cluster.timeout_s,
+    )
 
 
 def _sglang_engine(cfg: Config, hf: HFConfig, world: World, options: dict[str, Any]) -> ChildEngine:
@@ -334,6 +340,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World, options: dict[str, A
             "device": str(world.device),
             "memory_fraction": r.gpu_memory_utilization,
             "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
+            "deadline_s": cfg.cluster.timeout_s,
             **options,
             **share,
         }

@@ -263,7 +263,7 @@ class SyncConfig:
     route: Literal["gather", "intranode", "two_stage"] = "gather"
     """How weights travel between ranks. `gather`: every rank gathers every tensor. `intranode`:
     owners broadcast their shards inside their node. `two_stage`: one copy enters every site, then
-    it is broadcast inside."""
+    it is broadcast inside; while all ranks sample, that is the same."""
     bucket_mb: int = 256
     """Size of a bucket in MiB: the unit of a push, and what it holds at a time."""
     ranks_per_site: int = 0

@@ -10,6 +10,7 @@ import torch
 from rlcore.algos import mismatch
 from rlcore.metrics import stats
 from rlcore.records import Group
+from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
 
@@ -147,7 +148,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         out["perf/train_tokens_per_s"] = trained / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
     if torch.cuda.is_available():
-        out["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        out["perf/max_memory_allocated_gb"] = highest_bytes() / 1e9
         out["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
     return out
 

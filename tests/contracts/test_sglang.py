@@ -224,6 +224,40 @@ def test_every_architecture_samples_what_the_torch_engine_does(arch):
         engine.close()
 
 
+@pytest.mark.slow
+def test_with_overlap_the_token_in_work_at_a_pause_has_the_version_that_made_it():
+    """As on a GPU, where SGLang's scheduler runs ahead of the results by a step."""
+    engine = start(sglang={"disable_overlap_schedule": False})
+    sampling = Sampling(max_tokens=60)
+    todo = [Request(id=f"ov{n}.0", prompt=p, sampling=sampling) for n, p in enumerate(prompts(4))]
+    try:
+        push(engine, weights(HF, 0).items(), 0)
+        engine.submit(todo)
+        some_tokens(engine, {r.id for r in todo}, 2)
+        for _ in range(4):
+            engine.pause("in_place")
+            engine.resume()
+        early = engine.poll(0.0)
+        got = samples(early + collect(engine, lambda more: ended(4)(early + more)))
+        lab = Lab(make=start, exact=False, tolerance=TOLERANCE)
+        assert_same(lab, got, run(torch_engine(), todo), todo)
+
+        engine.submit(todo)
+        some_tokens(engine, {r.id for r in todo}, 3)
+        engine.pause("in_place")
+        push(engine, weights(HF, 1).items(), 1)
+        engine.resume()
+        for sample in samples(collect(engine, ended(4))).values():
+            switch = sample.versions.tolist().index(1)
+            logits = full_logits(sample.prompt, sample.tokens, 0)[: switch + 1]
+            tokens = torch.from_numpy(sample.tokens[: switch + 1]).long()
+            old = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].float().numpy()
+            np.testing.assert_allclose(sample.logps[:switch], old[:switch], atol=1e-6 + TOLERANCE)
+            assert abs(sample.logps[switch] - old[switch]) > 1e-4  # the new weights made it
+    finally:
+        engine.close()
+
+
 # ---- two ranks
 
 

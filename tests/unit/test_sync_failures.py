@@ -166,9 +166,21 @@ def test_a_learner_without_weights_is_told_before_anybody_waits_for_it(route: st
     assert time.monotonic() - start < 5
 
 
-def test_an_agreement_that_failed_on_one_rank_is_made_anew_in_the_next_push() -> None:
+@pytest.mark.parametrize("push", [1, 2])
+def test_an_agreement_that_failed_on_one_rank_is_made_anew_in_the_next_push(push: int) -> None:
+    """The first one, and one for shards that changed on the other rank."""
+
+    class More(Weights):
+        def shards(self) -> Iterator[tuple[Shard, Tensor]]:
+            yield from super().shards()
+            yield from Weights(names="more", count=1).shards()
+
     def work(rank: int, store: Any) -> bool:
         sent = channel(rank, 2, store)
+        learner = Weights(rank, 2)
+        if push == 2:
+            sent.push(learner, Engine(), 1)
+            learner = More(rank, 2) if rank == 0 else learner
         if rank == 1:
             plan = sent._relay._make_plan
 
@@ -179,8 +191,10 @@ def test_an_agreement_that_failed_on_one_rank_is_made_anew_in_the_next_push() ->
 
             sent._relay._make_plan = broken
         with pytest.raises(PushError, match="rank 1: MemoryError: no room for a plan"):
-            sent.push(Weights(rank, 2), Engine(), 1)
-        sent.push(Weights(rank, 2), engine := Engine(), 2)
+            sent.push(learner, Engine(), 2)
+        sent.push(learner, engine := Engine(), 3)
+        names = [meta.name for load in sent._relay.plan.loads for meta in load.tensors]
+        assert names == [*learner.full, "more0"][: 3 + push]
         return engine.usable
 
     assert ranks(2, work) == [True, True]
@@ -237,12 +251,18 @@ def test_a_leader_that_is_stuck_in_its_engine_is_named_with_the_bucket(
 
 
 def test_who_does_not_come_to_make_a_group_is_named() -> None:
-    store = dist.HashStore()
-    first, _ = (Peers(rank, 3, store, timeout_s=0.2) for rank in range(2))
-    first.begin()
-    with pytest.raises(LinkError, match="group links: rank 0 waited 0.2 s for ranks 1, 2") as late:
-        first.group("links", (0, 1, 2), CPU)
-    assert late.value.failure.kind == "late"
+    def work(rank: int, store: Any) -> Any:
+        mine = Peers(rank, 3, store, timeout_s=0.5)
+        mine.begin()
+        if rank == 1:
+            return None
+        with pytest.raises(LinkError) as late:
+            mine.group("links", (0, 1, 2), CPU)
+        return late.value.failure
+
+    one, _, three = ranks(3, work)
+    assert one.kind == three.kind == "late" and one.peers == three.peers == (1,)
+    assert one.text == "rank 0 could not join the group links: rank 0 waited 0.5 s for rank 1"
 
 
 def test_a_rank_that_enters_after_the_others_gave_up_says_the_same_and_leaves_its_groups() -> None:
