@@ -300,8 +300,8 @@ class DebugConfig:
     die_at_step: int = 0
     """Kill rank 0 with SIGKILL when this step ends: for tests of resume."""
     deterministic: bool = False
-    """Of two responses the shorter came first, whatever the clock says: a run with
-    `--schedule tail_batching` repeats itself. It waits longer than a race by the clock."""
+    """Of two responses the shorter came first, whatever the clock says, and all are waited for: a
+    run with `--schedule tail_batching` repeats itself bit by bit, and gains no time by it."""
     decode_floor_ms: float = 0.0
     """Every decode step lasts at least this long, as on a memory-bound GPU."""
 

@@ -125,7 +125,7 @@ class Controller:
         if isinstance(event, Progress):
             for i, n in zip(event.ids, event.lengths, strict=True):
                 self._requests[i].num_tokens = n
-            return self._count_in() if self._race is not None else []
+            return []
         if isinstance(event, Stats):
             for key in ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s"):
                 self._count(f"sched/{key}", getattr(event, key))

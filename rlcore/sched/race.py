@@ -21,28 +21,19 @@ class Race(Protocol):
 
 class ByTokens:
     """By length, as if all had started together and decoded at one speed; the earlier request among
-    equals. The clock has no say, so a run repeats itself: `--debug.deterministic`."""
+    equals. Nothing counts before everything that was started has its reward, so nothing is aborted
+    either: the clock has no say in who wins, nor in who is decoded beside whom, which would show in
+    the last bits of the log-probs. A run repeats itself: `--debug.deterministic`."""
 
     def __init__(self, requests: Callable[[], Iterable[RequestState]]) -> None:
-        """`requests`: all of the round; a response is at least as long as is known of it."""
+        """`requests`: all of the round."""
         self._requests = requests
-        self._held: list[tuple[tuple[int, int], RequestState]] = []
+        self._held: list[tuple[int, int, RequestState]] = []
 
     def arrive(self, request: RequestState) -> None:
-        heapq.heappush(self._held, (_place(request), request))
+        heapq.heappush(self._held, (request.num_tokens, request.order, request))
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        while self._held and not is_open(self._held[0][1]):
-            heapq.heappop(self._held)
-        if not self._held:
+        if any(r.result is None and is_open(r) for r in self._requests()):
             return None
-        place, first = self._held[0]
-        open_ = (r for r in self._requests() if r.result is None and is_open(r))
-        if any(_place(r) < place for r in open_):
-            return None
-        heapq.heappop(self._held)
-        return first
-
-
-def _place(request: RequestState) -> tuple[int, int]:
-    return request.num_tokens, request.order
+        return heapq.heappop(self._held)[2] if self._held else None

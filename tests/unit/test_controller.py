@@ -388,27 +388,15 @@ def test_requests_of_a_closed_group_do_not_start_again_when_their_engine_dies():
 
 
 def test_by_tokens_the_shorter_response_came_first_whatever_the_clock_says():
-    """t1.0 has its reward first; t0.0 is still at work and may turn out shorter, and does."""
-    c = racing(2, 1, 1, 1, by_tokens=True)
+    c = racing(3, 2, 1, 1, by_tokens=True)
 
     def ends(id: str, n: int):
         out = c.handle(Finished(rank=0, id=id, num_tokens=n, finish="stop"), 1.0)
         return out + c.handle(Rewarded(rank=0, id=id, result=RewardResult(score=1.0)), 1.0)
 
-    assert ends("t1.0", 7) == []
-    assert c.handle(Progress(rank=0, ids=("t0.0",), lengths=(5,)), 1.0) == []
-    out = ends("t0.0", 6)
-    assert [g.id for g in out[-1].groups] == ["t0"]
-
-
-def test_by_tokens_a_response_counts_as_soon_as_nothing_shorter_can_come():
-    c = racing(2, 1, 1, 1, by_tokens=True)
-    c.handle(Finished(rank=0, id="t1.0", num_tokens=7, finish="stop"), 1.0)
-    assert c.handle(Rewarded(rank=0, id="t1.0", result=RewardResult(score=1.0)), 1.0) == []
-    # Of equals the earlier request comes first, and it may yet end here.
-    assert c.handle(Progress(rank=0, ids=("t0.0",), lengths=(7,)), 1.0) == []
-    out = c.handle(Progress(rank=0, ids=("t0.0",), lengths=(8,)), 1.0)
-    assert [g.id for g in out[-1].groups] == ["t1"]
+    assert ends("t2.0", 7) == [] and ends("t1.0", 9) == []
+    (end,) = ends("t0.0", 7)  # nothing is aborted: all are waited for
+    assert [g.id for g in end.groups] == ["t0", "t2"]
 
 
 def test_what_was_started_and_not_kept_is_counted():

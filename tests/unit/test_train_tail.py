@@ -29,7 +29,7 @@ class Found:
         rows = folder / "rows.jsonl"
         texts = [label_task.make("val", 0, i).prompt for i in range(4)]
         rows.write_text("".join(json.dumps({"question": t, "answer": "1"}) + "\n" for t in texts))
-        few = "--data.train", rows
+        few = "--data.train", rows, "--data.template", "none"
         jobs = [
             job("one"),
             job("again"),
