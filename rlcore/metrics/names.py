@@ -186,7 +186,7 @@ METRICS = [
     Metric("sched/prompts_dropped", "prompts", "of those that were started; with a reason"),
     Metric("sched/short_of_groups", "", "1: the round ended with fewer groups than were wanted"),
     Metric("sched/surplus_tokens", "", "share of the decoded tokens that is not trained"),
-    Metric("sched/length_shift", "", "kept responses over all that were started of their groups, - 1"),
+    Metric("sched/length_shift", "", "kept responses over all started ones of their groups, - 1"),
     Metric("sched/<name>", "", "counter of the round's policies, see sched/"),
     Metric("sync/bytes", "bytes", "weights that one push carried to one engine"),
     Metric("sync/slow_bytes", "bytes", "weights that crossed between sites in one push, all links"),
