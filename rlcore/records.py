@@ -138,6 +138,8 @@ class Work(Record):
     prompt: Prompt
     num_samples: int
     sampling: Sampling
+    wanted: int = 0
+    """Responses that make the group complete: the first that are finished and rewarded. 0: all."""
 
 
 class Group(Record):
@@ -261,6 +263,8 @@ class EndRound(Command):
     """The round is over: these groups were kept."""
 
     groups: tuple[Group, ...]
+    dropped: dict[GroupId, str] = {}
+    """Complete groups that do not count, and why; what is in neither was late."""
     stats: dict[str, float] = {}
 
 

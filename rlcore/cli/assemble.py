@@ -37,8 +37,9 @@ from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import free_port
 from rlcore.sched.place import LeastLoaded
+from rlcore.sched.roles import Stop
 from rlcore.sched.source import EpochOrder
-from rlcore.sched.stop import All
+from rlcore.sched.tail_batching import TailBatching
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers
 from rlcore.trainer import memory, resume, sync_loop
@@ -111,7 +112,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     rollout = Rollout(
         hub,
         agent,
-        lambda: make_controller(cfg, world.size),
+        partial(make_controller, cfg, world.size),
         timeout_s=cfg.cluster.timeout_s,
         on_progress=screen.advance if screen else None,
     )
@@ -385,8 +386,8 @@ def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChan
     )
 
 
-def make_controller(cfg: Config, world_size: int) -> Controller:
-    """One round's controller with the policies of --schedule.
+def make_controller(cfg: Config, world_size: int, stop: Stop) -> Controller:
+    """The controller of one round, which `stop` ends.
 
     Everything goes out at once and what has no room waits in the engines. If the controller filled
     replicas as they get free, the clock would decide which requests are decoded side by side, the
@@ -399,8 +400,9 @@ def make_controller(cfg: Config, world_size: int) -> Controller:
         all_ranks=range(world_size),
         members={first: range(first + 1, first + tp) for first in leaders},
         place=LeastLoaded(sys.maxsize),
-        stop=All(),
+        stop=stop,
         deadline_s=cfg.rollout.deadline_s,
+        by_tokens=cfg.debug.deterministic,
     )
 
 
@@ -465,14 +467,40 @@ def load_data(cfg: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
     sampler = EpochSampler(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
 
-    def next_rows(n: int) -> list[Prompt]:
-        return [train[index] for _, index in sampler.next(n)]
-
     eval_sets = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
     prompts.overlap(train, eval_sets)  # warns
-    source = EpochOrder(
-        next_rows,
-        cfg.rollout.samples_per_prompt,
-        greedy_baseline=wants(cfg) == "remax",
-    )
+    source = make_source(cfg, sampler, train.__getitem__)
     return {"sampler": sampler, "source": source, "eval_sets": eval_sets}
+
+
+def make_source(
+    cfg: Config, sampler: EpochSampler, prompt_of: Callable[[int], Prompt]
+) -> EpochOrder | TailBatching:
+    """The source of --schedule. `prompt_of`: the prompt of a row."""
+    sizes = {
+        "num_prompts": cfg.data.prompts_per_step,
+        "num_samples": cfg.rollout.samples_per_prompt,
+    }
+    if cfg.select.schedule == "all":
+
+        def next_prompts(n: int) -> list[Prompt]:
+            return [prompt_of(row) for _, row in sampler.next(n)]
+
+        return EpochOrder(next_prompts, **sizes, greedy_baseline=wants(cfg) == "remax")
+    tail, rows = cfg.tail, sampler.state()["num_rows"]
+    starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
+    if rows is not None and rows < starts:
+        raise ValueError(
+            f"--data.train {cfg.data.train}: has {rows} prompts and a short round starts {starts} "
+            "different ones; lower --data.prompts_per_step"
+        )
+    return TailBatching(
+        sampler.next,
+        prompt_of,
+        **sizes,
+        eta_prompts=tail.eta_prompts,
+        eta_samples=tail.eta_samples,
+        quotas=rules.quotas(cfg) or None,
+        dynamic=tail.dynamic,
+        max_factor=tail.max_factor,
+    )

@@ -1,8 +1,10 @@
 """What cannot work together, found before anything starts. One sentence each: key, value, what is
 allowed, what to do."""
 
+from dataclasses import fields
+
 from rlcore.algos import correction, fused
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, TailConfig
 
 POSITIVE = (
     "data.prompts_per_step",
@@ -62,6 +64,7 @@ def broken(cfg: Config) -> list[str]:
         *_ranges(cfg),
         *_data(cfg),
         *_batch(cfg),
+        *_schedule(cfg),
         *_algo(cfg),
         *_rollout(cfg),
         *_train(cfg),
@@ -157,6 +160,53 @@ def _data(cfg: Config) -> list[str]:
         out.append("--data.train: is empty; give prompt files (.jsonl, .parquet) or the task label")
     if cfg.eval.every and not cfg.data.val:
         out.append("--data.val: is empty; give validation prompts, or --eval.every 0 for none")
+    return out
+
+
+def quotas(cfg: Config) -> dict[str, int]:
+    """`--tail.quotas` by source. ValueError where one is no `source=prompts`."""
+    found = {}
+    for text in cfg.tail.quotas:
+        source, equals, number = text.rpartition("=")
+        if not equals or not source or not number.isdigit() or source in found:
+            raise ValueError(
+                f"--tail.quotas {text}: must be `source=prompts`, each source once, such as "
+                "`math=96 code=32`"
+            )
+        found[source] = int(number)
+    return found
+
+
+def _schedule(cfg: Config) -> list[str]:
+    tail, out = cfg.tail, []
+    if cfg.select.schedule == "all":
+        changed = [
+            f.name for f in fields(tail) if getattr(tail, f.name) != getattr(TailConfig(), f.name)
+        ]
+        return [
+            f"--tail.{name}: has no effect without --schedule tail_batching" for name in changed
+        ]
+    for name in ("eta_prompts", "eta_samples", "max_factor"):
+        value = getattr(tail, name)
+        if not 1 <= value < 100:
+            out.append(
+                f"--tail.{name} {value:g}: must be at least 1, which starts no more than is needed"
+            )
+    try:
+        wanted = quotas(cfg)
+    except ValueError as error:
+        return [*out, str(error)]
+    total = cfg.data.prompts_per_step
+    if wanted and (min(wanted.values()) < 1 or sum(wanted.values()) != total):
+        out.append(
+            f"--tail.quotas {' '.join(tail.quotas)}: each must be at least 1, together they must be"
+            f" data.prompts_per_step {total}"
+        )
+    if cfg.algo.adv_estimator == "remax":
+        out.append(
+            "--algo.adv_estimator remax: its greedy answers are no part of --schedule "
+            "tail_batching; take --schedule all, or grpo"
+        )
     return out
 
 

@@ -23,8 +23,9 @@ class SelectConfig:
     """A name in `rewards/`, or a dotted path."""
     mode: Literal["sync"] = "sync"
     """The loop. `sync`: sample, then train, strictly on-policy."""
-    schedule: Literal["all"] = "all"
-    """When a round is over. `all`: every response is finished and rewarded."""
+    schedule: Literal["all", "tail_batching"] = "all"
+    """When a round is over. `all`: every response is finished and rewarded. `tail_batching`: the
+    first of more prompts than are needed are; the others wait for a round of their own."""
 
 
 @Section
@@ -214,6 +215,25 @@ class RewardConfig:
 
 
 @Section
+class TailConfig:
+    """Of `--schedule tail_batching`; sched/tail_batching.py."""
+
+    eta_prompts: float = 1.25
+    """A short round starts this many times data.prompts_per_step prompts."""
+    eta_samples: float = 1.25
+    """It starts this many times rollout.samples_per_prompt responses of each, and keeps the first:
+    short answers are then more likely to be kept. 1: the groups are not biased."""
+    quotas: tuple[str, ...] = ()
+    """`source=prompts` of every source of the data, together data.prompts_per_step; empty: sources
+    come as the data have them."""
+    dynamic: bool = False
+    """A group of equal rewards does not count: another prompt is started in its place (DAPO)."""
+    max_factor: float = 4.0
+    """With `dynamic`: at most this many times data.prompts_per_step prompts are started in a round,
+    which then ends with fewer groups."""
+
+
+@Section
 class EvalConfig:
     every: int = 20
     """Steps between evaluations; 0: only at the start and at the end."""
@@ -279,6 +299,9 @@ class DebugConfig:
     """Shuffle rewards over the samples of a step: the control that must not learn."""
     die_at_step: int = 0
     """Kill rank 0 with SIGKILL when this step ends: for tests of resume."""
+    deterministic: bool = False
+    """Of two responses the shorter came first, whatever the clock says, and all are waited for: a
+    run with `--schedule tail_batching` repeats itself bit by bit, and gains no time by it."""
     decode_floor_ms: float = 0.0
     """Every decode step lasts at least this long, as on a memory-bound GPU."""
 
@@ -295,6 +318,7 @@ class Config:
     algo: Any = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    tail: TailConfig = field(default_factory=TailConfig)
     reward: Any = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

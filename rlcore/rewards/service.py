@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,6 +86,7 @@ class RewardService:
         # shared with the thread, under the lock
         self._inbox: deque[Entry] = deque()
         self._done: deque[tuple[RequestId, RewardResult]] = deque()
+        self._cancelled: set[RequestId] = set()
         self._failure = ""
         self._closing = False
         # the caller's
@@ -153,6 +155,18 @@ class RewardService:
         self._pending.difference_update(id for id, _ in done)
         return done
 
+    def cancel(self, ids: Collection[RequestId]) -> None:
+        """These are of no use any more: what waits is not scored, and no score of what runs comes.
+        Unknown ids are ignored."""
+        gone = self._pending.intersection(ids)
+        with self._changed:
+            gone.difference_update(id for id, _ in self._done)
+            self._cancelled |= gone
+            self._done = deque((id, result) for id, result in self._done if id not in ids)
+        self._pending.difference_update(ids)
+        if gone:
+            os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """End all children. Pending samples are dropped. Safe to call twice."""
         if self._closing:
@@ -207,6 +221,10 @@ class RewardService:
         with self._changed:
             self._queue.extend(self._inbox)
             self._inbox.clear()
+            if self._cancelled:
+                waiting = {entry.id for entry in self._queue} & self._cancelled
+                self._queue = deque(e for e in self._queue if e.id not in waiting)
+                self._cancelled -= waiting
 
     def _feed(self) -> None:
         """Hand out samples, about 5 ms of work ahead: a child never waits for us, and no sample
@@ -305,6 +323,9 @@ class RewardService:
             )
             self._tell(entry, result.error, worker)
         with self._changed:
+            if entry.id in self._cancelled:
+                self._cancelled.discard(entry.id)
+                return
             self._done.append((entry.id, result))
             self._changed.notify()
 

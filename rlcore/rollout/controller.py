@@ -24,6 +24,7 @@ from rlcore.records import (
     Fail,
     Finished,
     Group,
+    GroupId,
     Preempted,
     Progress,
     Ready,
@@ -37,6 +38,7 @@ from rlcore.records import (
     group_of,
     is_baseline,
 )
+from rlcore.sched.race import ByTokens, Race
 from rlcore.sched.roles import GroupState, Place, RequestState, Stop
 
 ALIVE_INTERVAL_S = 20.0
@@ -60,7 +62,9 @@ class Controller:
         deadline_s: float,
         all_ranks: Sequence[int] | None = None,
         members: Mapping[int, Sequence[int]] | None = None,
+        by_tokens: bool = False,
     ) -> None:
+        """`by_tokens`: the shorter response came first, not the one whose reward did."""
         self._place, self._stop, self._deadline_s = place, stop, deadline_s
         self._ranks = tuple(ranks)
         self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
@@ -73,6 +77,8 @@ class Controller:
         self._groups: dict[str, GroupState] = {}
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
+        self._race: Race | None = ByTokens(self._requests.values) if by_tokens else None
+        self._dropped: dict[GroupId, str] = {}
         self._reasons: dict[int, str] = {}
         # well within the deadline, or a waiting rank would give up before the verdict
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
@@ -86,20 +92,13 @@ class Controller:
     @property
     def num_requests(self) -> int:
         """Responses that the round wants."""
-        return len(self._requests)
+        return self._stop.num_wanted(self._groups)
 
     # ---- the interface
 
     def start(self, work: Iterable[Work], now: float) -> list[AnyCommand]:
         """Begin a round. Requests go out when the replicas have said Ready."""
-        for w in work:
-            state = GroupState(work=w)
-            for k in range(w.num_samples):
-                request = RequestState(id=f"{w.id}.{k}")
-                state.requests[request.id] = request
-                self._requests[request.id] = request
-                self._waiting.append(request)
-            self._groups[w.id] = state
+        self._add(work)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._heard = dict(self._seen)
         self._last_alive = now
@@ -136,7 +135,9 @@ class Controller:
             return []
         assert isinstance(event, Aborted), event
         self._count("sched/aborted_tokens", event.num_tokens)
-        return []
+        if event.rank in self._up:
+            self._up[event.rank] -= 1
+        return self._submit()
 
     def tick(self, now: float) -> list[AnyCommand]:
         """To be called now and then: finds silent ranks, reassures waiting ones."""
@@ -153,28 +154,77 @@ class Controller:
 
     # ---- events
 
+    def _add(self, work: Iterable[Work]) -> None:
+        for w in work:
+            state = GroupState(work=w)
+            for k in range(w.num_samples):
+                request = RequestState(id=f"{w.id}.{k}", order=len(self._requests))
+                state.requests[request.id] = request
+                self._requests[request.id] = request
+                self._waiting.append(request)
+            self._groups[w.id] = state
+
     def _finished(self, event: Finished, now: float) -> list[AnyCommand]:
         self._last_finish = now
         request = self._requests[event.id]
         request.num_tokens, request.finish = event.num_tokens, event.finish
         self._up[event.rank] -= 1
-        return self._submit()
+        return self._submit()  # what it means for the race is decided when it has its reward
 
     def _rewarded(self, event: Rewarded, now: float) -> list[AnyCommand]:
         request = self._requests[event.id]
         if request.result is not None:
             return []
         request.result = event.result
-        group = self._groups[group_of(event.id)]
-        group.num_rewarded += 1
+        self._stats["timing_s/reward"] = now - self._last_finish
+        if self._race is None:
+            return self._counts(request)
+        self._race.arrive(request)
+        return self._count_in()
+
+    def _count_in(self) -> list[AnyCommand]:
+        """What the race lets through, one after the other: each may close others."""
+        assert self._race is not None
+        commands: list[AnyCommand] = []
+        while not self.done and (request := self._race.next(self._is_open)) is not None:
+            commands += self._counts(request)
+        return commands
+
+    def _is_open(self, request: RequestState) -> bool:
+        """May it still count, or be overtaken?"""
+        return request.finish != "abort" and not self._groups[group_of(request.id)].is_closed
+
+    def _counts(self, request: RequestState) -> list[AnyCommand]:
+        """A response with its reward is in, unless its group is closed: then it is late."""
+        group = self._groups[group_of(request.id)]
+        if group.is_closed:
+            return []
+        group.counted.append(request)
         self.num_done += 1
         if not group.is_complete:
             return []
-        kept = self._stop.kept(self._groups)
-        if kept is None:
-            return []
-        self._stats["timing_s/reward"] = now - self._last_finish
-        return self._end(kept)
+        group.is_closed = True
+        verdict = self._stop.judge(self._groups, group)
+        self._dropped |= verdict.dropped
+        if verdict.kept is not None:
+            self._count("sched/short_of_groups", float(verdict.is_short))
+            return self._end(verdict.kept)
+        aborts = self._close([group.work.id, *verdict.closed])
+        self._add(verdict.more)
+        return [*aborts, *self._submit()]
+
+    def _close(self, groups: Iterable[GroupId]) -> list[AnyCommand]:
+        """What is still under way of these groups is of no use."""
+        live: dict[int, list[str]] = {}
+        for g in groups:
+            self._groups[g].is_closed = True
+            for r in self._groups[g].requests.values():
+                if r.finish:
+                    continue
+                r.finish = "abort"
+                if r.rank in self._up:
+                    live.setdefault(r.rank, []).append(r.id)
+        return [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
 
     def _down(self, event: Down) -> list[AnyCommand]:
         """The replica's unfinished requests go on elsewhere, from the last token that is known of
@@ -216,6 +266,9 @@ class Controller:
         chosen: dict[int, list[RequestState]] = {}
         while self._waiting:
             request = self._waiting[0]
+            if request.finish:  # its group was closed meanwhile
+                self._waiting.popleft()
+                continue
             rank = self._place.choose(group_of(request.id), self._up)
             if rank is None:
                 break
@@ -238,14 +291,28 @@ class Controller:
     def _end(self, kept: Sequence[str]) -> list[AnyCommand]:
         self.done = True
         groups = tuple(self._group(self._groups[g]) for g in kept)
-        live: dict[int, list[str]] = {}
-        for r in self._requests.values():
-            if r.rank in self._up and not r.finish:
-                live.setdefault(r.rank, []).append(r.id)
-        aborts = [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
-        self._stats |= self._reward_stats(groups)
-        ends = [EndRound(rank=r, groups=groups, stats=self._stats) for r in self._all_ranks]
+        aborts = self._close(self._groups)
+        self._stats |= self._reward_stats(groups) | self._surplus_stats(kept)
+        ends = [
+            EndRound(rank=r, groups=groups, dropped=self._dropped, stats=self._stats)
+            for r in self._all_ranks
+        ]
         return [*aborts, *ends]
+
+    def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
+        """Of what was started and not kept. `sched/length_shift`: by how much the kept responses of
+        these groups are shorter than all that were started, which are at least as long as is known
+        of them (PAPERS.md F5)."""
+        counted = [r.num_tokens for g in kept for r in self._groups[g].counted]
+        every = sum(r.num_tokens for r in self._requests.values())
+        out = {}
+        if every > sum(counted):
+            out["sched/surplus_tokens"] = 1 - sum(counted) / every
+        started = [r.num_tokens for g in kept for r in self._groups[g].requests.values()]
+        if len(started) > len(counted) and sum(started):
+            mean = sum(started) / len(started)
+            out["sched/length_shift"] = sum(counted) / len(counted) / mean - 1
+        return out
 
     def _reward_stats(self, groups: Sequence[Group]) -> dict[str, float]:
         """Time of one score, and the means of the further numbers that the reward returned."""
@@ -265,7 +332,7 @@ class Controller:
         return out
 
     def _group(self, state: GroupState) -> Group:
-        requests = list(state.requests.values())
+        requests = sorted(state.counted, key=lambda r: r.order)
         results = [r.result for r in requests]
         assert all(r is not None for r in results), state.work.id
         return Group(
@@ -292,7 +359,11 @@ class Controller:
         return not isinstance(event, Preempted)
 
     def _owed_by(self, rank: int) -> list[str]:
-        return [r.id for r in self._requests.values() if r.rank == rank and r.result is None]
+        return [
+            r.id
+            for r in self._requests.values()
+            if r.rank == rank and r.result is None and self._is_open(r)
+        ]
 
     def _verdict(self, silent: Sequence[int], now: float) -> str:
         parts = []

@@ -3,7 +3,7 @@ to the controller. Tokens stay here until `route` sends them to the rank that tr
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -42,6 +42,8 @@ class Scorer(Protocol):
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]: ...
 
+    def cancel(self, ids: Collection[RequestId]) -> None: ...
+
 
 class Agent:
     """One per rank; `engine` is None on ranks that only train. `repair` starts a dead engine again
@@ -62,6 +64,7 @@ class Agent:
         """Rows of the round's groups that this replica took part in."""
         self.repair: Callable[[], None] | None = None
         self._live: set[RequestId] = set()
+        self._unscored: set[RequestId] = set()
         self._down = ""
         """Why the engine is dead; empty while it lives."""
         self._round = 0
@@ -141,6 +144,7 @@ class Agent:
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
                 self._scorer.submit(event.id, sample, self.prompts[sample.group], text)
+                self._unscored.add(event.id)
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)
@@ -153,14 +157,17 @@ class Agent:
 
     def _reward_events(self) -> list[AnyEvent]:
         wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
-        return [Rewarded(id=i, result=result) for i, result in self._scorer.poll(wait)]
+        scores = self._scorer.poll(wait)
+        self._unscored.difference_update(i for i, _ in scores)
+        return [Rewarded(id=i, result=result) for i, result in scores]
 
     def _send(self, events: list[AnyEvent]) -> None:
         stamp = {"rank": self._hub.rank, "round": self._round, "time": time.monotonic()}
         self._hub.send(0, "controller", [msgspec.structs.replace(e, **stamp) for e in events])
 
     def _drain(self) -> None:
-        """Wait until the engine has let go of everything that the end of the round aborted."""
+        """Wait until the engine has let go of everything that the end of the round aborted. What
+        was too late to be kept is not scored."""
         deadline = time.monotonic() + self._deadline_s
         while self._live and self._engine is not None:
             self._engine_events()
@@ -170,4 +177,6 @@ class Agent:
                     f"rank {self._hub.rank}: the engine did not abort {len(self._live)} requests "
                     f"such as {some} within {self._deadline_s:g} s"
                 )
+        self._scorer.cancel(self._unscored)
+        self._unscored.clear()
         self._live.clear()

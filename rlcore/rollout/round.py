@@ -9,6 +9,8 @@ from rlcore.records import AnyEvent, Down, EndRound, Fail, Sample, Work
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.transport import Hub, gather_by_owner
+from rlcore.sched.roles import Stop
+from rlcore.sched.stop import All
 from rlcore.utils.log import log
 
 TICK_S = 0.25
@@ -16,14 +18,15 @@ JOIN_S = 10.0
 
 
 class Rollout:
-    """Runs rounds. `make_controller` is called on rank 0, once per round; `on_progress` hears how
-    many responses are done and how many are wanted, in the controller's thread."""
+    """Runs rounds. `make_controller` is called on rank 0, once per round, with what ends it;
+    `on_progress` hears how many responses are done and how many are wanted, in the controller's
+    thread."""
 
     def __init__(
         self,
         hub: Hub,
         agent: Agent,
-        make_controller: Callable[[], Controller],
+        make_controller: Callable[[Stop], Controller],
         timeout_s: float,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -31,8 +34,9 @@ class Rollout:
         self._make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
 
-    def run(self, work: Sequence[Work]) -> EndRound:
-        """Sample and score `work` (read on rank 0 only). Every rank gets the same groups."""
+    def run(self, work: Sequence[Work], stop: Stop | None = None) -> EndRound:
+        """Sample and score `work` until `stop`, by default when all is done (read on rank 0 only).
+        Every rank gets the same groups."""
         if self._hub.rank != 0:
             return self.agent.run_round()
         self._round += 1
@@ -40,7 +44,7 @@ class Rollout:
         thread = threading.Thread(
             target=_control,
             args=(
-                self._make_controller(),
+                self._make_controller(stop or All()),
                 self._hub,
                 work,
                 self._round,

@@ -1,16 +1,17 @@
 """The roles that policies play in the controller. Each is a decision, made from what the controller
 has seen; no torch, no I/O, no clock of its own.
 
-`source` (which prompts next) lives in `source.py`, `place` in `place.py`, `stop` in `stop.py`;
+`source` (which prompts next) lives in `source.py` and `tail_batching.py`, `place` in `place.py`,
+`stop` (when a round is over) in `stop.py`, who came first in `race.py`;
 `admit`, `elastic` and `consume` have no policy of their own yet: everything is admitted, nobody
 changes role, and the learner takes a round as a whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-from rlcore.records import GroupId, Partial, RequestId, RewardResult, Work
+from rlcore.records import GroupId, Partial, RequestId, RewardResult, Sampling, Work
 
 
 @dataclass(slots=True)
@@ -18,10 +19,13 @@ class RequestState:
     """What the controller knows of one request."""
 
     id: RequestId
+    order: int = 0
+    """Its place among the requests of the round."""
     rank: int = -1
     """The replica that has it, -1 while it waits."""
     num_tokens: int = 0
     finish: str = ""
+    """Why it ended; `abort` also while an abort is on its way."""
     result: RewardResult | None = None
     resume: Partial | None = None
     """What it had produced when its engine died."""
@@ -33,11 +37,41 @@ class GroupState:
 
     work: Work
     requests: dict[RequestId, RequestState] = field(default_factory=dict)
-    num_rewarded: int = 0
+    counted: list[RequestState] = field(default_factory=list)
+    """Finished and rewarded, in the order of their rewards; none after the group is closed."""
+    is_closed: bool = False
+    """Nothing more of it counts: it is complete, or came too late."""
+
+    @property
+    def wanted(self) -> int:
+        """Responses that make it complete."""
+        return self.work.wanted or self.work.num_samples
 
     @property
     def is_complete(self) -> bool:
-        return self.num_rewarded == len(self.requests)
+        return len(self.counted) == self.wanted
+
+    @property
+    def has_equal_scores(self) -> bool:
+        """Nothing is learned from it: all responses have the same advantage."""
+        scores = {r.result.score for r in self.counted if r.result is not None}
+        return len(scores) == 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What a complete group means for the round."""
+
+    kept: Sequence[GroupId] | None = None
+    """The round is over, with these groups."""
+    closed: Sequence[GroupId] = ()
+    """These groups are too late, whatever comes of them."""
+    dropped: Mapping[GroupId, str] = field(default_factory=dict)
+    """These complete groups do not count, and why."""
+    more: Sequence[Work] = ()
+    """To be started besides."""
+    is_short: bool = False
+    """The round ends with fewer groups than were wanted."""
 
 
 class Place(Protocol):
@@ -47,6 +81,40 @@ class Place(Protocol):
 
 
 class Stop(Protocol):
-    def kept(self, groups: Mapping[GroupId, GroupState]) -> Sequence[GroupId] | None:
-        """The groups that the round ends with, or None while it goes on. Asked when a group has
-        become complete."""
+    """Of one round: it may keep what it was told."""
+
+    def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
+        """`group`, one of `groups`, has just become complete."""
+
+    def num_wanted(self, groups: Mapping[GroupId, GroupState]) -> int:
+        """Responses that the round is to end with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """What a source has the engines do."""
+
+    work: Sequence[Work]
+    stop: Stop
+    kind: Literal["all", "short", "long"] = "all"
+
+
+class Source(Protocol):
+    """Which prompts come next; lives as long as the run."""
+
+    def next_round(self, sampling: Sampling) -> Round:
+        """The work of the next round, and when it is over."""
+
+    def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
+        """The round is over: `kept` is trained, `dropped` is not, for a reason; the rest was
+        late."""
+
+    def metrics(self) -> dict[str, float]:
+        """`sched/*` of the step that was just settled."""
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON. Between rounds."""
+
+    def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
+        """Go on from `state`. ValueError, and nothing is changed, where the data (`num_rows`; None
+        is endless) have not what it names."""

@@ -1,11 +1,13 @@
 """Which prompts come next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from msgspec import structs
 
-from rlcore.records import BASELINE, Prompt, Sampling, Work
+from rlcore.records import BASELINE, GroupId, Prompt, Sampling, Work
+from rlcore.sched.roles import Round
+from rlcore.sched.stop import All
 
 
 class EpochOrder:
@@ -14,22 +16,22 @@ class EpochOrder:
 
     def __init__(
         self,
-        next_rows: Callable[[int], list[Any]],
+        next_prompts: Callable[[int], list[Prompt]],
+        num_prompts: int,
         num_samples: int,
         greedy_baseline: bool = False,
     ) -> None:
-        """`next_rows(n)` gives the next n prompts of the epoch order. With `greedy_baseline` every
-        prompt is answered once more with the most likely tokens, as group `b<id>`."""
-        self._next_rows = next_rows
-        self._num_samples = num_samples
+        """`next_prompts(n)` gives the next n prompts of the epoch order. With `greedy_baseline`
+        every prompt is answered once more with the most likely tokens, as group `b<id>`."""
+        self._next_prompts = next_prompts
+        self._num_prompts, self._num_samples = num_prompts, num_samples
         self._greedy_baseline = greedy_baseline
         self.issued = 0
 
-    def next_round(self, num_prompts: int, sampling: Sampling) -> list[Work]:
-        """The work of one synchronous round."""
-        rows: list[Prompt] = self._next_rows(num_prompts)
+    def next_round(self, sampling: Sampling) -> Round:
+        """The work of one synchronous round: all of it is waited for."""
         work = []
-        for prompt in rows:
+        for prompt in self._next_prompts(self._num_prompts):
             work.append(
                 Work(
                     id=f"t{self.issued}",
@@ -49,4 +51,19 @@ class EpochOrder:
                     )
                 )
             self.issued += 1
-        return work
+        return Round(work=work, stop=All())
+
+    def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
+        """The round is over: nothing of it comes back."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step that was just settled."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON."""
+        return {"issued": self.issued}
+
+    def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
+        """Go on from `state`."""
+        self.issued = state["issued"]

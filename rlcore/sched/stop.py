@@ -1,15 +1,78 @@
 """When a round is over."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from rlcore.records import GroupId
-from rlcore.sched.roles import GroupState
+from rlcore.records import GroupId, Work
+from rlcore.sched.roles import GroupState, Verdict
+
+EQUAL_REWARDS = "equal rewards"
+"""Why a group does not count under dynamic sampling."""
 
 
 class All:
     """Every response is finished and rewarded: the plain baseline."""
 
-    def kept(self, groups: Mapping[GroupId, GroupState]) -> Sequence[GroupId] | None:
-        if not all(g.is_complete for g in groups.values()):
-            return None
-        return list(groups)
+    def __init__(self) -> None:
+        self._complete: set[GroupId] = set()
+
+    def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
+        self._complete.add(group.work.id)
+        return Verdict(kept=list(groups) if len(self._complete) == len(groups) else None)
+
+    def num_wanted(self, groups: Mapping[GroupId, GroupState]) -> int:
+        return sum(group.wanted for group in groups.values())
+
+
+class First:
+    """The first complete groups, a number of each domain; what else was started is late.
+
+    With `more`, a group whose rewards are all equal does not count, and another prompt of its
+    domain takes its place, as long as there is one; then the round ends with what it has.
+    """
+
+    def __init__(
+        self,
+        quotas: Mapping[str, int],
+        domains: dict[GroupId, str],
+        more: Callable[[str], Work | None] | None = None,
+    ) -> None:
+        self._left = dict(quotas)
+        self._num_groups = sum(quotas.values())
+        self._domains, self._more = domains, more
+        self._kept: set[GroupId] = set()
+        self._dropped: set[GroupId] = set()
+
+    def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
+        domain = self._domains[group.work.id]
+        if self._more is not None and group.has_equal_scores:
+            return self._replace(groups, group.work.id, domain)
+        self._kept.add(group.work.id)
+        self._left[domain] -= 1
+        if not any(self._left.values()):
+            return self._end(groups)
+        if self._left[domain]:
+            return Verdict()
+        return Verdict(closed=[g for g in self._open(groups) if self._domains[g] == domain])
+
+    def num_wanted(self, groups: Mapping[GroupId, GroupState]) -> int:
+        return self._num_groups * max((g.wanted for g in groups.values()), default=0)
+
+    def _replace(self, groups: Mapping[GroupId, GroupState], gone: GroupId, domain: str) -> Verdict:
+        assert self._more is not None
+        self._dropped.add(gone)
+        dropped = {gone: EQUAL_REWARDS}
+        work = self._more(domain)
+        if work is not None:
+            self._domains[work.id] = domain
+            return Verdict(dropped=dropped, more=[work])
+        still = [g for g in self._open(groups) if self._left[self._domains[g]]]
+        if still:
+            return Verdict(dropped=dropped)
+        return Verdict(dropped=dropped, kept=self._end(groups).kept, is_short=True)
+
+    def _open(self, groups: Mapping[GroupId, GroupState]) -> list[GroupId]:
+        return [g for g in groups if g not in self._kept and g not in self._dropped]
+
+    def _end(self, groups: Mapping[GroupId, GroupState]) -> Verdict:
+        """In the order of submission, so that the batch depends on the set alone."""
+        return Verdict(kept=[g for g in groups if g in self._kept])

@@ -15,7 +15,7 @@ from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
 
-FORMAT = 2
+FORMAT = 3
 
 
 def folder_of(run_folder: Path) -> Path:
@@ -100,7 +100,7 @@ def _state(run: Run) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": run.step,
-        "issued": run.source.issued,
+        "source": run.source.state(),
         "sampler": run.sampler.state(),
         "kl": run.kl.state(),
     }
@@ -141,8 +141,8 @@ def load(run: Run, path: Path) -> None:
     run.kl.restore(state["kl"])
     run.step = state["step"]
     if run.source is not None and run.sampler is not None:
-        run.source.issued = state["issued"]
         run.sampler.restore(state["sampler"])
+        run.source.restore(state["source"], run.sampler.state()["num_rows"])
     if run.rank == 0:
         set_later_aside(run)
         log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)

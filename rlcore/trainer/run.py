@@ -14,7 +14,7 @@ from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Engine, Learner, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rollout.round import Rollout
-from rlcore.sched.source import EpochOrder
+from rlcore.sched.roles import Source
 from rlcore.trainer.memory import Residency
 from rlcore.utils.spans import Spans
 
@@ -56,7 +56,7 @@ class Run:
     engine_ranks: Sequence[int] = ()
     memory: Residency | None = None
     """Measures at every switch of the device between engine and learner."""
-    source: EpochOrder | None = None
+    source: Source | None = None
     sampler: Sampler | None = None
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
     writer: MetricsWriter | None = None

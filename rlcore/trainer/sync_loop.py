@@ -7,7 +7,7 @@ the papers' names, and the metrics `timing_s/<phase>` are their seconds.
 import os
 import signal
 
-from rlcore.records import Group
+from rlcore.records import EndRound, Group
 from rlcore.trainer import credit, evaluate, learn, phases, plan, report, resume
 from rlcore.trainer.run import Run
 from rlcore.utils import seed as seeds
@@ -51,10 +51,7 @@ def one_step(run: Run) -> None:
     """One rollout and everything that is learned from it."""
     cfg, spans = run.cfg, run.spans
     with spans.phase("gen"):
-        work = []
-        if run.source is not None:
-            work = run.source.next_round(cfg.data.prompts_per_step, run.sampling)
-        end = run.rollout.run(work)
+        end = next_groups(run)
         groups, baselines = credit.split_baselines(run, end.groups)
     with spans.phase("route"):
         todo = plan.make(
@@ -73,6 +70,17 @@ def one_step(run: Run) -> None:
     with spans.phase("sync"):
         push_weights(run, run.step)
     rollout_metrics(run, groups, end.stats, todo)
+
+
+def next_groups(run: Run) -> EndRound:
+    """What the source has the engines do, until it is enough. The work is rank 0's to know."""
+    if run.source is None:
+        return run.rollout.run([])
+    todo = run.source.next_round(run.sampling)
+    end = run.rollout.run(todo.work, todo.stop)
+    run.source.settle([g.id for g in end.groups], end.dropped)
+    run.pending |= run.source.metrics()
+    return end
 
 
 def push_weights(run: Run, version: int) -> None:

@@ -1,5 +1,6 @@
 """The controller: events in, commands out, under a clock of numbers."""
 
+import msgspec
 import numpy as np
 
 from rlcore.records import (
@@ -26,7 +27,8 @@ from rlcore.records import (
 )
 from rlcore.rollout.controller import MAX_REPAIRS, Controller
 from rlcore.sched.place import LeastLoaded
-from rlcore.sched.stop import All
+from rlcore.sched.roles import Verdict
+from rlcore.sched.stop import All, First
 
 
 def work(num_groups: int, num_samples: int) -> list[Work]:
@@ -278,8 +280,11 @@ def test_an_empty_round_ends_at_once():
 class FirstGroup:
     """Ends the round with the first complete group: surplus requests must be aborted."""
 
-    def kept(self, groups):
-        return [g for g, s in groups.items() if s.is_complete]
+    def judge(self, groups, group):
+        return Verdict(kept=[group.work.id])
+
+    def num_wanted(self, groups):
+        return 1
 
 
 def test_live_requests_are_aborted_at_the_end_and_late_events_change_nothing():
@@ -307,3 +312,97 @@ def test_the_same_events_give_the_same_commands():
         return out, log
 
     assert play() == play()
+
+
+# ---- more started than is kept
+
+
+def more_work(num_groups: int, num_samples: int, wanted: int) -> list[Work]:
+    return [msgspec.structs.replace(w, wanted=wanted) for w in work(num_groups, num_samples)]
+
+
+def racing(num_groups: int, first: int, num_samples: int, wanted: int, **options) -> Controller:
+    todo = more_work(num_groups, num_samples, wanted)
+    stop = First({"": first}, {w.id: "" for w in todo})
+    c = Controller(ranks=[0], place=LeastLoaded(64), stop=stop, deadline_s=10.0, **options)
+    c.start(todo, 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    return c
+
+
+def aborted(commands) -> list[str]:
+    return [i for o in commands if isinstance(o, Abort) for i in o.ids]
+
+
+def test_a_group_is_complete_with_its_first_rewarded_responses_and_the_others_are_aborted():
+    c = racing(2, 1, 3, 2)
+    assert c.num_requests == 2
+    finish(c, 0, "t1.2", 0.5)
+    finish(c, 0, "t0.0")
+    out = finish(c, 0, "t1.0", 0.25)
+    assert aborted(out) == ["t0.1", "t0.2", "t1.1"]
+    end = out[-1]
+    (group,) = end.groups
+    assert [r.id for r in group.refs] == ["t1.0", "t1.2"] and group.scores == (0.25, 0.5)
+
+
+def test_a_complete_group_gives_its_places_to_those_that_wait():
+    todo = more_work(2, 3, 2)
+    c = Controller(
+        ranks=[0],
+        place=LeastLoaded(3),
+        stop=First({"": 2}, {w.id: "" for w in todo}),
+        deadline_s=10.0,
+    )
+    c.start(todo, 0.0)
+    assert submitted(c.handle(Ready(rank=0), 0.0)) == {0: ["t0.0", "t0.1", "t0.2"]}
+    assert submitted(finish(c, 0, "t0.0")) == {0: ["t1.0"]}
+    out = finish(c, 0, "t0.1")
+    assert submitted(out) == {0: ["t1.1"]} and aborted(out) == ["t0.2"]
+    assert submitted(c.handle(Aborted(rank=0, id="t0.2", num_tokens=9), 2.0)) == {0: ["t1.2"]}
+
+
+def test_a_response_that_ends_while_its_abort_is_on_its_way_frees_its_place_and_counts_nothing():
+    c = racing(2, 2, 2, 1)
+    assert aborted(finish(c, 0, "t0.1")) == ["t0.0"]
+    assert finish(c, 0, "t0.0") == []
+    out = finish(c, 0, "t1.0")
+    assert [[r.id for r in g.refs] for g in out[-1].groups] == [["t0.1"], ["t1.0"]]
+
+
+def test_requests_of_a_closed_group_do_not_start_again_when_their_engine_dies():
+    todo = more_work(2, 2, 1)
+    c = Controller(
+        ranks=[0, 1],
+        place=LeastLoaded(64),
+        stop=First({"": 2}, {w.id: "" for w in todo}),
+        deadline_s=10.0,
+    )
+    c.start(todo, 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    finish(c, 1, "t1.0")
+    assert submitted(c.handle(Down(rank=1, reason="killed"), 2.0)) == {}
+    finish(c, 0, "t0.0", now=2.0)
+    assert c.done
+
+
+def test_by_tokens_the_shorter_response_came_first_whatever_the_clock_says():
+    c = racing(3, 2, 1, 1, by_tokens=True)
+
+    def ends(id: str, n: int):
+        out = c.handle(Finished(rank=0, id=id, num_tokens=n, finish="stop"), 1.0)
+        return out + c.handle(Rewarded(rank=0, id=id, result=RewardResult(score=1.0)), 1.0)
+
+    assert ends("t2.0", 7) == [] and ends("t1.0", 9) == []
+    (end,) = ends("t0.0", 7)  # nothing is aborted: all are waited for
+    assert [g.id for g in end.groups] == ["t0", "t2"]
+
+
+def test_what_was_started_and_not_kept_is_counted():
+    c = racing(2, 1, 2, 1)
+    c.handle(Progress(rank=0, ids=("t0.1", "t1.0"), lengths=(15, 5)), 1.0)
+    out = finish(c, 0, "t0.0")  # 5 tokens of 25
+    stats = out[-1].stats
+    assert stats["sched/surplus_tokens"] == 0.8
+    assert stats["sched/length_shift"] == 5 / 10 - 1

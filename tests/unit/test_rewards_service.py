@@ -362,3 +362,30 @@ def test_a_random_mixture_gives_each_sample_its_own_result(make, tmp_path):
         results = _score(make(timeout_s=4.0, workers=3), *texts)
         got = [(text, r.error) for text, r in zip(texts, results, strict=True)]
         assert [(t, e) for t, e in got if e != expected[t]] == []
+
+
+def test_cancelled_samples_are_not_scored_and_the_next_ones_are(make):
+    service = make()
+    service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "sleep 0.5")
+    for i in range(1, 40):
+        service.submit(f"t0.{i}", sample_of("x"), prompt_of("7"), "sleep 10")
+    service.cancel({f"t0.{i}" for i in range(40)} | {"unknown"})
+    assert service.num_pending == 0
+    service.submit("t1.0", sample_of("t1.0"), prompt_of("7"), "say hello")
+    found = []
+    while service.num_pending:
+        found += service.poll(5.0)
+    assert [i for i, _ in found] == ["t1.0"]
+    assert service.poll(0.1) == []
+
+
+def test_a_score_that_has_come_and_was_not_fetched_can_be_cancelled(make):
+    service = make()
+    service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "say hello")
+    end = time.monotonic() + 20
+    while not service._done:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    service.cancel(["t0.0"])
+    assert service.poll(0.05) == [] and service.num_pending == 0
+    assert not service._cancelled

@@ -40,7 +40,6 @@ from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub, listening_host
 from rlcore.sched.place import LeastLoaded
-from rlcore.sched.stop import All
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import push
 from tests import runs
@@ -126,8 +125,8 @@ class World:
             Rollout(
                 hub,
                 Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s),
-                lambda: Controller(
-                    ranks=range(n), place=LeastLoaded(10**6), stop=All(), deadline_s=deadline_s
+                lambda stop: Controller(
+                    ranks=range(n), place=LeastLoaded(10**6), stop=stop, deadline_s=deadline_s
                 ),
                 timeout_s=10,
             )

@@ -1,0 +1,92 @@
+"""The tensor-parallel size of the rollout engines, from round to round. RollPacker, PAPERS.md A3.
+
+More preemptions than in the round before: the caches are too small, so engines of twice the ranks
+take over, up to those of a node. Four rounds without any: engines of half the ranks, of which there
+are twice as many, decode more side by side.
+
+Differs from the paper: short and long rounds have a size and a history of their own, since they
+alternate and the change from one to the other would look like a sudden rise; and engines that are
+nearly full are not halved.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+RISE = 1.05
+"""Preemptions over those of the round before that count as more."""
+CALM_ROUNDS = 4
+"""Rounds without a preemption before engines are halved."""
+FULL = 0.9
+"""Share of the cache in use above which they are not."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of the rounds of one kind."""
+
+    tp: int
+    before: int | None = None
+    """Preemptions of its last round."""
+    calm: int = 0
+
+
+class TPPlanner:
+    """Grows and shrinks by factors of two, between rounds."""
+
+    def __init__(self, tp: int, max_tp: int, sizes: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            tp: the size at the start, such as the best of `python -m rlcore profile`.
+            max_tp: ranks of a node, or fewer where the model's heads do not divide further.
+            sizes: sizes of kinds of rounds that start with another one.
+
+        Raises:
+            ValueError: a size is no power of two times the others, or too large.
+        """
+        for name, size in {"tp": tp, **(sizes or {})}.items():
+            if size < 1 or size > max_tp or size & (size - 1):
+                raise ValueError(f"{name} {size}: a power of two, at most {max_tp}")
+        self._tp, self._max = tp, max_tp
+        self._kinds = {kind: _Kind(size) for kind, size in (sizes or {}).items()}
+
+    def size(self, kind: str) -> int:
+        """For the next round of this kind."""
+        return self._of(kind).tp
+
+    def after(self, kind: str, preemptions: int, cache_used: float = 0.0) -> int:
+        """A round is over: the size for the next one of its kind.
+
+        Args:
+            preemptions: of all engines.
+            cache_used: the largest share of its cache that an engine had in use.
+        """
+        now = self._of(kind)
+        before, now.before = now.before, preemptions
+        now.calm = 0 if preemptions else now.calm + 1
+        if before is not None and preemptions > RISE * before and 2 * now.tp <= self._max:
+            self._change(now, 2 * now.tp)
+        elif now.calm >= CALM_ROUNDS and now.tp > 1 and cache_used <= FULL:
+            self._change(now, now.tp // 2)
+        return now.tp
+
+    def _of(self, kind: str) -> _Kind:
+        return self._kinds.setdefault(kind, _Kind(self._tp))
+
+    def _change(self, kind: _Kind, tp: int) -> None:
+        kind.tp, kind.calm = tp, 0
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON."""
+        return {kind: asdict(known) for kind, known in self._kinds.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. ValueError where a size does not fit this machine."""
+        found = {kind: _Kind(**known) for kind, known in state.items()}
+        for kind, known in found.items():
+            if known.tp > self._max:
+                raise ValueError(
+                    f"the checkpoint has engines of {known.tp} ranks for {kind} rounds, here are at"
+                    f" most {self._max}; resume with more GPUs on a node, or start a new run"
+                )
+        self._kinds = found

@@ -1,0 +1,46 @@
+"""How long a reward may take. RollPacker, PAPERS.md A4.
+
+A wrong program that loops costs its whole deadline. What a right one needs is known as soon as one
+answer to the prompt was right, so from then on others get a little more than that:
+
+    T = min(max(T_min, factor * anchor), T_max)
+
+with `anchor` the longest time of a right answer to the prompt, in all epochs; T_max before there is
+one. The paper keeps anchors by test case and takes the factor 1.5, its code by prompt and 2.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class AdaptiveTimeout:
+    """Deadlines by prompt."""
+
+    def __init__(self, least_s: float = 2.0, most_s: float = 30.0, factor: float = 1.5) -> None:
+        """ValueError where the numbers make no deadline."""
+        if not 0 < least_s <= most_s:
+            raise ValueError(f"least_s {least_s:g}: above 0 and at most most_s {most_s:g}")
+        if not factor >= 1:
+            raise ValueError(f"factor {factor:g}: at least 1, a right answer needs that long again")
+        self._least_s, self._most_s, self._factor = least_s, most_s, factor
+        self._anchors: dict[str, float] = {}
+
+    def timeout_s(self, prompt: str) -> float:
+        """For the next answer to this prompt."""
+        anchor = self._anchors.get(prompt)
+        if anchor is None:
+            return self._most_s
+        return min(max(self._least_s, self._factor * anchor), self._most_s)
+
+    def scored(self, prompt: str, seconds: float, is_right: bool) -> None:
+        """An answer was scored in this time; one that ran out of time is not right."""
+        if is_right:
+            self._anchors[prompt] = max(seconds, self._anchors.get(prompt, 0.0))
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON."""
+        return {"anchors": dict(self._anchors)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._anchors = dict(state["anchors"])

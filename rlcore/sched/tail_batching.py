@@ -1,0 +1,252 @@
+"""Tail batching: no step waits for the longest answer, except those that are made of long answers.
+RollPacker, arXiv 2509.21009; PAPERS.md A2.
+
+A *short* round starts floor(eta_prompts P) prompts with round(eta_samples R) responses each. A
+prompt is complete when R of its responses are finished and rewarded; the round ends with the first
+P complete prompts. The others wait in the queue of long prompts, without their tokens: the round
+that takes them samples them anew, so all data stay on-policy. As soon as the queue holds P prompts,
+a *long* round is made of them: P prompts, R responses, nothing more, and it waits for all. Hence a
+share of (eta_prompts - 1) / eta_prompts of the rounds is long.
+
+Differs from the paper: without `dynamic`, groups of equal rewards count, since a round of exactly P
+prompts could not end otherwise. Over-provisioned responses bias a group to short answers (the paper
+speaks of reordering only): eta_samples = 1 does not.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.records import GroupId, Prompt, Sampling, Work
+from rlcore.sched.roles import Round
+from rlcore.sched.stop import First
+
+Key = tuple[int, int]
+"""An epoch and a row: a prompt is trained once per epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A prompt that was started in the round that runs."""
+
+    key: Key
+    domain: str
+
+
+class TailBatching:
+    """Source of short and long rounds."""
+
+    def __init__(
+        self,
+        next_rows: Callable[[int], list[Key]],
+        prompt_of: Callable[[int], Prompt],
+        *,
+        num_prompts: int,
+        num_samples: int,
+        eta_prompts: float = 1.25,
+        eta_samples: float = 1.25,
+        quotas: Mapping[str, int] | None = None,
+        dynamic: bool = False,
+        max_factor: float = 4.0,
+    ) -> None:
+        """
+        Args:
+            next_rows: the next n prompts of the epoch order.
+            prompt_of: the prompt of a row; its `source` is its domain.
+            quotas: prompts of each domain in a round, together `num_prompts`; without it domains
+                come as the order has them.
+            dynamic: groups of equal rewards do not count (DAPO): others are started in their place,
+                up to max_factor * num_prompts of a round, which then ends short.
+
+        Raises:
+            ValueError: a number that makes no round.
+        """
+        check(num_prompts, num_samples, eta_prompts, eta_samples, quotas)
+        self._next_rows, self._prompt_of = next_rows, prompt_of
+        self._num_prompts, self._num_samples = num_prompts, num_samples
+        self._quotas = dict(quotas or {"": num_prompts})
+        self._split = quotas is not None
+        self._starts = {name: int(eta_prompts * n + 1e-9) for name, n in self._quotas.items()}
+        self._responses = max(num_samples, round(eta_samples * num_samples))
+        self._dynamic, self._most = dynamic, int(max_factor * num_prompts)
+        self._queue: dict[str, deque[Key]] = {name: deque() for name in self._quotas}
+        self._ahead: dict[str, deque[Key]] = {name: deque() for name in self._quotas}
+        self._round: dict[GroupId, _Issued] = {}
+        self._sampling: Sampling | None = None
+        self._is_long = False
+        self._ledger: dict[int, Counter[str]] = {}
+        self.issued = 0
+        """Groups so far: their numbers are their names."""
+
+    # ---- rounds
+
+    def next_round(self, sampling: Sampling) -> Round:
+        """The work of the next round, and when it is over."""
+        if self._round:
+            raise RuntimeError("the round before has not been settled")
+        self._sampling = sampling
+        self._is_long = all(len(self._queue[d]) >= n for d, n in self._quotas.items())
+        if self._is_long:
+            keys = [self._queue[d].popleft() for d, n in self._quotas.items() for _ in range(n)]
+        else:
+            keys = [key for d, n in self._starts.items() for key in self._fresh(d, n)]
+        samples = self._num_samples if self._is_long else self._responses
+        work = [self._issue(key, samples) for key in keys]
+        if not self._is_long:
+            self._count_started(keys)
+        stop = First(
+            self._quotas,
+            {w.id: self._round[w.id].domain for w in work},
+            more=self._more if self._dynamic else None,
+        )
+        return Round(work=work, stop=stop, kind="long" if self._is_long else "short")
+
+    def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
+        """The round is over: `kept` is trained, `dropped` is not, for a reason; the others are late
+        and wait in the queue, in the order in which they were started."""
+        trained = set(kept)
+        for group, issued in self._round.items():
+            row = self._ledger[issued.key[0]]
+            if group in trained:
+                row["trained"] += 1
+            elif group in dropped:
+                row[f"dropped: {dropped[group]}"] += 1
+            else:
+                self._queue[issued.domain].append(issued.key)
+        self._round = {}
+
+    @property
+    def waiting(self) -> int:
+        """Prompts in the queue."""
+        return sum(map(len, self._queue.values()))
+
+    # ---- accounts
+
+    def accounts(self) -> dict[int, dict[str, int]]:
+        """Of every epoch that has begun: how many prompts were started, trained, dropped and why,
+        and how many wait. Started is the sum of the others."""
+        waiting = Counter(key[0] for queue in self._queue.values() for key in queue)
+        waiting.update(issued.key[0] for issued in self._round.values())
+        return {
+            epoch: {**row, "waiting": waiting[epoch]} for epoch, row in sorted(self._ledger.items())
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """For the step that was just settled."""
+        rows = self.accounts().values()
+        out = {
+            "sched/long_round": float(self._is_long),
+            "sched/queue": float(self.waiting),
+            "sched/prompts_started": float(sum(row["started"] for row in rows)),
+            "sched/prompts_trained": float(sum(row.get("trained", 0) for row in rows)),
+        }
+        dropped = [n for row in rows for name, n in row.items() if name.startswith("dropped")]
+        return out | {"sched/prompts_dropped": float(sum(dropped))}
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON. Between rounds."""
+        return {
+            "issued": self.issued,
+            "queue": {d: [list(key) for key in queue] for d, queue in self._queue.items()},
+            "ahead": {d: [list(key) for key in queue] for d, queue in self._ahead.items()},
+            "accounts": {str(epoch): dict(row) for epoch, row in self._ledger.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
+        """Go on from `state`. ValueError, and nothing is changed, where it names prompts that the
+        data (`num_rows`; None is endless) do not have, or domains that this run does not."""
+        for part in ("queue", "ahead"):
+            if unknown := sorted(set(state[part]) - set(self._quotas)):
+                raise ValueError(
+                    f"the checkpoint's {part} of prompts has the domain {unknown[0]!r}, this run "
+                    f"has {sorted(self._quotas)}; use the quotas of the run that wrote it"
+                )
+            rows = [row for keys in state[part].values() for _, row in keys]
+            if num_rows is not None and (bad := [row for row in rows if not 0 <= row < num_rows]):
+                raise ValueError(
+                    f"the checkpoint's {part} of prompts names row {bad[0]} of data.train, which "
+                    f"has {num_rows} rows: use the same data, or start a new run from the "
+                    "checkpoint's weights"
+                )
+        for part, found in (("queue", self._queue), ("ahead", self._ahead)):
+            for domain, keys in state[part].items():
+                found[domain] = deque((epoch, row) for epoch, row in keys)
+        self._ledger = {int(epoch): Counter(row) for epoch, row in state["accounts"].items()}
+        self.issued = state["issued"]
+
+    # ---- prompts
+
+    def _fresh(self, domain: str, n: int) -> list[Key]:
+        """The next n prompts of a domain; those of others that come on the way are put aside."""
+        ahead = self._ahead[domain]
+        drawn = 0
+        while len(ahead) < n:
+            for key in self._next_rows(n - len(ahead)):
+                name = self._prompt_of(key[1]).source if self._split else ""
+                if name not in self._ahead:
+                    raise ValueError(
+                        f"row {key[1]} of data.train is of the domain {name!r}, which has no quota;"
+                        f" there are {sorted(self._ahead)}"
+                    )
+                self._ahead[name].append(key)
+                drawn += 1
+            if drawn > 1000 * self._num_prompts and len(ahead) < n:
+                raise ValueError(
+                    f"domain {domain!r}: {len(ahead)} of the {n} prompts of a round were found "
+                    f"among {drawn} rows of data.train; lower its quota"
+                )
+        return [ahead.popleft() for _ in range(n)]
+
+    def _issue(self, key: Key, samples: int) -> Work:
+        prompt = self._prompt_of(key[1])
+        work = Work(
+            id=f"t{self.issued}",
+            prompt=prompt,
+            num_samples=samples,
+            wanted=self._num_samples,
+            sampling=self._sampling,
+        )
+        self._round[work.id] = _Issued(key, prompt.source if self._split else "")
+        self.issued += 1
+        return work
+
+    def _count_started(self, keys: Iterable[Key]) -> None:
+        """For the first time; a prompt of the queue was counted in its short round."""
+        for epoch, _ in keys:
+            self._ledger.setdefault(epoch, Counter())["started"] += 1
+
+    def _more(self, domain: str) -> Work | None:
+        """Another prompt in the place of a group that does not count."""
+        if len(self._round) >= self._most:
+            return None
+        keys = self._fresh(domain, 1)
+        self._count_started(keys)
+        return self._issue(keys[0], self._num_samples if self._is_long else self._responses)
+
+
+def check(
+    num_prompts: int,
+    num_samples: int,
+    eta_prompts: float,
+    eta_samples: float,
+    quotas: Mapping[str, int] | None = None,
+) -> None:
+    """ValueError where these numbers make no round."""
+    for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
+        if not value >= 1:
+            raise ValueError(f"{name} {value:g}: at least 1, which starts no more than is needed")
+    for name, value in (("num_prompts", num_prompts), ("num_samples", num_samples)):
+        if value < 1:
+            raise ValueError(f"{name} {value}: at least 1")
+    if quotas is not None and (min(quotas.values()) < 1 or sum(quotas.values()) != num_prompts):
+        raise ValueError(
+            f"quotas {dict(quotas)}: each at least 1, together the {num_prompts} prompts of a step"
+        )
+
+
+def long_share(eta_prompts: float) -> float:
+    """Share of the rounds that is long, as the number of rounds grows."""
+    return (eta_prompts - 1) / eta_prompts

@@ -1,0 +1,193 @@
+"""A virtual replica: continuous batching over a cost model, in virtual time.
+
+All running requests grow by one token a step, so between two events (an end, a full cache, an
+arrival) everything has a closed form: an event costs the heap's logarithm, however many tokens lie
+between. Where the cache is full the request that came last is preempted: it waits with its tokens
+and is prefilled again, as in the engines.
+"""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from rlcore.records import RequestId
+from rlcore.sim.cost import Cost
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way."""
+
+    id: RequestId
+    prompt: int
+    length: int
+    """Tokens that its response will have."""
+    have: int = 0
+    start: int = 0
+    """The step at which its first token of this stay is decoded."""
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class Replica:
+    """`now` is the virtual time up to which it has worked."""
+
+    cost: Cost
+    max_running: int = 1 << 30
+    now: float = 0.0
+    decoded: int = 0
+    """Tokens of all requests."""
+    steps: int = 0
+    prefilled: int = 0
+    preemptions: int = 0
+    busy_s: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """When it has worked."""
+    peak_context: float = 0.0
+    _step: int = 0
+    _context: float = 0.0
+    _running: dict[RequestId, Job] = field(default_factory=dict)
+    _ends: list[tuple[int, int, Job]] = field(default_factory=list)  # (last step, tie, job)
+    _waiting: deque[Job] = field(default_factory=deque)
+    _ties: int = 0
+
+    @property
+    def live(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    # ---- requests
+
+    def submit(self, jobs: list[Job], time: float) -> None:
+        """They arrive; those that fit start."""
+        self.advance(time)
+        self._waiting.extend(jobs)
+        self._admit()
+
+    def abort(self, ids: list[RequestId], time: float) -> list[Job]:
+        """Stop them; what they had comes back."""
+        self.advance(time)
+        wanted, out = set(ids), []
+        for id in ids:
+            job = self._running.pop(id, None)
+            if job is not None:
+                job.gone = True
+                self._leave(job)
+                out.append(job)
+        if len(out) < len(wanted):
+            out += [job for job in self._waiting if job.id in wanted]
+            self._waiting = deque(job for job in self._waiting if job.id not in wanted)
+        self._admit()
+        return out
+
+    # ---- time
+
+    def next_event(self) -> float | None:
+        """When the next request ends, or must wait for room; None where nothing runs."""
+        steps = self._steps_ahead()
+        if steps is None:
+            return None
+        return self.now + self.cost.decode_s(len(self._running), self._context, steps)
+
+    def advance(self, time: float) -> None:
+        """Work until `time`, before the next event."""
+        if self._running and time > self.now:
+            ahead = self._steps_ahead()
+            steps = self.cost.steps_within(len(self._running), self._context, time - self.now)
+            if ahead is not None and steps >= ahead:
+                steps = ahead - 1  # the event itself is `step_to_event`'s
+            seconds = self.cost.decode_s(len(self._running), self._context, steps)
+            self._decode(steps)
+            self._worked(seconds)
+        elif time > self.now:
+            self.now = time
+
+    def step_to_event(self) -> list[Job]:
+        """Work up to the next event; the requests that ended at it."""
+        ahead = self._steps_ahead()
+        assert ahead is not None
+        seconds = self.cost.decode_s(len(self._running), self._context, ahead)
+        self._decode(ahead)
+        self._worked(seconds)
+        out = []
+        while self._ends and (self._ends[0][2].gone or self._ends[0][0] <= self._step):
+            _, _, job = heapq.heappop(self._ends)
+            if job.gone:
+                continue
+            job.gone = True
+            del self._running[job.id]
+            self._leave(job)
+            out.append(job)
+        while (
+            self._context + len(self._running) > self.cost.cache_tokens and len(self._running) > 1
+        ):
+            self._preempt()
+        self._admit()
+        return out
+
+    # ---- inside
+
+    @property
+    def _next_context(self) -> float:
+        """After one more step."""
+        return self._context + len(self._running)
+
+    def _worked(self, seconds: float) -> None:
+        if seconds:
+            if self.spans and abs(self.spans[-1][1] - self.now) < 1e-9:
+                self.spans[-1] = (self.spans[-1][0], self.now + seconds)
+            else:
+                self.spans.append((self.now, self.now + seconds))
+        self.now += seconds
+        self.busy_s += seconds
+
+    def _steps_ahead(self) -> int | None:
+        while self._ends and self._ends[0][2].gone:
+            heapq.heappop(self._ends)
+        if not self._ends:
+            return None
+        steps = max(1, self._ends[0][0] - self._step)
+        if len(self._running) > 1:
+            room = (self.cost.cache_tokens - self._context) / len(self._running)
+            if room < steps:
+                steps = max(1, int(room))
+        return steps
+
+    def _decode(self, steps: int) -> None:
+        n = len(self._running)
+        self._step += steps
+        self.steps += steps
+        self.decoded += steps * n
+        self._context += steps * n
+        self.peak_context = max(self.peak_context, self._context)
+
+    def _leave(self, job: Job) -> None:
+        job.have += self._step - job.start
+        self._context -= job.prompt + job.have
+
+    def _preempt(self) -> None:
+        job = self._running.pop(next(reversed(self._running)))
+        self._leave(job)
+        self.preemptions += 1
+        again = Job(id=job.id, prompt=job.prompt, length=job.length, have=job.have)
+        job.gone = True
+        self._waiting.appendleft(again)
+
+    def _admit(self) -> None:
+        """Start waiting requests, oldest first, while they and the next tokens have room."""
+        prefill = 0
+        while self._waiting and len(self._running) < self.max_running:
+            job = self._waiting[0]
+            need = job.prompt + job.have
+            full = self._next_context + need + 1 > self.cost.cache_tokens
+            if full and self._running:
+                break
+            self._waiting.popleft()
+            job.start = self._step
+            self._running[job.id] = job
+            self._context += need
+            prefill += need
+            self._ties += 1
+            heapq.heappush(self._ends, (self._step + job.length - job.have, self._ties, job))
+        if prefill:
+            self.prefilled += prefill
+            self._worked(prefill * self.cost.prefill_s)

@@ -1,0 +1,219 @@
+"""Rounds of the shipped controller over virtual replicas.
+
+Every event is at a virtual time; ties go by the order in which they were made, so a simulation
+repeats itself exactly. Messages take no time; rewards are scored by workers, first come, first
+served.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlcore.records import (
+    Abort,
+    Aborted,
+    AnyCommand,
+    AnyEvent,
+    EndRound,
+    Fail,
+    Finished,
+    Preempted,
+    Ready,
+    Request,
+    Rewarded,
+    RewardResult,
+    Submit,
+)
+from rlcore.rollout.controller import Controller
+from rlcore.sched.place import LeastLoaded
+from rlcore.sched.roles import Round
+from rlcore.sim.cost import Cost
+from rlcore.sim.replica import Job, Replica
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a round came to. Times are virtual seconds since it began."""
+
+    kind: str
+    seconds: float
+    kept: list[str]
+    dropped: dict[str, str]
+    lengths: list[int]
+    """Of the kept responses."""
+    decoded: int
+    """Tokens of all, kept or not."""
+    steps: int
+    """Decode steps of the replica that made most."""
+    preemptions: int
+    last_finish: float
+    """When the last response that counted had its tokens; rewards come later."""
+    spans: list[list[tuple[float, float]]] = field(default_factory=list)
+    """When each replica worked."""
+    events: int = 0
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Rewards:
+    """Workers that score responses; each takes what `seconds` says."""
+
+    workers: int = UNLIMITED
+    seconds: Callable[[Request, int], float] = lambda request, length: 0.0
+    score: Callable[[Request, int], float] = lambda request, length: float(length % 2)
+    _free: list[float] = field(default_factory=list)
+
+    def done_at(self, now: float, request: Request, length: int) -> float:
+        """When the score of a response that has just ended is there."""
+        took = self.seconds(request, length)
+        start = now if len(self._free) < self.workers else max(now, heapq.heappop(self._free))
+        if self.workers < UNLIMITED:
+            heapq.heappush(self._free, start + took)
+        return start + took
+
+    def clear(self) -> None:
+        """A round begins: nobody is at work."""
+        self._free.clear()
+
+
+class World:
+    """Replicas with one cost, or one each."""
+
+    def __init__(
+        self,
+        costs: Sequence[Cost],
+        lengths: Callable[[Request], int],
+        *,
+        rewards: Rewards | None = None,
+        max_running: int = UNLIMITED,
+        deadline_s: float = 1e12,
+    ) -> None:
+        """`lengths`: how many tokens a request will have."""
+        self._costs, self._lengths = list(costs), lengths
+        self._rewards = rewards or Rewards()
+        self._max_running, self._deadline_s = max_running, deadline_s
+
+    def run(self, round_: Round) -> Outcome:
+        """One round. RuntimeError where the controller gives it up."""
+        return _Run(self, round_).outcome()
+
+
+class _Run:
+    def __init__(self, world: World, round_: Round) -> None:
+        self._world, self._kind = world, round_.kind
+        world._rewards.clear()
+        self._replicas = [Replica(cost, world._max_running) for cost in world._costs]
+        self._requests: dict[str, Request] = {}
+        self._length: dict[str, int] = {}
+        self._queue: list[tuple[float, int, Any]] = []
+        self._number = self._events = 0
+        self._planned: list[int] = [0] * len(self._replicas)  # the newest plan of each replica
+        self._end: EndRound | None = None
+        self._now = self._last_finish = 0.0
+        ranks = range(len(self._replicas))
+        self._controller = Controller(
+            ranks=ranks,
+            place=LeastLoaded(UNLIMITED),
+            stop=round_.stop,
+            deadline_s=world._deadline_s,
+        )
+        self._obey(self._controller.start(round_.work, 0.0))
+        for rank in ranks:
+            self._tell(Ready(rank=rank))
+
+    def outcome(self) -> Outcome:
+        while self._end is None:
+            if not self._queue:
+                raise RuntimeError("the round has stopped: nothing is under way and it is not over")
+            time, _, (what, who, number) = heapq.heappop(self._queue)
+            if what == "replica" and number != self._planned[who]:
+                continue  # it was made for a state that has changed
+            self._now = time
+            if what == "replica":
+                self._step(who)
+            elif what == "aborted":
+                job: Job = number
+                self._tell(Aborted(rank=who, id=job.id, num_tokens=job.have))
+            else:
+                self._tell(Rewarded(rank=who, id=number, result=self._result(number)))
+        for replica in self._replicas:
+            replica.advance(self._now)
+        end = self._end
+        kept = [ref.id for group in end.groups for ref in group.refs]
+        return Outcome(
+            kind=self._kind,
+            seconds=self._now,
+            kept=[group.id for group in end.groups],
+            dropped=end.dropped,
+            lengths=[self._length[i] for i in kept],
+            decoded=sum(r.decoded for r in self._replicas),
+            steps=max(r.steps for r in self._replicas),
+            preemptions=sum(r.preemptions for r in self._replicas),
+            last_finish=self._last_finish,
+            spans=[r.spans for r in self._replicas],
+            events=self._events,
+            stats=end.stats,
+        )
+
+    def _result(self, id: str) -> RewardResult:
+        score = self._world._rewards.score(self._requests[id], self._length[id])
+        return RewardResult(score=score)
+
+    def _tell(self, event: AnyEvent) -> None:
+        self._events += 1
+        self._obey(self._controller.handle(event, self._now))
+
+    def _obey(self, commands: Sequence[AnyCommand]) -> None:
+        for command in commands:
+            if isinstance(command, Submit):
+                self._submit(command)
+            elif isinstance(command, Abort):
+                self._abort(command)
+            elif isinstance(command, EndRound):
+                self._end = command
+            elif isinstance(command, Fail):
+                raise RuntimeError(command.reason)
+
+    def _submit(self, command: Submit) -> None:
+        jobs = []
+        for request in command.requests:
+            self._requests[request.id] = request
+            length = self._length[request.id] = self._world._lengths(request)
+            jobs.append(Job(id=request.id, prompt=len(request.prompt), length=length))
+        self._replicas[command.rank].submit(jobs, self._now)
+        self._plan(command.rank)
+
+    def _abort(self, command: Abort) -> None:
+        for job in self._replicas[command.rank].abort(list(command.ids), self._now):
+            self._push(self._now, ("aborted", command.rank, job))
+        self._plan(command.rank)
+
+    def _step(self, rank: int) -> None:
+        replica = self._replicas[rank]
+        preempted = replica.preemptions
+        ended = replica.step_to_event()
+        self._plan(rank)
+        if replica.preemptions > preempted:
+            self._tell(Preempted(rank=rank, id=""))
+        for job in ended:
+            self._last_finish = self._now
+            self._tell(Finished(rank=rank, id=job.id, num_tokens=job.length, finish="stop"))
+            if self._end is not None:
+                return
+            request = self._requests[job.id]
+            at = self._world._rewards.done_at(self._now, request, job.length)
+            self._push(at, ("reward", rank, job.id))
+
+    def _plan(self, rank: int) -> None:
+        """When this replica will have something to say."""
+        self._planned[rank] += 1
+        time = self._replicas[rank].next_event()
+        if time is not None:
+            self._push(max(time, self._now), ("replica", rank, self._planned[rank]))
+
+    def _push(self, time: float, what: Any) -> None:
+        self._number += 1
+        heapq.heappush(self._queue, (time, self._number, what))

@@ -1,0 +1,228 @@
+"""The simulator: costs by hand, a replica against one that decodes token by token, rounds of the
+shipped controller in virtual time."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlcore.records import Sampling, Work
+from rlcore.sched.roles import Round
+from rlcore.sched.stop import All, First
+from rlcore.sim import rollpacker
+from rlcore.sim.cost import GPUS, MODELS, Cost, from_data_sheet
+from rlcore.sim.replica import Job, Replica
+from rlcore.sim.workload import GENERATORS, Recorded
+from rlcore.sim.world import Rewards, World
+
+# ---- costs
+
+
+def test_a_step_by_hand_and_many_steps_are_their_sum():
+    cost = Cost(step_s=1.0, sequence_s=0.1, context_s=0.01)
+    assert cost.decode_s(2, 10, 1) == pytest.approx(1 + 0.2 + 0.1)
+    by_one = sum(cost.decode_s(2, 10 + 2 * k, 1) for k in range(7))
+    assert cost.decode_s(2, 10, 7) == pytest.approx(by_one)
+
+
+@given(
+    sequences=st.integers(1, 50),
+    context=st.floats(0, 1e5),
+    steps=st.integers(0, 3000),
+    sequence_s=st.sampled_from([0.0, 1e-5]),
+    context_s=st.sampled_from([0.0, 1e-9, 1e-6]),
+    part=st.floats(0, 0.999),
+)
+def test_the_steps_within_a_time_are_those_that_take_it(
+    sequences, context, steps, sequence_s, context_s, part
+):
+    cost = Cost(step_s=0.01, sequence_s=sequence_s, context_s=context_s)
+    until = cost.decode_s(sequences, context, steps)
+    after = cost.decode_s(sequences, context, steps + 1)
+    assert cost.steps_within(sequences, context, until + part * 0.99 * (after - until)) in (
+        steps,
+        steps - (part < 1e-6),
+    )
+
+
+def test_a_data_sheet_gives_a_step_that_reads_the_weights():
+    cost = from_data_sheet(MODELS["14B"], GPUS["H800"], 2)
+    reads = 2 * 14.8e9 / 2 / (0.6 * 3350e9)
+    assert reads < cost.step_s < reads + 5e-3
+    assert cost.cache_tokens == pytest.approx((2 * 64e9 - 29.6e9) / 196_608)
+    with pytest.raises(ValueError, match="32B over 1 x A100: the weights take 66 GB of 64 GB"):
+        from_data_sheet(MODELS["32B"], GPUS["A100"], 1)
+
+
+# ---- a replica
+
+
+def finish_times(cost: Cost, jobs: list[tuple[int, int, float]], max_running: int = 1 << 30):
+    """(prompt, length, arrival) of each; when each ends."""
+    replica, ends = Replica(cost, max_running), {}
+    arrivals = sorted((time, i) for i, (_, _, time) in enumerate(jobs))
+    while arrivals or replica.live:
+        at = replica.next_event()
+        if arrivals and (at is None or arrivals[0][0] <= at):
+            time, i = arrivals.pop(0)
+            prompt, length, _ = jobs[i]
+            replica.submit([Job(id=f"r{i}", prompt=prompt, length=length)], time)
+            continue
+        for job in replica.step_to_event():
+            ends[job.id] = replica.now
+    return ends, replica
+
+
+def slowly(cost: Cost, jobs: list[tuple[int, int]], max_running: int):
+    """All arrive at 0; one step after the other."""
+    waiting = [[i, prompt, length, 0] for i, (prompt, length) in enumerate(jobs)]
+    running, ends, now, preempted = [], {}, 0.0, 0
+
+    def context() -> int:
+        return sum(prompt + have for _, prompt, _, have in running)
+
+    def admit() -> float:
+        took = 0
+        while waiting and len(running) < max_running:
+            _, prompt, _, have = waiting[0]
+            if running and context() + prompt + have + len(running) + 1 > cost.cache_tokens:
+                break
+            took += prompt + have
+            running.append(waiting.pop(0))
+        return took * cost.prefill_s
+
+    now += admit()
+    while running:
+        now += cost.decode_s(len(running), context(), 1)
+        for job in running:
+            job[3] += 1
+        for job in [job for job in running if job[3] == job[2]]:
+            running.remove(job)
+            ends[f"r{job[0]}"] = now
+        while len(running) > 1 and context() + len(running) > cost.cache_tokens:
+            waiting.insert(0, running.pop())
+            preempted += 1
+        now += admit()
+    return ends, preempted
+
+
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=12),
+    cache=st.sampled_from([math.inf, 200.0, 60.0, 40.0]),
+    max_running=st.sampled_from([1, 3, 100]),
+)
+def test_events_are_those_of_a_replica_that_decodes_token_by_token(jobs, cache, max_running):
+    cost = Cost(step_s=1.0, sequence_s=0.125, context_s=0.0625, prefill_s=0.5, cache_tokens=cache)
+    ours, replica = finish_times(cost, [(p, n, 0.0) for p, n in jobs], max_running)
+    theirs, preempted = slowly(cost, jobs, max_running)
+    assert ours.keys() == theirs.keys()
+    for id in ours:
+        assert ours[id] == pytest.approx(theirs[id], rel=1e-9), id
+    assert replica.preemptions == preempted
+    assert replica.decoded == sum(n for _, n in jobs)
+
+
+def test_an_arrival_slows_those_that_are_there_and_an_abort_hands_back_what_was_made():
+    cost = Cost(step_s=0.0, sequence_s=1.0)
+    ends, _ = finish_times(cost, [(1, 10, 0.0), (1, 4, 5.0)])
+    assert ends == {"r0": 14.0, "r1": 13.0}
+    replica = Replica(cost)
+    replica.submit([Job(id="a", prompt=1, length=10), Job(id="b", prompt=1, length=10)], 0.0)
+    (gone,) = replica.abort(["b"], 6.5)
+    assert (gone.id, gone.have) == ("b", 3) and replica.live == 1
+    assert replica.next_event() == pytest.approx(6.0 + 7.0)
+
+
+# ---- rounds
+
+
+def work(num_groups: int, num_samples: int, wanted: int = 0) -> list[Work]:
+    return [
+        Work(
+            id=f"t{g}",
+            prompt=rollpacker.make_prompt(g, 10),
+            num_samples=num_samples,
+            wanted=wanted,
+            sampling=Sampling(),
+        )
+        for g in range(num_groups)
+    ]
+
+
+def world(lengths: dict[str, int], replicas: int = 1, **options) -> World:
+    return World([Cost(step_s=1.0)] * replicas, lambda r: lengths[r.id], **options)
+
+
+LENGTHS = {"t0.0": 5, "t0.1": 9, "t1.0": 7, "t1.1": 50}
+
+
+def test_all_waits_for_the_longest_and_the_first_do_not():
+    whole = world(LENGTHS).run(Round(work=work(2, 2), stop=All()))
+    assert whole.seconds == 50 and whole.kept == ["t0", "t1"] and whole.decoded == 71
+    first = world(LENGTHS).run(Round(work=work(2, 2), stop=First({"": 1}, {"t0": "", "t1": ""})))
+    assert first.seconds == 9 and first.kept == ["t0"]
+    assert first.decoded == 5 + 9 + 7 + 9
+    each = First({"": 2}, {"t0": "", "t1": ""})
+    kept = world(LENGTHS).run(Round(work=work(2, 2, wanted=1), stop=each))
+    assert kept.seconds == 7 and kept.lengths == [5, 7]
+
+
+def test_a_slow_reward_holds_the_round_and_workers_take_turns():
+    rewards = Rewards(workers=1, seconds=lambda request, length: 10.0)
+    out = world(LENGTHS, rewards=rewards).run(Round(work=work(2, 2), stop=All()))
+    # scored one after the other: 5 to 15, 7 to 25, 9 to 35, 50 to 60
+    assert out.seconds == 60 and out.last_finish == 50
+
+
+def test_two_replicas_share_a_round_and_it_repeats_itself():
+    runs = [world(LENGTHS, replicas=2).run(Round(work=work(2, 2), stop=All())) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0].spans == [[(0.0, 9.0)], [(0.0, 50.0)]]
+
+
+def test_a_request_that_is_preempted_counts_once():
+    costs = [Cost(step_s=1.0, cache_tokens=30.0)]
+    lengths = {"t0.0": 12, "t1.0": 12}
+    out = World(costs, lambda r: lengths[r.id]).run(Round(work=work(2, 1), stop=All()))
+    assert out.kept == ["t0", "t1"] and out.preemptions == 1
+
+
+# ---- workloads
+
+
+def test_the_generator_has_the_published_quantiles():
+    """PAPERS.md A8, 16k: median 527, P75 1139, mean 1325, P99 at the cap."""
+    g = GENERATORS["16k"]
+    drawn = np.concatenate([g.lengths(row, 8, 0) for row in range(20_000)])
+    assert np.median(drawn) == pytest.approx(527, rel=0.04)
+    assert np.quantile(drawn, 0.75) == pytest.approx(1139, rel=0.04)
+    assert drawn.mean() == pytest.approx(1325, rel=0.04)
+    assert np.quantile(drawn, 0.99) == g.cap
+
+
+def test_a_prompt_keeps_its_character_and_a_round_its_own_lengths():
+    g = GENERATORS["16k"]
+    means = [[np.log(g.lengths(row, 64, seed)).mean() for row in range(200)] for seed in (1, 2)]
+    assert np.corrcoef(means)[0, 1] > 0.8
+    assert (g.lengths(3, 8, 1) == g.lengths(3, 8, 1)).all()
+    assert (g.lengths(3, 8, 1) != g.lengths(3, 8, 2)).any()
+
+
+def test_recorded_lengths_are_dealt_without_replacement_first():
+    recorded = Recorded([[1, 2, 3, 4]])
+    assert sorted(recorded.lengths(0, 4, 5)) == [1, 2, 3, 4]
+    assert sorted(recorded.lengths(0, 6, 5)[:4]) == [1, 2, 3, 4]
+    assert len(set(recorded.lengths(9, 2, 5))) == 2
+
+
+# ---- figure 11
+
+
+def test_the_share_of_long_rounds_and_the_gain_of_a_few_rounds():
+    found = list(rollpacker.rounds("16k", 1.25, 1.25, 5, 0))
+    assert [o.kind for o in found] == ["short"] * 4 + ["long"]
+    assert all(len(o.kept) == 128 and len(o.lengths) == 1024 for o in found)
+    short, long = [o.seconds for o in found[:4]], found[4].seconds
+    assert max(short) < 60 < 200 < long
