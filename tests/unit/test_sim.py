@@ -71,7 +71,7 @@ def finish_times(cost: Cost, jobs: list[tuple[int, int, float]], max_running: in
             replica.submit([Job(id=f"r{i}", prompt=prompt, length=length)], time)
             continue
         for job in replica.step_to_event():
-            ends[job.id] = replica.now
+            ends[job.id] = at
     return ends, replica
 
 
