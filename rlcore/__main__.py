@@ -7,6 +7,7 @@ COMMANDS = {
     "train": "train a model; --dry-run shows what would run",
     "sft": "make and warm-start the tiny model",
     "plot": "draw runs: python -m rlcore plot RUN...",
+    "sim": "what a cluster would do: python -m rlcore sim rollpacker --figure 11",
     "env": "what is installed here, to paste into a report",
 }
 

@@ -103,21 +103,20 @@ def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs
 
 
 def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None:
-    """A few steps of what a user starts, half the size, from a shorter warm start."""
+    """A few steps of what a user starts, from a warm start that is probed less."""
     model = tmp_path / "models" / "label-s0"  # where the recipe looks for it
-    warm = [sys.executable, "-m", "rlcore", "sft", "--out", model, "--target", "0.25"]
-    warm += ["--probe_from", "60", "--probe_every", "10", "--probe_prompts", "128"]
+    warm = [sys.executable, "-m", "rlcore", "sft", "--out", model]
+    warm += ["--probe_from", "150", "--probe_every", "25", "--probe_prompts", "256"]
     subprocess.run(warm, cwd=runs.ROOT, check=True, timeout=400)
     ends = {}
     for engine in ("torch", "sglang"):
         command = ["bash", "recipes/grpo_tiny.sh", "--rollout.engine", engine]
         command += ["--run.dir", str(tmp_path), "--run.name", engine, "--run.steps", "4"]
-        command += ["--data.prompts_per_step", "16", "--train.samples_per_update", "64"]
-        command += ["--data.num_val_prompts", "64", "--checkpoint.no_export_hf"]
+        command += ["--data.num_val_prompts", "128", "--checkpoint.no_export_hf"]
         command += ["--checkpoint.no_at_end", "--log.no_picture"]
         env = os.environ | {"CI": "1", "GPUS_PER_NODE": "1"}
         subprocess.run(command, cwd=runs.ROOT, check=True, env=env, timeout=500)
         summary = json.loads((tmp_path / engine / "summary.json").read_text())
         ends[engine] = summary["val/accuracy_end"]
-        assert ends[engine] - summary["val/accuracy_start"] > 0.1, engine
-    assert abs(ends["sglang"] - ends["torch"]) < 0.1
+        assert ends[engine] - summary["val/accuracy_start"] > 0.05, engine
+    assert abs(ends["sglang"] - ends["torch"]) < 0.05
