@@ -399,6 +399,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_is_an_event_and_a_restarted_engine_goes_on(lab):
     todo = [  # none stops early
         Request(id=r.id, prompt=r.prompt, sampling=Sampling(max_tokens=60))

@@ -14,11 +14,15 @@ from tests.ranks.sizes import LENGTHS
 
 pytestmark = pytest.mark.ranks(4)
 
-CASES: dict[str, dict[str, Any]] = {
-    "tp2 sp, pp2 vpp2, tied": {"layout": {"tp": 2, "pp": 2, "vpp": 2}},
-    "tp2 without sp, cp2, untied": {"layout": {"tp": 2, "sp": False, "cp": 2}, "arch": "qwen2"},
-}
-ALONE = {"qwen3": {"layout": {}}, "qwen2": {"layout": {}, "arch": "qwen2"}}
+UNTIED = "tp2 without sp, cp2, untied"
+CASES: dict[str, dict[str, Any]] = kit.cases(
+    {
+        "tp2 sp, pp2 vpp2, tied": {"layout": {"tp": 2, "pp": 2, "vpp": 2}},
+        UNTIED: {"layout": {"tp": 2, "sp": False, "cp": 2}, "arch": "qwen2"},
+    },
+    UNTIED,
+)
+ALONE = kit.cases({"qwen3": {"layout": {}}, "qwen2": {"layout": {}, "arch": "qwen2"}}, "qwen2")
 OBJECTIVES = ["grpo, mean of sequences", "dapo, all terms"]
 WAYS = [(0, True), (7, False), (7, True)]
 

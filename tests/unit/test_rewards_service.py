@@ -66,10 +66,10 @@ def score(sample, prompt, text):
     if kind == "pid": return os.getpid()
     if kind == "random": return random.random()
     if kind == "junk":
-        for fd in range(3, 64):
+        for fd in range(3, 4096):  # as far as a long test run may push the number
             try: os.write(fd, b"\\xff" * 64)
             except OSError: pass
-    if kind == "close": os.closerange(3, 256)
+    if kind == "close": os.closerange(3, 4096)
     return 1.0
 '''
 WAIT_S = 30.0
