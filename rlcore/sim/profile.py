@@ -1,0 +1,192 @@
+"""What an engine costs on a machine, as measured there: the file between `python -m rlcore
+profile`, which writes it, and whoever plans with it.
+
+One JSON object:
+
+    format     1
+    engine     "torch" or "sglang"
+    model      folder or name of the model; its weights are random, which costs the same
+    device     "cpu, 2 cores", or a GPU's name
+    dtype      of the engine, such as "bfloat16"
+    load       load average of the machine, before and after: above the number of cores somebody
+               else was at work, and the seconds are worth little
+    best_tp    the layout for `--rollout.tp`: see `best`
+    layouts    one object for every tensor-parallel size:
+        tp             ranks of the engine
+        cache_tokens   tokens that its KV cache holds
+        start_s        from nothing to an engine that takes weights: what a change of layout costs
+        decode         rows {"sequences", "context", "step_s"}: seconds of a decode step of so many
+                       sequences with so many tokens each (prompt and response, the mean over the
+                       steps that were timed)
+        prefill        rows {"tokens", "seconds"}: one prompt to its first token
+        cost           the fields of `sim.cost.Cost` that fit these rows best; cache_tokens included
+        error          largest relative error of the fit among the decode rows
+
+Seconds are of the wall clock, sizes in tokens. `read` takes the file back, `Cost(**layout["cost"])`
+is all that a simulation needs.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlcore.sim.cost import Cost
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decode:
+    """A row of the table."""
+
+    sequences: int
+    context: float
+    """Tokens of each."""
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefill:
+    """A row of the table."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Engines of one size."""
+
+    tp: int
+    cost: Cost
+    start_s: float = 0.0
+    decode: Sequence[Decode] = ()
+    prefill: Sequence[Prefill] = ()
+
+
+def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: float) -> Cost:
+    """The cost model nearest to the rows: least squares of relative errors, no term below 0.
+
+    Raises:
+        ValueError: there is no row to fit.
+    """
+    if not decode:
+        raise ValueError(
+            "no decode step was measured: give batches and contexts that fit the cache"
+        )
+    terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
+    step, sequence, context = _positive(terms, [r.step_s for r in decode])
+    of_prompt = 0.0
+    if prefill:  # a constant is of the call, and no cost of a token
+        ones = [[1.0, r.tokens] for r in prefill]
+        of_prompt = _positive(ones, [r.seconds for r in prefill])[-1]
+    return Cost(
+        step_s=step,
+        sequence_s=sequence,
+        context_s=context,
+        prefill_s=of_prompt,
+        cache_tokens=cache_tokens,
+    )
+
+
+def error(cost: Cost, decode: Sequence[Decode]) -> float:
+    """Largest relative error among rows."""
+    found = [cost.decode_s(r.sequences, r.sequences * r.context, 1) / r.step_s for r in decode]
+    return max(abs(ratio - 1) for ratio in found)
+
+
+def rate(cost: Cost, tp: int, sequences: int, context: float) -> float:
+    """Tokens a second and rank, where every rank brings `sequences` sequences of `context` tokens:
+    an engine over tp ranks has tp times as many, or as many as its cache holds at a time."""
+    most = cost.cache_tokens // max(context, 1)
+    n = max(1, min(sequences * tp, int(min(most, 2**31))))
+    return n / cost.decode_s(n, n * context, 1) / tp
+
+
+def best(layouts: Sequence[Layout], sequences: int, context: float) -> int:
+    """The size that decodes most tokens a second and rank at this load of a rank. Among equals the
+    smallest, whose engines fail one by one."""
+    return max(layouts, key=lambda x: (rate(x.cost, x.tp, sequences, context), -x.tp)).tp
+
+
+def to_json(layouts: Sequence[Layout], *, best_tp: int, head: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's contents. `head`: engine, model, device, dtype, load."""
+    return {
+        "format": FORMAT,
+        **head,
+        "best_tp": best_tp,
+        "layouts": [
+            {
+                "tp": x.tp,
+                "cache_tokens": x.cost.cache_tokens,
+                "start_s": x.start_s,
+                "decode": [asdict(r) for r in x.decode],
+                "prefill": [asdict(r) for r in x.prefill],
+                "cost": asdict(x.cost),
+                "error": error(x.cost, x.decode),
+            }
+            for x in layouts
+        ],
+    }
+
+
+def read(path: Path) -> dict[int, Layout]:
+    """Layouts by size.
+
+    Raises:
+        ValueError: it is no such file; says what is wrong.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ValueError(f"profile {path}: cannot be read ({e})") from e
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(
+            f"profile {path}: is none of format {FORMAT}; write one with python -m rlcore profile"
+        )
+    try:
+        layouts = [_layout(row) for row in found["layouts"]]
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"profile {path}: a layout lacks a field, or has another: {e}") from e
+    for x in layouts:
+        bad = [f.name for f in fields(Cost) if not getattr(x.cost, f.name) >= 0]
+        if bad or not x.cost.decode_s(1, 1, 1) > 0:
+            raise ValueError(f"profile {path}: tp {x.tp} has no cost {bad or ['of a step']}")
+    if not layouts:
+        raise ValueError(f"profile {path}: has no layouts")
+    return {x.tp: x for x in layouts}
+
+
+def _layout(row: Mapping[str, Any]) -> Layout:
+    return Layout(
+        tp=row["tp"],
+        cost=Cost(**row["cost"]),
+        start_s=row.get("start_s", 0.0),
+        decode=[Decode(**r) for r in row.get("decode", ())],
+        prefill=[Prefill(**r) for r in row.get("prefill", ())],
+    )
+
+
+def _positive(terms: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    """x >= 0 with the least sum of squares of (terms x - wanted) / wanted: of a handful of terms,
+    all choices of those that are not 0 are tried."""
+    scale = np.asarray(wanted, np.float64)
+    a = np.asarray(terms, np.float64) / scale[:, None]
+    count, best_x, least = a.shape[1], np.zeros(a.shape[1]), math.inf
+    for size in range(1, count + 1):
+        for columns in itertools.combinations(range(count), size):
+            part = a[:, columns]
+            if np.linalg.matrix_rank(part) < size:
+                continue
+            x = np.linalg.lstsq(part, np.ones(len(scale)), rcond=None)[0]
+            far = float(((part @ x - 1) ** 2).sum())
+            if (x >= 0).all() and far < least - 1e-12:
+                least, best_x = far, np.zeros(count)
+                best_x[list(columns)] = x
+    return best_x.tolist()
