@@ -8,14 +8,12 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +102,7 @@ class Running:
 
         self.folder = folder
         folder.mkdir(parents=True)
-        ports = [_free_port() for _ in jobs] if n > 1 else [0] * len(jobs)
-        listed = [job | {"port": port} for job, port in zip(jobs, ports, strict=True)]
-        (folder / "jobs.json").write_text(json.dumps(listed))
+        (folder / "jobs.json").write_text(json.dumps(with_ports(n, jobs)))
         launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
         env |= {"PYTHONPATH": kit.python_path(), "OMP_NUM_THREADS": "1", "GANG": str(n)}
@@ -144,6 +140,15 @@ class Running:
 def run(n: int, jobs: Sequence[Job], folder: Path, timeout_s: float = 280.0) -> Gang:
     """Run `jobs` one after the other on n ranks."""
     return Running(n, jobs, folder).wait(timeout_s)
+
+
+def with_ports(n: int, jobs: Sequence[Job]) -> list[Job]:
+    """Each job with the port where its ranks meet. A job may begin minutes from now, and its rank 1
+    waits at the port before rank 0 is there: it must be none that the system hands out meanwhile,
+    such as to the sockets of the jobs before."""
+    from rlcore.rollout.transport import free_port
+
+    return [job | {"port": free_port() if n > 1 else 0} for job in jobs]
 
 
 def rows(run_folder: Path) -> dict[int, dict[str, Any]]:
@@ -185,12 +190,6 @@ def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
     found["common"] = torch.load(folder / "learner" / "common.pt", weights_only=False)
     found["state"] = json.loads((folder / "state.json").read_text())
     return found
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # ---- one rank

@@ -120,3 +120,26 @@ def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None
         ends[engine] = summary["val/accuracy_end"]
         assert ends[engine] - summary["val/accuracy_start"] > 0.05, engine
     assert abs(ends["sglang"] - ends["torch"]) < 0.05
+
+
+@pytest.mark.slow
+def test_weights_go_to_engines_of_two_sites_and_change_no_score(tmp_path: Path) -> None:
+    """Two ranks, each a site with an SGLang of its own, and one learner over both."""
+    model = runs.tiny_model(tmp_path / "model")
+    two_stage = "--sync.route", "two_stage", "--sync.ranks_per_site", 1, "--train.tp", 2
+    jobs = [
+        {"name": "torch", "argv": runs.arguments(model, tmp_path, "torch", *SHORT), "ranks": 1},
+        {
+            "name": "sites",
+            "argv": runs.arguments(model, tmp_path, "sites", *SGLANG, *two_stage),
+            "ranks": 2,
+        },
+    ]
+    gang = runs.run(2, jobs, tmp_path / "gang", timeout_s=540)
+    gang.check("torch")
+    gang.check("sites", 2)
+    torch, sites = runs.rows(tmp_path / "torch"), runs.rows(tmp_path / "sites")
+    for step in (1, 2):
+        for name in SCORES:
+            assert sites[step][name] == pytest.approx(torch[step][name], rel=1e-9), (step, name)
+        assert sites[step]["sync/slow_bytes"] > 0
