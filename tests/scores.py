@@ -1,12 +1,19 @@
 """Rewards for tests of whole runs, named by dotted path."""
 
 import os
+import random
 import time
 
 
 def variety(sample, prompt, text):
     """Share of distinct characters: even a model that knows nothing gets different scores."""
     return len(set(text)) / 34
+
+
+def unsteady(sample, prompt, text):
+    """The same after a time that no seed decides."""
+    time.sleep(random.SystemRandom().uniform(0.0, 0.03))
+    return variety(sample, prompt, text)
 
 
 def half(sample, prompt, text):

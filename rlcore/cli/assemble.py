@@ -34,6 +34,7 @@ from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.round import Rollout
+from rlcore.rollout.rounds import Log, Rounds
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import free_port
 from rlcore.sched.place import LeastLoaded
@@ -116,6 +117,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         timeout_s=cfg.cluster.timeout_s,
         on_progress=screen.advance if screen else None,
     )
+    replay = Log(Path(cfg.debug.replay)) if cfg.debug.replay and world.rank == 0 else None
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
         engine.sleep(["weights", "kv_cache"])
@@ -160,6 +162,14 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
             run.folder, cfg.log.tensorboard, next_step=run.step + 1 if run.step else 0
         )
         on_close(run.writer.close)
+        rollout.rounds = Rounds(
+            run.folder,
+            seed=cfg.run.seed,
+            step=lambda: run.step,
+            next_step=run.step + 1 if run.step else 0,
+            replay=replay,
+        )
+        on_close(rollout.rounds.close)
     return run
 
 

@@ -2,6 +2,7 @@
 allowed, what to do."""
 
 from dataclasses import fields
+from pathlib import Path
 
 from rlcore.algos import correction, fused
 from rlcore.config.schema import Config, TailConfig
@@ -65,6 +66,7 @@ def broken(cfg: Config) -> list[str]:
         *_data(cfg),
         *_batch(cfg),
         *_schedule(cfg),
+        *_replay(cfg),
         *_algo(cfg),
         *_rollout(cfg),
         *_train(cfg),
@@ -208,6 +210,19 @@ def _schedule(cfg: Config) -> list[str]:
             "tail_batching; take --schedule all, or grpo"
         )
     return out
+
+
+def _replay(cfg: Config) -> list[str]:
+    if not cfg.debug.replay:
+        return []
+    own = (Path(cfg.run.dir) / (cfg.run.name or "run")).resolve()
+    path = Path(cfg.debug.replay).resolve()
+    if path == own or path.parent == own:
+        return [
+            f"--debug.replay {cfg.debug.replay}: is the log that this run writes; give this run "
+            "another --run.name"
+        ]
+    return []
 
 
 def _batch(cfg: Config) -> list[str]:

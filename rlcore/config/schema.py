@@ -302,6 +302,10 @@ class DebugConfig:
     deterministic: bool = False
     """Of two responses the shorter came first, whatever the clock says, and all are waited for: a
     run with `--schedule tail_batching` repeats itself bit by bit, and gains no time by it."""
+    replay: str = ""
+    """The rounds.jsonl of an earlier run, or its folder: responses count in the order that it has,
+    whatever the clock says, so that every step makes the same batch. Its rounds are found by their
+    prompts' ids: a resumed run may replay the rest of a longer log."""
     decode_floor_ms: float = 0.0
     """Every decode step lasts at least this long, as on a memory-bound GPU."""
 

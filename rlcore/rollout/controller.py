@@ -10,7 +10,7 @@ will do the same with virtual replicas. The same events in the same order give t
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from rlcore.records import (
     Abort,
@@ -88,11 +88,30 @@ class Controller:
         self.done = False
         self.num_done = 0
         """Responses that have their score."""
+        self.counted: list[RequestState] = []
+        """Those that counted, in that order: what decided the round."""
+        self.kept: tuple[GroupId, ...] | None = None
+        """The groups that the round ended with."""
 
     @property
     def num_requests(self) -> int:
         """Responses that the round wants."""
         return self._stop.num_wanted(self._groups)
+
+    @property
+    def groups(self) -> Mapping[GroupId, GroupState]:
+        """Of the round so far, in the order in which they were started."""
+        return self._groups
+
+    @property
+    def dropped(self) -> Mapping[GroupId, str]:
+        """Complete groups that do not count, and why."""
+        return self._dropped
+
+    def decide_by(self, make: Callable[[Callable[[], Collection[RequestState]]], Race]) -> None:
+        """Another race than the clock's; `make` is given all requests of the round. Before the
+        first event."""
+        self._race = make(self._requests.values)
 
     # ---- the interface
 
@@ -200,6 +219,7 @@ class Controller:
         if group.is_closed:
             return []
         group.counted.append(request)
+        self.counted.append(request)
         self.num_done += 1
         if not group.is_complete:
             return []
@@ -289,7 +309,7 @@ class Controller:
         return Submit(rank=rank, requests=tuple(out), prompts=prompts)
 
     def _end(self, kept: Sequence[str]) -> list[AnyCommand]:
-        self.done = True
+        self.done, self.kept = True, tuple(kept)
         groups = tuple(self._group(self._groups[g]) for g in kept)
         aborts = self._close(self._groups)
         self._stats |= self._reward_stats(groups) | self._surplus_stats(kept)

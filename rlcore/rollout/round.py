@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from rlcore.records import AnyEvent, Down, EndRound, Fail, Sample, Work
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.replica import Agent
+from rlcore.rollout.rounds import Rounds
 from rlcore.rollout.transport import Hub, gather_by_owner
+from rlcore.sched.race import Misfit
 from rlcore.sched.roles import Stop
 from rlcore.sched.stop import All
 from rlcore.utils.log import log
@@ -33,6 +35,8 @@ class Rollout:
         self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
         self._make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
+        self.rounds: Rounds | None = None
+        """Log of the rounds that have a stop, on rank 0."""
 
     def run(self, work: Sequence[Work], stop: Stop | None = None) -> EndRound:
         """Sample and score `work` until `stop`, by default when all is done (read on rank 0 only).
@@ -50,6 +54,7 @@ class Rollout:
                 self._round,
                 gone,
                 self._on_progress,
+                self.rounds if stop is not None else None,
             ),
             daemon=True,
         )
@@ -87,17 +92,24 @@ def _control(
     round_: int,
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
+    rounds: Rounds | None,
 ) -> None:
     """The controller's thread, so that an abort never waits for a decode. An error here ends the
     round on every rank with its reason."""
     try:
-        _serve(controller, hub, work, round_, gone, on_progress)
+        _serve(controller, hub, work, round_, gone, on_progress, rounds)
+    except (Misfit, OSError) as e:  # the log of rounds: what it says is the reason
+        _fail(hub, str(e))
     except Exception as e:
         log.exception("the controller failed")
-        for rank in range(hub.world_size):
-            hub.send(rank, "agent", Fail(rank=rank, reason=f"the controller failed: {e!r}"))
+        _fail(hub, f"the controller failed: {e!r}")
     finally:
         hub.release()
+
+
+def _fail(hub: Hub, reason: str) -> None:
+    for rank in range(hub.world_size):
+        hub.send(rank, "agent", Fail(rank=rank, reason=reason))
 
 
 def _serve(
@@ -107,10 +119,15 @@ def _serve(
     round_: int,
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
+    rounds: Rounds | None,
 ) -> None:
     """Until the round is over, or rank 0's own agent has gone: the others need not wait then."""
+    if rounds is not None:
+        rounds.begin(controller, work)
     commands = controller.start(work, time.monotonic())
     while not gone.is_set():
+        if controller.done and rounds is not None:
+            rounds.end(controller)
         for command in commands:
             hub.send(command.rank, "agent", command)
         if controller.done:

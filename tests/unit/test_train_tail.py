@@ -1,4 +1,4 @@
-"""Tail batching through the whole program: rounds, accounts, checkpoints."""
+"""Tail batching through the whole program: rounds, accounts, checkpoints, replays."""
 
 import json
 from pathlib import Path
@@ -22,8 +22,9 @@ class Found:
     def __init__(self, folder: Path):
         self.runs, model = folder / "runs", runs.tiny_model(folder / "model")
 
-        def job(name: str, *keys: object) -> runs.Job:
-            return {"name": name, "argv": runs.arguments(model, self.runs, name, *TAIL, *keys)}
+        def job(name: str, *keys: object, run: str = "") -> runs.Job:
+            argv = runs.arguments(model, self.runs, run or name, *TAIL, *keys)
+            return {"name": name, "argv": argv}
 
         saved = self.runs / "one" / "checkpoints" / "step_000003"
         rows = folder / "rows.jsonl"
@@ -39,6 +40,25 @@ class Found:
             job("bad eta", "--tail.eta_prompts", 0.5),
             job("no tail", "--schedule", "all", "--tail.eta_samples", 1.0),
             job("quotas", "--tail.quotas", "label=3"),
+        ]
+        clock = (
+            "--debug.no_deterministic",
+            "--reward",
+            "tests.scores.unsteady",
+            "--reward.workers",
+            4,
+        )
+        by = *clock, "--debug.replay", self.runs / "clock" / "rounds.jsonl"
+        fourth = self.runs / "clock" / "checkpoints" / "step_000004"
+        jobs += [
+            job("clock", *clock),
+            job("replay", *by),
+            job("second replay", *by),
+            job("replay of a part", *by, "--run.resume", fourth),
+            job("long replay", *by, "--run.steps", 7, "--run.resume", "auto", run="replay"),
+            job("other seed", *by, "--run.seed", 1),
+            job("no log", *clock, "--debug.replay", folder / "nothing.jsonl"),
+            job("its own log", *by, run="clock"),
         ]
         self.gang = runs.run(1, jobs, folder / "gang")
 
@@ -108,3 +128,79 @@ def test_what_cannot_work_is_one_sentence(found: Found, name: str, words: str) -
     assert found.gang.code(name) == 2
     assert words in found.gang.text(name)
     assert "Traceback" not in found.gang.text(name)
+
+
+# ---- replays
+
+BY_THE_CLOCK = ("sched/", "rollout_corr/", "training/rollout_")
+"""Surplus; and the sampler's log-probs, whose last bits depend on who is decoded beside whom."""
+
+
+def batch(row: dict[str, Any]) -> dict[str, Any]:
+    """What the samples of a step and their gradient came to."""
+    return {k: v for k, v in runs.same(row).items() if not k.startswith(BY_THE_CLOCK)}
+
+
+def rounds(found: Found, name: str) -> list[dict[str, Any]]:
+    found.gang.check(name)
+    lines = (found.runs / name / "rounds.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_log_has_every_round_and_the_clock_decided_them(found: Found) -> None:
+    logged = rounds(found, "clock")
+    assert [r["step"] for r in logged] == [1, 2, 3, 4, 5, 6]
+    assert [len(r["started"]) for r in logged] == [5, 5, 5, 5, 4, 5]
+    lengths = [[n for _, n, _, _ in r["counted"]] for r in logged]
+    assert any(ns != sorted(ns) for ns in lengths), "else the shorter had always come first"
+
+
+def test_a_replay_makes_the_same_batches(found: Found) -> None:
+    """Ids, lengths, scores, what is kept, and every figure of the update that they gave."""
+    clock, logged = found.rows("clock"), rounds(found, "clock")
+    assert rounds(found, "replay")[:6] == logged
+    replayed = found.rows("replay")
+    for step in clock:
+        assert batch(replayed[step]) == batch(clock[step]), step
+        assert len(batch(clock[step])) > 30
+    texts = [(found.runs / n / "rollouts.jsonl").read_text() for n in ("clock", "second replay")]
+    assert texts[0] == texts[1]
+    assert "another length or score" not in found.gang.text("replay")
+
+
+def test_two_replays_agree_in_every_bit(found: Found) -> None:
+    """Sampler log-probs too: nothing is aborted while something that counts is decoded."""
+    one, two = found.rows("replay"), found.rows("second replay")
+    for step in two:
+        for name in ("rollout_corr/kl", "training/rollout_probs_diff_max", "actor/grad_norm"):
+            assert one[step][name] == two[step][name], (step, name)
+
+
+def test_a_resumed_run_replays_the_rest(found: Found) -> None:
+    clock, rest = found.rows("clock"), found.rows("replay of a part")
+    assert list(rest) == [5, 6]
+    for step, row in rest.items():
+        assert batch(row) == batch(clock[step]), step
+    assert rounds(found, "replay of a part") == rounds(found, "clock")[4:]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("long replay", 1, "has no round that starts with t29; it ends with step 6: take fewer"),
+        ("other seed", 1, "of step 1 was sampled with --run.seed 0, not 1; replay with"),
+        ("no log", 2, "nothing.jsonl: there is no such file; give a run's rounds.jsonl"),
+        ("its own log", 2, "is the log that this run writes; give this run another --run.name"),
+    ],
+)
+def test_a_log_that_does_not_fit_is_one_sentence(
+    found: Found, name: str, code: int, words: str
+) -> None:
+    assert found.gang.code(name) == code
+    text = found.gang.text(name)
+    assert words in text and text.count("--debug.replay") == 1
+    assert "Traceback" not in text
+
+
+def test_a_failed_replay_leaves_the_log_that_it_read(found: Found) -> None:
+    assert [r["step"] for r in rounds(found, "clock")] == [1, 2, 3, 4, 5, 6]

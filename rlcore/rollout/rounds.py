@@ -1,0 +1,208 @@
+"""The log of rounds, rounds.jsonl: what the clock decided in every round of training, so that
+`--debug.replay` can decide it again.
+
+The rest of a round follows from the seed, the data and the weights: tokens from (seed, request,
+position), what is kept from the order in which responses counted. Evaluations wait for everything
+and have no line.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rlcore.metrics.jsonl import JsonLines, read_lines
+from rlcore.records import GroupId, Sampling, Work
+from rlcore.rollout.controller import Controller
+from rlcore.sched.race import ByLog, Counted, Misfit
+from rlcore.sched.roles import GroupState
+from rlcore.utils.log import log
+
+FILE = "rounds.jsonl"
+
+
+class Started(Struct, frozen=True, array_like=True):
+    """A group of a round."""
+
+    id: GroupId
+    row: int
+    """`Prompt.index`."""
+    checksum: int
+    """Of the prompt's tokens."""
+    num_samples: int
+    wanted: int
+
+
+class Round(Struct, frozen=True, kw_only=True):
+    """One line. `started` and `counted` are in the order in which they were."""
+
+    step: int
+    seed: int
+    sampling: Sampling
+    started: tuple[Started, ...]
+    counted: tuple[Counted, ...]
+    kept: tuple[GroupId, ...]
+    dropped: dict[GroupId, str] = {}
+
+
+class Log:
+    """Rounds by their first group: groups have the same names in every run."""
+
+    def __init__(self, path: Path) -> None:
+        """ValueError where there are no rounds to be read. `path`: the file or the run's folder."""
+        self.path = path / FILE if path.is_dir() else path
+        if not self.path.is_file():
+            raise ValueError(
+                f"--debug.replay {path}: there is no such file; give a run's {FILE}, or its folder"
+            )
+        self._rounds: dict[GroupId, Round] = {}
+        try:
+            for row in read_lines(self.path):  # a step that was done again counts as it was then
+                found = msgspec.convert(row, Round)
+                self._rounds[found.started[0].id] = found
+        except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
+            raise ValueError(
+                f"--debug.replay {path}: is no log of rounds ({error}); give a run's {FILE}"
+            ) from error
+        if not self._rounds:
+            raise ValueError(
+                f"--debug.replay {path}: has no rounds; give the {FILE} of a longer run"
+            )
+
+    def of(self, work: Sequence[Work], seed: int) -> Round:
+        """The round that began with this work. Misfit where the log has none, or another run's."""
+        found = self._rounds.get(work[0].id)
+        if found is None:
+            last = max(r.step for r in self._rounds.values())
+            raise Misfit(
+                f"--debug.replay {self.path}: has no round that starts with {work[0].id}; it ends "
+                f"with step {last}: take fewer --run.steps, or the log of a run with the same "
+                "--data, --rollout and --schedule"
+            )
+        if seed != found.seed:
+            raise self.misfit(found, f"was sampled with --run.seed {found.seed}, not {seed}")
+        here, there = work[0].sampling, found.sampling
+        for name in Sampling.__struct_fields__:
+            if (was := getattr(there, name)) != (now := getattr(here, name)):
+                raise self.misfit(found, f"was sampled with {name} {was}, not {now}")
+        for ours, theirs in zip(map(_started, work), found.started, strict=False):
+            for name, hint in (
+                ("id", "--schedule and --algo.adv_estimator"),
+                ("row", "--data and --run.seed"),
+                ("checksum", "--data and --model.tokenizer"),
+                ("num_samples", "--rollout.samples_per_prompt and --tail.eta_samples"),
+                ("wanted", "--rollout.samples_per_prompt"),
+            ):
+                if (was := getattr(theirs, name)) != (now := getattr(ours, name)):
+                    raise self.misfit(
+                        found, f"has {name} {was} for the group {theirs.id}, not {now}", hint
+                    )
+        if len(work) > len(found.started):
+            raise self.misfit(
+                found,
+                f"started {len(found.started)} prompts, not {len(work)}",
+                "--data.prompts_per_step and --tail",
+            )
+        return found
+
+    def misfit(self, round_: Round, what: str, hint: str = "settings") -> Misfit:
+        """What to raise: the sentence names the round and what to set."""
+        return Misfit(
+            f"--debug.replay {self.path}: its round of step {round_.step} {what}; replay with the "
+            f"{hint} of the run that wrote it"
+        )
+
+
+class Rounds:
+    """Writes the log of a run, and decides by that of another one. On rank 0, in the controller's
+    thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        step: Callable[[], int],
+        next_step: int = 0,
+        replay: Log | None = None,
+    ) -> None:
+        """`step`: of the round that runs. What the folder's log holds of `next_step` and later is
+        dropped."""
+        self._seed, self._step, self._replay = seed, step, replay
+        self._lines = JsonLines(folder / FILE, next_step)
+        self._round: Round | None = None
+        self._race: ByLog | None = None
+
+    def begin(self, controller: Controller, work: Sequence[Work]) -> None:
+        """Before the round. Misfit where the log is of another run."""
+        if self._replay is None or not work:
+            return
+        log_ = self._replay
+        round_ = self._round = log_.of(work, self._seed)
+
+        def race(requests: Callable) -> ByLog:
+            self._race = ByLog(round_.counted, requests, partial(log_.misfit, round_))
+            return self._race
+
+        controller.decide_by(race)
+
+    def end(self, controller: Controller) -> None:
+        """After it. Misfit where it ended in another way than in the log, OSError where the line
+        cannot be written."""
+        if controller.kept is None or not controller.groups:  # it failed, or there was none
+            return
+        groups = list(controller.groups.values())
+        counted = [
+            Counted(r.id, r.num_tokens, r.result.score, r.result.error)
+            for r in controller.counted
+            if r.result is not None
+        ]
+        done = Round(
+            step=self._step(),
+            seed=self._seed,
+            sampling=groups[0].work.sampling,
+            started=tuple(_started(g) for g in groups),
+            counted=tuple(counted),
+            kept=controller.kept,
+            dropped=dict(controller.dropped),
+        )
+        if self._replay is not None and self._round is not None:
+            self._compare(self._replay, self._round, done)
+        row = msgspec.to_builtins(done)
+        self._lines.append(row.pop("step"), [row])
+
+    def _compare(self, log_: Log, there: Round, here: Round) -> None:
+        if there.kept != here.kept or len(there.counted) != len(here.counted):
+            raise log_.misfit(
+                there,
+                f"ended with {len(there.kept)} groups of {len(there.counted)} responses, this one "
+                f"with {len(here.kept)} of {len(here.counted)}, or with others",
+                "--data.prompts_per_step, --rollout.samples_per_prompt and --tail",
+            )
+        if self._race is not None and self._race.others:
+            log.warning(
+                "--debug.replay: %d of the %d responses of step %d have another length or score "
+                "than in the log, such as %s: other weights, another reward or another machine",
+                len(self._race.others),
+                len(here.counted),
+                here.step,
+                min(self._race.others),
+            )
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._lines.close()
+
+
+def _started(of: Work | GroupState) -> Started:
+    work = of.work if isinstance(of, GroupState) else of
+    return Started(
+        id=work.id,
+        row=work.prompt.index,
+        checksum=zlib.crc32(work.prompt.tokens.tobytes()),
+        num_samples=work.num_samples,
+        wanted=work.wanted or work.num_samples,
+    )
