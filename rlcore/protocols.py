@@ -68,7 +68,8 @@ class Engine(Protocol):
         """Take memory again; contents are undefined until weights are pushed."""
 
     def relayout(self, tp: int) -> None:
-        """Change the tensor-parallel size at a step boundary; ValueError where it cannot."""
+        """Change the tensor-parallel size at a step boundary, on every rank; ValueError where it
+        cannot. The engine has no weights then, and may be on its way up: `Mortal.is_starting`."""
 
     def remember(self, histories: Sequence[History]) -> None:
         """Earlier responses, for drafting; engines that do not draft ignore them."""
@@ -90,6 +91,9 @@ class Mortal(Protocol):
 
     def restart(self) -> None:
         """Start it again, without requests and weights."""
+
+    def is_starting(self, timeout_s: float) -> bool:
+        """It neither works nor is dead yet, after a wait of up to `timeout_s`."""
 
 
 class Learner(Protocol):
@@ -173,6 +177,9 @@ class WeightChannel(Protocol):
             RuntimeError, TimeoutError: it failed on some rank; the same sentence on all of them
                 names the cause, with bucket, rank and peer where they are known.
         """
+
+    def relayout(self, tp: int) -> None:
+        """From the next push on the engines have this tensor-parallel size; every rank says so."""
 
 
 class Reward(Protocol):

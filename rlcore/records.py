@@ -223,6 +223,10 @@ class Stats(Event):
     busy_s: float = 0.0
     running: int = 0
     waiting: int = 0
+    cache_used: float = 0.0
+    """Largest share of the KV cache that running requests took at a time."""
+    cache_tokens: int = 0
+    """Tokens that it holds."""
 
 
 class Down(Event):

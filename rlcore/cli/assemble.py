@@ -38,12 +38,13 @@ from rlcore.rollout.rounds import Log, Rounds
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import free_port
 from rlcore.sched.place import LeastLoaded
-from rlcore.sched.roles import Stop
+from rlcore.sched.planner import Listed, TPPlanner
+from rlcore.sched.roles import Sizes, Stop
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers
-from rlcore.trainer import memory, resume, sync_loop
+from rlcore.trainer import memory, relayout, resume, sync_loop
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
 from rlcore.utils.deadline import Watchdog
@@ -98,6 +99,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     learner is built; what may be wrong in the data is found before that."""
     hf = model_config(cfg)
     residency = make_residency(cfg, hf, world)
+    sizes = make_relayout(cfg, hf, world)
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = sampling_of(cfg, tokenizer)
     scorer = make_scorer(cfg, world)
@@ -128,6 +130,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     if wants(cfg) == "gae":
         critic = make_critic(cfg, hf, world)
         on_close(critic.close)
+    channel = make_weight_channel(cfg, world, isinstance(engine, ChildEngine))
     run = Run(
         cfg=cfg,
         hf=hf,
@@ -142,7 +145,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
         engine=engine,
         engine_ranks=engine_ranks(cfg, world.rank),
-        channel=make_weight_channel(cfg, world, isinstance(engine, ChildEngine)),
+        relayout=sizes,
+        channel=channel,
         rollout=rollout,
         sampling=sampling,
         memory=residency,
@@ -263,16 +267,24 @@ def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
 
 def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
     """Holds this rank to its memory plan. ValueError where that cannot work."""
+    plan, gpu_bytes = memory_plan(cfg, hf, world)
+    if problems := [*rules.of_world(cfg, world.size, ranks_per_node(world)), *plan.problems]:
+        raise ValueError("\n".join(problems))
+    if said := memory.too_large(plan, gpu_bytes):
+        log.log.warning("%s", said)
+    return memory.Residency(plan, world.device)
+
+
+def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, int]:
+    """Of this rank, and the bytes of its GPU; 0 where there is none."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     layout = layout_of(cfg.train, world.size, world.rank)
-    plan = memory.make(cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    if problems := [*rules.of_world(cfg, world.size, per_node), *plan.problems]:
-        raise ValueError("\n".join(problems))
-    if cuda and (said := memory.too_large(plan, gpu_bytes)):
-        log.log.warning("%s", said)
-    return memory.Residency(plan, world.device)
+    return memory.make(cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda), gpu_bytes
+
+
+def ranks_per_node(world: World) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
 def make_scorer(cfg: Config, world: World) -> RewardService:
@@ -291,7 +303,32 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
     """This rank's sampler, or its share of one over --rollout.tp ranks. ValueError where SGLang is
     asked for and not installed."""
     r = cfg.rollout
-    options = {
+    if r.engine == "sglang":
+        return _sglang_engine(cfg, hf, world)
+    settings = engine_settings(cfg, hf, world)
+    inline = r.process == "inline" or (r.process == "auto" and world.size == 1)
+    announce(
+        "engine", f"torch, {settings['dtype']}, {'in this process' if inline else 'child process'}"
+    )
+    if inline:
+        del settings["config"]
+        return TorchEngine(hf, **(settings | {"device": world.device}))
+    return ChildEngine(
+        TORCH_ENGINE,
+        settings,
+        threads=r.threads,
+        rank=world.rank,
+        deadline_s=cfg.cluster.timeout_s,
+    )
+
+
+def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
+    """What the engine of --rollout.engine is built of, as plain data. An engine over several ranks
+    needs each one's place besides."""
+    r = cfg.rollout
+    settings = {
+        "config": hf.to_dict(),
+        "device": str(world.device),
         "dtype": cfg.model.dtype if r.dtype == "auto" else r.dtype,
         "seed": cfg.run.seed,
         "max_running": r.max_running,
@@ -302,65 +339,54 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
         "fp32_head": r.fp32_lm_head,
         "rank": world.rank,
     }
-    if r.engine == "sglang":
-        return _sglang_engine(cfg, hf, world, options)
-    options |= {"decode_floor_ms": cfg.debug.decode_floor_ms, "quantize": r.quantize}
-    inline = r.process == "inline" or (r.process == "auto" and world.size == 1)
-    announce(
-        "engine", f"torch, {options['dtype']}, {'in this process' if inline else 'child process'}"
-    )
-    if inline:
-        return TorchEngine(hf, device=world.device, **options)
-    settings = {"config": hf.to_dict(), "device": str(world.device), **options}
-    return ChildEngine(
-        TORCH_ENGINE,
-        settings,
-        threads=r.threads,
-        rank=world.rank,
-        deadline_s=cfg.cluster.timeout_s,
-    )
-
-
-def _sglang_engine(cfg: Config, hf: HFConfig, world: World, options: dict[str, Any]) -> ChildEngine:
-    """SGLang ends the process that it lives in when a part of it dies, hence always a child."""
-    r = cfg.rollout
+    if r.engine == "torch":
+        return settings | {"decode_floor_ms": cfg.debug.decode_floor_ms, "quantize": r.quantize}
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(
             "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
             "--sglang, or use --rollout.engine torch"
         )
-    first, starts = world.rank - world.rank % r.tp, itertools.count()
+    return settings | {
+        "memory_fraction": r.gpu_memory_utilization,
+        "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
+        "deadline_s": cfg.cluster.timeout_s,
+    }
+
+
+def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
+    """SGLang ends the process that it lives in when a part of it dies, hence always a child."""
+    plain = engine_settings(cfg, hf, world)
     where = "CUDA" if world.device.type == "cuda" else "CPU"
-    announce("engine", f"sglang on {where}, {options['dtype']}, tp {r.tp}, child process")
+    tp = f"tp {cfg.rollout.tp}" + (" and others" if rules.changes_size(cfg) else "")
+    announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
+    sizes, starts, sized = 0, itertools.count(), cfg  # how often the size was set, starts since
+
+    def resize(tp: int) -> None:
+        nonlocal sizes, starts, sized
+        sizes, starts, sized = sizes + 1, itertools.count(), with_tp(cfg, tp)
 
     def settings() -> dict[str, Any]:
-        share: dict[str, Any] = {}
-        if r.tp > 1:
-            meeting = f"engine/{first}/{next(starts)}"
+        tp, share = sized.rollout.tp, {}
+        if tp > 1:
+            first = world.rank - world.rank % tp
+            meeting = f"engine/{sizes}/{first}/{next(starts)}"
             if world.rank == first:
                 world.store.set(meeting, f"127.0.0.1:{free_port()}")  # all ranks are on one node
             share = {
-                "tp": r.tp,
-                "nnodes": r.tp,
+                "tp": tp,
+                "nnodes": tp,
                 "node_rank": world.rank - first,
                 "dist_init_addr": world.store.get(meeting).decode(),
             }
-        return {
-            "config": hf.to_dict(),
-            "device": str(world.device),
-            "memory_fraction": r.gpu_memory_utilization,
-            "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
-            "deadline_s": cfg.cluster.timeout_s,
-            **options,
-            **share,
-        }
+        return engine_settings(sized, hf, world) | share
 
     return ChildEngine(
         SGLANG_ENGINE,
         settings,
-        threads=r.threads,
+        threads=cfg.rollout.threads,
         rank=world.rank,
         start_s=cfg.cluster.timeout_s,
+        resize=resize,
     )
 
 
@@ -376,6 +402,66 @@ def engine_ranks(cfg: Config, rank: int) -> range:
     """The ranks that the engine of `rank` spans; the first of them takes its requests."""
     first = rank - rank % cfg.rollout.tp
     return range(first, first + cfg.rollout.tp)
+
+
+def with_tp(cfg: Config, tp: int) -> Config:
+    """With engines of another size: all of them together hold and decode as much."""
+    r = cfg.rollout
+    changed = replace(
+        r,
+        tp=tp,
+        max_running=max(1, r.max_running * tp // r.tp),
+        cache_tokens=r.cache_tokens * tp // r.tp,
+    )
+    return replace(cfg, rollout=changed)
+
+
+def make_relayout(cfg: Config, hf: HFConfig, world: World) -> relayout.Relayout | None:
+    """Where the engines may change their size: who decides, on rank 0, and what has to follow.
+    ValueError where a size that was asked for cannot be."""
+    if not rules.changes_size(cfg):
+        return None
+
+    def problems(tp: int) -> list[str]:
+        sized = with_tp(cfg, tp)
+        found = rules.of_world(sized, world.size, ranks_per_node(world))
+        found += memory_plan(sized, hf, world)[0].problems
+        if 0 < sized.rollout.cache_tokens < memory.longest(cfg, hf):
+            found.append(
+                f"--rollout.cache_tokens {cfg.rollout.cache_tokens}: engines of {tp} ranks would "
+                f"have {sized.rollout.cache_tokens} of them, and one sequence may have "
+                f"{memory.longest(cfg, hf)}; raise it"
+            )
+        return found
+
+    policy: Sizes
+    if cfg.debug.rollout_tp:
+        if found := [line for tp in cfg.debug.rollout_tp for line in problems(tp)]:
+            raise ValueError(found[0].replace("--rollout.tp", "--debug.rollout_tp"))
+        policy = Listed(cfg.debug.rollout_tp)
+    else:
+        tp, most = cfg.rollout.tp, cfg.rollout.max_tp or ranks_per_node(world)
+        if cfg.rollout.max_tp and (found := problems(most)):
+            raise ValueError(found[0].replace("--rollout.tp", "--rollout.max_tp"))
+        low = high = tp
+        while low > 1 and not problems(low // 2):
+            low //= 2
+        while 2 * high <= most and not problems(2 * high):
+            high *= 2
+        announce("planner", f"engines of {low} to {high} ranks, {tp} at the start")
+        policy = TPPlanner(tp, high, min_tp=low)
+
+    def rebuild(run: Run, tp: int) -> None:
+        sized = with_tp(cfg, tp)
+        run.engine_ranks = engine_ranks(sized, run.rank)
+        run.channel.relayout(tp)
+        run.rollout.make_controller = partial(make_controller, sized, world.size)
+        if run.memory is not None:
+            run.memory.plan = memory_plan(sized, hf, world)[0]
+
+    return relayout.Relayout(
+        tp=cfg.rollout.tp, policy=policy if world.rank == 0 else None, rebuild=rebuild
+    )
 
 
 def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChannel:

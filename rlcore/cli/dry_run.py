@@ -52,6 +52,7 @@ def show(cfg: Config) -> int:
             f"world        {world} ranks: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x "
             f"dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}; {_count(world // tp, 'engine')} "
             f"({cfg.rollout.engine}) of {_count(tp, 'rank')}"
+            + (", or another size after some steps" if rules.changes_size(cfg) else "")
         )
     for line in notes:
         print(line)

@@ -39,6 +39,7 @@ NOT_NEGATIVE = (
     "rollout.top_k",
     "rollout.min_p",
     "rollout.cache_tokens",
+    "rollout.max_tp",
     "rollout.progress_s",
     "train.samples_per_update",
     "train.lr_warmup_updates",
@@ -299,6 +300,7 @@ def _rollout(cfg: Config) -> list[str]:
         out.append(
             f"--rollout.tp {r.tp}: the torch engine is one rank; use --rollout.engine sglang, or 1"
         )
+    out += _sizes(cfg)
     if r.engine == "sglang":
         if r.process == "inline":
             out.append(
@@ -315,6 +317,38 @@ def _rollout(cfg: Config) -> list[str]:
                 "--rollout.dtype float64: SGLang has float32 and bfloat16; set one of them, or "
                 "--rollout.engine torch"
             )
+    return out
+
+
+def changes_size(cfg: Config) -> bool:
+    """The rollout engines may change their size between steps."""
+    return cfg.rollout.adaptive_tp or bool(cfg.debug.rollout_tp)
+
+
+def _sizes(cfg: Config) -> list[str]:
+    r, listed, out = cfg.rollout, cfg.debug.rollout_tp, []
+    if r.max_tp and not r.adaptive_tp:
+        out.append(f"--rollout.max_tp {r.max_tp}: has no effect without --rollout.adaptive_tp")
+    if not changes_size(cfg):
+        return out
+    key = f"--debug.rollout_tp {' '.join(map(str, listed))}" if listed else "--rollout.adaptive_tp"
+    if listed and r.adaptive_tp:
+        out.append(f"{key}: gives the sizes that rollout.adaptive_tp would choose; leave one out")
+    if listed and min(listed) < 1:
+        out.append(f"{key}: each must be at least 1")
+    if r.engine != "sglang":
+        out.append(
+            f"{key}: an engine of the kind {r.engine} is one rank; use --rollout.engine sglang"
+        )
+    if cfg.select.mode != "sync":
+        out.append(f"{key}: engines change their size in --mode sync alone; take that")
+    if r.adaptive_tp and (r.tp & (r.tp - 1) or r.max_tp & (r.max_tp - 1)):
+        out.append(
+            f"--rollout.tp {r.tp} --rollout.max_tp {r.max_tp}: with rollout.adaptive_tp sizes are "
+            "powers of two"
+        )
+    if r.adaptive_tp and 0 < r.max_tp < r.tp:
+        out.append(f"--rollout.max_tp {r.max_tp}: must be at least rollout.tp {r.tp}")
     return out
 
 

@@ -90,6 +90,11 @@ class RolloutConfig:
     """`torch`: ours, one rank per engine. `sglang`: SGLang, over rollout.tp ranks."""
     tp: int = 1
     """Ranks of one engine (tensor parallel): neighbours on one node. Above 1 only with sglang."""
+    adaptive_tp: bool = False
+    """`tp` is where the engines start: preemptions double it for the next round of the same kind,
+    calm rounds halve it; sched/planner.py. Only with sglang."""
+    max_tp: int = 0
+    """Largest size with adaptive_tp; 0: the ranks of a node, as far as the model's heads divide."""
     sglang: tuple[str, ...] = ()
     """Further arguments of SGLang's server as key=value, such as attention_backend=triton."""
     gpu_memory_utilization: float = 0.8
@@ -111,7 +116,8 @@ class RolloutConfig:
     """Requests that one engine decodes at a time."""
     cache_tokens: int = 0
     """Tokens of KV cache per engine; 0 sizes it for max_running full-length requests, at most what
-    the memory allows."""
+    the memory allows. Both are of an engine of `tp` ranks: where sizes change, one of twice the
+    ranks has twice as much."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """`auto` takes model.dtype."""
     quantize: Literal[
@@ -306,6 +312,8 @@ class DebugConfig:
     """The rounds.jsonl of an earlier run, or its folder: responses count in the order that it has,
     whatever the clock says, so that every step makes the same batch. Its rounds are found by their
     prompts' ids: a resumed run may replay the rest of a longer log."""
+    rollout_tp: tuple[int, ...] = ()
+    """Size of the rollout engines in step 1, 2, ..., the last one in all others: with SGLang."""
     decode_floor_ms: float = 0.0
     """Every decode step lasts at least this long, as on a memory-bound GPU."""
 

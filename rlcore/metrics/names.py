@@ -35,6 +35,7 @@ PHASES = {
     "adv": "advantages, whitening, KL penalties",
     "update_critic": "forward, backward and optimizer steps of the critic",
     "update_actor": "forward, backward and optimizer steps",
+    "relayout": "ending rollout engines and starting those of another size",
     "sync": "pushing weights to the engines",
 }
 """The phases of a step in order; they do not overlap. `timing_s/step` is their sum and the rest."""
@@ -185,6 +186,9 @@ METRICS = [
     Metric("sched/prompts_trained", "prompts", "of those that were started"),
     Metric("sched/prompts_dropped", "prompts", "of those that were started; with a reason"),
     Metric("sched/short_of_groups", "", "1: the round ended with fewer groups than were wanted"),
+    Metric("sched/rollout_tp", "ranks", "of one rollout engine in this step"),
+    Metric("sched/preemptions", "requests", "thrown out of a full KV cache and prefilled again"),
+    Metric("sched/cache_used", "", "largest share of its KV cache that an engine had in use"),
     Metric("sched/surplus_tokens", "", "share of the decoded tokens that is not trained"),
     Metric("sched/length_shift", "", "kept responses over all started ones of their groups, - 1"),
     Metric("sched/<name>", "", "counter of the round's policies, see sched/"),

@@ -180,6 +180,9 @@ class ChildEngine:
 
     The deadline of a call is `deadline_s`. An engine that has one itself gets it in its settings,
     as `deadline_s`; then a call here takes that and a little longer.
+
+    `resize(tp)` has the settings be those of another tensor-parallel size. With it `relayout` gives
+    the engine another child, of that size; without it the engine itself is asked.
     """
 
     def __init__(
@@ -191,7 +194,9 @@ class ChildEngine:
         rank: int = 0,
         deadline_s: float = 120.0,
         start_s: float = 0.0,
+        resize: Callable[[int], None] | None = None,
     ):
+        self._resize = resize
         self._factory = factory
         self._settings = settings
         self._threads = threads
@@ -233,6 +238,13 @@ class ChildEngine:
         if not self._down:
             self._die("was restarted")
         self._start()
+
+    def is_starting(self, timeout_s: float) -> bool:
+        """The child neither takes calls nor is dead yet, after a wait of up to `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        while not (self._built or self._down or self._replies) and time.monotonic() < end:
+            self._pump(end - time.monotonic())
+        return not (self._built or self._down or self._replies)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As the engine's; when the child is found dead, the requests are in its `Down`."""
@@ -296,8 +308,20 @@ class ChildEngine:
         self._call("wake", tuple(tags))
 
     def relayout(self, tp: int) -> None:
-        """As the engine's."""
-        self._call("relayout", tp)
+        """As the engine's, or another child takes its place, without weights: see the class. Then
+        RuntimeError while requests run."""
+        if self._resize is None:
+            self._call("relayout", tp)
+            return
+        if self._closed:
+            raise RuntimeError("relayout: the engine is closed")
+        if self._live:
+            raise RuntimeError(f"{len(self._live)} requests are running; abort them first")
+        if not self._down:
+            self._dismiss()
+        self._events = []
+        self._resize(tp)
+        self._start()
 
     def remember(self, histories: Sequence[History]) -> None:
         """As the engine's."""
@@ -310,15 +334,20 @@ class ChildEngine:
         self._closed = True
         if self._down or self._process is None:
             return
+        self._dismiss()
+        self._down = "is closed"
+
+    # ---- the child
+
+    def _dismiss(self) -> None:
+        """Ask the child to end; kill it after a few seconds."""
+        assert self._process is not None
         self._frames.close()  # the child ends when its stream does
         try:
             self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(_EXIT_S)
-        self._down = "is closed"
-
-    # ---- the child
 
     def _start(self) -> None:
         settings = dict(self._settings() if callable(self._settings) else self._settings)

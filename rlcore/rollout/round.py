@@ -33,7 +33,7 @@ class Rollout:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
-        self._make_controller, self._on_progress = make_controller, on_progress
+        self.make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
         self.rounds: Rounds | None = None
         """Log of the rounds that have a stop, on rank 0."""
@@ -48,7 +48,7 @@ class Rollout:
         thread = threading.Thread(
             target=_control,
             args=(
-                self._make_controller(stop or All()),
+                self.make_controller(stop or All()),
                 self._hub,
                 work,
                 self._round,

@@ -9,7 +9,7 @@ alternate and the change from one to the other would look like a sudden rise; an
 nearly full are not halved.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,20 +34,25 @@ class _Kind:
 class TPPlanner:
     """Grows and shrinks by factors of two, between rounds."""
 
-    def __init__(self, tp: int, max_tp: int, sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, tp: int, max_tp: int, sizes: Mapping[str, int] | None = None, *, min_tp: int = 1
+    ) -> None:
         """
         Args:
             tp: the size at the start, such as the best of `python -m rlcore profile`.
             max_tp: ranks of a node, or fewer where the model's heads do not divide further.
             sizes: sizes of kinds of rounds that start with another one.
+            min_tp: the smallest whose memory holds the weights and a cache.
 
         Raises:
-            ValueError: a size is no power of two times the others, or too large.
+            ValueError: a size is no power of two, too small or too large.
         """
         for name, size in {"tp": tp, **(sizes or {})}.items():
-            if size < 1 or size > max_tp or size & (size - 1):
-                raise ValueError(f"{name} {size}: a power of two, at most {max_tp}")
-        self._tp, self._max = tp, max_tp
+            if size < min_tp or size > max_tp or size & (size - 1):
+                raise ValueError(
+                    f"{name} {size}: a power of two, at least {min_tp} and at most {max_tp}"
+                )
+        self._tp, self._max, self._min = tp, max_tp, min_tp
         self._kinds = {kind: _Kind(size) for kind, size in (sizes or {}).items()}
 
     def size(self, kind: str) -> int:
@@ -66,7 +71,7 @@ class TPPlanner:
         now.calm = 0 if preemptions else now.calm + 1
         if before is not None and preemptions > RISE * before and 2 * now.tp <= self._max:
             self._change(now, 2 * now.tp)
-        elif now.calm >= CALM_ROUNDS and now.tp > 1 and cache_used <= FULL:
+        elif now.calm >= CALM_ROUNDS and now.tp > self._min and cache_used <= FULL:
             self._change(now, now.tp // 2)
         return now.tp
 
@@ -84,9 +89,33 @@ class TPPlanner:
         """Go on from `state`. ValueError where a size does not fit this machine."""
         found = {kind: _Kind(**known) for kind, known in state.items()}
         for kind, known in found.items():
-            if known.tp > self._max:
+            if not self._min <= known.tp <= self._max:
                 raise ValueError(
-                    f"the checkpoint has engines of {known.tp} ranks for {kind} rounds, here are at"
-                    f" most {self._max}; resume with more GPUs on a node, or start a new run"
+                    f"the checkpoint has engines of {known.tp} ranks for {kind} rounds, here they "
+                    f"may have {self._min} to {self._max}; resume on nodes like those before, or "
+                    "start a new run from the checkpoint's weights"
                 )
         self._kinds = found
+
+
+class Listed:
+    """Sizes by step, for tests: the last one holds from then on."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes, self._rounds = tuple(sizes), 0
+
+    def size(self, kind: str) -> int:
+        """For the next round."""
+        return self._sizes[min(self._rounds, len(self._sizes) - 1)]
+
+    def after(self, kind: str, preemptions: int, cache_used: float = 0.0) -> None:
+        """A round is over."""
+        self._rounds += 1
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON."""
+        return {"rounds": self._rounds}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._rounds = state["rounds"]

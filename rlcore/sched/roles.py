@@ -13,6 +13,9 @@ from typing import Any, Literal, Protocol
 
 from rlcore.records import GroupId, Partial, RequestId, RewardResult, Sampling, Work
 
+Kind = Literal["all", "short", "long"]
+"""Of a round: `short` and `long` alternate, `all` are alike."""
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -96,7 +99,7 @@ class Round:
 
     work: Sequence[Work]
     stop: Stop
-    kind: Literal["all", "short", "long"] = "all"
+    kind: Kind = "all"
 
 
 class Source(Protocol):
@@ -104,6 +107,9 @@ class Source(Protocol):
 
     def next_round(self, sampling: Sampling) -> Round:
         """The work of the next round, and when it is over."""
+
+    def next_kind(self) -> Kind:
+        """Of the round that `next_round` gives next. Between rounds."""
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
         """The round is over: `kept` is trained, `dropped` is not, for a reason; the rest was
@@ -118,3 +124,20 @@ class Source(Protocol):
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
         """Go on from `state`. ValueError, and nothing is changed, where the data (`num_rows`; None
         is endless) have not what it names."""
+
+
+class Sizes(Protocol):
+    """The tensor-parallel size of the rollout engines; lives as long as the run."""
+
+    def size(self, kind: Kind) -> int:
+        """Of the next round, which is of this kind."""
+
+    def after(self, kind: Kind, preemptions: int, cache_used: float) -> object:
+        """A round is over. `preemptions`: of all engines; `cache_used`: the largest share of its
+        cache that an engine had in use."""
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs; plain JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. ValueError where a size does not fit this machine."""

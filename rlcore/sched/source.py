@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import structs
 
 from rlcore.records import BASELINE, GroupId, Prompt, Sampling, Work
-from rlcore.sched.roles import Round
+from rlcore.sched.roles import Kind, Round
 from rlcore.sched.stop import All
 
 
@@ -52,6 +52,10 @@ class EpochOrder:
                 )
             self.issued += 1
         return Round(work=work, stop=All())
+
+    def next_kind(self) -> Kind:
+        """All rounds are alike."""
+        return "all"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
         """The round is over: nothing of it comes back."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.records import GroupId, Prompt, Sampling, Work
-from rlcore.sched.roles import Round
+from rlcore.sched.roles import Kind, Round
 from rlcore.sched.stop import First
 
 Key = tuple[int, int]
@@ -86,7 +86,7 @@ class TailBatching:
         if self._round:
             raise RuntimeError("the round before has not been settled")
         self._sampling = sampling
-        self._is_long = all(len(self._queue[d]) >= n for d, n in self._quotas.items())
+        self._is_long = self.next_kind() == "long"
         if self._is_long:
             keys = [self._queue[d].popleft() for d, n in self._quotas.items() for _ in range(n)]
         else:
@@ -101,6 +101,11 @@ class TailBatching:
             more=self._more if self._dynamic else None,
         )
         return Round(work=work, stop=stop, kind="long" if self._is_long else "short")
+
+    def next_kind(self) -> Kind:
+        """Of the next round: long where the queue holds a step's prompts."""
+        enough = all(len(self._queue[d]) >= n for d, n in self._quotas.items())
+        return "long" if enough else "short"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
         """The round is over: `kept` is trained, `dropped` is not, for a reason; the others are late

@@ -89,6 +89,10 @@ class RelayChannel:
             "transient_gb": self._relay.transient_bytes / 1e9,
         }
 
+    def relayout(self, tp: int) -> None:
+        """From the next push on the engines have this tensor-parallel size; every rank says so."""
+        self._handover.relayout(tp)
+
     def _enter(
         self, learner: Learner | None, engine: Engine | None, version: int
     ) -> list[tuple[Shard, Tensor]]:

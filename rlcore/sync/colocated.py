@@ -52,17 +52,27 @@ class Handover:
             peers: those that push together; by default this rank alone.
             max_bytes: of the memory that is kept between pushes.
         """
-        self.peers = peers = peers or alone()
+        self.peers = peers or alone()
         """They hear what this rank's engine says."""
-        if tp < 1 or peers.world_size % tp:
-            raise ValueError(f"tp {tp}: must divide the {peers.world_size} ranks of the channel")
-        self.transport, self._tp, self._max_bytes = transport, tp, max_bytes
-        self.leads = peers.rank % tp == 0
-        """This rank is the one that talks to the engine."""
+        self.transport, self._max_bytes = transport, max_bytes
         self._room: SharedRoom | _Room | None = None
+        self.relayout(tp)
         self._engine: Engine | None = None
         self._on_gpu = 0
         self._given = 0
+
+    def relayout(self, tp: int) -> None:
+        """Between pushes: engines have this tensor-parallel size from now on."""
+        if tp < 1 or self.peers.world_size % tp:
+            raise ValueError(
+                f"tp {tp}: must divide the {self.peers.world_size} ranks of the channel"
+            )
+        self._tp = tp
+        self.leads = self.peers.rank % tp == 0
+        """This rank is the one that talks to the engine."""
+        if not self.leads and self._room is not None:
+            self._room.close()
+            self._room = None
 
     def takes(self, engine: Engine | None) -> bool:
         """Whether this rank needs buckets for its engine."""
@@ -180,7 +190,7 @@ class Handover:
             return None
         first = self.peers.rank - self.peers.rank % self._tp
         ranks = range(first, first + self._tp)
-        return self.peers.group(f"engine{first}", ranks, torch.device("cpu"))
+        return self.peers.group(f"engine{first}x{self._tp}", ranks, torch.device("cpu"))
 
 
 class ColocatedChannel:
@@ -234,6 +244,10 @@ class ColocatedChannel:
             "time_s": time.monotonic() - start,
             "transient_gb": meter.most / 1e9,
         }
+
+    def relayout(self, tp: int) -> None:
+        """From the next push on the engines have this tensor-parallel size; every rank says so."""
+        self._handover.relayout(tp)
 
     def _move(self, learner: Learner, engine: Engine | None, meter: ExportMeter) -> int:
         """All weights into the engine; their bytes."""

@@ -97,13 +97,16 @@ def save(run: Run) -> None:
 def _state(run: Run) -> dict[str, Any]:
     assert run.source is not None
     assert run.sampler is not None
-    return {
+    state = {
         "format": FORMAT,
         "step": run.step,
         "source": run.source.state(),
         "sampler": run.sampler.state(),
         "kl": run.kl.state(),
     }
+    if run.relayout is not None and run.relayout.policy is not None:
+        state["sizes"] = run.relayout.policy.state()
+    return state
 
 
 def prune(run: Run) -> None:
@@ -143,6 +146,8 @@ def load(run: Run, path: Path) -> None:
     if run.source is not None and run.sampler is not None:
         run.sampler.restore(state["sampler"])
         run.source.restore(state["source"], run.sampler.state()["num_rows"])
+    if run.relayout is not None and run.relayout.policy is not None and "sizes" in state:
+        run.relayout.policy.restore(state["sizes"])
     if run.rank == 0:
         set_later_aside(run)
         log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlcore.algos.kl import AdaptiveController
 from rlcore.config.schema import Config
@@ -17,6 +17,9 @@ from rlcore.rollout.round import Rollout
 from rlcore.sched.roles import Source
 from rlcore.trainer.memory import Residency
 from rlcore.utils.spans import Spans
+
+if TYPE_CHECKING:
+    from rlcore.trainer.relayout import Relayout
 
 
 class Sampler(Protocol):
@@ -54,6 +57,8 @@ class Run:
     kl: AdaptiveController = field(default_factory=lambda: AdaptiveController(0.0, 1))
     """Scales the KL's coefficients."""
     engine_ranks: Sequence[int] = ()
+    relayout: "Relayout | None" = None
+    """Where the engines may change their size between steps."""
     memory: Residency | None = None
     """Measures at every switch of the device between engine and learner."""
     source: Source | None = None

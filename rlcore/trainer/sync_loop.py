@@ -8,7 +8,7 @@ import os
 import signal
 
 from rlcore.records import EndRound, Group
-from rlcore.trainer import credit, evaluate, learn, phases, plan, report, resume
+from rlcore.trainer import credit, evaluate, learn, phases, plan, relayout, report, resume
 from rlcore.trainer.run import Run
 from rlcore.utils import seed as seeds
 
@@ -19,6 +19,7 @@ WRITTEN = ("weights", "optimizer")
 def train(run: Run) -> None:
     """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint."""
     cfg = run.cfg
+    relayout.before_push(run)  # C
     with run.spans.phase("sync"):
         push_weights(run, run.step)
     if run.step == 0 and cfg.eval.at_start:
@@ -67,6 +68,7 @@ def one_step(run: Run) -> None:
         batches = phases.batches(run, todo, samples)
     phases.engine_sleeps(run)
     learn.all_models(run, todo, batches, baselines)
+    relayout.before_push(run)  # C
     with spans.phase("sync"):
         push_weights(run, run.step)
     rollout_metrics(run, groups, end.stats, todo)
@@ -79,6 +81,7 @@ def next_groups(run: Run) -> EndRound:
     todo = run.source.next_round(run.sampling)
     end = run.rollout.run(todo.work, todo.stop)
     run.source.settle([g.id for g in end.groups], end.dropped)
+    relayout.note(run, todo.kind, end.stats)
     run.pending |= run.source.metrics()
     return end
 

@@ -330,6 +330,8 @@ def test_counters_add_up_and_a_group_is_prefilled_once(lab):
     assert once - 6 <= sum(s.prefill_tokens for s in stats) <= once
     assert 40 <= sum(s.decode_steps for s in stats) <= generated
     assert sum(s.busy_s for s in stats) > 0
+    held = generated + once
+    assert 0 < max(s.cache_used for s in stats) <= 1 and stats[-1].cache_tokens >= held
 
 
 # ---- the law
@@ -644,8 +646,12 @@ def test_a_full_cache_preempts_and_changes_no_sample(lab):
     whole = run(lab.make(), todo)
     engine = lab.make(cache_tokens=128)
     engine.submit(todo)
-    events = collect(engine, ended(len(todo)))
+    events = collect(
+        engine,
+        lambda es: ended(len(todo))(es) and any(isinstance(e, Stats) and not e.running for e in es),
+    )
     assert any(isinstance(e, Preempted) for e in events)
+    assert max(e.cache_used for e in events if isinstance(e, Stats)) > 0.7
     assert_same(lab, samples(events), whole, todo)
 
 

@@ -95,3 +95,19 @@ def telling():
         raise ValueError(f"{seen} {heavy} {os.environ['OMP_NUM_THREADS']}")
 
     return Odd(resume=tell)
+
+
+def sized(tp):
+    """Ends at once where it is asked for more ranks than 2, and says its size otherwise."""
+    if tp > 2:
+        raise RuntimeError(f"{tp} ranks are too many")
+    return Odd(poll=None, resume=lambda: _refuse(f"size {tp}"))
+
+
+def _refuse(text):
+    raise RuntimeError(text)
+
+
+def slow_to_start():
+    """Never gets ready."""
+    time.sleep(3600)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -124,6 +125,27 @@ def test_sglang_refuses_what_is_the_torch_engines(argv, key):
     assert rules.broken(parse(base)) == []
     [line] = rules.broken(parse([*base, "--rollout.engine", "sglang", "--rollout.tp", "2"]))
     assert line.startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rollout.adaptive_tp", ""),
+        ("--rollout.adaptive_tp --rollout.tp 2 --rollout.max_tp 8", ""),
+        ("--debug.rollout_tp 1 2 1", ""),
+        ("--rollout.max_tp 4", "--rollout.max_tp 4: has no effect without"),
+        ("--rollout.adaptive_tp --rollout.tp 3", "--rollout.tp 3 .* powers of two"),
+        ("--rollout.adaptive_tp --rollout.max_tp 6", "--rollout.max_tp 6: with .* powers of two"),
+        ("--rollout.adaptive_tp --rollout.tp 4 --rollout.max_tp 2", "at least rollout.tp 4"),
+        ("--rollout.adaptive_tp --debug.rollout_tp 1 2", "--debug.rollout_tp 1 2: .* leave one"),
+        ("--debug.rollout_tp 0", "--debug.rollout_tp 0: each must be at least 1"),
+        ("--rollout.engine torch --rollout.adaptive_tp", "--rollout.adaptive_tp: .* sglang"),
+    ],
+)
+def test_engines_that_change_their_size_have_rules(words, said):
+    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+    found = rules.broken(parse([*base, "--rollout.engine", "sglang", *words.split()]))
+    assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
 
 
 @pytest.mark.parametrize(

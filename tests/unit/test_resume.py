@@ -33,6 +33,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
         step=0,
         learner=SimpleNamespace(load=lambda path: None),
         critic=None,
+        relayout=None,
         kl=AdaptiveController(0.1, 100),
         source=None,
         sampler=None,

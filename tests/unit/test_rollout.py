@@ -271,6 +271,9 @@ class Phoenix:
 
     def fail(self, reason: str) -> None: ...
 
+    def is_starting(self, timeout_s: float) -> bool:
+        return False
+
     def restart(self) -> None:
         self.down = ""
         self._engine.resume()

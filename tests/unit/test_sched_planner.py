@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.sched.planner import TPPlanner
+from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.sched.reward import AdaptiveTimeout
 
 
@@ -31,6 +31,23 @@ def test_nothing_is_halved_below_one_or_while_caches_are_full():
     assert planner.after("short", 0, cache_used=0.5) == 1
 
 
+def test_nothing_is_halved_below_the_smallest_size_that_has_room():
+    assert sizes(TPPlanner(4, 8, min_tp=2), [0] * 12) == [4] * 3 + [2] * 9
+    with pytest.raises(ValueError, match="tp 1: a power of two, at least 2"):
+        TPPlanner(1, 8, min_tp=2)
+
+
+def test_listed_sizes_are_of_rounds_and_the_last_one_holds():
+    listed, found = Listed([1, 2, 1, 4]), []
+    for _ in range(6):
+        found.append(listed.size("all"))
+        listed.after("all", 0)
+    assert found == [1, 2, 1, 4, 4, 4]
+    again = Listed([1, 2, 1, 4])
+    again.restore({"rounds": 1})
+    assert again.size("short") == 2 and again.state() == {"rounds": 1}
+
+
 def test_short_and_long_rounds_do_not_know_of_each_other():
     """Alternating, their preemptions would look like a sudden rise in every other round."""
     planner = TPPlanner(2, 8)
@@ -52,13 +69,13 @@ def test_a_restored_planner_goes_on():
     sizes(one, [5, 0, 0, 0])
     two.restore(one.state())
     assert sizes(two, [0]) == sizes(one, [0]) == [2]
-    with pytest.raises(ValueError, match="engines of 2 ranks for short rounds, here are at most 1"):
+    with pytest.raises(ValueError, match="engines of 2 ranks for short rounds, here they"):
         TPPlanner(1, 1).restore(one.state())
 
 
 @pytest.mark.parametrize("tp", [0, 3, 16])
 def test_sizes_that_cannot_be_are_refused(tp):
-    with pytest.raises(ValueError, match=f"tp {tp}: a power of two, at most 8"):
+    with pytest.raises(ValueError, match=f"tp {tp}: a power of two, at least 1 and at most 8"):
         TPPlanner(tp, 8)
 
 

@@ -449,3 +449,42 @@ def test_the_memory_of_an_export_is_that_of_gathered_bundles_and_the_bucket(
     for _, tensor in meter.watched(learner.export()):
         del tensor
     assert meter.most == 100 + 1024
+
+
+# ---- engines of another size
+
+
+@pytest.mark.parametrize("route", ["gather", "intranode"])
+def test_engines_may_have_another_size_from_one_push_to_the_next(route: str) -> None:
+    """Two engines of a rank each, one over both, two again: who leads gets every bucket, with a
+    payload for every rank, and the other gets nothing."""
+
+    class Counting(Engine):
+        payloads: set[int] = set()
+
+        def load_bucket(self, bucket: Bucket, payloads: Any) -> None:
+            super().load_bucket(bucket, payloads)
+            self.payloads = self.payloads | {len(payloads)}
+
+    engines = [Counting(), Counting()]
+
+    def work(rank: int, store: Any) -> list[tuple[int, set[int]]]:
+        sent, found = channel(rank, 2, store, route=route), []
+        for version, tp in enumerate((1, 2, 1)):
+            sent.relayout(tp)
+            engines[rank].count, engines[rank].payloads = 0, set()
+            sent.push(Weights(rank, 2), engines[rank], version)
+            found.append((engines[rank].count, engines[rank].payloads))
+        return found
+
+    first, second = ranks(2, work)
+    assert [p for _, p in first] == [{1}, {2}, {1}] and [p for _, p in second] == [{1}, set(), {1}]
+    count = first[0][0]
+    assert count > 1 and [n for n, _ in first] == [count] * 3
+    assert [n for n, _ in second] == [count, 0, count]
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    sent = channel(0, 1, dist.HashStore())
+    with pytest.raises(ValueError, match="tp 2: must divide the 1 ranks of the channel"):
+        sent.relayout(2)

@@ -291,3 +291,37 @@ def test_messages_pass_where_descriptors_are_beyond_1023():
     theirs.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found == [message]
+
+
+def test_another_size_is_another_child_without_requests():
+    """Settings are asked for anew; what the old child held must have ended."""
+    size = {"tp": 1}
+    engine = ChildEngine(f"{ODD}sized", lambda: size, resize=lambda tp: size.update(tp=tp))
+    try:
+        first = engine.pid
+        engine.submit(endless(1, "s"))
+        with pytest.raises(RuntimeError, match="1 requests are running; abort them first"):
+            engine.relayout(2)
+        engine._live.clear()
+        engine.relayout(2)
+        assert not engine.is_starting(60.0)
+        assert engine.pid != first and gone(first) and not engine.poll(0.0)
+        with pytest.raises(RuntimeError, match="size 2"):
+            engine.resume()
+        engine.relayout(4)
+        assert not engine.is_starting(60.0)
+        assert "4 ranks are too many" in engine.down
+    finally:
+        engine.close()
+    with pytest.raises(RuntimeError, match="relayout: the engine is closed"):
+        engine.relayout(1)
+
+
+def test_a_child_that_is_on_its_way_up_is_told_from_one_that_works():
+    engine = ChildEngine(f"{ODD}slow_to_start", {})
+    try:
+        assert engine.is_starting(0.1)
+        engine.fail("it takes too long")
+        assert not engine.is_starting(0.1) and "takes too long" in engine.down
+    finally:
+        engine.close()

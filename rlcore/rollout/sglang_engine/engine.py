@@ -88,6 +88,8 @@ class _Flight:
     """Tokens that the request had before."""
     task: "asyncio.Task[None]" = field(init=False)
     retractions: int = 0
+    begun: bool = False
+    """It has had a token, so the cache holds what its request has."""
     deaf: bool = False
     """What still comes is dropped: the weights behind it are void."""
     followers: list[_Job] = field(default_factory=list)
@@ -178,6 +180,8 @@ class SGLangEngine:
         self._closed = False
         self._totals = _no_counts()
         self._grown: dict[RequestId, int] = {}
+        self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # begun flights of a prompt
+        self._cached = self._most_cached = 0  # tokens of begun flights, now and since the report
         self._busy_since = 0.0
 
         set_environment(kind, tp)
@@ -549,6 +553,14 @@ class SGLangEngine:
         job.tokens += new
         job.logps += logps
         job.versions += [self.version] * len(new)
+        if not flight.begun and new:
+            flight.begun = True
+            if not self._sharing.get(job.group):
+                self._cached += len(job.prompt)
+            self._sharing[job.group] = self._sharing.get(job.group, 0) + 1
+            self._cached += flight.base
+        self._cached += len(new)
+        self._most_cached = max(self._most_cached, self._cached)
         if not have and new:
             cached = meta.get("cached_tokens") or 0
             self._totals["prefill_tokens"] += max(0, meta["prompt_tokens"] - cached - 1)
@@ -576,6 +588,12 @@ class SGLangEngine:
 
     def _landed(self, job: _Job, flight: _Flight, reason: Mapping[str, Any]) -> None:
         job.flight = None
+        if flight.begun:
+            self._cached -= len(job.tokens)
+            self._sharing[job.group] -= 1
+            if not self._sharing[job.group]:
+                self._cached -= len(job.prompt)
+                del self._sharing[job.group]
         del self._flying[job]
         if not self._flying and not self._still:
             self._totals["busy_s"] += time.monotonic() - self._busy_since
@@ -711,9 +729,16 @@ class SGLangEngine:
             tails = tuple(map(self._tail, running)) if self._tell_tokens else ()
             self._emit(Progress, ids=ids, lengths=lengths, tails=tails)
         self._totals["decode_steps"] = max(self._grown.values(), default=0)
-        waiting = len(self._jobs) - len(running)
-        self._emit(Stats, **self._totals, running=len(running), waiting=waiting)
+        self._emit(
+            Stats,
+            **self._totals,
+            running=len(running),
+            waiting=len(self._jobs) - len(running),
+            cache_used=min(1.0, self._most_cached / self._server.cache_tokens),
+            cache_tokens=self._server.cache_tokens,
+        )
         self._totals, self._grown = _no_counts(), {}
+        self._most_cached = self._cached
 
 
 def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:

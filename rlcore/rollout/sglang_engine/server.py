@@ -50,6 +50,8 @@ class Server:
         self._closed = False
         self._watched = 0.0
         self.manager: Any = None
+        self.cache_tokens = 0
+        """Of the KV cache; known where the manager is."""
         self._engine: Any = None
         self._processes: list[Any] = []
         self._folder, self._lock = make_folder(config)
@@ -151,6 +153,8 @@ class Server:
             self._engine = Engine(**arguments)
             self.manager = self._engine.tokenizer_manager
             if self.manager is not None:
+                (info, *_) = self._engine._scheduler_init_result.scheduler_infos
+                self.cache_tokens = info["max_total_num_tokens"]
                 self.manager._subprocess_watchdog.stop()  # it would end this process unheard
             _unlink_loads(Path(self._folder))  # nobody reads them
         except BaseException as error:

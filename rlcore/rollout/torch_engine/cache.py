@@ -55,6 +55,10 @@ class Cache:
         """May `rows` rows, the longest of `longest` tokens, be held at once?"""
         return rows * columns(longest, self.budget) <= self.budget
 
+    def share(self, rows: int, longest: int) -> float:
+        """Of the budget that `rows` rows, the longest of `longest` tokens, take."""
+        return rows * columns(longest, self.budget) / self.budget
+
     def reserve(self, rows: int, longest: int, used: int) -> bool:
         """Make room for `rows` rows of up to `longest` tokens; the first `used` slots keep their
         contents. The caller has asked `fits`. True when the slabs are new."""

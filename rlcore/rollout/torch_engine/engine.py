@@ -266,6 +266,7 @@ class TorchEngine:
         self._paused = False
         self._closed = False
         self._totals = {"decode_steps": 0, "decode_tokens": 0, "prefill_tokens": 0, "busy_s": 0.0}
+        self._used = 0.0  # most of the cache since the last report, a share
         self._reported = clock()
 
     # ---- requests
@@ -580,6 +581,7 @@ class TorchEngine:
         self._requeue(lost)
         for job in lost:
             self._emit(Preempted, id=job.request.id)
+        self._used = max(self._used, self._cache.share(len(self._rows), longest))
         if self._cache.reserve(len(self._rows), longest, len(self._rows)):
             self._batch = None
 
@@ -739,8 +741,16 @@ class TorchEngine:
             tails = tuple(self._tail(job) for job in self._rows) if self._tell_tokens else ()
             self._emit(Progress, ids=ids, lengths=tuple(counts), tails=tails)
         waiting = len(self._jobs) - len(self._rows)
-        self._emit(Stats, **self._totals, running=len(self._rows), waiting=waiting)
+        self._emit(
+            Stats,
+            **self._totals,
+            running=len(self._rows),
+            waiting=waiting,
+            cache_used=self._used,
+            cache_tokens=self._cache.budget if self._cache is not None else 0,
+        )
         self._totals = dict.fromkeys(self._totals, 0) | {"busy_s": 0.0}
+        self._used = 0.0
 
 
 def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:

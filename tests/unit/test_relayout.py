@@ -1,0 +1,217 @@
+"""Engines that change their size between two steps, without engines."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.cli import assemble
+from rlcore.cli.world import World
+from rlcore.config.schema import Config, DebugConfig, RolloutConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.sched.planner import Listed, TPPlanner
+from rlcore.trainer import relayout
+from rlcore.trainer.relayout import Relayout
+from tests import kit
+
+HF = HFConfig.from_dict(kit.tiny_config("qwen3") | {"model_type": "qwen3"})
+
+
+class Engine:
+    """Starts when it was asked `slow` times whether it does."""
+
+    def __init__(self, said: list[str], slow: int = 0, dies: bool = False) -> None:
+        self.said, self.slow, self.dies, self.down = said, slow, dies, ""
+
+    def relayout(self, tp: int) -> None:
+        self.said.append(f"engine tp {tp}")
+
+    def is_starting(self, timeout_s: float) -> bool:
+        self.slow -= 1
+        if self.dies and self.slow < 0:
+            self.down = "out of memory"
+        return self.slow >= 0
+
+    def sleep(self, tags: list[str]) -> None:
+        self.said.append(f"engine sleep {' '.join(tags)}")
+
+    def fail(self, reason: str) -> None: ...
+
+    def restart(self) -> None: ...
+
+
+class Learner:
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def offload(self) -> None:
+        self.said.append("learner offload")
+
+
+def run_of(sizes: Relayout | None, *, offload: bool = False, engine: Any = None) -> Any:
+    said: list[str] = []
+    engine = engine or Engine(said)
+    engine.said = said
+    return SimpleNamespace(
+        cfg=SimpleNamespace(
+            run=SimpleNamespace(steps=9),
+            train=SimpleNamespace(offload=offload),
+            cluster=SimpleNamespace(timeout_s=0.05),
+        ),
+        said=said,
+        engine=engine,
+        learners=[Learner(said)],
+        relayout=sizes,
+        source=SimpleNamespace(next_kind=lambda: "short"),
+        rank=0,
+        world_size=1,
+        step=1,
+        engine_ranks=(0,),
+        pending={},
+        spans=SimpleNamespace(
+            alive=lambda: said.append("alive"), phase=lambda name: _Phase(said, name)
+        ),
+    )
+
+
+class _Phase:
+    def __init__(self, said: list[str], name: str) -> None:
+        self.said, self.name = said, name
+
+    def __enter__(self) -> None:
+        self.said.append(f"phase {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.said.append(f"end of {self.name}")
+
+
+def sizes_of(policy: Any, tp: int = 1) -> Relayout:
+    return Relayout(tp=tp, policy=policy, rebuild=lambda run, tp: run.said.append(f"rebuild {tp}"))
+
+
+def test_a_rise_of_preemptions_gives_the_next_round_of_that_kind_larger_engines() -> None:
+    run = run_of(sizes_of(TPPlanner(1, 2)))
+    for kind, preempted in (("short", 4), ("long", 9), ("short", 8)):
+        relayout.before_push(run)
+        assert not run.said  # nothing to be done
+        relayout.note(run, kind, {"sched/preemptions": float(preempted)})
+        assert run.pending["sched/rollout_tp"] == 1
+    relayout.before_push(run)
+    assert run.said == ["phase relayout", "engine tp 2", "rebuild 2", "end of relayout"]
+    assert run.relayout.tp == 2
+    run.source.next_kind = lambda: "long"  # of these there was no rise
+    relayout.before_push(run)
+    assert run.relayout.tp == 1
+    relayout.note(run, "long", {})
+    assert run.pending["sched/rollout_tp"] == 1
+
+
+def test_full_caches_keep_engines_large() -> None:
+    run = run_of(sizes_of(TPPlanner(2, 2), tp=2))
+    for _ in range(6):
+        relayout.note(run, "short", {"sched/cache_used": 0.95})
+        relayout.before_push(run)
+    assert run.relayout.tp == 2
+    relayout.note(run, "short", {"sched/cache_used": 0.5})
+    relayout.before_push(run)
+    assert run.relayout.tp == 1
+
+
+def test_the_learner_makes_room_for_engines_that_start_and_they_sleep_until_the_push() -> None:
+    run = run_of(sizes_of(Listed([2])), offload=True, engine=Engine([], slow=2))
+    run.cfg.cluster.timeout_s = 60
+    relayout.before_push(run)
+    assert run.said == [
+        "phase relayout",
+        "learner offload",
+        "engine tp 2",
+        "rebuild 2",
+        *("alive", "alive"),
+        "engine sleep weights kv_cache",
+        "end of relayout",
+    ]
+
+
+def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence() -> None:
+    run = run_of(sizes_of(Listed([2])), engine=Engine([], slow=10**9))
+    with pytest.raises(TimeoutError, match=r"timeout_s 0.05 is over: .* not started on rank 0; "):
+        relayout.before_push(run)
+
+
+def test_an_engine_that_dies_as_it_starts_is_left_to_the_push() -> None:
+    run = run_of(sizes_of(Listed([2])), engine=Engine([], slow=1, dies=True))
+    run.cfg.cluster.timeout_s = 60
+    relayout.before_push(run)
+    assert run.engine.down and run.relayout.tp == 2
+
+
+def test_after_the_last_step_and_without_the_switch_nothing_changes() -> None:
+    run = run_of(sizes_of(Listed([2])))
+    run.step = 9
+    relayout.before_push(run)
+    none = run_of(None)
+    relayout.before_push(none)
+    relayout.note(none, "all", {})
+    assert not run.said and not none.said and not none.pending
+
+
+# ---- what it is made of
+
+
+def config(**rollout: Any) -> Config:
+    listed = rollout.pop("listed", ())
+    return Config(
+        rollout=RolloutConfig(engine="sglang", **rollout),
+        train=TrainConfig(tp=1),
+        debug=DebugConfig(rollout_tp=listed),
+    )
+
+
+def world(size: int, rank: int = 0) -> World:
+    return World(rank, size, rank, torch.device("cpu"), None)
+
+
+def test_larger_engines_hold_and_decode_more() -> None:
+    cfg = assemble.with_tp(config(tp=2, max_running=64, cache_tokens=1000), 4)
+    r = cfg.rollout
+    assert (r.tp, r.max_running, r.cache_tokens) == (4, 128, 2000)
+    r = assemble.with_tp(cfg, 1).rollout
+    assert (r.tp, r.max_running, r.cache_tokens) == (1, 32, 500)
+
+
+def test_sizes_go_as_far_as_ranks_heads_and_caches_allow(monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert HF.num_heads == 4
+
+    def bounds(**rollout: Any) -> tuple[int, int]:
+        found = assemble.make_relayout(config(adaptive_tp=True, **rollout), HF, world(8))
+        return found.policy._min, found.policy._max
+
+    assert bounds(tp=1) == (1, 4)  # 4 heads
+    assert bounds(tp=2, max_tp=2) == (1, 2)
+    longest = 128
+    assert HF.max_positions >= longest
+    monkeypatch.setattr(assemble.memory, "longest", lambda cfg, hf: longest)
+    assert bounds(tp=2, cache_tokens=2 * longest - 1) == (2, 4)  # half of it holds no sequence
+
+
+def test_only_rank_0_decides() -> None:
+    cfg = config(adaptive_tp=True)
+    assert assemble.make_relayout(cfg, HF, world(2)).policy is not None
+    assert assemble.make_relayout(cfg, HF, world(2, rank=1)).policy is None
+    assert assemble.make_relayout(config(), HF, world(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"listed": (1, 3)}, "--debug.rollout_tp 3: must divide the 2 ranks"),
+        ({"adaptive_tp": True, "max_tp": 4}, "--rollout.max_tp 4: must divide the 2 ranks"),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide_by_are_refused(
+    rollout: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        assemble.make_relayout(config(**rollout), HF, world(2))
