@@ -8,6 +8,7 @@ COMMANDS = {
     "sft": "make and warm-start the tiny model",
     "plot": "draw runs: python -m rlcore plot RUN...",
     "sim": "what a cluster would do: python -m rlcore sim rollpacker --figure 11",
+    "profile": "measure the rollout engine here: the best --rollout.tp, and a table for sim",
     "env": "what is installed here, to paste into a report",
 }
 

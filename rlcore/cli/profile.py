@@ -1,0 +1,311 @@
+"""`python -m rlcore profile`: what the rollout engine costs on this machine, by its size.
+
+    python -m rlcore profile --model.path MODEL --rollout.engine sglang --tp 1 2 --out profile.json
+
+Writes the table that `rlcore/sim/profile.py` describes and says with which `--rollout.tp` a run
+should start. Further keys are those of `rlcore train`: the engine is started as a run would start
+it, with random weights, one size after the other.
+
+A decode step is timed between the moment at which all sequences have tokens and their end, which
+comes for all of them at once; a prefill from the request to its only token. Every row is the median
+of three.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from rlcore.records import AnyEvent, Down, Finished, Progress, Request, Sampling, Stats
+from rlcore.sim import profile
+from rlcore.sim.profile import Decode, Layout, Prefill
+
+if TYPE_CHECKING:  # torch takes seconds that --help should not pay
+    from rlcore.cli.world import World
+    from rlcore.config.schema import Config
+    from rlcore.hf.config import HFConfig
+    from rlcore.rollout.child import ChildEngine
+
+LEAST_S = 0.3
+"""A decode step is the mean of as many as take this long, up to --steps of them."""
+FEWEST = 16
+"""Steps at least."""
+REPEATS = 3
+"""Of every row, which is their median."""
+REPORT_S = 0.02
+"""Interval of the engine's reports."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 2 where the command line cannot work, 1 where an engine fails."""
+    p = argparse.ArgumentParser(
+        prog="python -m rlcore profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--out", type=Path, default=Path("profile.json"))
+    p.add_argument("--tp", type=int, nargs="+", help="sizes; default: rollout.tp")
+    p.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences of a rank")
+    p.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        help="tokens of a sequence; default: 1/8 and 1/2 of the longest",
+    )
+    p.add_argument("--steps", type=int, default=256, help="most decode steps of a row")
+    a, rest = p.parse_known_args(list(argv))
+    try:
+        return run(a, rest)
+    except ValueError as e:
+        print(e, file=sys.stderr)
+        return 2
+    except (RuntimeError, OSError) as e:
+        print(f"rlcore profile: {e}", file=sys.stderr)
+        return 1
+
+
+def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Measure, print, write."""
+    import torch
+
+    from rlcore.cli import assemble, settings
+    from rlcore.cli.world import World
+    from rlcore.metrics.jsonl import write_atomic
+    from rlcore.trainer import memory
+
+    cfg = settings.parse(rest)
+    for name, values in (("tp", a.tp or [1]), ("batch", a.batch), ("steps", [a.steps])):
+        if min(values) < 1:
+            raise ValueError(f"--{name} {min(values)}: must be at least 1")
+    sizes = sorted(set(a.tp or [cfg.rollout.tp]))
+    if cfg.rollout.engine == "torch" and sizes != [1]:
+        raise ValueError(f"--tp {sizes[-1]}: the torch engine is one rank; give 1, or sglang")
+    hf = assemble.model_config(cfg)
+    longest = memory.longest(cfg, hf)
+    contexts = sorted(set(a.context or [max(longest // 8, 1), max(longest // 2, 1)]))
+    if contexts[0] < 1 or contexts[-1] + FEWEST > hf.max_positions:
+        raise ValueError(
+            f"--context {contexts[0]} to {contexts[-1]}: at least 1, and with {FEWEST} steps at "
+            f"most the model's {hf.max_positions} positions"
+        )
+    cuda = torch.cuda.is_available()
+    here = World(0, 1, 0, torch.device("cuda", 0) if cuda else torch.device("cpu"), None)
+    before = os.getloadavg()[0]
+    layouts = []
+    for tp in sizes:
+        layouts.append(measure(cfg, hf, here, tp, a.batch, contexts, a.steps))
+        print("\n".join(rows_of(layouts[-1], heading=tp == sizes[0])), flush=True)
+    load = before, os.getloadavg()[0]
+    per_rank, context = max(a.batch), contexts[-1]
+    best = profile.best(layouts, per_rank, context)
+    head = {
+        "engine": cfg.rollout.engine,
+        "model": cfg.model.path,
+        "device": torch.cuda.get_device_name(0) if cuda else f"cpu, {os.cpu_count()} cores",
+        "dtype": memory.engine_dtype(cfg),
+        "load": load,
+    }
+    table = profile.to_json(layouts, best_tp=best, head=head)
+    a.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(a.out, json.dumps(table, indent=1) + "\n")
+    rates = ", ".join(
+        f"tp {x.tp} {profile.rate(x.cost, x.tp, per_rank, context):.0f}" for x in layouts
+    )
+    print(
+        f"\nbest: --rollout.tp {best} (tokens/s of a rank that has {per_rank} sequences of "
+        f"{context} tokens: {rates})"
+    )
+    if max(load) > (os.cpu_count() or 1) and not cuda:
+        print(f"note: the load average was {max(load):.1f}: others were at work, measure anew")
+    print(a.out)
+    return 0
+
+
+def rows_of(layout: Layout, *, heading: bool) -> list[str]:
+    """The table for people."""
+    lines = ["  tp  sequences  context  ms/step  tokens/s/rank"] if heading else []
+    for r in layout.decode:
+        rate = r.sequences / r.step_s / layout.tp
+        lines.append(
+            f"{layout.tp:4}{r.sequences:11}{r.context:9.0f}{1000 * r.step_s:9.2f}{rate:15.0f}"
+        )
+    c = layout.cost
+    lines.append(
+        f"{layout.tp:4}  step {1e3 * c.step_s:.3g} ms + {1e6 * c.sequence_s:.3g} us a sequence + "
+        f"{1e9 * c.context_s:.3g} ns a token of context, within "
+        f"{profile.error(c, layout.decode):.0%}; prefill {1e6 * c.prefill_s:.3g} us a token; "
+        f"{c.cache_tokens:.0f} tokens of cache; started in {layout.start_s:.1f} s"
+    )
+    return lines
+
+
+def measure(
+    cfg: "Config",
+    hf: "HFConfig",
+    here: "World",
+    tp: int,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    steps: int,
+) -> Layout:
+    """An engine of one size. Rows that its cache has no room for are left out; ValueError where
+    that leaves none."""
+    start = time.monotonic()
+    most = min(hf.max_positions, max(contexts) + steps)
+    engine = start_engine(cfg, hf, here, tp, max(batches) * tp, most)
+    try:
+        engine.begin_load(0)  # it waits for the start
+        start_s = time.monotonic() - start
+        load_random(engine, hf, tp, cfg.run.seed)
+        bench = Bench(engine, hf.vocab_size, most, cfg.rollout.deadline_s)
+        bench.decode(1, 1, FEWEST)  # warm, and the reports have said how large the cache is
+        decode = []
+        for context in contexts:
+            for batch in sorted(set(batches)):
+                if (row := bench.row(batch * tp, context, steps)) is not None:
+                    decode.append(row)
+        lengths = sorted({max(1, c // 4) for c in contexts} | set(contexts))
+        prefill = [bench.prefill(n) for n in lengths if n < bench.cache_tokens]
+    finally:
+        engine.close()
+    cost = profile.fit(decode, prefill, bench.cache_tokens)
+    return Layout(tp=tp, cost=cost, start_s=start_s, decode=decode, prefill=prefill)
+
+
+def start_engine(
+    cfg: "Config", hf: "HFConfig", here: "World", tp: int, max_running: int, max_model_tokens: int
+) -> "ChildEngine":
+    """In a child process and over the first `tp` ranks of this node, on its way up."""
+    from rlcore.cli import assemble
+    from rlcore.rollout.child import ChildEngine
+
+    sized = assemble.with_tp(cfg, tp)
+    settings = assemble.engine_settings(sized, hf, here) | {
+        "max_running": max_running,
+        "max_model_tokens": max_model_tokens,
+        "progress_s": REPORT_S,
+    }
+    factory = assemble.TORCH_ENGINE
+    if cfg.rollout.engine == "sglang":
+        factory, settings["tp"] = assemble.SGLANG_ENGINE, tp
+    return ChildEngine(
+        factory,
+        settings,
+        threads=cfg.rollout.threads,
+        deadline_s=cfg.cluster.timeout_s,
+        start_s=cfg.cluster.timeout_s,
+    )
+
+
+def load_random(engine: "ChildEngine", hf: "HFConfig", tp: int, seed: int) -> None:
+    """Weights of which only the sizes matter."""
+    import torch
+
+    from rlcore.hf.names import expected
+    from rlcore.sync.pack import MAX_BYTES, pack
+    from rlcore.utils.buckets import shared
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in expected(hf).items():
+            scale = 1.0 if name.endswith("norm.weight") else 0.02
+            yield name, torch.rand(shape, generator=generator) * scale
+
+    for bucket, buffer in pack(weights(), MAX_BYTES):
+        with shared(buffer) as path:
+            named = msgspec.structs.replace(bucket, transport="shm")
+            engine.load_bucket(named, [path.encode()] * tp)
+    engine.end_load()
+
+
+class Bench:
+    """Sends requests and times what comes back."""
+
+    def __init__(self, engine: Any, vocab_size: int, most: int, deadline_s: float) -> None:
+        self._engine, self._vocab, self._most = engine, vocab_size, most
+        self._deadline_s = deadline_s
+        self._random = np.random.default_rng(0)
+        self._sent = 0
+        self.cache_tokens = 0
+
+    def row(self, sequences: int, context: int, steps: int) -> Decode | None:
+        """One row of the table; None where the cache has no room for it."""
+        count, most = min(FEWEST, steps), min(steps, max(2 * context, FEWEST))
+        rows: list[Decode] = []
+        while len(rows) < REPEATS:
+            prompt = max(1, min(context - count // 2, self._most - count))
+            if sequences * (prompt + count) > self.cache_tokens:
+                break
+            seconds, found = self.decode(sequences, prompt, count)
+            if found is not None and (seconds >= LEAST_S or 2 * count > most):
+                rows.append(found)
+            elif 2 * count > most:
+                raise RuntimeError(
+                    f"{sequences} sequences had not all begun when the first ended: more --steps "
+                    f"than {steps} or a longer --context is needed"
+                )
+            else:
+                count *= 2
+        return sorted(rows, key=lambda row: row.step_s)[len(rows) // 2] if rows else None
+
+    def decode(self, sequences: int, prompt: int, steps: int) -> tuple[float, Decode | None]:
+        """Let so many sequences grow from `prompt` by `steps` tokens: the seconds that were timed,
+        and the row; None where they were not all at work at one time."""
+        events = self._play(sequences, prompt, steps)
+        begun = [
+            e
+            for e in events
+            if isinstance(e, Progress) and len(e.ids) == sequences and min(e.lengths) > 0
+        ]
+        if not begun or sum(begun[0].lengths) >= sequences * steps:
+            return 0.0, None
+        first = sum(begun[0].lengths) / sequences
+        seconds = max(e.time for e in events if isinstance(e, Finished)) - begun[0].time
+        context = prompt + (first + steps) / 2
+        step_s = seconds / (steps - first)
+        return seconds, Decode(sequences=sequences, context=context, step_s=step_s)
+
+    def prefill(self, tokens: int) -> Prefill:
+        """One prompt to its first token."""
+        seconds = []
+        for _ in range(REPEATS):
+            start = time.monotonic()
+            self._play(1, tokens, 1)
+            seconds.append(time.monotonic() - start)
+        return Prefill(tokens=tokens, seconds=float(np.median(seconds)))
+
+    def _play(self, sequences: int, prompt: int, steps: int) -> list[AnyEvent]:
+        """All that the engine says until every sequence has ended. Prompts are all different."""
+        requests = []
+        for _ in range(sequences):
+            tokens = self._random.integers(0, self._vocab, prompt).astype(np.int32)
+            sampling = Sampling(max_tokens=steps)
+            requests.append(Request(id=f"p{self._sent}.0", prompt=tokens, sampling=sampling))
+            self._sent += 1
+        events: list[AnyEvent] = []
+        left, end = sequences, time.monotonic() + self._deadline_s
+        self._engine.submit(requests)
+        while left:
+            new = self._engine.poll(1.0)
+            events += new
+            for event in new:
+                if isinstance(event, Down):
+                    raise RuntimeError(event.reason)
+                if isinstance(event, Stats):
+                    self.cache_tokens = max(self.cache_tokens, event.cache_tokens)
+                left -= isinstance(event, Finished)
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"--rollout.deadline_s {self._deadline_s:g} is over: {left} of {sequences} "
+                    f"sequences of {prompt} + {steps} tokens have not ended"
+                )
+        return events
