@@ -129,6 +129,10 @@ class RewardResult(Record):
     error: str = ""
     """Why the score is a substitute: `timeout`, `crash`, or the exception's first line."""
     latency_s: float = 0.0
+    timeout_s: float = 0.0
+    """The deadline that it had, where deadlines adapt to prompts."""
+    anchor_s: float = 0.0
+    """The same as latency_s where deadlines adapt and this is a right answer."""
 
 
 class Work(Record):
@@ -269,6 +273,8 @@ class EndRound(Command):
     groups: tuple[Group, ...]
     dropped: dict[GroupId, str] = {}
     """Complete groups that do not count, and why; what is in neither was late."""
+    anchors: dict[str, float] = {}
+    """Seconds that the slowest right answer of the round took, by prompt (`sched/reward.py`)."""
     stats: dict[str, float] = {}
 
 

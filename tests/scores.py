@@ -21,6 +21,14 @@ def half(sample, prompt, text):
     return 0.0 if prompt.index % 2 else variety(sample, prompt, text)
 
 
+def hangs(sample, prompt, text):
+    """Of every group the first is right at once, the last never ends."""
+    k = int(sample.id.rpartition(".")[2])
+    if k == 3:
+        time.sleep(3600)
+    return 1.0 if k == 0 else 0.25
+
+
 def odd(sample, prompt, text):
     """Misbehaves in as many ways as a group has samples."""
     k = int(sample.id.rpartition(".")[2])

@@ -39,6 +39,7 @@ from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import free_port
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.planner import Listed, TPPlanner
+from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.roles import Sizes, Stop
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.tail_batching import TailBatching
@@ -102,7 +103,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     sizes = make_relayout(cfg, hf, world)
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = sampling_of(cfg, tokenizer)
-    scorer = make_scorer(cfg, world)
+    deadlines = make_deadlines(cfg)
+    scorer = make_scorer(cfg, world, deadlines)
     engine = make_engine(cfg, hf, world)
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, engine):
@@ -149,6 +151,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         channel=channel,
         rollout=rollout,
         sampling=sampling,
+        deadlines=deadlines,
         memory=residency,
         spans=Spans(listener=watch(cfg, world, screen, on_close)),
         screen=screen,
@@ -287,7 +290,15 @@ def ranks_per_node(world: World) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
-def make_scorer(cfg: Config, world: World) -> RewardService:
+def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
+    """Deadlines of rewards that adapt to prompts, where they shall."""
+    r = cfg.reward
+    if not r.adaptive_timeout:
+        return None
+    return AdaptiveTimeout(r.timeout_least_s, r.timeout_s, r.timeout_factor)
+
+
+def make_scorer(cfg: Config, world: World, deadlines: AdaptiveTimeout | None) -> RewardService:
     return RewardService(
         cfg.select.reward,
         config=cfg.reward,
@@ -296,6 +307,8 @@ def make_scorer(cfg: Config, world: World) -> RewardService:
         on_error=cfg.reward.on_error,
         seed=cfg.run.seed,
         log_file=run_folder(cfg) / "logs" / f"reward{world.rank}.log",
+        deadlines=deadlines,
+        right_score=cfg.reward.right_score,
     )
 
 

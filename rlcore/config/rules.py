@@ -67,6 +67,7 @@ def broken(cfg: Config) -> list[str]:
         *_data(cfg),
         *_batch(cfg),
         *_schedule(cfg),
+        *_reward(cfg),
         *_replay(cfg),
         *_algo(cfg),
         *_rollout(cfg),
@@ -118,6 +119,10 @@ def warnings(cfg: Config) -> list[str]:
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
     if r.sglang and r.engine != "sglang":
         out.append(f"--rollout.sglang {r.sglang[0]}: has no effect with rollout.engine {r.engine}")
+    for key in ("timeout_factor", "timeout_least_s", "right_score"):
+        value, usual = getattr(cfg.reward, key), getattr(type(cfg.reward)(), key)
+        if not cfg.reward.adaptive_timeout and value != usual:
+            out.append(f"--reward.{key} {value:g}: has no effect without --reward.adaptive_timeout")
     if cfg.sync.ranks_per_site and cfg.sync.route == "gather":
         out.append(
             f"--sync.ranks_per_site {cfg.sync.ranks_per_site}: has no effect with sync.route gather"
@@ -209,6 +214,23 @@ def _schedule(cfg: Config) -> list[str]:
         out.append(
             "--algo.adv_estimator remax: its greedy answers are no part of --schedule "
             "tail_batching; take --schedule all, or grpo"
+        )
+    return out
+
+
+def _reward(cfg: Config) -> list[str]:
+    r, out = cfg.reward, []
+    if not r.adaptive_timeout:
+        return []
+    if not 0 < r.timeout_least_s <= r.timeout_s:
+        out.append(
+            f"--reward.timeout_least_s {r.timeout_least_s:g}: must be above 0 and at most "
+            f"reward.timeout_s {r.timeout_s:g}"
+        )
+    if not r.timeout_factor >= 1:
+        out.append(
+            f"--reward.timeout_factor {r.timeout_factor:g}: must be at least 1, what a right "
+            "answer took is needed again"
         )
     return out
 

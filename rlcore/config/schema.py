@@ -218,6 +218,14 @@ class RewardConfig:
     """A sample that takes longer scores `on_error`; its process group is killed."""
     on_error: float = 0.0
     """Score of a sample whose reward function failed."""
+    adaptive_timeout: bool = False
+    """Once an answer to a prompt was right, others have `timeout_factor` times as long as the
+    slowest right one took, in all epochs; timeout_s at most, `timeout_least_s` at least."""
+    timeout_factor: float = 1.5
+    timeout_least_s: float = 2.0
+    """Also what a new child process may need for its first score."""
+    right_score: float = 1.0
+    """An answer of at least this score is right."""
 
 
 @Section

@@ -177,7 +177,8 @@ METRICS = [
     # the parts
     Metric("reward/latency_s/mean", "s", "mean time of one score"),
     Metric("reward/latency_s/max", "s", "longest time of one score"),
-    Metric("reward/timeouts", "samples", "scores that took longer than reward.timeout_s"),
+    *_spread("reward/timeout_s", "s", "the deadlines, where reward.adaptive_timeout", "/mean /min"),
+    Metric("reward/timeouts", "samples", "scores that took longer than their deadline"),
     Metric("reward/errors", "samples", "scores replaced by reward.on_error, timeouts included"),
     Metric("reward/<name>", "", "mean of a detail that the reward function returned"),
     Metric("sched/long_round", "", "1: made of prompts that were late in earlier rounds"),

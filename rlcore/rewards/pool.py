@@ -35,6 +35,8 @@ class Entry:
 
     key: int
     id: str
+    prompt: str
+    """Its key for deadlines that adapt."""
     frame: bytes
 
 

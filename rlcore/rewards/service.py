@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from rlcore.records import Prompt, RequestId, RewardResult, Sample
 from rlcore.rewards.pool import Entry, Worker
 from rlcore.rewards.registry import resolve
 from rlcore.rewards.wire import READY, Job, Reply, SampleInfo, Start, frame
+from rlcore.sched.reward import AdaptiveTimeout, key_of
 from rlcore.utils import net
 from rlcore.utils.log import log
 
@@ -57,10 +58,14 @@ class RewardService:
         memory_gb: float = 8.0,
         start_timeout_s: float = 120.0,
         max_pending: int = 1 << 16,
+        deadlines: AdaptiveTimeout | None = None,
+        right_score: float = 1.0,
     ) -> None:
         """`config` is the section that `registry.config_class(reward)` describes. What the function
         prints goes to `log_file`, up to 4 MiB. A child that grows by more than `memory_gb` is
-        killed; 0 does not look. ValueError where the reward does not exist."""
+        killed; 0 does not look. `deadlines` shortens `timeout_s` for prompts that have an answer of
+        at least `right_score`; what it holds is the caller's to save. ValueError where the reward
+        does not exist."""
         for key, value, good in (
             ("workers", workers, workers >= 1),
             ("timeout_s", timeout_s, timeout_s > 0),
@@ -71,6 +76,7 @@ class RewardService:
         self._reward, self._timeout_s, self._on_error = reward, timeout_s, on_error
         self._memory, self._start_timeout_s = memory_gb * 2**30, start_timeout_s
         self._max_pending, self._num_workers = max_pending, workers
+        self._deadlines, self._right_score = deadlines, right_score
         self._start = frame(
             Start(
                 reward=reward,
@@ -134,7 +140,7 @@ class RewardService:
             raise ValueError(
                 f"row {prompt.index} of {prompt.source} cannot be sent to the reward: {error}"
             ) from error
-        entry = Entry(self._next_key, id, data)
+        entry = Entry(self._next_key, id, key_of(prompt), data)
         self._next_key += 1
         self._pending.add(id)
         with self._changed:
@@ -166,6 +172,12 @@ class RewardService:
         self._pending.difference_update(ids)
         if gone:
             os.eventfd_write(self._wake, 1)
+
+    def learn(self, anchors: Mapping[str, float]) -> None:
+        """Seconds that right answers took at other ranks, by `sched.reward.key_of` their prompt."""
+        if self._deadlines is not None:
+            with self._changed:
+                self._deadlines.learn(anchors)
 
     def close(self) -> None:
         """End all children. Pending samples are dropped. Safe to call twice."""
@@ -257,7 +269,12 @@ class RewardService:
     def _end_of(self, worker: Worker) -> float | None:
         if not worker.ready:
             return worker.started + self._start_timeout_s
-        return worker.head_since + self._timeout_s if worker.inflight else None
+        return worker.head_since + self._limit_s(worker.inflight[0]) if worker.inflight else None
+
+    def _limit_s(self, entry: Entry) -> float:
+        """How long it may take, as far as is known now: another's answer may shorten it while it
+        runs."""
+        return self._deadlines.timeout_s(entry.prompt) if self._deadlines else self._timeout_s
 
     def _serve(self, worker: Worker, what: str, events: int) -> None:
         if what == "output":
@@ -300,8 +317,8 @@ class RewardService:
         self._latency_s += 0.1 * (reply.result.latency_s - self._latency_s)
         self._latency_s = max(self._latency_s, 1e-6)
         result = reply.result
-        if result.latency_s > self._timeout_s:
-            result = msgspec.structs.replace(result, error=self._timeout_text())
+        if result.latency_s > self._limit_s(entry):
+            result = msgspec.structs.replace(result, error=self._timeout_text(entry))
         self._settle(entry, result, worker)
         worker.retiring |= reply.retire
 
@@ -312,8 +329,8 @@ class RewardService:
         worker.ready = True
         worker.start_rss = worker.rss()
 
-    def _timeout_text(self) -> str:
-        return f"timeout after {self._timeout_s:g} s"
+    def _timeout_text(self, entry: Entry) -> str:
+        return f"timeout after {round(self._limit_s(entry), 3):g} s"
 
     def _settle(self, entry: Entry, result: RewardResult, worker: Worker) -> None:
         """A sample has its score, or the substitute."""
@@ -323,11 +340,23 @@ class RewardService:
             )
             self._tell(entry, result.error, worker)
         with self._changed:
+            if self._deadlines is not None:
+                result = self._measured(self._deadlines, entry, result)
             if entry.id in self._cancelled:
                 self._cancelled.discard(entry.id)
                 return
             self._done.append((entry.id, result))
             self._changed.notify()
+
+    def _measured(
+        self, deadlines: AdaptiveTimeout, entry: Entry, result: RewardResult
+    ) -> RewardResult:
+        """The result with its deadline; a right answer is a measure for later ones."""
+        limit, is_right = self._limit_s(entry), not result.error
+        is_right = is_right and result.score >= self._right_score
+        deadlines.scored(entry.prompt, result.latency_s, is_right)
+        anchor_s = result.latency_s if is_right else 0.0
+        return msgspec.structs.replace(result, timeout_s=limit, anchor_s=anchor_s)
 
     def _tell(self, entry: Entry, error: str, worker: Worker) -> None:
         """Log a failure with its sample; a kind of error that repeats is told every so often."""
@@ -361,7 +390,7 @@ class RewardService:
             # replies may wait that came while this thread could not run
             if self._receive(worker) and worker.inflight and worker.inflight[0] is head:
                 worker.print_stack()
-                self._replace(worker, self._timeout_text())
+                self._replace(worker, self._timeout_text(head))
 
     def _check_memory(self) -> None:
         now = time.monotonic()

@@ -12,6 +12,8 @@ will do the same with virtual replicas. The same events in the same order give t
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from msgspec import structs
+
 from rlcore.records import (
     Abort,
     Aborted,
@@ -39,6 +41,7 @@ from rlcore.records import (
     is_baseline,
 )
 from rlcore.sched.race import ByTokens, Race
+from rlcore.sched.reward import key_of
 from rlcore.sched.roles import GroupState, Place, RequestState, Stop
 
 ALIVE_INTERVAL_S = 20.0
@@ -315,11 +318,23 @@ class Controller:
         groups = tuple(self._group(self._groups[g]) for g in kept)
         aborts = self._close(self._groups)
         self._stats |= self._reward_stats(groups) | self._surplus_stats(kept)
-        ends = [
-            EndRound(rank=r, groups=groups, dropped=self._dropped, stats=self._stats)
-            for r in self._all_ranks
-        ]
-        return [*aborts, *ends]
+        end = EndRound(
+            rank=0,
+            groups=groups,
+            dropped=self._dropped,
+            anchors=self._anchors(),
+            stats=self._stats,
+        )
+        return [*aborts, *(structs.replace(end, rank=r) for r in self._all_ranks)]
+
+    def _anchors(self) -> dict[str, float]:
+        """What the right answers of this round took at most, where deadlines adapt."""
+        found: dict[str, float] = {}
+        for r in self._requests.values():
+            if r.result is not None and r.result.anchor_s:
+                key = key_of(self._groups[group_of(r.id)].work.prompt)
+                found[key] = max(r.result.anchor_s, found.get(key, 0.0))
+        return found
 
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
         """Of what was started and not kept. `sched/length_shift`: by how much the kept responses of
@@ -348,6 +363,9 @@ class Controller:
             "reward/latency_s/mean": sum(latency) / len(latency),
             "reward/latency_s/max": max(latency),
         }
+        if limits := [r.timeout_s for r in results if r.timeout_s]:
+            out["reward/timeout_s/mean"] = sum(limits) / len(limits)
+            out["reward/timeout_s/min"] = min(limits)
         for name in dict.fromkeys(name for r in results for name in r.details):
             values = [r.details[name] for r in results if name in r.details]
             out[f"reward/{name}"] = sum(values) / len(values)

@@ -3,7 +3,7 @@ to the controller. Tokens stay here until `route` sends them to the rank that tr
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -43,6 +43,8 @@ class Scorer(Protocol):
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]: ...
 
     def cancel(self, ids: Collection[RequestId]) -> None: ...
+
+    def learn(self, anchors: Mapping[str, float]) -> None: ...
 
 
 class Agent:
@@ -88,6 +90,8 @@ class Agent:
                 heard = time.monotonic()
                 if isinstance(command, EndRound):
                     self._drain()
+                    if command.anchors:
+                        self._scorer.learn(command.anchors)
                     return command
                 self._obey(command)
                 command = self._hub.receive("agent", AnyCommand, 0.0)

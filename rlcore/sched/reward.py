@@ -12,9 +12,17 @@ one. The paper keeps anchors by test case and takes the factor 1.5, its code by 
 from collections.abc import Mapping
 from typing import Any
 
+from rlcore.records import Prompt
+
+
+def key_of(prompt: Prompt) -> str:
+    """The name of a prompt in all epochs and over restarts."""
+    return f"{prompt.source}/{prompt.index}"
+
 
 class AdaptiveTimeout:
-    """Deadlines by prompt."""
+    """Deadlines by prompt. Every rank has one for the rewards that it asks for; what the others saw
+    comes at the end of a round."""
 
     def __init__(self, least_s: float = 2.0, most_s: float = 30.0, factor: float = 1.5) -> None:
         """ValueError where the numbers make no deadline."""
@@ -36,6 +44,11 @@ class AdaptiveTimeout:
         """An answer was scored in this time; one that ran out of time is not right."""
         if is_right:
             self._anchors[prompt] = max(seconds, self._anchors.get(prompt, 0.0))
+
+    def learn(self, anchors: Mapping[str, float]) -> None:
+        """What right answers took elsewhere, by prompt."""
+        for prompt, seconds in anchors.items():
+            self.scored(prompt, seconds, is_right=True)
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs; plain JSON."""

@@ -103,6 +103,7 @@ def _state(run: Run) -> dict[str, Any]:
         "source": run.source.state(),
         "sampler": run.sampler.state(),
         "kl": run.kl.state(),
+        "deadlines": run.deadlines.state() if run.deadlines is not None else None,
     }
     if run.relayout is not None and run.relayout.policy is not None:
         state["sizes"] = run.relayout.policy.state()
@@ -143,6 +144,8 @@ def load(run: Run, path: Path) -> None:
         run.critic.load(path / "critic")
     run.kl.restore(state["kl"])
     run.step = state["step"]
+    if run.deadlines is not None and state.get("deadlines"):
+        run.deadlines.restore(state["deadlines"])
     if run.source is not None and run.sampler is not None:
         run.sampler.restore(state["sampler"])
         run.source.restore(state["source"], run.sampler.state()["num_rows"])

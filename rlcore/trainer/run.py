@@ -14,6 +14,7 @@ from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Engine, Learner, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rollout.round import Rollout
+from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.roles import Source
 from rlcore.trainer.memory import Residency
 from rlcore.utils.spans import Spans
@@ -56,6 +57,8 @@ class Run:
     """The value model, where the advantages need one."""
     kl: AdaptiveController = field(default_factory=lambda: AdaptiveController(0.0, 1))
     """Scales the KL's coefficients."""
+    deadlines: AdaptiveTimeout | None = None
+    """Of rewards, where they adapt to prompts."""
     engine_ranks: Sequence[int] = ()
     relayout: "Relayout | None" = None
     """Where the engines may change their size between steps."""

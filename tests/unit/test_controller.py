@@ -119,6 +119,20 @@ def test_a_second_reward_for_the_same_response_is_ignored():
     assert end.groups[0].scores == (1.0, 0.0)
 
 
+def test_what_right_answers_took_is_told_to_all_ranks_by_prompt():
+    c = controller([0, 1])
+    c.start(work(2, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    c.handle(Ready(rank=1), 0.0)
+    for rank, id, anchor_s in ((0, "t0.0", 3.0), (0, "t0.1", 2.0), (1, "t1.0", 0.0)):
+        c.handle(Finished(rank=rank, id=id, num_tokens=5, finish="stop"), 1.0)
+        result = RewardResult(score=1.0, timeout_s=4.0, anchor_s=anchor_s)
+        c.handle(Rewarded(rank=rank, id=id, result=result), 1.0)
+    ends = finish(c, 1, "t1.1")
+    assert [(e.rank, e.anchors) for e in ends] == [(0, {"s/0": 3.0}), (1, {"s/0": 3.0})]
+    assert ends[0].stats["reward/timeout_s/mean"] == ends[0].stats["reward/timeout_s/min"] == 4.0
+
+
 def test_requests_of_a_dead_engine_start_again_on_another():
     c = controller([0, 1])
     c.start(work(2, 2), 0.0)

@@ -26,6 +26,9 @@ class Idle:
     def cancel(self, ids) -> None:
         assert not ids
 
+    def learn(self, anchors) -> None:
+        self.learned = anchors
+
 
 def submit(id: str) -> Submit:
     tokens = np.array([3, 4], np.int32)
@@ -66,3 +69,11 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
                 assert future.result(20) is end
         finally:
             engine.close()
+
+
+def test_the_end_of_a_round_tells_the_reward_service_what_right_answers_took() -> None:
+    hub, scorer = LocalHub(), Idle()
+    agent = Agent(hub, None, scorer, str, 20.0)
+    hub.send(0, "agent", EndRound(rank=0, groups=(), anchors={"s/0": 3.0}))
+    agent.run_round()
+    assert scorer.learned == {"s/0": 3.0}

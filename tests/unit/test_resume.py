@@ -35,6 +35,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
         critic=None,
         relayout=None,
         kl=AdaptiveController(0.1, 100),
+        deadlines=None,
         source=None,
         sampler=None,
     )

@@ -18,6 +18,7 @@ import pytest
 
 from rlcore.config.schema import RewardConfig
 from rlcore.rewards.service import RewardService
+from rlcore.sched.reward import AdaptiveTimeout
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
 
 USER_CODE = '''
@@ -63,6 +64,7 @@ def score(sample, prompt, text):
             LEAK.append(bytearray(8 << 20))
             time.sleep(0.01)
     if kind == "memory_error": raise MemoryError
+    if kind == "half": return 0.5
     if kind == "pid": return os.getpid()
     if kind == "random": return random.random()
     if kind == "junk":
@@ -148,6 +150,42 @@ def test_the_deadline_counts_from_a_samples_own_start_not_from_its_submission(ma
     results = _score(make(timeout_s=1.0), *["sleep 0.3"] * 4)
     assert [r.score for r in results] == [1.0] * 4, "1.2 s of work in all, 0.3 s each"
     assert all(0.3 <= r.latency_s < 1 for r in results)
+
+
+def test_a_right_answer_shortens_the_deadline_of_its_own_prompt_alone(make):
+    """0.8 s instead of 60."""
+    deadlines = AdaptiveTimeout(least_s=0.8, most_s=60.0, factor=1.5)
+    service = make(timeout_s=60.0, deadlines=deadlines)
+    known, other = prompt_of("7", index=1), prompt_of("7", index=2)
+    for id, prompt, text in (
+        ("t0.0", known, "ok"),
+        ("t0.1", known, "sleep 100"),
+        ("t1.0", other, "sleep 1.0"),
+        ("t0.2", known, "half"),
+    ):
+        service.submit(id, sample_of(id), prompt, text)
+    found = score_all(service, WAIT_S)
+    assert {i: (r.score, r.error) for i, r in found.items()} == {
+        "t0.0": (1.0, ""),
+        "t0.1": (-1.0, "timeout after 0.8 s"),
+        "t1.0": (1.0, ""),
+        "t0.2": (0.5, ""),
+    }
+    assert [found[i].timeout_s for i in ("t0.0", "t0.1", "t1.0")] == [60.0, 0.8, 60.0]
+    assert found["t0.0"].anchor_s == found["t0.0"].latency_s > 0
+    assert found["t0.1"].anchor_s == found["t0.2"].anchor_s == 0.0, "no right answers"
+    assert list(deadlines.state()["anchors"]) == ["test/1", "test/2"]
+
+
+def test_a_right_answer_ends_one_that_already_runs_and_other_ranks_are_listened_to(make):
+    deadlines = AdaptiveTimeout(least_s=0.8, most_s=60.0, factor=2.0)
+    service = make(timeout_s=60.0, workers=2, deadlines=deadlines)
+    service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "sleep 100")
+    service.submit("t0.1", sample_of("t0.1"), prompt_of("7"), "ok")
+    assert score_all(service, WAIT_S)["t0.0"].error == "timeout after 0.8 s"
+    service.learn({"test/0": 5.0, "test/5": 20.0})
+    assert deadlines.timeout_s("test/0") == 10.0 and deadlines.timeout_s("test/5") == 40.0
+    make().learn({"test/0": 1.0})  # without deadlines that adapt there is nothing to learn
 
 
 def test_other_workers_go_on_while_one_hangs(make):

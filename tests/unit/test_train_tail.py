@@ -60,6 +60,17 @@ class Found:
             job("no log", *clock, "--debug.replay", folder / "nothing.jsonl"),
             job("its own log", *by, run="clock"),
         ]
+        hangs = (
+            *("--schedule", "all", "--reward", "tests.scores.hangs", "--run.steps", 2),
+            *("--data.num_prompts", 4, "--reward.adaptive_timeout", "--reward.timeout_s", 2),
+            *("--reward.timeout_least_s", 0.8, "--reward.workers", 4),
+        )
+        first = self.runs / "hangs" / "checkpoints" / "step_000001"
+        jobs += [
+            job("hangs", *hangs),
+            job("hangs on", *hangs, "--run.resume", first),
+            job("no least", *hangs, "--reward.timeout_least_s", 9),
+        ]
         self.gang = runs.run(1, jobs, folder / "gang")
 
     def rows(self, name: str) -> dict[int, dict[str, Any]]:
@@ -121,6 +132,10 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_replaced(found: Found
         ("few", "has 4 prompts and a short round starts 5 different ones"),
         ("bad eta", "--tail.eta_prompts 0.5: must be at least 1"),
         ("no tail", "--tail.eta_samples: has no effect without --schedule tail_batching"),
+        (
+            "no least",
+            "--reward.timeout_least_s 9: must be above 0 and at most reward.timeout_s 2",
+        ),
         ("quotas", "together they must be data.prompts_per_step 4"),
     ],
 )
@@ -128,6 +143,22 @@ def test_what_cannot_work_is_one_sentence(found: Found, name: str, words: str) -
     assert found.gang.code(name) == 2
     assert words in found.gang.text(name)
     assert "Traceback" not in found.gang.text(name)
+
+
+# ---- rewards that take too long
+
+
+def test_deadlines_of_rewards_shorten_and_are_in_the_checkpoint(found: Found) -> None:
+    """Four prompts, so the second step has seen all of them; so has the run that goes on."""
+    rows = found.rows("hangs")
+    for row in (rows[2], found.rows("hangs on")[2]):
+        assert row["reward/timeouts"] == 4
+        assert row["reward/timeout_s/mean"] == pytest.approx(0.8)
+        assert row["reward/timeout_s/min"] == 0.8
+    assert rows[1]["reward/timeout_s/mean"] > 0.8, "the first of a prompt has all the time"
+    file = found.runs / "hangs" / "checkpoints" / "step_000001" / "state.json"
+    anchors = json.loads(file.read_text())["deadlines"]["anchors"]
+    assert set(anchors) == {f"label/{row}" for row in range(4)}
 
 
 # ---- replays
