@@ -7,7 +7,7 @@ COMMANDS = {
     "train": "train a model; --dry-run shows what would run",
     "sft": "make and warm-start the tiny model",
     "plot": "draw runs: python -m rlcore plot RUN...",
-    "sim": "what a cluster would do: python -m rlcore sim rollpacker --figure 11",
+    "sim": "what a cluster would do: python -m rlcore sim run --gpus 32",
     "profile": "measure the rollout engine here: the best --rollout.tp, and a table for sim",
     "env": "what is installed here, to paste into a report",
 }

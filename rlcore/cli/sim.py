@@ -1,47 +1,163 @@
-"""`python -m rlcore sim ...`: what a cluster would do, before one is booked."""
+"""`python -m rlcore sim ...`: what a cluster would do, before one is booked.
+
+python -m rlcore sim run --gpus 32 --tp 2 --gpu h100 --model 14b --lengths 16k
+python -m rlcore sim rollpacker --figure 11
+"""
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.metrics.jsonl import write_atomic
-from rlcore.sim import rollpacker
+from rlcore.sim import report, rollpacker, user
+from rlcore.sim.cluster import Run, summarize
+from rlcore.sim.cost import GPUS, MODELS
+
+DATA = Path(os.environ.get("RLCORE_DATA", "../shared/data"))
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 2 on a bad argument."""
-    p = argparse.ArgumentParser(prog="python -m rlcore sim", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m rlcore sim",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     systems = p.add_subparsers(dest="system", required=True)
-    one = systems.add_parser("rollpacker", help="RollPacker's tables: published against simulated")
-    one.add_argument("--figure", choices=["11"], required=True)
-    one.add_argument("--rounds", type=int, default=100, help="of every cell")
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--json", type=Path)
+    _add_run(systems.add_parser("run", help="your cluster, your lengths: seconds of a step"))
+    _add_papers(systems.add_parser("rollpacker", help="RollPacker: published against simulated"))
     a = p.parse_args(argv)
-    if a.rounds < 1:
-        print(f"--rounds {a.rounds}: must be at least 1", file=sys.stderr)
+    try:
+        return _run(a) if a.system == "run" else _papers(a)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
-    start = time.monotonic()
-    rows = rollpacker.figure_11(a.rounds, a.seed)
-    print("\n".join(table(rows)))
-    print(f"\n{a.rounds} rounds a cell, {time.monotonic() - start:.0f} s")
+
+
+# ---- a cluster of one's own
+
+
+def _add_run(p: argparse.ArgumentParser) -> None:
+    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    p.add_argument("--gpus", type=int, default=32, help="that sample, then train")
+    p.add_argument("--tp", type=int, default=2, help="GPUs of a replica")
+    p.add_argument("--max-tp", type=int, default=0, help="the planner may go up to this; 0: fixed")
+    p.add_argument("--gpu", default="h100", help=f"data sheet: {', '.join(GPUS).lower()}")
+    p.add_argument("--model", default="14b", help=f"{', '.join(MODELS).lower()}, or a config.json")
+    p.add_argument("--profile", type=Path, help="measured costs of a replica instead (README)")
+    p.add_argument("--mfu", type=float, default=0.35, help="share of its arithmetic in training")
+    p.add_argument("--reference", action="store_true", help="log-probs of a reference model, too")
+    p.add_argument("--prompts", type=int, default=128, help="of a step")
+    p.add_argument("--samples", type=int, default=8, help="of a prompt")
+    p.add_argument("--lengths", default="16k", help="16k, 32k, or a file (README)")
+    p.add_argument(
+        "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of the file"
+    )
+    p.add_argument("--schedule", choices=["all", "tail_batching"], default="tail_batching")
+    p.add_argument("--eta-prompts", type=float, default=1.25)
+    p.add_argument("--eta-samples", type=float, default=1.25)
+    p.add_argument("--reward", choices=user.REWARDS, default="none")
+    p.add_argument("--judge", choices=user.JUDGES, default="shared", help="where a judge runs")
+    p.add_argument("--baseline", choices=user.BASELINES, default="verl")
+    p.add_argument("--steps", type=int, default=50)
+    p.add_argument("--max-running", type=int, default=1024, help="requests of a replica at a time")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--json", type=Path)
+    p.add_argument("--picture", type=Path, help="PNG: replicas over time, the first steps")
+    p.add_argument("--picture-steps", type=int, default=5)
+    p.add_argument("--trace", type=Path, help="JSON for ui.perfetto.dev, the first steps")
+
+
+def _run(a: argparse.Namespace) -> int:
+    for name in ("gpus", "tp", "prompts", "samples", "steps", "picture_steps", "max_running"):
+        if getattr(a, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {getattr(a, name)}: must be at least 1")
+    begin = time.monotonic()
+    plan, notes = user.plan(a)
+    plans = [plan]
+    if a.baseline != "none":
+        plans.insert(0, user.baseline(plan, a.baseline))
+    arms = {p.name: list(Run(p).steps(a.steps)) for p in plans}
+    sums = {name: summarize(steps) for name, steps in arms.items()}
+    print("\n".join([*notes, "", *report.table(sums)]))
+    print(f"\n{a.steps} steps, simulated in {time.monotonic() - begin:.0f} s")
+    first = {name: steps[: a.picture_steps] for name, steps in arms.items()}
     if a.json:
-        a.json.parent.mkdir(parents=True, exist_ok=True)
-        head = {"what": "RollPacker, figure 11", "rounds": a.rounds, "seed": a.seed}
-        write_atomic(a.json, json.dumps(head | {"rows": rows}, indent=1) + "\n")
-        print(a.json)
+        options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}
+        _write(
+            a.json,
+            {
+                "options": options,
+                "notes": notes,
+                "arms": {name: asdict(s) for name, s in sums.items()},
+                "speed_up": next(iter(sums.values())).seconds / sums[plan.name].seconds,
+                "steps": {name: [_facts(s) for s in steps] for name, steps in arms.items()},
+            },
+        )
+    if a.picture:
+        title = f"{a.model} over {a.gpus} x {a.gpu}, {a.prompts} x {a.samples}, lengths {a.lengths}"
+        report.gantt(first, a.picture, title)
+        print(a.picture)
+    if a.trace:
+        a.trace.parent.mkdir(parents=True, exist_ok=True)
+        report.trace(first, a.trace)
+        print(a.trace)
     return 0
 
 
-def table(rows: Sequence[dict[str, object]]) -> list[str]:
-    """Published against simulated, a line a cell."""
-    lines = [f"{'cell':30}{'published':>11}{'simulated':>11}{'error':>9}  constants"]
-    for r in rows:
-        kind = "fitted on this column" if r["fitted"] else "predicted"
-        lines.append(
-            f"{r['cell']:30}{r['published']:11.3f}{r['simulated']:11.3f}{r['error']:+9.3f}  {kind}"
+def _facts(step) -> dict[str, object]:
+    o = step.outcome
+    return {
+        "kind": step.kind,
+        "tp": step.tp,
+        "seconds": step.seconds,
+        "phases": step.phases,
+        "idle": o.idle,
+        "preemptions": o.preemptions,
+        "longest": max(o.lengths),
+        "tokens": sum(o.lengths),
+        "decoded": o.decoded,
+    }
+
+
+# ---- what papers say
+
+
+def _add_papers(p: argparse.ArgumentParser) -> None:
+    p.add_argument("what", nargs="?", choices=[w for w in rollpacker.TABLES if not w[0].isdigit()])
+    p.add_argument("--figure", choices=["11", "10c"])
+    p.add_argument("--table", choices=["1", "2"])
+    p.add_argument("--rounds", type=int, default=100, help="of every cell")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--data", type=Path, default=DATA, help="folder with lengths/ (planner)")
+    p.add_argument("--json", type=Path)
+
+
+def _papers(a: argparse.Namespace) -> int:
+    asked = [w for w in (a.what, a.figure, a.table) if w]
+    if len(asked) != 1:
+        raise ValueError(
+            "rollpacker: one of --figure 11, --figure 10c, --table 1, --table 2, planner, scaling"
         )
-    return lines
+    if a.rounds < 1:
+        raise ValueError(f"--rounds {a.rounds}: must be at least 1")
+    begin = time.monotonic()
+    made = rollpacker.TABLES[asked[0]](a.rounds, a.seed, a.data)
+    print("\n".join(rollpacker.show(made)))
+    print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")
+    if a.json:
+        head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
+        _write(a.json, head | {"rows": made.rows})
+    return 0
+
+
+def _write(path: Path, what: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(what, indent=1) + "\n")
+    print(path)

@@ -1,7 +1,8 @@
 """Seconds of what an engine does, from a data sheet or as measured."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,9 @@ class Gpu:
     """bf16, dense."""
     link_gbs: float
     """To another GPU of the node, one way."""
+    host_gbs: float = 64
+    """To the memory of the host, one way: PCIe 5, 16 lanes."""
+    per_node: int = 8
 
 
 GPUS = {
@@ -60,7 +64,8 @@ GPUS = {
         Gpu(name="H800", memory_gb=80, bandwidth_gbs=3350, tflops=989, link_gbs=200),
         Gpu(name="H100", memory_gb=80, bandwidth_gbs=3350, tflops=989, link_gbs=450),
         Gpu(name="H200", memory_gb=141, bandwidth_gbs=4800, tflops=989, link_gbs=450),
-        Gpu(name="A100", memory_gb=80, bandwidth_gbs=2039, tflops=312, link_gbs=300),
+        Gpu(name="H20", memory_gb=96, bandwidth_gbs=4000, tflops=148, link_gbs=450),
+        Gpu(name="A100", memory_gb=80, bandwidth_gbs=2039, tflops=312, link_gbs=300, host_gbs=32),
     )
 }
 """From NVIDIA's data sheets; H800 is an H100 with slower links."""
@@ -95,15 +100,25 @@ MODELS = {
 """Qwen2.5 7B, 14B, 32B and Qwen3 8B from their config.json; bf16, keys and values included."""
 
 
-def from_data_sheet(model: Model, gpu: Gpu, tp: int, *, utilization: float = 0.8) -> Cost:
-    """The roofline of a replica over `tp` GPUs, in bf16. ValueError where its weights leave no room
-    for a cache."""
+def from_data_sheet(
+    model: Model, gpu: Gpu, tp: int, *, utilization: float = 0.8, other_bytes: float = 0.0
+) -> Cost:
+    """The roofline of a replica over `tp` GPUs, in bf16.
+
+    Args:
+        utilization: share of a GPU's memory that the engine may use.
+        other_bytes: of each GPU's share that something else takes, such as a judge's weights.
+
+    Raises:
+        ValueError: the weights leave no room for a cache.
+    """
     weights = 2 * model.parameters / tp
-    room = utilization * gpu.memory_gb * 1e9 - weights
+    room = utilization * gpu.memory_gb * 1e9 - weights - other_bytes
     if room <= 0:
         raise ValueError(
-            f"{model.name} over {tp} x {gpu.name}: the weights take {weights / 1e9:.0f} GB of "
-            f"{utilization * gpu.memory_gb:.0f} GB; take a larger tp"
+            f"{model.name} over {tp} x {gpu.name}: the weights take "
+            f"{(weights + other_bytes) / 1e9:.0f} GB of {utilization * gpu.memory_gb:.0f} GB; take "
+            "a larger tp"
         )
     bandwidth = EFFICIENCY * gpu.bandwidth_gbs * 1e9
     arithmetic = EFFICIENCY * gpu.tflops * 1e12
@@ -115,3 +130,21 @@ def from_data_sheet(model: Model, gpu: Gpu, tp: int, *, utilization: float = 0.8
         prefill_s=2 * model.parameters / tp / arithmetic,
         cache_tokens=room * tp / model.kv_bytes,
     )
+
+
+def least_tp(costs: Callable[[int], Cost], tokens: int, tp: int) -> int:
+    """The smallest size up to `tp` whose cache holds a request of so many tokens."""
+    while tp > 1:
+        try:
+            if costs(tp // 2).cache_tokens < tokens:
+                break
+        except ValueError:  # not even the weights
+            break
+        tp //= 2
+    return tp
+
+
+def with_step(cost: Cost, measured: Cost, step_s: float) -> Cost:
+    """`cost` as of an engine whose empty step takes `step_s` where the data sheet says
+    `measured.step_s`: both are slower by the same factor."""
+    return replace(cost, step_s=cost.step_s * step_s / measured.step_s)

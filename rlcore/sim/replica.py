@@ -9,6 +9,7 @@ and is prefilled again, as in the engines.
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rlcore.records import RequestId
 from rlcore.sim.cost import Cost
@@ -28,6 +29,15 @@ class Job:
     gone: bool = False
 
 
+class Span(NamedTuple):
+    """It has worked without a pause. A new one begins where twice or half as many are decoded."""
+
+    start: float
+    end: float
+    running: int
+    """Requests, when it began."""
+
+
 @dataclass(slots=True)
 class Replica:
     """`now` is the virtual time up to which it has worked."""
@@ -41,7 +51,7 @@ class Replica:
     prefilled: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
-    spans: list[tuple[float, float]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     """When it has worked."""
     peak_context: float = 0.0
     _step: int = 0
@@ -62,6 +72,10 @@ class Replica:
         self.advance(time)
         self._waiting.extend(jobs)
         self._admit()
+
+    def release(self, time: float) -> list[Job]:
+        """Let go of all requests; what they had comes back, to be prefilled elsewhere."""
+        return self.abort([*self._running, *(job.id for job in self._waiting)], time)
 
     def abort(self, ids: list[RequestId], time: float) -> list[Job]:
         """Stop them; what they had comes back."""
@@ -133,10 +147,16 @@ class Replica:
 
     def _worked(self, seconds: float) -> None:
         if seconds:
-            if self.spans and abs(self.spans[-1][1] - self.now) < 1e-9:
-                self.spans[-1] = (self.spans[-1][0], self.now + seconds)
+            running = len(self._running)
+            last = self.spans[-1] if self.spans else None
+            if (
+                last is not None
+                and abs(last.end - self.now) < 1e-9
+                and last.running.bit_length() == running.bit_length()
+            ):
+                self.spans[-1] = Span(last.start, self.now + seconds, last.running)
             else:
-                self.spans.append((self.now, self.now + seconds))
+                self.spans.append(Span(self.now, self.now + seconds, running))
         self.now += seconds
         self.busy_s += seconds
 

@@ -1,8 +1,10 @@
 """How long responses are. A prompt keeps its character: the long ones are long again."""
 
 import math
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,25 +28,44 @@ class Generator:
     b: float
     s: float
     prompt_tokens: int = 300
+    seed: int = 0
+    """Of the data set: which prompts there are."""
 
-    def lengths(self, row: int, count: int, seed: int) -> np.ndarray:
-        """int64 [count], of responses to the prompt of `row`; `seed` tells rounds apart."""
-        own = np.random.default_rng(derive(7, "prompt", row))
-        z, e = own.standard_normal(2)
+    def lengths(self, row: int, count: int, seed: int) -> list[int]:
+        """Of `count` responses to the prompt of `row`; `seed` tells rounds apart."""
+        z, e = _characters(self.seed, row // BLOCK)[row % BLOCK]
         q = 1 / (1 + math.exp(-(self.a + self.b * z + self.s * e)))
         dice = np.random.default_rng(derive(seed, "lengths", row))
-        body = np.exp(self.mu + self.sp * z + self.sr * dice.standard_normal(count))
-        tail = np.exp(math.log(self.cap) + self.pt * (0.3 - np.abs(dice.standard_normal(count))))
-        is_tail = dice.random(count) < q
-        drawn = np.where(is_tail, np.maximum(tail, body), body)
-        return np.clip(drawn, 16, self.cap).astype(np.int64)
+        noise, chance = dice.standard_normal((2, count)).tolist(), dice.random(count).tolist()
+        middle, top = self.mu + self.sp * z, math.log(self.cap)
+        out = []
+        for body, tail, dice_q in zip(*noise, chance, strict=True):
+            log_length = middle + self.sr * body
+            if dice_q < q:
+                log_length = max(log_length, top + self.pt * (0.3 - abs(tail)))
+            out.append(int(math.exp(max(LOG_LEAST, min(log_length, top))) + 1e-9))
+        return out
 
 
+LOG_LEAST = math.log(16)
+BLOCK = 1024
+
+
+@lru_cache(maxsize=4096)
+def _characters(seed: int, block: int) -> list[list[float]]:
+    """(z, e) of prompts."""
+    dice = np.random.default_rng(derive(seed, "prompts", block))
+    return dice.standard_normal((BLOCK, 2)).tolist()
+
+
+_16K = Generator(cap=16_384, mu=6.212, sp=0.434, sr=0.968, pt=1.151, a=-3.496, b=0.903, s=0.66)
 GENERATORS: Mapping[str, Generator] = {
-    "16k": Generator(cap=16_384, mu=6.212, sp=0.434, sr=0.968, pt=1.151, a=-3.496, b=0.903, s=0.66),
+    "8k": replace(_16K, cap=8_192),
+    "16k": _16K,
     "32k": Generator(cap=32_768, mu=6.709, sp=0.005, sr=0.674, pt=1.683, a=-4.037, b=1.646, s=0.06),
 }
-"""Fitted on the ratios of figure 11 of RollPacker (PAPERS.md A8), each on its own column."""
+"""Fitted on the ratios of figure 11 of RollPacker (PAPERS.md A8), each on its own column; 8k is 16k
+with another cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +75,17 @@ class Recorded:
     by_prompt: Sequence[Sequence[int]]
     prompt_tokens: int = 300
 
-    def lengths(self, row: int, count: int, seed: int) -> np.ndarray:
-        """int64 [count]; without replacement while there are enough."""
-        own = np.asarray(self.by_prompt[row % len(self.by_prompt)], np.int64)
-        dice = np.random.default_rng(derive(seed, "lengths", row))
+    @property
+    def cap(self) -> int:
+        return max(map(max, self.by_prompt))
+
+    def lengths(self, row: int, count: int, seed: int) -> list[int]:
+        """Without replacement while there are enough."""
+        own = self.by_prompt[row % len(self.by_prompt)]
+        dice = random.Random(derive(seed, "lengths", row))
         if count <= len(own):
-            return dice.permutation(own)[:count]
-        return np.concatenate([dice.permutation(own), dice.choice(own, count - len(own))])
+            return dice.sample(own, count)
+        return [*dice.sample(own, len(own)), *dice.choices(own, k=count - len(own))]
+
+
+Workload = Generator | Recorded

@@ -29,9 +29,8 @@ from rlcore.rollout.controller import Controller
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.roles import Round
 from rlcore.sim.cost import Cost
-from rlcore.sim.replica import Job, Replica
-
-UNLIMITED = 1 << 30
+from rlcore.sim.replica import Job, Replica, Span
+from rlcore.sim.rewards import UNLIMITED, Rewards
 
 
 @dataclass(slots=True)
@@ -44,6 +43,8 @@ class Outcome:
     dropped: dict[str, str]
     lengths: list[int]
     """Of the kept responses."""
+    prompts: list[int]
+    """Tokens of their prompts."""
     decoded: int
     """Tokens of all, kept or not."""
     steps: int
@@ -51,32 +52,16 @@ class Outcome:
     preemptions: int
     last_finish: float
     """When the last response that counted had its tokens; rewards come later."""
-    spans: list[list[tuple[float, float]]] = field(default_factory=list)
+    reward_s: float
+    """After the end: scoring, where that waits for the round."""
+    idle: float
+    """Share of the replicas' time in which they had nothing to do."""
+    cache_used: float
+    """Largest share of its cache that a replica had in use."""
+    spans: list[list[Span]] = field(default_factory=list)
     """When each replica worked."""
     events: int = 0
     stats: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Rewards:
-    """Workers that score responses; each takes what `seconds` says."""
-
-    workers: int = UNLIMITED
-    seconds: Callable[[Request, int], float] = lambda request, length: 0.0
-    score: Callable[[Request, int], float] = lambda request, length: float(length % 2)
-    _free: list[float] = field(default_factory=list)
-
-    def done_at(self, now: float, request: Request, length: int) -> float:
-        """When the score of a response that has just ended is there."""
-        took = self.seconds(request, length)
-        start = now if len(self._free) < self.workers else max(now, heapq.heappop(self._free))
-        if self.workers < UNLIMITED:
-            heapq.heappush(self._free, start + took)
-        return start + took
-
-    def clear(self) -> None:
-        """A round begins: nobody is at work."""
-        self._free.clear()
 
 
 class World:
@@ -138,10 +123,12 @@ class _Run:
                 job: Job = number
                 self._tell(Aborted(rank=who, id=job.id, num_tokens=job.have))
             else:
-                self._tell(Rewarded(rank=who, id=number, result=self._result(number)))
+                id, took = number
+                self._tell(Rewarded(rank=who, id=id, result=self._result(id, took)))
         for replica in self._replicas:
             replica.advance(self._now)
         end = self._end
+        available = self._now * len(self._replicas)
         kept = [ref.id for group in end.groups for ref in group.refs]
         return Outcome(
             kind=self._kind,
@@ -149,18 +136,28 @@ class _Run:
             kept=[group.id for group in end.groups],
             dropped=end.dropped,
             lengths=[self._length[i] for i in kept],
+            prompts=[len(self._requests[i].prompt) for i in kept],
             decoded=sum(r.decoded for r in self._replicas),
             steps=max(r.steps for r in self._replicas),
             preemptions=sum(r.preemptions for r in self._replicas),
             last_finish=self._last_finish,
+            reward_s=self._reward_s(kept),
+            idle=1 - sum(r.busy_s for r in self._replicas) / available if available else 0.0,
+            cache_used=max(r.peak_context / r.cost.cache_tokens for r in self._replicas),
             spans=[r.spans for r in self._replicas],
             events=self._events,
             stats=end.stats,
         )
 
-    def _result(self, id: str) -> RewardResult:
-        score = self._world._rewards.score(self._requests[id], self._length[id])
-        return RewardResult(score=score)
+    def _reward_s(self, kept: Sequence[str]) -> float:
+        rewards = self._world._rewards
+        if not rewards.after:
+            return 0.0
+        return rewards.all_at_once([(self._requests[i], self._length[i]) for i in kept])
+
+    def _result(self, id: str, seconds: float) -> RewardResult:
+        score = self._world._rewards.score(self._requests[id], self._length[id], seconds)
+        return RewardResult(score=score, latency_s=seconds)
 
     def _tell(self, event: AnyEvent) -> None:
         self._events += 1
@@ -181,8 +178,12 @@ class _Run:
         jobs = []
         for request in command.requests:
             self._requests[request.id] = request
-            length = self._length[request.id] = self._world._lengths(request)
-            jobs.append(Job(id=request.id, prompt=len(request.prompt), length=length))
+            length = self._length.get(request.id)
+            if length is None:
+                length = self._length[request.id] = self._world._lengths(request)
+            have = len(request.resume.tokens) if request.resume else 0  # it comes from elsewhere
+            prompt = len(request.prompt)
+            jobs.append(Job(id=request.id, prompt=prompt, length=length, have=have))
         self._replicas[command.rank].submit(jobs, self._now)
         self._plan(command.rank)
 
@@ -204,8 +205,8 @@ class _Run:
             if self._end is not None:
                 return
             request = self._requests[job.id]
-            at = self._world._rewards.done_at(self._now, request, job.length)
-            self._push(at, ("reward", rank, job.id))
+            at, took = self._world._rewards.done_at(self._now, request, job.length)
+            self._push(at, ("reward", rank, (job.id, took)))
 
     def _plan(self, rank: int) -> None:
         """When this replica will have something to say."""

@@ -2,20 +2,23 @@
 shipped controller in virtual time."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.records import Sampling, Work
+from rlcore.records import Prompt, Sampling, Work
 from rlcore.sched.roles import Round
 from rlcore.sched.stop import All, First
 from rlcore.sim import rollpacker
-from rlcore.sim.cost import GPUS, MODELS, Cost, from_data_sheet
+from rlcore.sim.cluster import Run
+from rlcore.sim.cost import GPUS, MODELS, Cost, from_data_sheet, least_tp, with_step
 from rlcore.sim.replica import Job, Replica
+from rlcore.sim.rewards import Fixed, Rewards
 from rlcore.sim.workload import GENERATORS, Recorded
-from rlcore.sim.world import Rewards, World
+from rlcore.sim.world import World
 
 # ---- costs
 
@@ -54,6 +57,20 @@ def test_a_data_sheet_gives_a_step_that_reads_the_weights():
     assert cost.cache_tokens == pytest.approx((2 * 64e9 - 29.6e9) / 196_608)
     with pytest.raises(ValueError, match="32B over 1 x A100: the weights take 66 GB of 64 GB"):
         from_data_sheet(MODELS["32B"], GPUS["A100"], 1)
+
+
+def test_a_measured_step_makes_every_size_slower_by_the_same_factor():
+    one, two = (from_data_sheet(MODELS["7B"], GPUS["H100"], tp) for tp in (1, 2))
+    assert with_step(two, one, 3 * one.step_s).step_s == pytest.approx(3 * two.step_s)
+
+
+def test_the_least_size_holds_the_weights_and_a_request():
+    def costs(tp: int) -> Cost:
+        return from_data_sheet(MODELS["32B"], GPUS["H100"], tp)
+
+    assert least_tp(costs, 1000, 8) == 2  # 66 GB do not leave room on one GPU of 64 GB
+    room = (2 * 64e9 - 65.6e9) / 262_144
+    assert least_tp(costs, int(room) + 1, 8) == 4
 
 
 # ---- a replica
@@ -135,6 +152,17 @@ def test_an_arrival_slows_those_that_are_there_and_an_abort_hands_back_what_was_
     assert replica.next_event() == pytest.approx(6.0 + 7.0)
 
 
+def test_what_a_replica_lets_go_of_goes_on_elsewhere_from_the_tokens_that_there_are():
+    """Ten tokens, four of them made at the first, whose prompt and tokens the second prefills."""
+    first, second = (Replica(Cost(step_s=1.0, prefill_s=0.5)) for _ in range(2))
+    first.submit([Job(id="a", prompt=2, length=10)], 0.0)  # prefilled until 1.0
+    (job,) = first.release(5.0)
+    assert (job.have, first.live, first.next_event()) == (4, 0, None)
+    second.submit([Job(id="a", prompt=2, length=10, have=job.have)], 5.0)
+    assert second.next_event() == pytest.approx(5.0 + 0.5 * 6 + 6)
+    assert second.step_to_event()[0].id == "a" and second.decoded == 6
+
+
 # ---- rounds
 
 
@@ -142,7 +170,7 @@ def work(num_groups: int, num_samples: int, wanted: int = 0) -> list[Work]:
     return [
         Work(
             id=f"t{g}",
-            prompt=rollpacker.make_prompt(g, 10),
+            prompt=Prompt(index=g, source="sim", tokens=np.zeros(10, np.int32)),
             num_samples=num_samples,
             wanted=wanted,
             sampling=Sampling(),
@@ -170,16 +198,25 @@ def test_all_waits_for_the_longest_and_the_first_do_not():
 
 
 def test_a_slow_reward_holds_the_round_and_workers_take_turns():
-    rewards = Rewards(workers=1, seconds=lambda request, length: 10.0)
+    rewards = Rewards({"": Fixed(each_s=10.0, workers=1)})
     out = world(LENGTHS, rewards=rewards).run(Round(work=work(2, 2), stop=All()))
     # scored one after the other: 5 to 15, 7 to 25, 9 to 35, 50 to 60
-    assert out.seconds == 60 and out.last_finish == 50
+    assert out.seconds == 60 and out.last_finish == 50 and out.reward_s == 0
+
+
+def test_rewards_after_the_rollout_begin_when_it_is_over():
+    rewards = Rewards({"": Fixed(each_s=10.0, workers=2)}, after=True)
+    out = world(LENGTHS, rewards=rewards).run(Round(work=work(2, 2), stop=All()))
+    assert out.seconds == 50 and out.reward_s == 20
 
 
 def test_two_replicas_share_a_round_and_it_repeats_itself():
     runs = [world(LENGTHS, replicas=2).run(Round(work=work(2, 2), stop=All())) for _ in range(2)]
     assert runs[0] == runs[1]
-    assert runs[0].spans == [[(0.0, 9.0)], [(0.0, 50.0)]]
+    one, two = runs[0].spans
+    assert one == [(0.0, 5.0, 2), (5.0, 9.0, 1)]  # a new span where half as many are decoded
+    assert two == [(0.0, 7.0, 2), (7.0, 50.0, 1)]
+    assert runs[0].idle == pytest.approx(1 - (9 + 50) / 100)
 
 
 def test_a_request_that_is_preempted_counts_once():
@@ -195,7 +232,7 @@ def test_a_request_that_is_preempted_counts_once():
 def test_the_generator_has_the_published_quantiles():
     """PAPERS.md A8, 16k: median 527, P75 1139, mean 1325, P99 at the cap."""
     g = GENERATORS["16k"]
-    drawn = np.concatenate([g.lengths(row, 8, 0) for row in range(20_000)])
+    drawn = np.concatenate([g.lengths(row, 8, 0) for row in range(10_000)])
     assert np.median(drawn) == pytest.approx(527, rel=0.04)
     assert np.quantile(drawn, 0.75) == pytest.approx(1139, rel=0.04)
     assert drawn.mean() == pytest.approx(1325, rel=0.04)
@@ -206,8 +243,9 @@ def test_a_prompt_keeps_its_character_and_a_round_its_own_lengths():
     g = GENERATORS["16k"]
     means = [[np.log(g.lengths(row, 64, seed)).mean() for row in range(200)] for seed in (1, 2)]
     assert np.corrcoef(means)[0, 1] > 0.8
-    assert (g.lengths(3, 8, 1) == g.lengths(3, 8, 1)).all()
-    assert (g.lengths(3, 8, 1) != g.lengths(3, 8, 2)).any()
+    assert g.lengths(3, 8, 1) == g.lengths(3, 8, 1)
+    assert g.lengths(3, 8, 1) != g.lengths(3, 8, 2)
+    assert g.lengths(3, 8, 1) != replace(g, seed=1).lengths(3, 8, 1)  # other data
 
 
 def test_recorded_lengths_are_dealt_without_replacement_first():
@@ -221,8 +259,8 @@ def test_recorded_lengths_are_dealt_without_replacement_first():
 
 
 def test_the_share_of_long_rounds_and_the_gain_of_a_few_rounds():
-    found = list(rollpacker.rounds("16k", 1.25, 1.25, 5, 0))
-    assert [o.kind for o in found] == ["short"] * 4 + ["long"]
-    assert all(len(o.kept) == 128 and len(o.lengths) == 1024 for o in found)
-    short, long = [o.seconds for o in found[:4]], found[4].seconds
+    found = list(Run(rollpacker.arm_of_figure_11("16k", 1.25, 1.25, 0)).steps(5))
+    assert [s.kind for s in found] == ["short"] * 4 + ["long"]
+    assert all(len(s.outcome.kept) == 128 and len(s.outcome.lengths) == 1024 for s in found)
+    short, long = [s.seconds for s in found[:4]], found[4].seconds
     assert max(short) < 60 < 200 < long

@@ -1,0 +1,231 @@
+"""A run on a virtual cluster: steps of rollout, reward, training and weight sync."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from rlcore.records import GroupId, Prompt, Request, Sampling, group_of
+from rlcore.sched.planner import TPPlanner
+from rlcore.sched.source import EpochOrder
+from rlcore.sched.tail_batching import TailBatching
+from rlcore.sim.cost import Cost
+from rlcore.sim.phases import Training
+from rlcore.sim.rewards import Rewards
+from rlcore.sim.workload import Workload
+from rlcore.sim.world import Outcome, World
+from rlcore.utils.seed import derive
+
+RowOf = Callable[[Request], int]
+PHASES = ("rollout", "reward", "logprobs", "update", "sync", "reshard")
+"""In the order of a step. `rollout` lasts until the round is over, so it holds the rewards that are
+scored meanwhile; `reward` is what comes after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A cluster, and what it is to do on it."""
+
+    name: str
+    gpus: int
+    tp: int
+    costs: Callable[[int], Cost]
+    """Of a replica over so many GPUs."""
+    training: Training
+    workload: Workload
+    num_prompts: int
+    num_samples: int
+    schedule: Literal["all", "tail_batching"] = "all"
+    eta_prompts: float = 1.25
+    eta_samples: float = 1.25
+    rewards: Callable[[RowOf], Rewards] = lambda row_of: Rewards()
+    """A run's own: they may learn. `row_of` says which prompt a request is for."""
+    max_tp: int = 0
+    """Above 0, the planner changes `tp` between rounds, up to this."""
+    min_tp: int = 1
+    """And down to this: the smallest whose memory holds the weights and a cache."""
+    reshard_s: Callable[[int], float] = lambda tp: 0.0
+    """Into replicas of so many GPUs."""
+    overlap_logprobs: bool = False
+    """GPUs that have nothing to decode compute the log-probs of what is finished (RLHFuse)."""
+    max_running: int = 1 << 30
+    """Requests that a replica decodes side by side."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.gpus % self.tp:
+            raise ValueError(f"{self.gpus} GPUs are no whole number of replicas of {self.tp}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One of a run. Times are in virtual seconds; `start` since the run began."""
+
+    number: int
+    start: float
+    kind: str
+    tp: int
+    phases: dict[str, float]
+    outcome: Outcome
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+class Run:
+    """A plan at work."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._rows: dict[GroupId, int] = {}
+        self._drawn: dict[GroupId, Sequence[int]] = {}
+        self._counts: dict[GroupId, int] = {}
+        self._prompt_tokens = np.broadcast_to(np.int32(0), plan.workload.prompt_tokens)
+        self._source = self._make_source()
+        self._rewards = plan.rewards(lambda request: self._rows[group_of(request.id)])
+        self._planner: TPPlanner | None = None
+        if plan.max_tp:
+            self._planner = TPPlanner(plan.tp, plan.max_tp, min_tp=plan.min_tp)
+        self._tp = plan.tp
+        self._world = cache(self._make_world)
+        self._now = 0.0
+        self._number = 0
+
+    def steps(self, count: int) -> Iterator[Step]:
+        """The next steps. RuntimeError where the controller gives a round up."""
+        for _ in range(count):
+            yield self._step()
+
+    def _step(self) -> Step:
+        plan = self._plan
+        todo = self._source.next_round(Sampling(max_tokens=plan.workload.cap))
+        tp = self._planner.size(todo.kind) if self._planner else plan.tp
+        phases = dict.fromkeys(PHASES, 0.0)
+        if tp != self._tp:
+            phases["reshard"], self._tp = plan.reshard_s(tp), tp
+        self._rows = {w.id: w.prompt.index for w in todo.work}
+        self._counts = {w.id: w.num_samples for w in todo.work}
+        self._drawn.clear()
+        outcome = self._world(tp).run(todo)
+        self._source.settle(outcome.kept, outcome.dropped)
+        if self._planner:
+            self._planner.after(todo.kind, outcome.preemptions, outcome.cache_used)
+        phases |= self._after(outcome)
+        step = Step(
+            number=self._number,
+            start=self._now,
+            kind=todo.kind,
+            tp=tp,
+            phases=phases,
+            outcome=outcome,
+        )
+        self._now += step.seconds
+        self._number += 1
+        return step
+
+    def _after(self, outcome: Outcome) -> dict[str, float]:
+        """Seconds of the phases that the round's samples go through."""
+        training = self._plan.training
+        pairs = zip(outcome.prompts, outcome.lengths, strict=True)
+        lengths = [prompt + response for prompt, response in pairs]
+        logprobs = training.logprobs_s(lengths)
+        if self._plan.overlap_logprobs:
+            logprobs -= min(logprobs, outcome.idle * outcome.seconds)
+        return {
+            "rollout": outcome.seconds,
+            "reward": outcome.reward_s,
+            "logprobs": logprobs,
+            "update": training.update_s(lengths) + training.step_s,
+            "sync": training.sync_s,
+        }
+
+    def _make_source(self) -> EpochOrder | TailBatching:
+        plan, next_rows = self._plan, rows_in_order()
+        if plan.schedule == "all":
+            return EpochOrder(
+                lambda n: [self._prompt_of(row) for _, row in next_rows(n)],
+                plan.num_prompts,
+                plan.num_samples,
+            )
+        return TailBatching(
+            next_rows,
+            self._prompt_of,
+            num_prompts=plan.num_prompts,
+            num_samples=plan.num_samples,
+            eta_prompts=plan.eta_prompts,
+            eta_samples=plan.eta_samples,
+        )
+
+    def _make_world(self, tp: int) -> World:
+        plan = self._plan
+        return World(
+            [plan.costs(tp)] * (plan.gpus // tp),
+            self._length,
+            rewards=self._rewards,
+            max_running=plan.max_running,
+        )
+
+    def _prompt_of(self, row: int) -> Prompt:
+        return Prompt(index=row, source="sim", tokens=self._prompt_tokens)
+
+    def _length(self, request: Request) -> int:
+        group, _, k = request.id.rpartition(".")
+        if group not in self._drawn:
+            self._drawn[group] = self._plan.workload.lengths(
+                self._rows[group], self._counts[group], derive(self._plan.seed, group)
+            )
+        return self._drawn[group][int(k)]
+
+
+def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:
+    """An endless data set."""
+    at = 0
+
+    def next_rows(n: int) -> list[tuple[int, int]]:
+        nonlocal at
+        at += n
+        return [(0, row) for row in range(at - n, at)]
+
+    return next_rows
+
+
+@dataclass(slots=True)
+class Summary:
+    """Means over steps."""
+
+    steps: int
+    seconds: float
+    phases: dict[str, float]
+    long_share: float
+    trained_share: float
+    """Of the decoded tokens, those that are trained."""
+    idle: float
+    """Share of the replicas' time in a rollout in which they had nothing to do."""
+    preemptions: float
+    tokens: float
+    """That are trained in a step, prompts apart."""
+    by_kind: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step of each kind."""
+
+
+def summarize(steps: Sequence[Step]) -> Summary:
+    """Of a run's steps, at least one."""
+    mean = statistics.fmean
+    outcomes = [s.outcome for s in steps]
+    kinds = dict.fromkeys(s.kind for s in steps)
+    rollout = sum(o.seconds for o in outcomes)
+    return Summary(
+        steps=len(steps),
+        seconds=mean(s.seconds for s in steps),
+        phases={name: mean(s.phases[name] for s in steps) for name in PHASES},
+        long_share=mean(s.kind == "long" for s in steps),
+        trained_share=sum(sum(o.lengths) for o in outcomes) / sum(o.decoded for o in outcomes),
+        idle=sum(o.idle * o.seconds for o in outcomes) / max(rollout, 1e-30),
+        preemptions=mean(o.preemptions for o in outcomes),
+        tokens=mean(sum(o.lengths) for o in outcomes),
+        by_kind={k: mean(s.seconds for s in steps if s.kind == k) for k in kinds},
+    )

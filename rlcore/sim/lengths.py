@@ -1,0 +1,117 @@
+"""Files of response lengths: tables, serving traces, a run's own rollouts.jsonl."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.sim.workload import Recorded
+
+RESPONSE = ("response_tokens", "num_tokens", "n_tokens", "GeneratedTokens", "output_length")
+PROMPT = ("prompt_tokens", "ContextTokens", "input_length")
+SAME_PROMPT = ("series", "model", "dataset", "source", "idx", "prompt")
+"""Columns that tell prompts apart, those that there are. A file with neither of the last two says
+nothing about prompts: every response is drawn from all."""
+MOST = 10_000_000
+ALLOWED = (
+    "allowed are .csv, .jsonl and .jsonl.gz whose rows have a response's tokens, a whole number "
+    f"from 1 to {MOST}, as one of {', '.join(RESPONSE)}"
+)
+
+
+def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Recorded, str]:
+    """The lengths of a file, and a sentence about them. Rows whose columns differ from `where` are
+    left out.
+
+    Raises:
+        ValueError: a line is not what it should be, or none is left; the sentence names it.
+    """
+    by_prompt: dict[tuple[str, ...], list[int]] = {}
+    prompts: list[int] = []
+    knows_prompts = False
+    for line, row in _rows(path):
+        for key, value in (where or {}).items():
+            if key not in row:
+                raise ValueError(f"{path}, line {line}: no column {key!r}; it has {', '.join(row)}")
+            if str(row[key]) != value:
+                break
+        else:
+            length = _tokens(path, line, row, RESPONSE)
+            assert length is not None
+            prompt = _tokens(path, line, row, PROMPT)
+            if prompt is not None:
+                prompts.append(prompt)
+            knows = any(row.get(name) is not None for name in SAME_PROMPT[-2:])
+            knows_prompts = knows_prompts or knows
+            key_of = tuple(str(row.get(name, "")) for name in SAME_PROMPT) if knows else ()
+            by_prompt.setdefault(key_of, []).append(length)
+    if not by_prompt:
+        raise ValueError(f"{path}: no row is left of it{_said(where)}; {ALLOWED}")
+    count = sum(map(len, by_prompt.values()))
+    mean = round(sum(prompts) / len(prompts)) if prompts else 300
+    said = f"{path.name}: {count} responses"
+    if knows_prompts:
+        said += f" to {len(by_prompt)} prompts; further ones are drawn from a prompt's own"
+        if count == len(by_prompt):
+            said += ", which is one each: all responses of a group are equally long"
+    else:
+        said += ", no word on prompts: each is drawn from all, so no prompt is longer than others"
+    return Recorded(list(by_prompt.values()), prompt_tokens=max(1, mean)), said
+
+
+def _said(where: Mapping[str, str] | None) -> str:
+    return " after " + " ".join(f"{k}={v}" for k, v in where.items()) if where else ""
+
+
+def _tokens(path: Path, line: int, row: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if row.get(name) is None:
+            continue
+        value = row[name]
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = -1.0
+        least = 1 if names is RESPONSE else 0
+        if isinstance(value, bool) or not least <= number <= MOST or number != int(number):
+            raise ValueError(f"{path}, line {line}: {name} is {str(value)[:40]!r}; {ALLOWED}")
+        return int(number)
+    if names is RESPONSE:
+        raise ValueError(f"{path}, line {line}: it has {', '.join(row) or 'nothing'}; {ALLOWED}")
+    return None
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of the line, row)."""
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        text = data.decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); {ALLOWED}") from error
+    if path.name.endswith(".csv"):
+        reader = csv.DictReader(io.StringIO(text))
+        for row in reader:
+            if None in row or None in row.values():
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: not the {len(reader.fieldnames or ())} "
+                    f"values that the header names; {ALLOWED}"
+                )
+            yield reader.line_num, row
+        return
+    if not path.name.endswith((".jsonl", ".jsonl.gz")):
+        raise ValueError(f"{path}: {ALLOWED}")
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: no JSON ({error.msg}); {ALLOWED}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: {line[:40]!r} is no object; {ALLOWED}")
+        yield number, row

@@ -1,0 +1,99 @@
+"""Seconds of what is not decoding: training, weights for the engines, other sizes, a judge."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlcore.sim.cost import EFFICIENCY, Gpu, Model
+
+MFU = 0.35
+"""Share of a GPU's arithmetic that training reaches; a round number. `--mfu` changes it."""
+ADAM_BYTES = 16
+"""Per parameter, of what moves to the host and back around a rollout: fp32 weights, gradient and
+two moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """Of the learner over all its GPUs. A sample of n tokens, prompt included, takes
+
+    sample_s + token_s n + square_s n^2     forward and backward
+
+    and `forward_share` of it once more for its log-probs before the update.
+    """
+
+    sample_s: float = 0.0
+    token_s: float = 0.0
+    square_s: float = 0.0
+    forward_share: float = 1 / 3
+    """A forward pass against forward and backward; twice that with a reference model."""
+    step_s: float = 0.0
+    """Of a step: the states come from the host and go back, and the optimizer works."""
+    sync_s: float = 0.0
+    """The new weights go to the engines."""
+
+    def update_s(self, lengths: Sequence[int]) -> float:
+        """Forward and backward of samples of these lengths."""
+        squares = sum(n * n for n in lengths) if self.square_s else 0
+        return len(lengths) * self.sample_s + self.token_s * sum(lengths) + self.square_s * squares
+
+    def logprobs_s(self, lengths: Sequence[int]) -> float:
+        """Their log-probs, before the first update."""
+        return self.forward_share * self.update_s(lengths)
+
+
+def training_from_data_sheet(
+    model: Model, gpu: Gpu, gpus: int, *, mfu: float = MFU, reference: bool = False
+) -> Training:
+    """6 operations a parameter and token, and of causal attention 6 x layers x hidden a pair of
+    tokens; packed samples, so no padding."""
+    arithmetic = mfu * gpu.tflops * 1e12 * gpus
+    return Training(
+        token_s=6 * model.parameters / arithmetic,
+        square_s=6 * model.layers * model.hidden / arithmetic,
+        forward_share=(2 if reference else 1) / 3,
+        step_s=2 * ADAM_BYTES * model.parameters / gpus / (EFFICIENCY * gpu.host_gbs * 1e9),
+        sync_s=weights_s(model, gpu, 1),
+    )
+
+
+def weights_s(model: Model, gpu: Gpu, tp: int) -> float:
+    """Weights into engines of `tp` ranks over the links of a node: for a push, and for engines of
+    another size. The paper calls the latter negligible; graphs that must be captured again are not
+    counted."""
+    return 2 * model.parameters / tp / (EFFICIENCY * gpu.link_gbs * 1e9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judge:
+    """A model that reads prompt and response and says a word: prefill only, one at a time."""
+
+    token_s: float
+    least_s: float = 0.0
+    """Of one response, however short: the layers that are streamed from the host."""
+    is_overlapped: bool = True
+    """The next layer comes while one computes; else after it."""
+
+    def seconds(self, tokens: int) -> float:
+        """Of one response with its prompt."""
+        compute = self.token_s * tokens
+        return max(compute, self.least_s) if self.is_overlapped else compute + self.least_s
+
+
+JUDGE_SHARE = 0.5
+"""Of a streamed judge's layers that stay: `LAYER_BY_LAYER_CACHE_RATIO` of RollPacker's code."""
+
+
+def judge_from_data_sheet(
+    model: Model, gpu: Gpu, gpus: int, *, utilization: float = EFFICIENCY, streamed: bool = False
+) -> Judge:
+    """A judge over `gpus` GPUs that compute at `utilization` of their data sheet."""
+    read = 2 * model.parameters * (1 - JUDGE_SHARE) / gpus if streamed else 0.0
+    return Judge(
+        token_s=2 * model.parameters / (utilization * gpu.tflops * 1e12 * gpus),
+        least_s=read / (EFFICIENCY * gpu.host_gbs * 1e9),
+    )
+
+
+def judge_bytes(model: Model, *, streamed: bool) -> float:
+    """What a judge takes of the memory of the GPUs that it shares."""
+    return 2 * model.parameters * (JUDGE_SHARE if streamed else 1.0)

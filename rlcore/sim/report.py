@@ -1,0 +1,209 @@
+"""What a simulated run looks like: a table, a picture of the replicas over time, a trace."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.metrics.jsonl import write_atomic
+from rlcore.sim.cluster import PHASES, Step, Summary
+
+COLOURS = {
+    "all": "#3B6FA0",
+    "short": "#2A9D8F",
+    "long": "#B279A2",
+    "reward": "#EECA3B",
+    "logprobs": "#9ECAE9",
+    "update": "#F58518",
+    "sync": "#54A24B",
+    "reshard": "#E45756",
+    "stream": "#FFBF79",
+}
+SAYS = {
+    "all": "decoding",
+    "short": "decoding, short round",
+    "long": "decoding, long round",
+    "reward": "rewards, after the rollout",
+    "logprobs": "log-probs",
+    "update": "update",
+    "sync": "weights to the engines",
+    "reshard": "engines change size",
+    "stream": "update while others decode",
+}
+MOST_ROWS = 64
+"""Replicas in a picture; of more, every so many-th."""
+
+
+def table(arms: Mapping[str, Summary]) -> list[str]:
+    """Mean seconds of a step by phase, a line an arm; the first arm is what others are held
+    against."""
+    used = [p for p in PHASES if any(a.phases[p] >= 0.005 for a in arms.values())]
+    width = max(12, *(len(name) + 2 for name in arms))
+    head = f"{'seconds a step':{width}}" + "".join(f"{p:>10}" for p in used)
+    lines = [
+        head + f"{'step':>10}{'speed-up':>10}{'idle':>8}{'trained':>9}{'long':>7}{'preempt':>9}"
+    ]
+    first = next(iter(arms.values()))
+    for name, a in arms.items():
+        cells = "".join(f"{a.phases[p]:10.2f}" for p in used)
+        lines.append(
+            f"{name:{width}}{cells}{a.seconds:10.2f}{first.seconds / a.seconds:9.2f}x"
+            f"{a.idle:8.0%}{a.trained_share:9.0%}{a.long_share:7.0%}{a.preemptions:9.1f}"
+        )
+    return [
+        *lines,
+        "",
+        "idle: of the replicas' time in a rollout, without a request; trained: of the tokens that",
+        "are decoded; long: of the steps, long rounds; preempt: requests thrown out of a full",
+        "cache, a step",
+    ]
+
+
+def gantt(arms: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
+    """A PNG: who does what over time. A panel an arm, all on one time axis; a row a replica."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    rows = [min(MOST_ROWS, len(steps[0].outcome.spans)) for steps in arms.values()]
+    figure, panels = pyplot.subplots(
+        len(arms),
+        1,
+        figsize=(12, 1.7 + sum(1.1 + 0.045 * max(n, 8) for n in rows)),
+        sharex=True,
+        squeeze=False,
+        gridspec_kw={"height_ratios": [max(n, 8) for n in rows]},
+        layout="constrained",
+    )
+    end = max(_end(steps) for steps in arms.values())
+    seen: dict[str, None] = {}
+    for axes, (name, steps), shown in zip(panels[:, 0], arms.items(), rows, strict=True):
+        _panel(axes, steps, shown, seen)
+        mean = _end(steps) / len(steps)
+        axes.set_title(f"{name}: {mean:.0f} s a step", loc="left", fontsize=10)
+        axes.set_ylabel("replica", fontsize=9)
+        axes.set_xlim(0, end * 1.01)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    panels[-1, 0].set_xlabel("seconds", fontsize=9)
+    order = [what for what in COLOURS if what in seen]
+    handles = [Patch(color=COLOURS[what], label=SAYS[what]) for what in order]
+    handles.append(Patch(facecolor="#EEEEEE", label="nothing to do"))
+    handles.append(Patch(facecolor="white", label="(paler: fewer requests in the batch)"))
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncol=min(len(handles), 5),
+        fontsize=8,
+        frameon=False,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _end(steps: Sequence[Step]) -> float:
+    return steps[-1].start + steps[-1].seconds
+
+
+def _panel(axes: Any, steps: Sequence[Step], shown: int, seen: dict[str, None]) -> None:
+    height = 1.0 if shown > 16 else 0.86
+    for step in steps:
+        replicas = len(step.outcome.spans)
+        rank_of = [i * replicas // shown for i in range(shown)]
+        at = step.start
+        for phase in ("reshard", "rollout", "reward", "logprobs", "update", "sync"):
+            took = step.phases[phase]
+            if took <= 0:
+                continue
+            if phase == "rollout":
+                axes.broken_barh([(at, took)], (-0.5, shown), color="#EEEEEE", linewidth=0)
+                seen[step.kind] = None
+                most = max(span.running for spans in step.outcome.spans for span in spans)
+                for row, rank in enumerate(rank_of):
+                    spans = step.outcome.spans[rank]
+                    axes.broken_barh(
+                        [(at + s.start, s.end - s.start) for s in spans],
+                        (row - height / 2, height),
+                        color=[(COLOURS[step.kind], _strength(s.running, most)) for s in spans],
+                        linewidth=0,
+                    )
+            else:
+                seen[phase] = None
+                axes.broken_barh([(at, took)], (-0.5, shown), color=COLOURS[phase], linewidth=0)
+            at += took
+        axes.axvline(step.start, color="white", linewidth=1.2)
+    axes.set_ylim(shown - 0.5, -0.5)
+    axes.set_yticks([0, shown - 1], ["0", str(len(steps[0].outcome.spans) - 1)])
+
+
+def _strength(running: int, most: int) -> float:
+    """Of a colour: all of it where most requests are decoded, a quarter for a single one."""
+    return 0.25 + 0.75 * math.log2(max(running, 1)) / max(math.log2(max(most, 1)), 1.0)
+
+
+def trace(arms: Mapping[str, Sequence[Step]], path: Path) -> None:
+    """A file for ui.perfetto.dev or chrome://tracing: a process an arm, a thread a replica, and one
+    for the phases of the whole."""
+    events: list[dict[str, Any]] = []
+    for pid, (name, steps) in enumerate(arms.items()):
+        replicas = max(len(s.outcome.spans) for s in steps)
+        events.append(_named("process_name", pid, 0, name))
+        events.append(_named("thread_name", pid, 0, "step"))
+        events += [_named("thread_name", pid, r + 1, f"replica {r}") for r in range(replicas)]
+        for step in steps:
+            events += _events(step, pid)
+    write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _events(step: Step, pid: int) -> list[dict[str, Any]]:
+    def bar(name: str, tid: int, start: float, seconds: float, **args: object) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": name,
+            "pid": pid,
+            "tid": tid,
+            "ts": round(start * 1e6, 3),
+            "dur": round(seconds * 1e6, 3),
+            "args": {"step": step.number, **args},
+        }
+
+    outcome = step.outcome
+    out, at = [], step.start
+    for phase in ("reshard", "rollout", "reward", "logprobs", "update", "sync"):
+        took = step.phases[phase]
+        if took <= 0:
+            continue
+        if phase == "rollout":
+            facts = {
+                "kind": step.kind,
+                "tp": step.tp,
+                "kept groups": len(outcome.kept),
+                "tokens trained": sum(outcome.lengths),
+                "tokens decoded": outcome.decoded,
+                "preemptions": outcome.preemptions,
+            }
+            out.append(bar(f"rollout ({step.kind})", 0, at, took, **facts))
+            for rank, spans in enumerate(outcome.spans):
+                out += [
+                    bar(
+                        f"decode ({step.kind})",
+                        rank + 1,
+                        at + s.start,
+                        s.end - s.start,
+                        running=s.running,
+                    )
+                    for s in spans
+                ]
+        else:
+            out.append(bar(phase, 0, at, took))
+        at += took
+    return out

@@ -1,0 +1,187 @@
+"""Who scores responses, and how long that takes."""
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rlcore.records import Request
+from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.utils.seed import derive
+
+UNLIMITED = 1 << 30
+
+
+class Scorer(Protocol):
+    """Scores one response at a time, on any of its workers."""
+
+    workers: int
+
+    def seconds(self, request: Request, length: int) -> float:
+        """That a worker, which takes it up now, will need."""
+
+    def is_right(self, request: Request, length: int) -> bool:
+        """What comes of it."""
+
+    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+        """It is done."""
+
+
+@dataclass(slots=True)
+class Fixed:
+    """Always the same."""
+
+    each_s: float = 0.0
+    workers: int = UNLIMITED
+
+    def seconds(self, request: Request, length: int) -> float:
+        return self.each_s
+
+    def is_right(self, request: Request, length: int) -> bool:
+        return bool(length % 2)
+
+    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+        """Nothing is learned."""
+
+
+@dataclass(slots=True)
+class Judged:
+    """By a model: in proportion to what it reads."""
+
+    of_tokens: Callable[[int], float]
+    workers: int
+
+    def seconds(self, request: Request, length: int) -> float:
+        return self.of_tokens(len(request.prompt) + length)
+
+    def is_right(self, request: Request, length: int) -> bool:
+        return bool(length % 2)
+
+    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+        """Nothing is learned."""
+
+
+@dataclass(slots=True)
+class Sandbox:
+    """Runs programs. A share of them never ends and costs the whole time-out; the others take what
+    their prompt's programs take, of which half are right."""
+
+    quantiles: Sequence[tuple[float, float]]
+    """(share of the prompts, seconds that their programs take at most), from 0 to 1."""
+    looping: float
+    """Share of the responses that do not end."""
+    workers: int
+    seed: int
+    prompt_of: Callable[[Request], str]
+    timeout: AdaptiveTimeout | None = None
+    """None: always `most_s`."""
+    most_s: float = 30.0
+    right: float = 0.5
+    timed_out_s: float = 0.0
+    """Worker seconds that went into programs that were stopped."""
+
+    def seconds(self, request: Request, length: int) -> float:
+        prompt = self.prompt_of(request)
+        limit = self.timeout.timeout_s(prompt) if self.timeout else self.most_s
+        needed = math.inf if self._dice(request)[0] < self.looping else self._own(prompt)
+        if needed > limit:
+            self.timed_out_s += limit
+        return min(needed, limit)
+
+    def is_right(self, request: Request, length: int) -> bool:
+        loops, right = self._dice(request)
+        return loops >= self.looping and right < self.right
+
+    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+        if self.timeout:
+            self.timeout.scored(self.prompt_of(request), seconds, is_right)
+
+    def _dice(self, request: Request) -> tuple[float, float]:
+        """Two numbers of its own."""
+        bits = derive(self.seed, "program", request.id)
+        return (bits >> 32) / 2**31, (bits & 0xFFFFFFFF) / 2**32
+
+    def _own(self, prompt: str) -> float:
+        """Of a prompt: between the quantiles on a logarithmic scale."""
+        at = derive(self.seed, "prompt's program", prompt) / 2**63
+        shares = [share for share, _ in self.quantiles]
+        logs = [math.log(seconds) for _, seconds in self.quantiles]
+        return math.exp(float(np.interp(at, shares, logs)))
+
+
+@dataclass(slots=True)
+class Pool:
+    """The workers of one scorer: first come, first served."""
+
+    scorer: Scorer
+    _free: list[float] = field(default_factory=list)
+
+    def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
+        """When its score is there, and the seconds that a worker will have spent on it."""
+        if self.scorer.workers >= UNLIMITED:
+            took = self.scorer.seconds(request, length)
+            return now + took, took
+        start = now
+        if len(self._free) >= self.scorer.workers:
+            start = max(now, heapq.heappop(self._free))
+        took = self.scorer.seconds(request, length)
+        heapq.heappush(self._free, start + took)
+        return start + took, took
+
+    def clear(self) -> None:
+        """A round begins: nobody is at work."""
+        self._free.clear()
+
+
+class Rewards:
+    """Scorers by domain. `after`: all responses are scored when the tokens of a round are there, as
+    a program does that calls one phase after the other; else each as soon as it ends."""
+
+    def __init__(
+        self,
+        scorers: Mapping[str, Scorer] | None = None,
+        domain_of: Callable[[Request], str] = lambda request: "",
+        *,
+        after: bool = False,
+    ) -> None:
+        self._pools = {name: Pool(s) for name, s in (scorers or {"": Fixed()}).items()}
+        self._domain_of = domain_of
+        self.after = after
+
+    @property
+    def scorers(self) -> list[Scorer]:
+        """All of them."""
+        return [pool.scorer for pool in self._pools.values()]
+
+    def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
+        """When its score is there, and what it takes a worker."""
+        if self.after:
+            return now, 0.0
+        return self._pools[self._domain_of(request)].done_at(now, request, length)
+
+    def score(self, request: Request, length: int, seconds: float) -> float:
+        """Its score is there: 1 where it is right."""
+        scorer = self._pools[self._domain_of(request)].scorer
+        is_right = scorer.is_right(request, length)
+        if not self.after:
+            scorer.told(request, seconds, is_right)
+        return float(is_right)
+
+    def all_at_once(self, responses: Sequence[tuple[Request, int]]) -> float:
+        """Seconds until the last of (request, length) has its score, in the order given."""
+        ends = [0.0]
+        for request, length in responses:
+            pool = self._pools[self._domain_of(request)]
+            end, took = pool.done_at(0.0, request, length)
+            pool.scorer.told(request, took, pool.scorer.is_right(request, length))
+            ends.append(end)
+        self.clear()
+        return max(ends)
+
+    def clear(self) -> None:
+        """A round begins."""
+        for pool in self._pools.values():
+            pool.clear()

@@ -1,0 +1,224 @@
+"""A plan from what a user says of a cluster (`python -m rlcore sim run`)."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.tail_batching import check
+from rlcore.sim import profile, published
+from rlcore.sim.cluster import Plan, RowOf
+from rlcore.sim.cost import GPUS, MODELS, Cost, Gpu, Model, from_data_sheet, least_tp
+from rlcore.sim.lengths import read_lengths
+from rlcore.sim.phases import (
+    judge_bytes,
+    judge_from_data_sheet,
+    training_from_data_sheet,
+    weights_s,
+)
+from rlcore.sim.rewards import Fixed, Judged, Rewards, Sandbox, Scorer
+from rlcore.sim.workload import GENERATORS, Workload
+
+REWARDS = ("none", "math", "code", "judge", "mix")
+JUDGES = ("dedicated", "shared", "streamed")
+BASELINES = ("verl", "rlhfuse", "none")
+
+
+def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
+    """What the options of `sim run` say, and sentences about where its numbers are from.
+
+    Raises:
+        ValueError: an option that makes no cluster; the sentence names it.
+    """
+    gpu, model = _gpu(a.gpu), _model(a.model)
+    workload, said = _workload(a)
+    check(a.prompts, a.samples, a.eta_prompts, a.eta_samples)
+    if not 0 < a.mfu <= 1:
+        raise ValueError(f"--mfu {a.mfu:g}: above 0, at most 1")
+    has_judge = a.reward in ("judge", "mix")
+    judge_gpus = round(published.JUDGE_GPUS * a.gpus) if a.judge == "dedicated" and has_judge else 0
+    rollout_gpus = a.gpus - judge_gpus
+    if rollout_gpus < a.tp or rollout_gpus % a.tp:
+        raise ValueError(
+            f"--tp {a.tp}: the {rollout_gpus} GPUs that sample are no whole number of replicas of "
+            "that size"
+        )
+    if a.max_tp and (a.max_tp > gpu.per_node or rollout_gpus % a.max_tp):
+        raise ValueError(
+            f"--max-tp {a.max_tp}: at most the {gpu.per_node} GPUs of a node, and a divisor of the "
+            f"{rollout_gpus} that sample"
+        )
+    taken = judge_bytes(MODELS["7B"], streamed=a.judge == "streamed")
+    taken = taken if has_judge and a.judge != "dedicated" else 0.0
+    notes = [
+        f"{model.name}, {a.gpus} x {gpu.name}: {rollout_gpus // a.tp} replicas of {a.tp}"
+        + (f", {judge_gpus} GPUs for the judge" if judge_gpus else ""),
+        f"lengths: {said}",
+    ]
+    reshard_s = partial(weights_s, model, gpu)
+    if a.profile:
+        layouts = profile.read(a.profile)
+        sizes = [a.tp * 2**k for k in range(8) if a.tp * 2**k <= max(a.tp, a.max_tp)]
+        if missing := [tp for tp in sizes if tp not in layouts]:
+            raise ValueError(
+                f"--profile {a.profile}: has replicas of {sorted(layouts)} GPUs and none of "
+                f"{missing[0]}, which --tp and --max-tp ask for"
+            )
+        notes.append(f"decoding: as measured ({a.profile})")
+        costs, reshard_s = _measured(layouts)
+    else:
+        notes.append("decoding: from the data sheet, at 60 % of bandwidth and arithmetic")
+
+        def costs(tp: int) -> Cost:
+            return from_data_sheet(model, gpu, tp, other_bytes=taken / tp)
+
+    first = costs(a.tp)
+    longest = workload.prompt_tokens + workload.cap
+    if first.cache_tokens < longest:
+        raise ValueError(
+            f"--tp {a.tp}: a replica's cache holds {first.cache_tokens:.0f} tokens, the longest "
+            f"prompt and response have {longest}; take a larger --tp, or shorter lengths"
+        )
+    if a.reward != "none":
+        notes.append(f"rewards ({a.reward}): from published shares and times, see published.py")
+    notes.append(f"training: from the data sheet, at {a.mfu:.0%} of the arithmetic, no padding")
+    made = Plan(
+        name=a.schedule + (" + planner" if a.max_tp else ""),
+        gpus=rollout_gpus,
+        tp=a.tp,
+        costs=costs,
+        training=training_from_data_sheet(model, gpu, a.gpus, mfu=a.mfu, reference=a.reference),
+        workload=workload,
+        num_prompts=a.prompts,
+        num_samples=a.samples,
+        schedule=a.schedule,
+        eta_prompts=a.eta_prompts,
+        eta_samples=a.eta_samples,
+        rewards=partial(rewards, a.reward, gpu, a.judge, a.gpus, a.seed),
+        max_tp=a.max_tp,
+        min_tp=a.tp if a.profile else least_tp(costs, longest, a.tp),
+        reshard_s=reshard_s,
+        max_running=a.max_running,
+        seed=a.seed,
+    )
+    return made, notes
+
+
+def _measured(
+    layouts: Mapping[int, profile.Layout],
+) -> tuple[Callable[[int], Cost], Callable[[int], float]]:
+    """Costs of a size, and what it takes to have engines of it."""
+    return lambda tp: layouts[tp].cost, lambda tp: layouts[tp].start_s
+
+
+def baseline(ours: Plan, name: str) -> Plan:
+    """`verl`: every response is waited for, then all are scored, then trained. `rlhfuse`: rewards
+    and log-probs are computed beside the tail of the rollout."""
+    if name == "rlhfuse":
+        return replace(ours, name="rlhfuse", schedule="all", overlap_logprobs=True, max_tp=0)
+    return replace(
+        ours,
+        name="verl",
+        schedule="all",
+        max_tp=0,
+        rewards=lambda row_of: after(ours.rewards(row_of)),
+    )
+
+
+def after(made: Rewards) -> Rewards:
+    """The same scorers, when the rollout is over, with a fixed time-out."""
+    for scorer in made.scorers:
+        if isinstance(scorer, Sandbox):
+            scorer.timeout = None
+    made.after = True
+    return made
+
+
+def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf) -> Rewards:
+    """Scorers of a run."""
+    math: Scorer = Fixed(published.MATH_S, published.MATH_WORKERS)
+    code: Scorer = Sandbox(
+        quantiles=published.SANDBOX_QUANTILES,
+        looping=published.LOOPING,
+        workers=published.SANDBOX_WORKERS,
+        seed=seed,
+        prompt_of=lambda request: str(row_of(request)),
+        timeout=AdaptiveTimeout(),
+    )
+    dedicated = judge == "dedicated"
+    judged = judge_from_data_sheet(
+        MODELS["7B"],
+        gpu,
+        1,
+        utilization=published.JUDGE_UTILIZATION,
+        streamed=judge == "streamed",
+    )
+    workers = max(1, round(published.JUDGE_GPUS * gpus)) if dedicated else gpus
+    judges: Scorer = Judged(judged.seconds, workers)
+    if kind == "none":
+        return Rewards()
+    one = {"math": math, "code": code, "judge": judges}
+    if kind != "mix":
+        return Rewards({"": one[kind]})
+    names = list(one)
+    return Rewards(one, lambda request: names[row_of(request) % 3])
+
+
+def _gpu(name: str) -> Gpu:
+    found = {g.lower(): gpu for g, gpu in GPUS.items()}
+    if name.lower() not in found:
+        raise ValueError(f"--gpu {name}: known are {', '.join(found)}")
+    return found[name.lower()]
+
+
+def _model(name: str) -> Model:
+    """By name, or from a Hugging Face config.json."""
+    found = {m.lower(): model for m, model in MODELS.items()}
+    if name.lower() in found:
+        return found[name.lower()]
+    path = Path(name)
+    known = f"--model {name}: known are {', '.join(found)}, or the path of a config.json"
+    try:
+        c = json.loads(path.read_text())
+        layers, hidden, heads = c["num_hidden_layers"], c["hidden_size"], c["num_attention_heads"]
+        kv, inner, vocab = (
+            c.get("num_key_value_heads", heads),
+            c["intermediate_size"],
+            c["vocab_size"],
+        )
+    except OSError as error:
+        raise ValueError(known) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{known}; there, {error!s} is missing or no number") from error
+    head = c.get("head_dim") or hidden // heads
+    embeddings = vocab * hidden * (1 if c.get("tie_word_embeddings") else 2)
+    block = 2 * hidden * head * (heads + kv) + 3 * hidden * inner
+    return Model(
+        name=path.parent.name or path.name,
+        parameters=float(layers * block + embeddings),
+        layers=layers,
+        kv_bytes=4.0 * layers * kv * head,
+        hidden=hidden,
+    )
+
+
+def _workload(a: argparse.Namespace) -> tuple[Workload, str]:
+    if a.lengths in GENERATORS:
+        found = replace(GENERATORS[a.lengths], seed=a.seed)
+        return found, f"the generator {a.lengths}, fitted on a figure of RollPacker"
+    path = Path(a.lengths)
+    if not path.exists():
+        raise ValueError(
+            f"--lengths {a.lengths}: no such file; a generator ({', '.join(GENERATORS)}), or a "
+            ".csv, .jsonl or .jsonl.gz (rlcore/sim/README.md)"
+        )
+    where = {}
+    for part in a.where:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"--where {part}: COLUMN=VALUE")
+        where[key] = value
+    return read_lengths(path, where)

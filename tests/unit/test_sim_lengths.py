@@ -1,0 +1,84 @@
+"""Files of response lengths, and what is wrong with them."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from rlcore.sim.lengths import read_lengths
+
+
+def test_rows_of_one_prompt_belong_together(tmp_path: Path):
+    path = tmp_path / "math.csv"
+    path.write_text("idx,sample,prompt_tokens,response_tokens\n0,0,40,9\n1,0,60,5\n0,1,40,7\n")
+    found, said = read_lengths(path)
+    assert found.by_prompt == [[9, 7], [5]] and found.prompt_tokens == 47
+    assert said.startswith("math.csv: 3 responses to 2 prompts")
+
+
+def test_a_column_picks_rows(tmp_path: Path):
+    path = tmp_path / "many.csv"
+    path.write_text("model,idx,response_tokens\na,0,9\nb,0,5\n")
+    assert read_lengths(path, {"model": "b"})[0].by_prompt == [[5]]
+    with pytest.raises(ValueError, match="no row is left of it after model=c"):
+        read_lengths(path, {"model": "c"})
+    with pytest.raises(ValueError, match="line 2: no column 'size'; it has model, idx"):
+        read_lengths(path, {"size": "c"})
+
+
+def test_a_serving_trace_says_nothing_about_prompts(tmp_path: Path):
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,100,10\ny,300,20\n")
+    found, said = read_lengths(path)
+    assert found.by_prompt == [[10, 20]] and "no word on prompts" in said
+
+
+def test_a_run_s_own_rollouts_are_grouped_by_their_prompt(tmp_path: Path):
+    path = tmp_path / "rollouts.jsonl.gz"
+    rows = [
+        {"step": s, "id": f"t{s}.0", "prompt": f"p{s % 2}", "num_tokens": 5 + s} for s in range(4)
+    ]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    assert read_lengths(path)[0].by_prompt == [[5, 7], [6, 8]]
+
+
+def test_one_response_a_prompt_is_said(tmp_path: Path):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"idx": 0, "n_tokens": 3}\n\n{"idx": 1, "n_tokens": 4}\n')
+    assert "which is one each" in read_lengths(path)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "a.csv",
+            "idx,response_tokens\n0,5\n1,many\n",
+            "line 3: response_tokens is 'many'; allowed",
+        ),
+        (
+            "a.csv",
+            "idx,response_tokens\n0,5\n1\n",
+            "line 3: not the 2 values that the header names",
+        ),
+        ("a.csv", "idx,response_tokens\n0,0\n", "line 2: response_tokens is '0'"),
+        ("a.csv", "idx,response_tokens\n0,nan\n", "line 2: response_tokens is 'nan'"),
+        ("a.csv", "idx,words\n0,5\n", "line 2: it has idx, words; allowed are .csv"),
+        ("a.csv", "", "no row is left"),
+        ("a.jsonl", '{"n_tokens": 5}\n{"n_tok', "line 2: no JSON"),
+        ("a.jsonl", '{"n_tokens": 5}\n[7]\n', "line 2: '[7]' is no object"),
+        ("a.jsonl", '{"n_tokens": 2.5}\n', "line 1: n_tokens is '2.5'"),
+        ("a.jsonl", '{"n_tokens": true}\n', "line 1: n_tokens is 'True'"),
+        ("a.txt", "5\n", "a.txt: allowed are .csv"),
+        ("a.jsonl.gz", "5\n", "cannot be read (Not a gzipped file"),
+    ],
+)
+def test_a_junk_line_is_named_with_what_is_allowed(
+    tmp_path: Path, name: str, text: str, words: str
+):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_lengths(path)
+    assert words in str(error.value) and "\n" not in str(error.value)
