@@ -106,7 +106,8 @@ def _state(run: Run) -> dict[str, Any]:
         "deadlines": run.deadlines.state() if run.deadlines is not None else None,
     }
     if run.relayout is not None and run.relayout.policy is not None:
-        state["sizes"] = run.relayout.policy.state()
+        policy = run.relayout.policy
+        state["sizes"] = {type(policy).__name__: policy.state()}
     return state
 
 
@@ -149,8 +150,10 @@ def load(run: Run, path: Path) -> None:
     if run.source is not None and run.sampler is not None:
         run.sampler.restore(state["sampler"])
         run.source.restore(state["source"], run.sampler.state()["num_rows"])
-    if run.relayout is not None and run.relayout.policy is not None and "sizes" in state:
-        run.relayout.policy.restore(state["sizes"])
+    if run.relayout is not None and run.relayout.policy is not None:
+        policy, sizes = run.relayout.policy, state.get("sizes", {})
+        if type(policy).__name__ in sizes:  # else it was written without, or by another policy
+            policy.restore(sizes[type(policy).__name__])
     if run.rank == 0:
         set_later_aside(run)
         log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)

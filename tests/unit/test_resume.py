@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.algos.kl import AdaptiveController
+from rlcore.sched.planner import TPPlanner
 from rlcore.trainer import resume
 
 
@@ -79,3 +80,17 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: P
     (tmp_path / "checkpoints" / "step_000003").mkdir()
     resume.prune(run)
     assert "step_000003" in names(tmp_path)
+
+
+def test_sizes_of_engines_go_on_and_a_checkpoint_without_them_changes_none(tmp_path: Path) -> None:
+    run, path = run_with(tmp_path, [2]), tmp_path / "checkpoints" / "step_000002"
+    run.relayout = SimpleNamespace(policy=TPPlanner(1, 4))
+    resume.load(run, path)
+    assert run.relayout.policy.size("long") == 1
+    before = TPPlanner(4, 4)
+    before.after("long", 3)
+    state = json.loads((path / "state.json").read_text())
+    for name, size in (("Listed", 1), ("TPPlanner", 4)):
+        (path / "state.json").write_text(json.dumps(state | {"sizes": {name: before.state()}}))
+        resume.load(run, path)
+        assert run.relayout.policy.size("long") == size
