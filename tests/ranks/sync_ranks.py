@@ -162,6 +162,27 @@ def colocated(rank: int) -> dict[str, Any]:
         channel.push(learner, engine, 4)
         found[f"{name} again"] = {"digest": digest(engine.came), "version": engine.version}
     learner.close()
+    return found | {"engines of two ranks": of_two_ranks(rank)}
+
+
+def of_two_ranks(rank: int) -> dict[str, Any]:
+    """Trainer TP2 x PP2, over which stand two engines of tensor-parallel size 2; each route."""
+    learner = learner_of("qwen2", TRAINER, "bfloat16")
+    routes = {"gather": ("gather", [])} | {n: ("intranode", sites) for n, sites in SITES.items()}
+    found: dict[str, Any] = {}
+    for name, (route, sites) in routes.items():
+        channel = make_channel(
+            route,
+            max_bytes=MAX_BYTES,
+            sites=sites,
+            tp=2,
+            transport="shm",
+            peers=Peers(name=f"{name}, tp 2"),
+        )
+        engine = Keeper()
+        channel.push(learner, engine, 1)
+        found[name] = [digest(engine.came), [len(p) for p in engine.payloads]]
+    learner.close()
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from rlcore.records import Shard
 from rlcore.sync import layout
 from tests import kit
-from tests.ranks.sync_ranks import LAYOUTS, MAX_BYTES, SITES
+from tests.ranks.sync_ranks import LAYOUTS, MAX_BYTES, SITES, digest
 
 RANKS = "tests.ranks.sync_ranks"
 ALL = [(arch, name) for arch in LAYOUTS for name in LAYOUTS[arch]]
@@ -84,6 +84,21 @@ def test_engines_beside_a_tp2_pp2_trainer_get_the_export_of_one_rank_bit_by_bit(
         assert len(found["buckets"]) > 3 and max(found["buckets"]) <= MAX_BYTES
         assert found["figures"]["bytes"] == sum(found["buckets"])
         assert found["figures"]["time_s"] > 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("route", ("gather", *SITES))
+def test_engines_of_two_ranks_beside_a_tp2_pp2_trainer_get_the_same_bits(
+    alone: dict[str, str], colocated: list[dict[str, Any]], route: str
+) -> None:
+    """The leader takes them, a payload for each of its ranks; the engine slices for itself."""
+    for rank, found in enumerate(colocated):
+        came, payloads = found["engines of two ranks"][route]
+        if rank % 2:
+            assert came == digest({}) and not payloads
+        else:
+            assert came == alone["bfloat16"]
+            assert len(payloads) > 3 and set(payloads) == {2}
 
 
 @pytest.mark.ranks(4)
