@@ -2,7 +2,7 @@
 
     python tools/mismatch_study.py --quick                                  # a minute, 2 cores
     python tools/mismatch_study.py --json tools/results/mismatch_study.json # ten, with a picture
-    python tools/mismatch_study.py --sglang                                 # SGLang samples too
+    python tools/mismatch_study.py --sglang --json out.json                 # samplers by SGLang
 
 With mu the probability that the sampler recorded for a sampled token and p the Megatron
 learner's for the same token, of every response
@@ -15,8 +15,9 @@ models are published, so that all precisions compute with the same ones; tempera
 
     learner    tp, cp; `sp` is Megatron's sequence parallelism, a form of tensor parallelism. What
                the study calls SP (Ulysses: a sequence is cut over ranks) is nearest to cp
-    sampler    the torch engine, and with --sglang also SGLang at TP 1 and 2, in three precisions:
-               `fp32-head` computes the logits in fp32 (`--rollout.fp32_lm_head`)
+    sampler    the torch engine, in three precisions: `fp32-head` computes the logits in fp32
+               (`--rollout.fp32_lm_head`). --sglang measures this axis alone: also SGLang at TP 1
+               and 2, `short` only, under the learners that meet every sampler
     length     `short`, `5 x short` (five responses as one), `long`, and the first part of a long
                one: all of forced length, no stop token. `own ...`: responses that end by
                themselves, of a trained model; the longest third, the shortest third, and as many
@@ -38,7 +39,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,9 +106,10 @@ class Size:
     deep_prompts: int = 8
     """Of the models with 8 layers."""
     own: int = 192
-    """Responses that end by themselves."""
+    """Responses that end by themselves; 0: none."""
     short: int = 200
     long: int = 1000
+    """0: none of these responses."""
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     all_precisions: tuple[str, ...] = ("one", "tp2 sp", "cp2")
     """Layouts under which every learner precision meets every sampler; the others are measured with
@@ -226,7 +228,7 @@ def finish(rows: list[Row]) -> list[Row]:
 
 def subjects(folder: Path, a: argparse.Namespace, size: Size) -> list[Subject]:
     """Write the models into `folder`, weights rounded to bfloat16."""
-    most = max(size.long, OWN_MOST) + 3 * len(label_task.LABELS)
+    most = max(size.short, size.long, OWN_MOST) + 3 * len(label_task.LABELS)
     tiny = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": TINY_TOKENS,
@@ -313,21 +315,22 @@ def warm_started(a: argparse.Namespace) -> Path | None:
 
 
 def make_engine(
-    subject: Subject, options: Mapping[str, Any], seed: int, backend: str
+    hf: HFConfig, options: Mapping[str, Any], seed: int, backend: str
 ) -> TorchEngine | ChildEngine:
-    """An engine with the subject's weights."""
-    hf, tp = subject.hf, BACKENDS[backend]
+    """An engine without weights."""
     options = {"max_model_tokens": hf.max_positions, "device": "cpu", "seed": seed, **options}
     if backend == "torch tp1":
-        engine: TorchEngine | ChildEngine = TorchEngine(hf, **options)
-    else:
-        settings = {"config": hf.to_dict(), "tp": tp, "max_running": 32, **options}
-        engine = ChildEngine(SGLANG_ENGINE, settings, threads=1, start_s=300.0)
+        return TorchEngine(hf, **options)
+    settings = {"config": hf.to_dict(), "tp": BACKENDS[backend], "max_running": 128, **options}
+    return ChildEngine(SGLANG_ENGINE, settings, threads=1, start_s=300.0)
+
+
+def load(engine: TorchEngine | ChildEngine, subject: Subject, tp: int) -> None:
+    """The subject's weights into an engine of its shape."""
     engine.begin_load(0)
-    for bucket, buffer in pack(read_folder(subject.folder, hf), MAX_BYTES):
+    for bucket, buffer in pack(read_folder(subject.folder, subject.hf), MAX_BYTES):
         engine.load_bucket(bucket, [buffer] * tp)
     engine.end_load()
-    return engine
 
 
 def sample(
@@ -338,20 +341,38 @@ def sample(
     backend: str = "torch tp1",
 ) -> Sampled:
     """All responses of one sampler setting."""
-    engine = make_engine(subject, options, seed, backend)
-    try:
-        return _responses(engine, subject, size, seed)
-    finally:
-        engine.close()
+    ((_, made),) = samples([subject], options, size, seed, backend)
+    return made
+
+
+def samples(
+    subjects: Sequence[Subject],
+    options: Mapping[str, Any],
+    size: Size,
+    seed: int,
+    backend: str,
+) -> Iterator[tuple[Subject, Sampled]]:
+    """Of one sampler setting, model by model. Neighbours of one shape share an engine, as SGLang
+    needs longer to start than to sample."""
+    for hf, group in itertools.groupby(subjects, key=lambda subject: subject.hf):
+        engine = make_engine(hf, options, seed, backend)
+        try:
+            for subject in group:
+                load(engine, subject, BACKENDS[backend])
+                yield subject, _responses(engine, subject, size, seed)
+        finally:
+            engine.close()
 
 
 def _responses(
     engine: TorchEngine | ChildEngine, subject: Subject, size: Size, seed: int
 ) -> Sampled:
     short = _sample(engine, seed, "s", subject.prompts, 5, Sampling(max_tokens=size.short))
-    long = _sample(engine, seed, "l", subject.prompts, 1, Sampling(max_tokens=size.long))
+    long: list[Sample] = []
+    if size.long:
+        long = _sample(engine, seed, "l", subject.prompts, 1, Sampling(max_tokens=size.long))
     own: list[Sample] = []
-    if subject.ends:
+    if subject.ends and size.own:
         stop = Sampling(max_tokens=OWN_MOST, stop_ids=(label_task.EOS,))
         own = _sample(engine, seed, "o", size.own, 1, stop)
     sampled = Sampled(pack_samples([*short, *long, *own]))
@@ -360,9 +381,10 @@ def _responses(
     sampled.units = {
         "short": [Unit((r,)) for r in range(at)],
         "5 x short": [Unit(tuple(range(r, r + 5))) for r in range(0, at, 5)],
-        "long": longs,
-        "first of long": [Unit(unit.rows, size.short) for unit in longs],
     }
+    if long:
+        first = [Unit(unit.rows, size.short) for unit in longs]
+        sampled.units |= {"long": longs, "first of long": first}
     if own:
         sampled.units |= own_units([len(s.tokens) for s in own], at + len(long))
     return sampled
@@ -581,20 +603,21 @@ def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], d
     cases, refused = plan(models, size, backends)
     sampled: dict[str, Sampled] = {}
     labels_of: dict[str, dict[str, str]] = {}
-    for model in models:
+    for backend, sampler in itertools.product(backends, SAMPLERS):
         start = time.monotonic()
-        for backend, sampler in itertools.product(backends, SAMPLERS):
+        for model, made in samples(models, SAMPLERS[sampler], size, a.seed, backend):
             name = file_of(model.name, backend, sampler)
-            made = sampled[name] = sample(model, SAMPLERS[sampler], size, a.seed, backend)
+            sampled[name] = made
             labels_of[name] = {"sampler": backend, "sampler_dtype": sampler}
             save_batch(made.batch, folder / name)
+        print(f"{backend} {sampler}: {time.monotonic() - start:.0f} s", flush=True)
+    for model in models:
         weights = num_parameters(model.hf) / 1e6
         sure = sampled[file_of(model.name, "torch tp1", "bf16")].batch
         print(
             f"{model.name}: {weights:.1f} M weights, {sure.num_sequences} responses with "
             f"{int(sure.mask.sum())} tokens a sampler, mean log-prob "
-            f"{float(sure.logp_sampler[sure.mask].mean()):.2f}, "
-            f"{time.monotonic() - start:.0f} s",
+            f"{float(sure.logp_sampler[sure.mask].mean()):.2f}",
             flush=True,
         )
     again = next(i for i, c in enumerate(cases) if c.layout == "one" and c.dtype == "bf16")
@@ -988,7 +1011,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--quick", action="store_true", help="few responses and layouts: a minute")
     p.add_argument("--dir", type=Path, default=ROOT / "runs", help="has models/label-s<seed>")
-    p.add_argument("--sglang", action="store_true", help="SGLang samples too: half an hour more")
+    p.add_argument("--sglang", action="store_true", help="the samplers alone, SGLang among them")
     p.add_argument("--trained", type=Path, help="`hf` folder of a run on the tiny task: model `rl`")
     p.add_argument("--json", type=Path)
     p.add_argument("--picture", type=Path, help="default: beside the JSON file")
@@ -1005,6 +1028,8 @@ def main() -> int:
         return 0
     start = time.monotonic()
     size = QUICK if a.quick else Size()
+    if a.sglang:
+        size = replace(size, long=0, own=0, layouts=size.all_precisions)
     with TemporaryDirectory(prefix="mismatch") as name:
         rows, repeats = study(a, size, Path(name))
     found = findings(rows, repeats)

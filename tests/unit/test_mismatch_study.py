@@ -289,6 +289,24 @@ def test_sglang_samples_what_the_torch_engine_does(tool, tmp_path):
 # ---- through engine and learner
 
 
+def test_models_of_one_shape_share_an_engine_and_sample_as_alone(tool, tmp_path, monkeypatch):
+    size = replace(tool.QUICK, short=6, long=0, own=0)
+    hf, subjects = HFConfig.from_dict(CONFIG), []
+    for name, of in (("a", hf), ("b", hf), ("c", hf.with_(max_positions=100))):
+        tool.save_folder(tool.random_weights(of, len(subjects)), of, None, tmp_path / name)
+        subject = tool.Subject(name=name, folder=tmp_path / name, hf=of, prompts=2, ends=True)
+        subjects.append(subject)
+    made, make = [], tool.make_engine
+    monkeypatch.setattr(tool, "make_engine", lambda *args: made.append(args) or make(*args))
+    pairs = tool.samples(subjects, tool.SAMPLERS["fp32"], size, 0, "torch tp1")
+    found = {subject.name: sampled for subject, sampled in pairs}
+    assert len(made) == 2 and set(found["a"].units) == {"short", "5 x short"}
+    alone = tool.sample(subjects[1], tool.SAMPLERS["fp32"], size, 0).batch
+    assert torch.equal(found["b"].batch.tokens, alone.tokens)
+    assert torch.equal(found["b"].batch.logp_sampler, alone.logp_sampler)
+    assert not torch.equal(found["a"].batch.tokens, alone.tokens)
+
+
 def test_one_rank_scores_what_the_engine_sampled(tool, tmp_path, capsys):
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     hf = HFConfig.from_dict(CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], **moe})
