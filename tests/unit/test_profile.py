@@ -86,11 +86,20 @@ def test_a_step_is_timed_from_when_all_sequences_have_tokens() -> None:
     assert row.step_s == pytest.approx(0.09 / 7.5)
 
 
-def test_what_ends_before_all_have_begun_is_no_row() -> None:
+def test_what_ends_before_all_have_begun_is_no_row(capsys: pytest.CaptureFixture[str]) -> None:
     made = bench(Told(late=40))
     assert made.decode(4, 20, 10) == (0.0, None)
-    with pytest.raises(RuntimeError, match="4 sequences had not all begun when the first ended"):
-        made.row(4, 20, 16)
+    assert made.row(4, 20, 16) is None
+    assert "left out: 4 sequences of 20 tokens" in capsys.readouterr().out
+
+
+def test_as_many_steps_are_timed_as_the_cache_has_room_for() -> None:
+    """More than 16 steps would be wanted, and 16 x (40 + 32) tokens have no room in 1,000."""
+    made = bench()
+    made.cache_tokens = 1000
+    row = made.row(16, 48, 64)
+    assert row is not None and row.context == pytest.approx(40 + (1 + 16) / 2, abs=1.5)
+    assert made.row(16, 70, 64) is None
 
 
 @pytest.mark.parametrize(
