@@ -1,5 +1,6 @@
 """Engines that change their size between two steps, without engines."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ from rlcore.cli import assemble
 from rlcore.cli.world import World
 from rlcore.config.schema import Config, DebugConfig, RolloutConfig, TrainConfig
 from rlcore.hf.config import HFConfig
+from rlcore.rollout.child import ChildEngine
 from rlcore.sched.planner import Listed, TPPlanner
-from rlcore.trainer import relayout
+from rlcore.trainer import phases, relayout
 from rlcore.trainer.relayout import Relayout
 from tests import kit
 
@@ -144,6 +146,26 @@ def test_an_engine_that_dies_as_it_starts_is_left_to_the_push() -> None:
     run.cfg.cluster.timeout_s = 60
     relayout.before_push(run)
     assert run.engine.down and run.relayout.tp == 2
+
+
+def test_a_child_that_dies_as_it_starts_is_started_again_before_the_push(tmp_path: Path) -> None:
+    size = {"file": str(tmp_path / "died"), "tp": 1}
+    engine = ChildEngine(
+        "tests.contracts.odd_engines:dies_once",
+        lambda: size,
+        start_s=60.0,
+        resize=lambda tp: size.update(tp=tp),
+    )
+    try:
+        run = run_of(sizes_of(Listed([2])), engine=engine)
+        run.cfg.cluster.timeout_s = 60
+        relayout.before_push(run)
+        assert "ended with code 7" in engine.down
+        phases.engine_revives(run)
+        engine.begin_load(1)  # as the push does
+        assert not engine.down
+    finally:
+        engine.close()
 
 
 def test_after_the_last_step_and_without_the_switch_nothing_changes() -> None:
