@@ -242,7 +242,21 @@ class Down(Event):
     """What the lost requests had produced, as far as it is known."""
 
 
-AnyEvent = Ready | Progress | Finished | Aborted | Rewarded | Preempted | Stats | Down
+class Released(Event):
+    """The replica has let go of its live requests; `partials` is what they had produced."""
+
+    partials: dict[RequestId, Partial] = {}
+
+
+class Trained(Event):
+    """The rank is through with the oldest `Train` that it was sent."""
+
+    seconds: float = 0.0
+
+
+AnyEvent = (
+    Ready | Progress | Finished | Aborted | Rewarded | Preempted | Stats | Down | Released | Trained
+)
 
 
 # ---- commands: controller to the ranks
@@ -267,6 +281,32 @@ class Abort(Command):
     ids: tuple[RequestId, ...]
 
 
+class Streamed(Struct, frozen=True, kw_only=True):
+    """Groups that were trained while others were still decoded, and who shared them."""
+
+    groups: tuple[GroupId, ...]
+    dp_ranks: tuple[int, ...]
+
+
+class Release(Command):
+    """Let go of all live requests and say `Released`: they go on elsewhere, you train."""
+
+
+class Ship(Command):
+    """Send these finished samples to the ranks `to`."""
+
+    ids: tuple[RequestId, ...]
+    to: tuple[int, ...]
+
+
+class Train(Command):
+    """Accumulate the gradient of these groups, which the data-parallel ranks `dp_ranks` share. The
+    samples are on their way."""
+
+    groups: tuple[Group, ...]
+    dp_ranks: tuple[int, ...]
+
+
 class EndRound(Command):
     """The round is over: these groups were kept."""
 
@@ -275,6 +315,8 @@ class EndRound(Command):
     """Complete groups that do not count, and why; what is in neither was late."""
     anchors: dict[str, float] = {}
     """Seconds that the slowest right answer of the round took, by prompt (`sched/reward.py`)."""
+    streamed: tuple[Streamed, ...] = ()
+    """What of `groups` has been trained, in the order in which it was."""
     stats: dict[str, float] = {}
 
 
@@ -299,7 +341,7 @@ class Alive(Command):
     """The controller is there and waits for others; resets the receiver's deadline."""
 
 
-AnyCommand = Submit | Abort | Drop | Repair | EndRound | Fail | Alive
+AnyCommand = Submit | Abort | Release | Ship | Train | Drop | Repair | EndRound | Fail | Alive
 
 
 # ---- weights

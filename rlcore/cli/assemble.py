@@ -24,7 +24,7 @@ from rlcore.data import prompts
 from rlcore.data.sampler import EpochSampler
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
-from rlcore.mcore.layout import layout_of
+from rlcore.mcore.layout import layout_of, replicas
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Engine, WeightChannel
@@ -40,12 +40,13 @@ from rlcore.rollout.transport import free_port
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.sched.reward import AdaptiveTimeout
-from rlcore.sched.roles import Sizes, Stop
+from rlcore.sched.roles import Elastic, Sizes, Stop
 from rlcore.sched.source import EpochOrder
+from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers
-from rlcore.trainer import memory, relayout, resume, sync_loop
+from rlcore.trainer import memory, relayout, resume, stream_loop, sync_loop
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
 from rlcore.utils.deadline import Watchdog
@@ -109,7 +110,9 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, engine):
         on_close(part.close)
-    agent = Agent(hub, engine, scorer, tokenizer.decode, cfg.rollout.deadline_s)
+    limits = cfg.rollout.deadline_s, cfg.cluster.timeout_s
+    agent = Agent(hub, engine, scorer, tokenizer.decode, *limits)
+    elastic = make_elastic(cfg, hf, world)
     screen = None
     if world.rank == 0:
         screen = Screen(cfg.run.steps, progress=cfg.log.progress)
@@ -158,6 +161,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         **data,
     )
     agent.repair = partial(sync_loop.repair_engines, run)
+    if elastic is not None:
+        run.elastic, agent.streamer = elastic, stream_loop.Stream(run)
     checkpoint = resume.choose(run)
     if checkpoint is not None:
         resume.load(run, checkpoint)
@@ -346,7 +351,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "seed": cfg.run.seed,
         "max_running": r.max_running,
         "cache_tokens": r.cache_tokens,
-        "max_model_tokens": min(hf.max_positions, cfg.data.max_prompt_tokens + r.max_tokens),
+        "max_model_tokens": max_model_tokens(cfg, hf),
         "threads": r.threads,
         "progress_s": r.progress_s,
         "fp32_head": r.fp32_lm_head,
@@ -364,6 +369,11 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
         "deadline_s": cfg.cluster.timeout_s,
     }
+
+
+def max_model_tokens(cfg: Config, hf: HFConfig) -> int:
+    """The longest prompt with the longest response."""
+    return min(hf.max_positions, cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
 
 
 def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
@@ -471,6 +481,11 @@ def make_relayout(cfg: Config, hf: HFConfig, world: World) -> relayout.Relayout 
         run.rollout.make_controller = partial(make_controller, sized, world.size)
         if run.memory is not None:
             run.memory.plan = memory_plan(sized, hf, world)[0]
+        if run.cfg.select.mode == "stream":
+            try:
+                run.elastic = make_elastic(sized, hf, world)
+            except ValueError:  # one engine over all ranks: nobody is left to train meanwhile
+                run.elastic = None
 
     return relayout.Relayout(
         tp=cfg.rollout.tp, policy=policy if world.rank == 0 else None, rebuild=rebuild
@@ -495,7 +510,31 @@ def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChan
     )
 
 
-def make_controller(cfg: Config, world_size: int, stop: Stop) -> Controller:
+def make_elastic(cfg: Config, hf: HFConfig, world: World) -> StreamWindow | None:
+    """Who trains in the middle of a round, with --mode stream. ValueError where all ranks are one
+    engine or one model replica."""
+    if cfg.select.mode != "stream":
+        return None
+    layouts = [layout_of(cfg.train, world.size, rank) for rank in range(world.size)]
+    r = cfg.rollout
+    return StreamWindow(
+        cells(
+            [engine_ranks(cfg, rank) for rank in range(0, world.size, r.tp)],
+            replicas(cfg.train, world.size),
+            [layout.lockstep_ranks for layout in layouts],
+        ),
+        cache_tokens=r.cache_tokens or r.max_running * max_model_tokens(cfg, hf),
+        max_running=r.max_running,
+        batch_tokens=cfg.train.tokens_per_micro_batch,
+        first=cfg.stream.first,
+        last=cfg.stream.last,
+        every=cfg.stream.every,
+    )
+
+
+def make_controller(
+    cfg: Config, world_size: int, stop: Stop, elastic: Elastic | None = None
+) -> Controller:
     """The controller of one round, which `stop` ends.
 
     Everything goes out at once and what has no room waits in the engines. If the controller filled
@@ -512,6 +551,7 @@ def make_controller(cfg: Config, world_size: int, stop: Stop) -> Controller:
         stop=stop,
         deadline_s=cfg.rollout.deadline_s,
         by_tokens=cfg.debug.deterministic,
+        elastic=elastic,
     )
 
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def run(cfg: "Config") -> int:
     """Join the world, build, train, leave."""
     from rlcore.cli import assemble, world
-    from rlcore.trainer import sync_loop
+    from rlcore.trainer import stream_loop, sync_loop
     from rlcore.utils import collective
 
     here = world.join(cfg.cluster.timeout_s)
@@ -52,7 +52,8 @@ def run(cfg: "Config") -> int:
     except (RuntimeError, OSError) as e:
         return failed(cfg, here, e, 1)
     try:
-        sync_loop.train(built)
+        loops = {"sync": sync_loop, "stream": stream_loop}
+        sync_loop.train(built, loops[cfg.select.mode].one_step)
         collective.barrier()  # an engine over several ranks is in use until its first has done
     except (ValueError, RuntimeError, OSError) as e:  # a TimeoutError is an OSError
         return failed(cfg, here, e, 1)

@@ -4,8 +4,9 @@ allowed, what to do."""
 from dataclasses import fields
 from pathlib import Path
 
+from rlcore import algos
 from rlcore.algos import correction, fused
-from rlcore.config.schema import Config, TailConfig
+from rlcore.config.schema import Config, StreamConfig, TailConfig
 
 POSITIVE = (
     "data.prompts_per_step",
@@ -69,6 +70,7 @@ def broken(cfg: Config) -> list[str]:
         *_schedule(cfg),
         *_reward(cfg),
         *_replay(cfg),
+        *_stream(cfg),
         *_algo(cfg),
         *_rollout(cfg),
         *_train(cfg),
@@ -246,6 +248,65 @@ def _replay(cfg: Config) -> list[str]:
             "another --run.name"
         ]
     return []
+
+
+STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo")
+"""Estimators of a group alone: the others may need all samples of a step."""
+
+
+def _stream(cfg: Config) -> list[str]:
+    """What needs all samples of a step before the first gradient has no place in --mode stream."""
+    a, s, out = cfg.algo, cfg.stream, []
+    if cfg.select.mode != "stream":
+        changed = [
+            f.name for f in fields(s) if getattr(s, f.name) != getattr(StreamConfig(), f.name)
+        ]
+        return [f"--stream.{name}: has no effect without --mode stream" for name in changed]
+    if not 0 <= s.first <= s.last <= 1:
+        out.append(
+            f"--stream.first {s.first:g} --stream.last {s.last:g}: shares of the responses between "
+            "0 and 1, the first not above the last"
+        )
+    if not 0 < s.every <= 1:
+        out.append(f"--stream.every {s.every:g}: must be above 0 and at most 1")
+    total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
+    for key, is_one in (
+        ("samples_per_update", cfg.train.samples_per_update in (0, total)),
+        ("epochs", cfg.train.epochs == 1),
+    ):
+        if not is_one:
+            out.append(
+                f"--train.{key} {getattr(cfg.train, key)}: --mode stream adds up the gradient of "
+                "one update over the whole step; set train.samples_per_update 0 and train.epochs 1,"
+                " or take --mode sync"
+            )
+    estimator = algos.estimator(algos.module(cfg.select.algo), a)
+    whole = {
+        f"--algo.adv_estimator {estimator}": estimator not in STREAMABLE,
+        "--algo.whiten_advantages": a.whiten_advantages,
+        "--algo.rollout_is_batch_normalize": a.rollout_is_batch_normalize,
+        f"--algo.kl_reward_coef {a.kl_reward_coef:g}": a.kl_reward_coef > 0,
+        "--debug.shuffle_rewards": cfg.debug.shuffle_rewards,
+    }
+    out += [
+        f"{key}: needs all samples of a step before the first gradient, and --mode stream trains "
+        f"some while others are decoded; take --mode sync, or do without "
+        f"(advantages: {', '.join(STREAMABLE)})"
+        for key, is_on in whole.items()
+        if is_on
+    ]
+    for key in ("deterministic", "replay"):
+        if getattr(cfg.debug, key):
+            out.append(
+                f"--debug.{key}: with --mode stream the clock decides which ranks train what; take "
+                "--mode sync, which has the same samples"
+            )
+    if cfg.rollout.engine == "sglang" and not cfg.rollout.cache_tokens:
+        out.append(
+            "--rollout.cache_tokens 0: --mode stream asks whether what is left fits into half of "
+            "the caches; say how many tokens an engine's holds"
+        )
+    return out
 
 
 def _batch(cfg: Config) -> list[str]:

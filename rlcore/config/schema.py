@@ -21,8 +21,9 @@ class SelectConfig:
     """A name in `algos/`, or a dotted path to a module of yours with a config class and a loss."""
     reward: str = "exact"
     """A name in `rewards/`, or a dotted path."""
-    mode: Literal["sync"] = "sync"
-    """The loop. `sync`: sample, then train, strictly on-policy."""
+    mode: Literal["sync", "stream"] = "sync"
+    """The loop. `sync`: sample, then train, strictly on-policy. `stream`: the same, but half of the
+    ranks train what is complete while the others decode the last answers."""
     schedule: Literal["all", "tail_batching"] = "all"
     """When a round is over. `all`: every response is finished and rewarded. `tail_batching`: the
     first of more prompts than are needed are; the others wait for a round of their own."""
@@ -248,6 +249,18 @@ class TailConfig:
 
 
 @Section
+class StreamConfig:
+    """Of `--mode stream`; sched/stream.py."""
+
+    first: float = 0.2
+    """Share of the responses that are done when half of the replicas may stop decoding."""
+    last: float = 0.5
+    """Share from which on they go on to the end instead."""
+    every: float = 0.05
+    """Step between, at which it is asked whether what is left fits into the other caches."""
+
+
+@Section
 class EvalConfig:
     every: int = 20
     """Steps between evaluations; 0: only at the start and at the end."""
@@ -339,6 +352,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     tail: TailConfig = field(default_factory=TailConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     reward: Any = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

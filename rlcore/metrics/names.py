@@ -192,6 +192,13 @@ METRICS = [
     Metric("sched/cache_used", "", "largest share of its KV cache that an engine had in use"),
     Metric("sched/surplus_tokens", "", "share of the decoded tokens that is not trained"),
     Metric("sched/length_shift", "", "kept responses over all started ones of their groups, - 1"),
+    Metric("sched/stream_at", "", "share of the responses done when replicas began to train"),
+    Metric(
+        "sched/streamed_tokens", "", "share of the tokens that were trained before the round ended"
+    ),
+    Metric("sched/stream_s", "s", "the longest that a replica trained before the round ended"),
+    Metric("sched/migrated", "requests", "that went on at another replica"),
+    Metric("sched/migrated_tokens", "tokens", "that they had, prefilled there"),
     Metric("sched/<name>", "", "counter of the round's policies, see sched/"),
     Metric("sync/bytes", "bytes", "weights that one push carried to one engine"),
     Metric("sync/slow_bytes", "bytes", "weights that crossed between sites in one push, all links"),

@@ -11,6 +11,7 @@ will do the same with virtual replicas. The same events in the same order give t
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -27,26 +28,44 @@ from rlcore.records import (
     Finished,
     Group,
     GroupId,
+    Partial,
     Preempted,
     Progress,
     Ready,
+    Release,
+    Released,
     Repair,
     Request,
+    RequestId,
     Rewarded,
     SampleRef,
+    Ship,
     Stats,
+    Streamed,
     Submit,
+    Train,
+    Trained,
     Work,
     group_of,
     is_baseline,
 )
 from rlcore.sched.race import ByTokens, Race
 from rlcore.sched.reward import key_of
-from rlcore.sched.roles import GroupState, Place, RequestState, Stop
+from rlcore.sched.roles import Cell, Elastic, GroupState, Live, Place, RequestState, Stop
 
 ALIVE_INTERVAL_S = 20.0
 MAX_REPAIRS = 3
 """Times that a round goes on after its last engine has died."""
+
+
+@dataclass(slots=True)
+class Trainer:
+    """A cell that has left decoding."""
+
+    cell: Cell
+    busy: set[int] = field(default_factory=set)
+    """Its ranks that have not yet trained what they were given."""
+    seconds: float = 0.0
 
 
 class Controller:
@@ -66,8 +85,10 @@ class Controller:
         all_ranks: Sequence[int] | None = None,
         members: Mapping[int, Sequence[int]] | None = None,
         by_tokens: bool = False,
+        elastic: Elastic | None = None,
     ) -> None:
-        """`by_tokens`: the shorter response came first, not the one whose reward did."""
+        """`by_tokens`: the shorter response came first, not the one whose reward did. `elastic`:
+        replicas may stop decoding and train."""
         self._place, self._stop, self._deadline_s = place, stop, deadline_s
         self._ranks = tuple(ranks)
         self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
@@ -82,6 +103,13 @@ class Controller:
         self._waiting: deque[RequestState] = deque()
         self._race: Race | None = ByTokens(self._requests.values) if by_tokens else None
         self._dropped: dict[GroupId, str] = {}
+        self._elastic = elastic
+        self._leaving: set[int] = set()
+        """Replicas that were told to release and have not yet."""
+        self._trainers: list[Trainer] = []
+        self._to_train: deque[GroupState] = deque()
+        """Complete groups that are kept and that nobody trains yet."""
+        self._streamed: list[Streamed] = []
         self._reasons: dict[int, str] = {}
         # well within the deadline, or a waiting rank would give up before the verdict
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
@@ -124,6 +152,8 @@ class Controller:
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._heard = dict(self._seen)
         self._last_alive = now
+        if self._elastic is not None:
+            self._elastic.start()
         if not self._groups:
             return self._end([])
         return []
@@ -144,6 +174,10 @@ class Controller:
             return self._rewarded(event, now)
         if isinstance(event, Down):
             return self._down(event)
+        if isinstance(event, Released):
+            return self._released(event)
+        if isinstance(event, Trained):
+            return self._trained(event)
         if isinstance(event, Progress):
             for i, n in zip(event.ids, event.lengths, strict=True):
                 self._requests[i].num_tokens = n
@@ -192,7 +226,10 @@ class Controller:
         self._last_finish = now
         request = self._requests[event.id]
         request.num_tokens, request.finish = event.num_tokens, event.finish
-        self._up[event.rank] -= 1
+        if self._elastic is not None:
+            self._elastic.finished(event.num_tokens)
+        if event.rank in self._up:  # it may be leaving
+            self._up[event.rank] -= 1
         return self._submit()  # what it means for the race is decided when it has its reward
 
     def _rewarded(self, event: Rewarded, now: float) -> list[AnyCommand]:
@@ -227,7 +264,7 @@ class Controller:
         self.counted.append(request)
         self.num_done += 1
         if not group.is_complete:
-            return []
+            return self._release()
         group.is_closed = True
         verdict = self._stop.judge(self._groups, group)
         self._dropped |= verdict.dropped
@@ -236,7 +273,9 @@ class Controller:
             return self._end(verdict.kept)
         aborts = self._close([group.work.id, *verdict.closed])
         self._add(verdict.more)
-        return [*aborts, *self._submit()]
+        if self._elastic is not None and group.work.id not in verdict.dropped:
+            self._to_train.append(group)
+        return [*aborts, *self._submit(), *self._release(), *self._feed()]
 
     def _close(self, groups: Iterable[GroupId]) -> list[AnyCommand]:
         """What is still under way of these groups is of no use."""
@@ -258,17 +297,22 @@ class Controller:
         leader = self._leader.get(event.rank)
         if leader is not None:  # its engine cannot work, and says so itself when it is ended
             return [Drop(rank=leader, reason=event.reason)] if leader in self._up else []
-        if self._up.pop(event.rank, None) is None:
+        if event.rank in self._leaving:
+            self._leaving.discard(event.rank)
+        elif self._up.pop(event.rank, None) is None:
             return []
-        lost = [r for r in self._requests.values() if r.rank == event.rank and not r.finish]
-        for r in lost:
-            r.rank, r.resume = -1, event.partials.get(r.id, r.resume)
-            r.num_tokens = len(r.resume.tokens) if r.resume else 0
-            self._count("sched/kept_tokens", r.num_tokens)
-        self._waiting.extendleft(reversed(lost))
+        lost = self._requeue(event.rank, event.partials)
+        self._count("sched/kept_tokens", sum(r.num_tokens for r in lost))
         self._count("sched/engines_down", 1)
+        return self._go_on()
+
+    def _go_on(self) -> list[AnyCommand]:
+        """A replica has gone. Without another that decodes all start again, when those that are
+        leaving have left."""
         if self._up:
-            return self._submit()
+            return [*self._submit(), *self._feed()]
+        if self._leaving:
+            return []
         if self._repairs == MAX_REPAIRS:
             reasons = "; ".join(f"rank {r}: {why}" for r, why in sorted(self._reasons.items()))
             return self._fail(
@@ -277,9 +321,107 @@ class Controller:
             )
         self._repairs += 1
         self._count("sched/repairs", 1)
+        self._forget_training()
         self._up = dict.fromkeys(self._ranks, 0)
         self._ready.clear()
         return [Repair(rank=r) for r in self._all_ranks]
+
+    def _requeue(self, rank: int, partials: Mapping[RequestId, Partial]) -> list[RequestState]:
+        """The unfinished requests of a replica wait again, in front, with what is known of them."""
+        lost = [r for r in self._requests.values() if r.rank == rank and not r.finish]
+        for r in lost:
+            r.rank, r.resume = -1, partials.get(r.id, r.resume)
+            r.num_tokens = len(r.resume.tokens) if r.resume else 0
+        self._waiting.extendleft(reversed(lost))
+        return lost
+
+    # ---- training beside decoding
+
+    def _release(self) -> list[AnyCommand]:
+        """Tell replicas to stop decoding, if it is time."""
+        if self._elastic is None or self._trainers:
+            return []
+        chosen = self._elastic.release(self.num_done, self.num_requests, self._live, self._up)
+        if not chosen:
+            return []
+        self._stats["sched/stream_at"] = self.num_done / self.num_requests
+        self._trainers = [Trainer(cell) for cell in chosen]
+        self._leaving = {r for cell in chosen for r in cell.leaders if r in self._up}
+        for rank in self._leaving:
+            del self._up[rank]
+        return [Release(rank=rank) for rank in sorted(self._leaving)] + self._feed()
+
+    def _live(self) -> list[Live]:
+        found = []
+        for group in self._groups.values():
+            prompt, limit = len(group.work.prompt.tokens), group.work.sampling.max_tokens
+            found += [
+                Live(prompt, r.num_tokens, limit)
+                for r in (() if group.is_closed else group.requests.values())
+                if not r.finish
+            ]
+        return found
+
+    def _released(self, event: Released) -> list[AnyCommand]:
+        """What a replica had under way goes on elsewhere, from the tokens that there are."""
+        if event.rank not in self._leaving:  # it died of it, and said so
+            return []
+        self._leaving.discard(event.rank)
+        moved = self._requeue(event.rank, event.partials)
+        self._count("sched/migrated", len(moved))
+        self._count("sched/migrated_tokens", sum(r.num_tokens for r in moved))
+        aborted = [p for i, p in event.partials.items() if self._requests[i].finish]
+        self._count("sched/aborted_tokens", sum(len(p.tokens) for p in aborted))
+        return self._go_on()
+
+    def _trained(self, event: Trained) -> list[AnyCommand]:
+        for trainer in self._trainers:
+            if event.rank in trainer.cell.ranks:
+                trainer.busy.discard(event.rank)
+                trainer.seconds += event.seconds / len(trainer.cell.ranks)
+        return self._feed()
+
+    def _feed(self) -> list[AnyCommand]:
+        """Give complete groups to ranks that train and have nothing to do."""
+        commands: list[AnyCommand] = []
+        for trainer in self._trainers:
+            cell = trainer.cell
+            if not self._to_train:
+                break
+            if trainer.busy or self._leaving.intersection(cell.leaders):
+                continue
+            assert self._elastic is not None
+            count = self._elastic.take(self._to_train, cell)
+            states = [self._to_train.popleft() for _ in range(count)]
+            groups = tuple(self._group(state) for state in states)
+            ids = tuple(group.id for group in groups)
+            self._streamed.append(Streamed(groups=ids, dp_ranks=cell.dp_ranks))
+            trainer.busy.update(cell.ranks)
+            commands += [Train(rank=r, groups=groups, dp_ranks=cell.dp_ranks) for r in cell.ranks]
+            owners: dict[int, list[str]] = {}
+            for ref in (ref for group in groups for ref in group.refs):
+                owners.setdefault(ref.owner, []).append(ref.id)
+            commands += [Ship(rank=o, ids=tuple(i), to=cell.ranks) for o, i in owners.items()]
+        return commands
+
+    def _forget_training(self) -> None:
+        """All engines start again, for which the learner gives up what it has accumulated."""
+        streamed = [g for s in self._streamed for g in s.groups]
+        self._to_train.extendleft(self._groups[g] for g in reversed(streamed))
+        self._streamed.clear()
+        self._trainers.clear()
+        self._leaving.clear()
+
+    def _stream_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
+        """Of a round in which replicas were released."""
+        if not self._trainers:
+            return {}
+        tokens = {g: sum(r.num_tokens for r in self._groups[g].counted) for g in kept}
+        early = sum(tokens[g] for s in self._streamed for g in s.groups)
+        return {
+            "sched/streamed_tokens": early / max(sum(tokens.values()), 1),
+            "sched/stream_s": max(trainer.seconds for trainer in self._trainers),
+        }
 
     # ---- decisions
 
@@ -318,10 +460,12 @@ class Controller:
         groups = tuple(self._group(self._groups[g]) for g in kept)
         aborts = self._close(self._groups)
         self._stats |= self._reward_stats(groups) | self._surplus_stats(kept)
+        self._stats |= self._stream_stats(kept)
         end = EndRound(
             rank=0,
             groups=groups,
             dropped=self._dropped,
+            streamed=tuple(self._streamed),
             anchors=self._anchors(),
             stats=self._stats,
         )

@@ -3,6 +3,7 @@ to the controller. Tokens stay here until `route` sends them to the rank that tr
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -19,14 +20,21 @@ from rlcore.records import (
     EndRound,
     Fail,
     Finished,
+    Group,
+    Partial,
     Prompt,
     Ready,
+    Release,
+    Released,
     Repair,
     RequestId,
     Rewarded,
     RewardResult,
     Sample,
+    Ship,
     Submit,
+    Train,
+    Trained,
 )
 from rlcore.rollout.transport import Hub
 
@@ -47,10 +55,25 @@ class Scorer(Protocol):
     def learn(self, anchors: Mapping[str, float]) -> None: ...
 
 
+class Streamer(Protocol):
+    """What the agent needs of the learner to train in the middle of a round (`--mode stream`)."""
+
+    def engine_leaves(self) -> None:
+        """The engine has nothing left to do: its memory is the learner's."""
+
+    def train(
+        self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
+    ) -> None:
+        """Accumulate the gradient of this rank's share of `groups`."""
+
+    def forget(self) -> None:
+        """What was accumulated is void: all will be trained again."""
+
+
 class Agent:
     """One per rank; `engine` is None on ranks that only train. `repair` starts a dead engine again
     and gives it weights, together with all other ranks; without it a round ends when no engine is
-    left."""
+    left. `streamer` trains while others decode."""
 
     def __init__(
         self,
@@ -59,12 +82,16 @@ class Agent:
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
         deadline_s: float,
+        timeout_s: float = 600.0,
     ) -> None:
+        """`deadline_s`: of the controller's silence; `timeout_s`: of a sample that another rank was
+        told to send."""
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
-        self._deadline_s = deadline_s
+        self._deadline_s, self._timeout_s = deadline_s, timeout_s
         self.prompts: dict[str, Prompt] = {}
         """Rows of the round's groups that this replica took part in."""
         self.repair: Callable[[], None] | None = None
+        self.streamer: Streamer | None = None
         self._live: set[RequestId] = set()
         self._unscored: set[RequestId] = set()
         self._down = ""
@@ -73,6 +100,14 @@ class Agent:
         self.samples: dict[RequestId, Sample] = {}
         """Finished samples of the round, by id."""
         self.texts: dict[RequestId, str] = {}
+        self._releasing = False
+        self._partials: dict[RequestId, Partial] = {}
+        """Of the requests that are being released."""
+        self._to_train: deque[Train] = deque()
+        self.received: dict[RequestId, Sample] = {}
+        """Samples of other ranks that have come before the round was over here, to be trained in it
+        or after it."""
+        self._has_trained = False
 
     def run_round(self) -> EndRound:
         """Serve the controller until it ends the round. Raises RuntimeError with the controller's
@@ -81,14 +116,18 @@ class Agent:
         self.samples.clear()
         self.texts.clear()
         self.prompts.clear()
+        self.received.clear()
+        self._releasing = self._has_trained = False
         self._enter()
         heard = time.monotonic()
         while True:
-            busy = bool(self._live or self._scorer.num_pending)  # then they are waited for below
+            # Then there may be more to train, or these are waited for below.
+            busy = self._train_next() or bool(self._live or self._scorer.num_pending)
             command = self._hub.receive("agent", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
                 heard = time.monotonic()
                 if isinstance(command, EndRound):
+                    self._train_all()
                     self._drain()
                     if command.anchors:
                         self._scorer.learn(command.anchors)
@@ -98,6 +137,7 @@ class Agent:
             events = self._engine_events() + self._reward_events()
             if events:
                 self._send(events)
+            self._release()
             if time.monotonic() - heard > self._deadline_s:
                 raise TimeoutError(
                     f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} has "
@@ -114,6 +154,10 @@ class Agent:
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
             assert not self._live, sorted(self._live)[:3]
+            self._train_all()  # ranks of one model replica are in it together
+            if self._has_trained and self.streamer is not None:
+                self.streamer.forget()
+            self._releasing = self._has_trained = False
             if self.repair is not None:
                 self.repair()
             self._enter()
@@ -132,6 +176,74 @@ class Agent:
         elif isinstance(command, Abort):
             assert self._engine is not None
             self._engine.abort(command.ids)
+        elif isinstance(command, Release):
+            assert self._engine is not None
+            if not self._down:
+                self._releasing = True
+                self._engine.abort(list(self._live))
+                self._release()
+        elif isinstance(command, Train):
+            self._to_train.append(command)
+        elif isinstance(command, Ship):
+            samples = [self.samples[i] for i in command.ids]
+            for rank in command.to:
+                if rank != self._hub.rank:
+                    self._hub.send(rank, "samples", samples)
+
+    # ---- training while others decode
+
+    def _release(self) -> None:
+        """Say so when the engine has let go of everything."""
+        if self._live or not self._releasing:
+            return
+        self._releasing = False
+        if not self._down and self.streamer is not None:
+            self.streamer.engine_leaves()
+        self._send([Released(partials=self._partials)])
+        self._partials = {}
+
+    def _train_next(self) -> bool:
+        """Train the oldest groups that were given to this rank, if all their samples are here."""
+        if not self._to_train:
+            return False
+        while (batch := self._hub.receive("samples", list[Sample], 0.0)) is not None:
+            self.received |= {sample.id: sample for sample in batch}
+        todo = self._to_train[0]
+        if self._missing(todo):
+            return False
+        self._to_train.popleft()
+        assert self.streamer is not None
+        begin = time.monotonic()
+        here = self.received | self.samples
+        self._has_trained = True
+        self.streamer.train(todo.groups, todo.dp_ranks, here)
+        self._send([Trained(seconds=time.monotonic() - begin)])
+        return True
+
+    def _missing(self, todo: Train) -> dict[RequestId, int]:
+        """Samples that are not here yet, and the ranks that send them."""
+        return {
+            ref.id: ref.owner
+            for group in todo.groups
+            for ref in group.refs
+            if ref.id not in self.samples and ref.id not in self.received
+        }
+
+    def _train_all(self) -> None:
+        """Everything that this rank was given: the others of its model replica do the same."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._to_train:
+            if self._train_next():
+                deadline = time.monotonic() + self._timeout_s
+            elif time.monotonic() > deadline:
+                missing = self._missing(self._to_train[0])
+                raise TimeoutError(
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} waits "
+                    f"in phase stream for {len(missing)} samples such as {min(missing)} from ranks "
+                    f"{sorted(set(missing.values()))}"
+                )
+            else:
+                time.sleep(POLL_S / 10)
 
     def _engine_events(self) -> list[AnyEvent]:
         if self._engine is None:
@@ -152,6 +264,12 @@ class Agent:
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)
+                if self._releasing and event.sample is not None:
+                    s = event.sample
+                    self._partials[s.id] = Partial(
+                        tokens=s.tokens, logps=s.logps, versions=s.versions
+                    )
+                    continue
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Down):
                 self._live.clear()

@@ -11,7 +11,7 @@ from rlcore.rollout.replica import Agent
 from rlcore.rollout.rounds import Rounds
 from rlcore.rollout.transport import Hub, gather_by_owner
 from rlcore.sched.race import Misfit
-from rlcore.sched.roles import Stop
+from rlcore.sched.roles import Elastic, Stop
 from rlcore.sched.stop import All
 from rlcore.utils.log import log
 
@@ -20,7 +20,7 @@ JOIN_S = 10.0
 
 
 class Rollout:
-    """Runs rounds. `make_controller` is called on rank 0, once per round, with what ends it;
+    """Runs rounds. `make_controller` is called on rank 0, once per round, with its policies;
     `on_progress` hears how many responses are done and how many are wanted, in the controller's
     thread."""
 
@@ -28,7 +28,7 @@ class Rollout:
         self,
         hub: Hub,
         agent: Agent,
-        make_controller: Callable[[Stop], Controller],
+        make_controller: Callable[[Stop, Elastic | None], Controller],
         timeout_s: float,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -38,9 +38,11 @@ class Rollout:
         self.rounds: Rounds | None = None
         """Log of the rounds that have a stop, on rank 0."""
 
-    def run(self, work: Sequence[Work], stop: Stop | None = None) -> EndRound:
-        """Sample and score `work` until `stop`, by default when all is done (read on rank 0 only).
-        Every rank gets the same groups."""
+    def run(
+        self, work: Sequence[Work], stop: Stop | None = None, elastic: Elastic | None = None
+    ) -> EndRound:
+        """Sample and score `work` until `stop`, by default when all is done; with `elastic`, some
+        ranks train meanwhile (read on rank 0 only). Every rank gets the same groups."""
         if self._hub.rank != 0:
             return self.agent.run_round()
         self._round += 1
@@ -48,7 +50,7 @@ class Rollout:
         thread = threading.Thread(
             target=_control,
             args=(
-                self.make_controller(stop or All()),
+                self.make_controller(stop or All(), elastic),
                 self._hub,
                 work,
                 self._round,
@@ -81,6 +83,9 @@ class Rollout:
         local = {s.id: s for s in outbox.pop(self._hub.rank, [])}
         for rank, samples in outbox.items():
             self._hub.send(rank, "samples", samples)
+        # An owner may have been here before this rank had trained its last groups of the round.
+        early = self.agent.received
+        local |= {i: early[i] for i in mine if i in early}
         expected = [i for i in mine if i not in local]
         return local | gather_by_owner(self._hub, Sample, expected, self._timeout_s, owners)
 

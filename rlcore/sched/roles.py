@@ -2,14 +2,14 @@
 has seen; no torch, no I/O, no clock of its own.
 
 `source` (which prompts next) lives in `source.py` and `tail_batching.py`, `place` in `place.py`,
-`stop` (when a round is over) in `stop.py`, who came first in `race.py`;
-`admit`, `elastic` and `consume` have no policy of their own yet: everything is admitted, nobody
-changes role, and the learner takes a round as a whole.
+`stop` (when a round is over) in `stop.py`, who came first in `race.py`, `elastic` (which replicas
+stop decoding and train) and `consume` (what they train next) in `stream.py`; `admit` has no policy
+of its own yet: everything is admitted.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rlcore.records import GroupId, Partial, RequestId, RewardResult, Sampling, Work
 
@@ -81,6 +81,48 @@ class Place(Protocol):
     def choose(self, group: GroupId, load: Mapping[int, int]) -> int | None:
         """The rank that takes the next request of `group`; None makes it wait. `load` counts the
         live requests of every replica that is up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Ranks that change role together: whole engines and whole model replicas."""
+
+    ranks: tuple[int, ...]
+    leaders: tuple[int, ...]
+    """The ranks that speak for an engine."""
+    dp_ranks: tuple[int, ...]
+    """The data-parallel ranks of the learner that its model replicas are."""
+
+
+class Live(NamedTuple):
+    """A request that is still to be decoded, in tokens."""
+
+    prompt: int
+    length: int
+    """Of the response so far."""
+    limit: int
+    """The longest that it may get."""
+
+
+class Elastic(Protocol):
+    """Who changes role in a round, and what those that have trained train next. Lives as long as
+    the run."""
+
+    def start(self) -> None:
+        """A round begins; everybody decodes."""
+
+    def finished(self, num_tokens: int) -> None:
+        """A response ended by itself."""
+
+    def release(
+        self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
+    ) -> Sequence[Cell]:
+        """The cells that stop decoding now, mostly none; once in a round. `done` of the `wanted`
+        responses have their score, `live` gives all that are still to be decoded, `up` are the
+        replicas that decode."""
+
+    def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
+        """How many of the groups that wait to be trained a cell takes at a time, from the first."""
 
 
 class Stop(Protocol):

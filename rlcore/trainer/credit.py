@@ -28,7 +28,7 @@ def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, floa
     if algos.estimator(run.algo, cfg) in returns.TOKEN:
         out = _by_token(run, plan, batches, penalties, baselines)
     else:
-        out = _by_response(run, plan, batches, penalties)
+        out = by_response(run, plan, batches, penalties)
     run.pending |= spread("critic/advantages", [(b.advantage, b.mask) for b in out])
     if out and out[0].returns is not None:
         run.pending |= spread("critic/returns", [(b.returns, b.mask) for b in out])
@@ -53,8 +53,8 @@ def _rows(run: Run, plan: Plan, update: int):
     return plan.updates[update][run.dp_rank]
 
 
-def _by_response(
-    run: Run, plan: Plan, batches: list[Batch], penalties: list[Tensor] | None
+def by_response(
+    run: Run, plan: Plan, batches: list[Batch], penalties: list[Tensor] | None = None
 ) -> list[Batch]:
     """One advantage for all tokens of a response; the KL penalty is summed over them. A function
     `advantages(groups, cfg)` in the algorithm's module takes the estimator's place."""

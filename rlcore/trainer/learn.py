@@ -39,31 +39,45 @@ def update_actor(
     run: Run, todo: Plan, batches: list[Batch], correction_mean: float, kl_scale: float
 ) -> None:
     """The optimizer steps of this rollout."""
-    cfg = run.cfg
-    objective = Objective(
+    objective = make_objective(run, correction_mean, kl_scale)
+    for epoch in range(run.cfg.train.epochs):
+        objective.watch_mismatch = epoch == 0
+        for u, batch in enumerate(batches):
+            if todo.lengths(u):
+                run.learner.accumulate(batch, objective)
+                step_actor(run, todo, u, objective)  # C
+                run.spans.alive()
+    conclude(run, todo, objective, kl_scale)  # C
+
+
+def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objective:
+    """The loss of this step."""
+    return Objective(
         run.algo,
-        cfg.algo,
-        max_tokens=cfg.rollout.max_tokens,
+        run.cfg.algo,
+        max_tokens=run.cfg.rollout.max_tokens,
         version=run.step - 1,
         correction_mean=correction_mean,
         kl_scale=kl_scale,
     )
-    for epoch in range(cfg.train.epochs):
-        objective.watch_mismatch = epoch == 0
-        for u, batch in enumerate(batches):
-            if not todo.lengths(u):
-                continue
-            run.learner.accumulate(batch, objective)
-            n = phases.normaliser(run, todo, u)
-            if objective.rejects:
-                n = reduce.normaliser(cfg.algo.loss_agg_mode, *run.learner.kept())  # C
-            if n:
-                report.add_update(run, run.learner.apply(n), "actor")  # C
-            else:  # all is rejected: Adam would go on along its momentum
-                run.learner.discard()
-                report.skip_update(run, "actor")
-            run.spans.alive()
-    run.pending |= objective.mismatch(collective.reduce_floats)  # C
+
+
+def step_actor(run: Run, todo: Plan, update: int, objective: Objective) -> None:
+    """The optimizer step on what was accumulated. Collective."""
+    n = phases.normaliser(run, todo, update)
+    if objective.rejects:
+        n = reduce.normaliser(run.cfg.algo.loss_agg_mode, *run.learner.kept())
+    if n:
+        report.add_update(run, run.learner.apply(n), "actor")
+    else:  # all is rejected: Adam would go on along its momentum
+        run.learner.discard()
+        report.skip_update(run, "actor")
+
+
+def conclude(run: Run, todo: Plan, objective: Objective, kl_scale: float) -> None:
+    """Metrics of the whole step, and the answer to its KL. Collective."""
+    cfg = run.cfg
+    run.pending |= objective.mismatch(collective.reduce_floats)
     if cfg.algo.kl_coef and "actor/kl_loss" in run.pending:
         run.pending["actor/kl_loss_coeff"] = cfg.algo.kl_coef * kl_scale
         if not cfg.algo.kl_reward_coef:  # whose KL has had its answer already

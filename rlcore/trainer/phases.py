@@ -131,10 +131,10 @@ def engine_turns(
         collective.barrier()
 
 
-def engine_sleeps(run: Run) -> None:
-    """With --train.offload the engine gives its memory to the learner."""
+def engine_sleeps(run: Run, *, has_left: bool = False) -> None:
+    """With --train.offload the engine gives its memory to the learner, unless it has before."""
     if run.cfg.train.offload:
-        engine_turns(run, "sleep", ["weights", "kv_cache"])
+        engine_turns(run, "sleep", ["weights", "kv_cache"], here=not has_left)
         must_be_free(run, "hand_over")
         for learner in run.learners:
             learner.onload()

@@ -56,6 +56,27 @@ class Plan:
             for r in part
         }
 
+    def placed(self, dp_ranks: Sequence[int], num_ranks: int) -> "Plan":
+        """This plan over ranks 0, 1, ... on the data-parallel ranks `dp_ranks` out of
+        `num_ranks`."""
+        updates = []
+        for parts in self.updates:
+            spread: list[tuple[Row, ...]] = [()] * num_ranks
+            for d, part in zip(dp_ranks, parts, strict=True):
+                spread[d] = part
+            updates.append(tuple(spread))
+        return Plan(tuple(updates), self.num_equal_groups, self.groups)
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Plans of the same updates and ranks as one."""
+    updates = tuple(
+        tuple(tuple(row for part in parts for row in part) for parts in zip(*of_all, strict=True))
+        for of_all in zip(*(p.updates for p in plans), strict=True)
+    )
+    equal = sum(p.num_equal_groups for p in plans)
+    return Plan(updates, equal, tuple(g for p in plans for g in p.groups))
+
 
 def rewards_of(
     groups: Sequence[Group], cfg: AlgoConfig, max_tokens: int, shuffle_seed: int | None

@@ -15,7 +15,7 @@ from rlcore.protocols import Engine, Learner, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rollout.round import Rollout
 from rlcore.sched.reward import AdaptiveTimeout
-from rlcore.sched.roles import Source
+from rlcore.sched.roles import Elastic, Source
 from rlcore.trainer.memory import Residency
 from rlcore.utils.spans import Spans
 
@@ -33,8 +33,8 @@ class Sampler(Protocol):
 
 @dataclass(kw_only=True)
 class Run:
-    """One rank of one run. `source`, `sampler`, `eval_sets`, `writer`, `screen` are rank 0's
-    alone."""
+    """One rank of one run. `source`, `elastic`, `sampler`, `eval_sets`, `writer`, `screen` are rank
+    0's alone."""
 
     cfg: Config
     hf: HFConfig
@@ -65,6 +65,8 @@ class Run:
     memory: Residency | None = None
     """Measures at every switch of the device between engine and learner."""
     source: Source | None = None
+    elastic: Elastic | None = None
+    """Which ranks train before a round is over, with --mode stream."""
     sampler: Sampler | None = None
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
     writer: MetricsWriter | None = None

@@ -6,6 +6,7 @@ the papers' names, and the metrics `timing_s/<phase>` are their seconds.
 
 import os
 import signal
+from collections.abc import Callable, Sequence
 
 from rlcore.records import EndRound, Group
 from rlcore.trainer import credit, evaluate, learn, phases, plan, relayout, report, resume
@@ -16,8 +17,9 @@ WRITTEN = ("weights", "optimizer")
 """Parts of a learner that a checkpoint holds."""
 
 
-def train(run: Run) -> None:
-    """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint."""
+def train(run: Run, one_step: Callable[[Run], None]) -> None:
+    """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint.
+    `one_step` is one rollout and what is learned from it."""
     cfg = run.cfg
     relayout.before_push(run)  # C
     with run.spans.phase("sync"):
@@ -50,20 +52,12 @@ def train(run: Run) -> None:
 
 def one_step(run: Run) -> None:
     """One rollout and everything that is learned from it."""
-    cfg, spans = run.cfg, run.spans
+    spans = run.spans
     with spans.phase("gen"):
         end = next_groups(run)
         groups, baselines = credit.split_baselines(run, end.groups)
     with spans.phase("route"):
-        todo = plan.make(
-            groups,
-            cfg.algo,
-            num_updates=run.num_updates,
-            num_ranks=len(run.replicas),
-            seed=seeds.derive(cfg.run.seed, "step", run.step),
-            max_tokens=cfg.rollout.max_tokens,
-            shuffle_rewards=cfg.debug.shuffle_rewards,
-        )
+        todo = plan_of(run, groups, len(run.replicas))
         samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
         batches = phases.batches(run, todo, samples)
     phases.engine_sleeps(run)
@@ -74,12 +68,26 @@ def one_step(run: Run) -> None:
     rollout_metrics(run, groups, end.stats, todo)
 
 
+def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.Plan:
+    """Which sample of this step is trained where, over `num_ranks` data-parallel ranks."""
+    cfg = run.cfg
+    return plan.make(
+        groups,
+        cfg.algo,
+        num_updates=run.num_updates,
+        num_ranks=num_ranks,
+        seed=seeds.derive(cfg.run.seed, "step", run.step),
+        max_tokens=cfg.rollout.max_tokens,
+        shuffle_rewards=cfg.debug.shuffle_rewards,
+    )
+
+
 def next_groups(run: Run) -> EndRound:
     """What the source has the engines do, until it is enough. The work is rank 0's to know."""
     if run.source is None:
         return run.rollout.run([])
     todo = run.source.next_round(run.sampling)
-    end = run.rollout.run(todo.work, todo.stop)
+    end = run.rollout.run(todo.work, todo.stop, run.elastic)
     run.source.settle([g.id for g in end.groups], end.dropped)
     relayout.note(run, todo.kind, end.stats)
     run.pending |= run.source.metrics()

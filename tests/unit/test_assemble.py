@@ -79,7 +79,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_too_long(tmp_path: Path) -
 def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(run: object) -> None:
+    def refuse(run: object, one_step: object) -> None:
         raise ValueError("row 3 of a.jsonl cannot be sent to the reward")
 
     closed: list[bool] = []

@@ -40,6 +40,8 @@ from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub, listening_host
 from rlcore.sched.place import LeastLoaded
+from rlcore.sched.stop import All
+from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import push
 from tests import runs
@@ -125,8 +127,12 @@ class World:
             Rollout(
                 hub,
                 Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s),
-                lambda stop: Controller(
-                    ranks=range(n), place=LeastLoaded(10**6), stop=stop, deadline_s=deadline_s
+                lambda stop, elastic: Controller(
+                    ranks=range(n),
+                    place=LeastLoaded(10**6),
+                    stop=stop,
+                    deadline_s=deadline_s,
+                    elastic=elastic,
                 ),
                 timeout_s=10,
             )
@@ -220,6 +226,17 @@ def test_samples_travel_from_their_owner_to_the_ranks_that_train_them(model: Pat
                     np.testing.assert_array_equal(sample.logps, kept[i].logps)
 
 
+def test_samples_that_came_before_the_round_was_over_here_are_not_waited_for(model: Path) -> None:
+    """A rank that still trains the last groups of its round hears of faster ranks' samples."""
+    with world(model, [torch_engine(model, rank) for rank in range(2)]) as two:
+        end = checked(two.round())
+        owners = {ref.id: ref.owner for g in end.groups for ref in g.refs}
+        destination = dict.fromkeys(owners, (1,))
+        fast, slow = two.rollouts
+        slow.agent.received |= {i: fast.agent.samples[i] for i in owners if owners[i] == 0}
+        assert set(slow.route(destination, owners)) == set(owners)
+
+
 def test_what_a_dead_engine_held_is_sampled_by_the_others(model: Path) -> None:
     with world(model, [torch_engine(model, 0)]) as one:
         alone = checked(one.round())
@@ -236,6 +253,55 @@ def test_without_an_engine_left_every_rank_says_why(model: Path) -> None:
     assert said[0] == said[1]
     assert "no engine is left" in said[0]
     assert "rank 0: out of memory; rank 1: out of memory" in said[0]
+
+
+class Ledger:
+    """A streamer that writes down what it is to train."""
+
+    def __init__(self) -> None:
+        self.left, self.groups, self.samples = 0, [], {}
+
+    def engine_leaves(self) -> None:
+        self.left += 1
+
+    def train(self, groups: Any, dp_ranks: Any, samples: Any) -> None:
+        self.groups += [g.id for g in groups]
+        self.samples |= {ref.id: samples[ref.id] for g in groups for ref in g.refs}
+
+    def forget(self) -> None:
+        raise AssertionError("nothing was repaired")
+
+
+def test_a_replica_that_trains_has_its_requests_go_on_elsewhere(model: Path) -> None:
+    with world(model, [torch_engine(model, 0)]) as one:
+        alone, wanted = checked(one.round()), samples_of(one)
+    parts = cells([[0], [1], [2]], [[0], [1], [2]])
+    elastic = StreamWindow(parts, cache_tokens=10**6, max_running=99, batch_tokens=1, first=0.01)
+    slow = {"decode_floor_ms": 30}  # or a round would be over before the first command
+    engines = [torch_engine(model, rank, **slow) for rank in range(3)]
+    with world(model, engines) as three:
+        checked(three.round("warm"))  # rewards take long at first
+        ledgers = [Ledger() for _ in engines]
+        for rollout, ledger in zip(three.rollouts, ledgers, strict=True):
+            rollout.agent.streamer = ledger
+        end = checked(
+            three.everywhere(
+                lambda r: three.rollouts[r].run(
+                    three.work() if r == 0 else [], All() if r == 0 else None, elastic
+                )
+            )
+        )
+        found = samples_of(three)
+    assert [ledger.left for ledger in ledgers] == [0, 0, 1]
+    assert ledgers[2].groups == [g for s in end.streamed for g in s.groups] != []
+    assert {s.dp_ranks for s in end.streamed} == {(2,)}
+    assert end.stats["sched/migrated"] > 0
+    for i, sample in wanted.items():
+        np.testing.assert_array_equal(found[i].tokens, sample.tokens)
+        np.testing.assert_allclose(found[i].logps, sample.logps, atol=1e-6)
+    for i, sample in ledgers[2].samples.items():
+        np.testing.assert_array_equal(sample.tokens, wanted[i].tokens)
+    assert [g.scores for g in end.groups] == [g.scores for g in alone.groups]
 
 
 class Phoenix:

@@ -1,0 +1,127 @@
+"""The stream trainer: the synchronous loop, except that some ranks train what is complete while the
+others still decode. RollPacker, PAPERS.md A5; `sched/stream.py` decides who and when.
+
+Strictly on-policy as the other: all samples are from the weights of the step, gradients are sums
+until the one reduction and the one optimizer step at its end, and those are divided by the count of
+the whole step. So nothing that needs all samples before the first gradient can be asked for
+(`config/rules.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rlcore.protocols import Mortal
+from rlcore.records import Group, RequestId, Sample
+from rlcore.tensors import Batch
+from rlcore.trainer import credit, learn, phases, relayout
+from rlcore.trainer import plan as plans
+from rlcore.trainer.run import Run
+from rlcore.trainer.sync_loop import next_groups, plan_of, push_weights, rollout_metrics
+from rlcore.utils.log import log
+
+if TYPE_CHECKING:
+    from rlcore.trainer.objective import Objective
+
+NEEDED = ("weights", "gradients")
+"""Parts of a learner that accumulate: the optimizer's come at the end."""
+
+
+class Stream:
+    """What one rank has trained of a step before its end; the agent's `Streamer`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.objective: Objective | None = None
+        self.batches: list[Batch] = []
+        self.has_left = False
+        """The engine has given its memory to the learner."""
+
+    def engine_leaves(self) -> None:
+        """With --train.offload the engine goes to sleep; one that dies of it is found by the next
+        push."""
+        run, self.has_left = self._run, True
+        if not run.cfg.train.offload or run.engine is None:
+            return
+        try:
+            run.engine.sleep(["weights", "kv_cache"])
+        except RuntimeError as error:
+            if not (isinstance(run.engine, Mortal) and run.engine.down):
+                raise
+            log.warning("rank %d: the engine died at its sleep: %s", run.rank, error)
+
+    def train(
+        self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
+    ) -> None:
+        """Accumulate this rank's share of the groups: local to the ranks of `dp_ranks`."""
+        run = self._run
+        with run.spans.phase("stream"):
+            if run.cfg.train.offload:
+                run.learner.onload(NEEDED)
+            todo = plan_of(run, groups, len(dp_ranks)).placed(dp_ranks, len(run.replicas))
+            (batch,) = _with_all(run, todo, phases.batches(run, todo, samples))
+            run.learner.accumulate(batch, self.loss())
+            self.batches.append(batch)
+
+    def loss(self) -> "Objective":
+        """Of the step, one for all of it: it collects the metrics."""
+        if self.objective is None:
+            self.objective = learn.make_objective(self._run, 1.0, self._run.kl.scale)
+        return self.objective
+
+    def forget(self) -> None:
+        """All engines start again with the weights of the round: no gradient survives a push."""
+        self._run.learner.discard()
+        self.take()
+
+    def take(self) -> tuple["Objective", list[Batch]]:
+        """The step's loss and what was trained with it; starts anew."""
+        found = self.loss(), self.batches
+        self.objective, self.batches, self.has_left = None, [], False
+        return found
+
+
+def one_step(run: Run) -> None:
+    """One rollout and everything that is learned from it, of which a part has been when it ends.
+    Lines marked C are collective over the train ranks."""
+    spans, stream = run.spans, run.rollout.agent.streamer
+    assert isinstance(stream, Stream)
+    with spans.phase("gen"):
+        end = next_groups(run)
+    with spans.phase("route"):
+        by_id, num_ranks = {g.id: g for g in end.groups}, len(run.replicas)
+        early = [
+            plan_of(run, [by_id[g] for g in s.groups], len(s.dp_ranks)).placed(
+                s.dp_ranks, num_ranks
+            )
+            for s in end.streamed
+        ]
+        was_early = {g for s in end.streamed for g in s.groups}
+        rest = plan_of(run, [g for g in end.groups if g.id not in was_early], num_ranks)
+        todo = plans.joined([*early, rest])
+        samples = run.rollout.route(rest.destination(run.replicas), rest.owners())
+        batches = phases.batches(run, rest, samples)
+    phases.engine_sleeps(run, has_left=stream.has_left)
+    with spans.phase("update_actor"):
+        (batch,) = _with_all(run, rest, batches)
+        run.learner.accumulate(batch, stream.loss())
+        objective, before = stream.take()
+        if todo.lengths(0):
+            learn.step_actor(run, todo, 0, objective)  # C
+        else:
+            run.learner.discard()
+    told = [(b.advantage, b.mask) for b in (*before, batch)]
+    run.pending |= credit.spread("critic/advantages", told)  # C
+    learn.conclude(run, todo, objective, run.kl.scale)  # C
+    relayout.before_push(run)  # C
+    with spans.phase("sync"):
+        push_weights(run, run.step)
+    rollout_metrics(run, end.groups, end.stats, todo)
+
+
+def _with_all(run: Run, todo: plans.Plan, batches: list[Batch]) -> list[Batch]:
+    """With log-probs of the reference where they are needed, and advantages. The old log-probs are
+    the learner's own of the very pass that trains: there is one update."""
+    if run.cfg.algo.needs_reference:
+        batches = phases.reference_logprobs(run, batches)
+    batches = phases.old_logprobs(run, batches)
+    return credit.by_response(run, todo, batches)
