@@ -61,6 +61,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--schedule", choices=["all", "tail_batching"], default="tail_batching")
     p.add_argument("--eta-prompts", type=float, default=1.25)
     p.add_argument("--eta-samples", type=float, default=1.25)
+    p.add_argument("--stream", action="store_true", help="half of the replicas train early")
     p.add_argument("--reward", choices=user.REWARDS, default="none")
     p.add_argument("--judge", choices=user.JUDGES, default="shared", help="where a judge runs")
     p.add_argument("--baseline", choices=user.BASELINES, default="verl")
@@ -121,6 +122,7 @@ def _facts(step) -> dict[str, object]:
         "idle": o.idle,
         "preemptions": o.preemptions,
         "longest": max(o.lengths),
+        "streamed": len(o.streamed),
         "tokens": sum(o.lengths),
         "decoded": o.decoded,
     }

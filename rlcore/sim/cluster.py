@@ -1,5 +1,6 @@
 """A run on a virtual cluster: steps of rollout, reward, training and weight sync."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import numpy as np
 from rlcore.records import GroupId, Prompt, Request, Sampling, group_of
 from rlcore.sched.planner import TPPlanner
 from rlcore.sched.source import EpochOrder
+from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.sim.cost import Cost
 from rlcore.sim.phases import Training
@@ -23,6 +25,20 @@ RowOf = Callable[[Request], int]
 PHASES = ("rollout", "reward", "logprobs", "update", "sync", "reshard")
 """In the order of a step. `rollout` lasts until the round is over, so it holds the rewards that are
 scored meanwhile; `reward` is what comes after."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """When half of the replicas turn to training, as shares of the responses that are done."""
+
+    first: float = 0.2
+    last: float = 0.5
+    checks_cache: bool = True
+    """Only if what is left fits into the caches of the others."""
+    once: bool = False
+    """They train what is complete then, and nothing else."""
+    batch_tokens: int = 16_384
+    """That one takes at a time, roughly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +67,8 @@ class Plan:
     """Into replicas of so many GPUs."""
     overlap_logprobs: bool = False
     """GPUs that have nothing to decode compute the log-probs of what is finished (RLHFuse)."""
+    stream: Stream | None = None
+    """Half of the replicas may train while the others still decode."""
     max_running: int = 1 << 30
     """Requests that a replica decodes side by side."""
     seed: int = 0
@@ -130,8 +148,7 @@ class Run:
     def _after(self, outcome: Outcome) -> dict[str, float]:
         """Seconds of the phases that the round's samples go through."""
         training = self._plan.training
-        pairs = zip(outcome.prompts, outcome.lengths, strict=True)
-        lengths = [prompt + response for prompt, response in pairs]
+        lengths = [p + n for p, n, done in outcome.samples() if not done]
         logprobs = training.logprobs_s(lengths)
         if self._plan.overlap_logprobs:
             logprobs -= min(logprobs, outcome.idle * outcome.seconds)
@@ -139,7 +156,7 @@ class Run:
             "rollout": outcome.seconds,
             "reward": outcome.reward_s,
             "logprobs": logprobs,
-            "update": training.update_s(lengths) + training.step_s,
+            "update": training.update_s(lengths) + outcome.stream_left_s + training.step_s,
             "sync": training.sync_s,
         }
 
@@ -161,12 +178,27 @@ class Run:
         )
 
     def _make_world(self, tp: int) -> World:
-        plan = self._plan
+        plan, replicas = self._plan, self._plan.gpus // tp
+        training, rule, cost = plan.training, plan.stream, plan.costs(tp)
+        elastic = None
+        if rule is not None and replicas > 1:
+            elastic = StreamWindow(
+                cells([(r,) for r in range(replicas)], [(r,) for r in range(replicas)]),
+                cache_tokens=cost.cache_tokens if rule.checks_cache else math.inf,
+                max_running=plan.max_running,
+                batch_tokens=rule.batch_tokens,
+                first=rule.first,
+                last=rule.last,
+            )
         return World(
-            [plan.costs(tp)] * (plan.gpus // tp),
+            [cost] * replicas,
             self._length,
             rewards=self._rewards,
             max_running=plan.max_running,
+            elastic=elastic,
+            # one replica has its share of the GPUs that all of the training's seconds are of
+            train_s=lambda n: replicas * (training.update_s(n) + training.logprobs_s(n)),
+            trains_once=rule is not None and rule.once,
         )
 
     def _prompt_of(self, row: int) -> Prompt:
@@ -208,6 +240,8 @@ class Summary:
     preemptions: float
     tokens: float
     """That are trained in a step, prompts apart."""
+    streamed: float = 0.0
+    """Share of the kept groups that are trained while others are decoded."""
     by_kind: dict[str, float] = field(default_factory=dict)
     """Seconds of a step of each kind."""
 
@@ -227,5 +261,7 @@ def summarize(steps: Sequence[Step]) -> Summary:
         idle=sum(o.idle * o.seconds for o in outcomes) / max(rollout, 1e-30),
         preemptions=mean(o.preemptions for o in outcomes),
         tokens=mean(sum(o.lengths) for o in outcomes),
+        streamed=sum(len(o.streamed) for o in outcomes)
+        / max(sum(len(o.kept) for o in outcomes), 1),
         by_kind={k: mean(s.seconds for s in steps if s.kind == k) for k in kinds},
     )

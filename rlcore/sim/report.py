@@ -41,22 +41,22 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
     used = [p for p in PHASES if any(a.phases[p] >= 0.005 for a in arms.values())]
     width = max(12, *(len(name) + 2 for name in arms))
     head = f"{'seconds a step':{width}}" + "".join(f"{p:>10}" for p in used)
-    lines = [
-        head + f"{'step':>10}{'speed-up':>10}{'idle':>8}{'trained':>9}{'long':>7}{'preempt':>9}"
-    ]
+    head += f"{'step':>10}{'speed-up':>10}{'idle':>8}{'trained':>9}{'long':>7}{'preempt':>9}"
+    lines = [head + f"{'early':>8}"]
     first = next(iter(arms.values()))
     for name, a in arms.items():
         cells = "".join(f"{a.phases[p]:10.2f}" for p in used)
         lines.append(
             f"{name:{width}}{cells}{a.seconds:10.2f}{first.seconds / a.seconds:9.2f}x"
             f"{a.idle:8.0%}{a.trained_share:9.0%}{a.long_share:7.0%}{a.preemptions:9.1f}"
+            f"{a.streamed:8.0%}"
         )
     return [
         *lines,
         "",
         "idle: of the replicas' time in a rollout, without a request; trained: of the tokens that",
         "are decoded; long: of the steps, long rounds; preempt: requests thrown out of a full",
-        "cache, a step",
+        "cache, a step; early: of the groups, trained while others are decoded",
     ]
 
 
@@ -123,6 +123,8 @@ def _panel(axes: Any, steps: Sequence[Step], shown: int, seen: dict[str, None]) 
             if phase == "rollout":
                 axes.broken_barh([(at, took)], (-0.5, shown), color="#EEEEEE", linewidth=0)
                 seen[step.kind] = None
+                if any(step.outcome.stream_spans):
+                    seen["stream"] = None
                 most = max(span.running for spans in step.outcome.spans for span in spans)
                 for row, rank in enumerate(rank_of):
                     spans = step.outcome.spans[rank]
@@ -130,6 +132,13 @@ def _panel(axes: Any, steps: Sequence[Step], shown: int, seen: dict[str, None]) 
                         [(at + s.start, s.end - s.start) for s in spans],
                         (row - height / 2, height),
                         color=[(COLOURS[step.kind], _strength(s.running, most)) for s in spans],
+                        linewidth=0,
+                    )
+                    early = step.outcome.stream_spans[rank]
+                    axes.broken_barh(
+                        [(at + s.start, min(s.end, took) - s.start) for s in early],
+                        (row - height / 2, height),
+                        color=COLOURS["stream"],
                         linewidth=0,
                     )
             else:
@@ -202,6 +211,18 @@ def _events(step: Step, pid: int) -> list[dict[str, Any]]:
                         running=s.running,
                     )
                     for s in spans
+                ]
+            for rank, spans in enumerate(outcome.stream_spans):
+                out += [
+                    bar(
+                        "update",
+                        rank + 1,
+                        at + s.start,
+                        min(s.end, took) - s.start,
+                        groups=s.running,
+                    )
+                    for s in spans
+                    if s.start < took
                 ]
         else:
             out.append(bar(phase, 0, at, took))

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.tail_batching import check
 from rlcore.sim import profile, published
-from rlcore.sim.cluster import Plan, RowOf
+from rlcore.sim.cluster import Plan, RowOf, Stream
 from rlcore.sim.cost import GPUS, MODELS, Cost, Gpu, Model, from_data_sheet, least_tp
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import (
@@ -33,7 +33,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
     Raises:
         ValueError: an option that makes no cluster; the sentence names it.
     """
-    gpu, model = _gpu(a.gpu), _model(a.model)
+    gpu, model = _gpu(a.gpu), read_model(a.model)
     workload, said = _workload(a)
     check(a.prompts, a.samples, a.eta_prompts, a.eta_samples)
     if not 0 < a.mfu <= 1:
@@ -75,6 +75,11 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
         def costs(tp: int) -> Cost:
             return from_data_sheet(model, gpu, tp, other_bytes=taken / tp)
 
+    if a.stream and rollout_gpus // a.tp < 2:
+        raise ValueError(
+            f"--stream: half of the replicas train while the others decode, and --tp {a.tp} makes "
+            "one replica of all GPUs; take a smaller --tp"
+        )
     first = costs(a.tp)
     longest = workload.prompt_tokens + workload.cap
     if first.cache_tokens < longest:
@@ -86,7 +91,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
         notes.append(f"rewards ({a.reward}): from published shares and times, see published.py")
     notes.append(f"training: from the data sheet, at {a.mfu:.0%} of the arithmetic, no padding")
     made = Plan(
-        name=a.schedule + (" + planner" if a.max_tp else ""),
+        name=a.schedule + (" + planner" if a.max_tp else "") + (" + stream" if a.stream else ""),
         gpus=rollout_gpus,
         tp=a.tp,
         costs=costs,
@@ -101,6 +106,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
         max_tp=a.max_tp,
         min_tp=a.tp if a.profile else least_tp(costs, longest, a.tp),
         reshard_s=reshard_s,
+        stream=Stream() if a.stream else None,
         max_running=a.max_running,
         seed=a.seed,
     )
@@ -117,13 +123,11 @@ def _measured(
 def baseline(ours: Plan, name: str) -> Plan:
     """`verl`: every response is waited for, then all are scored, then trained. `rlhfuse`: rewards
     and log-probs are computed beside the tail of the rollout."""
+    plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
     if name == "rlhfuse":
-        return replace(ours, name="rlhfuse", schedule="all", overlap_logprobs=True, max_tp=0)
+        return replace(plain, overlap_logprobs=True)
     return replace(
-        ours,
-        name="verl",
-        schedule="all",
-        max_tp=0,
+        plain,
         rewards=lambda row_of: after(ours.rewards(row_of)),
     )
 
@@ -174,7 +178,7 @@ def _gpu(name: str) -> Gpu:
     return found[name.lower()]
 
 
-def _model(name: str) -> Model:
+def read_model(name: str) -> Model:
     """By name, or from a Hugging Face config.json."""
     found = {m.lower(): model for m, model in MODELS.items()}
     if name.lower() in found:

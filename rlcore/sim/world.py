@@ -6,9 +6,11 @@ served.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from rlcore.records import (
     Abort,
@@ -18,16 +20,21 @@ from rlcore.records import (
     EndRound,
     Fail,
     Finished,
+    Partial,
     Preempted,
     Ready,
+    Release,
+    Released,
     Request,
     Rewarded,
     RewardResult,
     Submit,
+    Train,
+    Trained,
 )
 from rlcore.rollout.controller import Controller
 from rlcore.sched.place import LeastLoaded
-from rlcore.sched.roles import Round
+from rlcore.sched.roles import Elastic, Round
 from rlcore.sim.cost import Cost
 from rlcore.sim.replica import Job, Replica, Span
 from rlcore.sim.rewards import UNLIMITED, Rewards
@@ -59,9 +66,22 @@ class Outcome:
     cache_used: float
     """Largest share of its cache that a replica had in use."""
     spans: list[list[Span]] = field(default_factory=list)
-    """When each replica worked."""
+    """When each replica decoded."""
+    streamed: set[str] = field(default_factory=set)
+    """Kept groups that were trained meanwhile."""
+    stream_spans: list[list[Span]] = field(default_factory=list)
+    """When each replica trained them; `running` is the number of groups."""
+    stream_left_s: float = 0.0
+    """What of that was not over when the round was, shared by all."""
+    groups: list[str] = field(default_factory=list)
+    """That the kept responses belong to, one each."""
     events: int = 0
     stats: dict[str, float] = field(default_factory=dict)
+
+    def samples(self) -> Iterator[tuple[int, int, bool]]:
+        """(prompt, response, is trained already) of each kept response."""
+        for prompt, length, group in zip(self.prompts, self.lengths, self.groups, strict=True):
+            yield prompt, length, group in self.streamed
 
 
 class World:
@@ -75,9 +95,19 @@ class World:
         rewards: Rewards | None = None,
         max_running: int = UNLIMITED,
         deadline_s: float = 1e12,
+        elastic: Elastic | None = None,
+        train_s: Callable[[Sequence[int]], float] = lambda lengths: 0.0,
+        trains_once: bool = False,
     ) -> None:
-        """`lengths`: how many tokens a request will have."""
+        """
+        Args:
+            lengths: how many tokens a request will have.
+            elastic: which replicas train while the others decode; rank r is replica r.
+            train_s: what samples of these lengths, prompt included, take one of them.
+            trains_once: each trains only the first groups that it is given.
+        """
         self._costs, self._lengths = list(costs), lengths
+        self._elastic, self._train_s, self._once = elastic, train_s, trains_once
         self._rewards = rewards or Rewards()
         self._max_running, self._deadline_s = max_running, deadline_s
 
@@ -104,7 +134,10 @@ class _Run:
             place=LeastLoaded(UNLIMITED),
             stop=round_.stop,
             deadline_s=world._deadline_s,
+            elastic=world._elastic,
         )
+        self._trains: list[list[Span]] = [[] for _ in ranks]
+        self._streamed: set[str] = set()
         self._obey(self._controller.start(round_.work, 0.0))
         for rank in ranks:
             self._tell(Ready(rank=rank))
@@ -122,6 +155,10 @@ class _Run:
             elif what == "aborted":
                 job: Job = number
                 self._tell(Aborted(rank=who, id=job.id, num_tokens=job.have))
+            elif what == "released":
+                self._tell(Released(rank=who, partials=number))
+            elif what == "trained":
+                self._tell(Trained(rank=who, seconds=number))
             else:
                 id, took = number
                 self._tell(Rewarded(rank=who, id=id, result=self._result(id, took)))
@@ -129,6 +166,9 @@ class _Run:
             replica.advance(self._now)
         end = self._end
         available = self._now * len(self._replicas)
+        training = [(s.start, s.end) for spans in self._trains for s in spans]
+        worked = sum(min(b, self._now) - a for a, b in training)
+        worked += sum(r.busy_s for r in self._replicas)
         kept = [ref.id for group in end.groups for ref in group.refs]
         return Outcome(
             kind=self._kind,
@@ -142,9 +182,13 @@ class _Run:
             preemptions=sum(r.preemptions for r in self._replicas),
             last_finish=self._last_finish,
             reward_s=self._reward_s(kept),
-            idle=1 - sum(r.busy_s for r in self._replicas) / available if available else 0.0,
+            idle=1 - worked / available if available else 0.0,
             cache_used=max(r.peak_context / r.cost.cache_tokens for r in self._replicas),
             spans=[r.spans for r in self._replicas],
+            streamed=self._streamed,
+            stream_spans=self._trains,
+            stream_left_s=sum(max(b - self._now, 0) for _, b in training) / len(self._replicas),
+            groups=[group.id for group in end.groups for _ in group.refs],
             events=self._events,
             stats=end.stats,
         )
@@ -169,6 +213,10 @@ class _Run:
                 self._submit(command)
             elif isinstance(command, Abort):
                 self._abort(command)
+            elif isinstance(command, Release):
+                self._release(command.rank)
+            elif isinstance(command, Train):
+                self._train(command)
             elif isinstance(command, EndRound):
                 self._end = command
             elif isinstance(command, Fail):
@@ -191,6 +239,27 @@ class _Run:
         for job in self._replicas[command.rank].abort(list(command.ids), self._now):
             self._push(self._now, ("aborted", command.rank, job))
         self._plan(command.rank)
+
+    def _release(self, rank: int) -> None:
+        """Its requests leave with the tokens that they have; another replica prefills them."""
+        partials = {}
+        for job in self._replicas[rank].release(self._now):
+            none = np.broadcast_to(np.int32(0), job.have)
+            partials[job.id] = Partial(tokens=none, logps=none, versions=none)
+        self._push(self._now, ("released", rank, partials))
+        self._plan(rank)
+
+    def _train(self, command: Train) -> None:
+        spans = self._trains[command.rank]
+        if self._world._once and spans:
+            return
+        refs = [ref.id for group in command.groups for ref in group.refs]
+        lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
+        seconds = self._world._train_s(lengths) / len(command.dp_ranks)
+        begin = max(self._now, spans[-1].end if spans else 0.0)
+        spans.append(Span(begin, begin + seconds, len(command.groups)))
+        self._streamed.update(group.id for group in command.groups)
+        self._push(begin + seconds, ("trained", command.rank, seconds))
 
     def _step(self, rank: int) -> None:
         replica = self._replicas[rank]

@@ -11,7 +11,7 @@ import pytest
 from rlcore.cli import sim
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sim import profile, report, rollpacker
-from rlcore.sim.cluster import PHASES, Plan, Run, Step, summarize
+from rlcore.sim.cluster import PHASES, Plan, Run, Step, Stream, summarize
 from rlcore.sim.cost import GPUS, MODELS, Cost
 from rlcore.sim.phases import (
     Judge,
@@ -21,6 +21,7 @@ from rlcore.sim.phases import (
     weights_s,
 )
 from rlcore.sim.rewards import Fixed, Judged, Rewards, Sandbox
+from rlcore.sim.user import read_model
 from rlcore.sim.workload import GENERATORS, Recorded
 
 # ---- phases
@@ -158,6 +159,53 @@ def test_the_planner_is_driven_by_measured_preemptions_and_pays_for_the_change()
     assert len(steps[2].outcome.spans) == 2
 
 
+def test_half_of_the_replicas_train_early_and_nothing_is_trained_twice_or_lost():
+    """Eight prompts over four replicas, the last two of which turn to training."""
+    training = Training(token_s=1e-4, step_s=2.0)
+    plain, early = (
+        next(Run(small(stream=x, training=training)).steps(1)) for x in (None, Stream())
+    )
+    assert sorted(early.outcome.lengths) == sorted(plain.outcome.lengths)
+    at = early.outcome
+    assert at.streamed and at.streamed < set(at.kept)
+    assert [bool(spans) for spans in at.stream_spans] == [False, False, True, True]
+    # what was done early is not in the phases that follow
+    rest = [p + n for p, n, done in at.samples() if not done]
+    update = training.update_s(rest) + at.stream_left_s + 2
+    assert early.phases["update"] == pytest.approx(update)
+    # two of four replicas, so a group takes one of them four times as long as all
+    of = {g: sum(p + n for p, n, k in _of(at) if k == g) for g in at.streamed}
+    took = sum(s.end - s.start for spans in at.stream_spans for s in spans)
+    assert took == pytest.approx(4 * 1e-4 * sum(of.values()) * 4 / 3)
+    # a replica that trains does not decode
+    for decoded, trained in zip(at.spans[2:], at.stream_spans[2:], strict=True):
+        assert decoded[-1].end <= trained[0].start + 1e-9
+
+
+def _of(outcome):
+    return zip(outcome.prompts, outcome.lengths, outcome.groups, strict=True)
+
+
+def test_what_is_handed_over_is_prefilled_with_its_tokens_and_ends_as_long_as_it_was_to_be():
+    """One long answer a replica; those of the half that leaves go on at the other half."""
+    lengths = Recorded([[20, 20, 20, 400]], 10)
+    costs = Cost(step_s=0.01, prefill_s=1e-3)
+    plan = small(workload=lengths, stream=Stream(), costs=lambda tp: costs)
+    (step,) = Run(plan).steps(1)
+    out = step.outcome
+    assert out.stats["sched/migrated"] > 0 and out.stats["sched/migrated_tokens"] > 0
+    assert sorted(set(out.lengths)) == [20, 400] and len(out.lengths) == 32
+    # the tokens that were kept are decoded once
+    assert out.decoded == sum(out.lengths)
+
+
+def test_training_once_leaves_more_for_the_end():
+    often, once = (
+        next(Run(small(stream=Stream(once=x, batch_tokens=1))).steps(1)) for x in (False, True)
+    )
+    assert len(once.outcome.streamed) < len(often.outcome.streamed)
+
+
 def test_replicas_that_do_not_divide_the_gpus_are_refused():
     with pytest.raises(ValueError, match="4 GPUs are no whole number of replicas of 3"):
         small(tp=3)
@@ -167,7 +215,7 @@ def test_replicas_that_do_not_divide_the_gpus_are_refused():
 
 
 def two_arms() -> dict[str, list[Step]]:
-    plans = small(name="all"), small(name="tail", schedule="tail_batching")
+    plans = small(name="all"), small(name="tail", schedule="tail_batching", stream=Stream())
     return {p.name: list(Run(p).steps(6)) for p in plans}
 
 
@@ -209,12 +257,12 @@ OPTIONS += ["--steps", "6"]
 def test_sim_run_makes_a_table_json_a_picture_and_a_trace(tmp_path: Path, capsys):
     files = {name: tmp_path / name for name in ("o.json", "o.png", "t.json")}
     more = ["--reward", "mix", "--judge", "streamed", "--json", str(files["o.json"])]
-    more += ["--picture", str(files["o.png"]), "--trace", str(files["t.json"])]
+    more += ["--stream", "--picture", str(files["o.png"]), "--trace", str(files["t.json"])]
     assert sim.main([*OPTIONS, *more]) == 0
     said = capsys.readouterr().out
-    assert "verl" in said and "tail_batching" in said
+    assert "verl" in said and "tail_batching + stream" in said
     found = json.loads(files["o.json"].read_text())
-    assert found["speed_up"] > 1 and len(found["steps"]["tail_batching"]) == 6
+    assert found["speed_up"] > 1 and len(found["steps"]["tail_batching + stream"]) == 6
     assert files["o.png"].read_bytes().startswith(b"\x89PNG")
     assert json.loads(files["t.json"].read_text())["traceEvents"]
 
@@ -246,6 +294,7 @@ def test_sim_run_takes_a_measured_profile(tmp_path: Path, capsys):
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--mfu", "0"], "--mfu 0: above 0, at most 1"),
         (["--where", "model"], "--where model: COLUMN=VALUE"),
+        (["--tp", "4", "--stream"], "--tp 4 makes one replica of all GPUs"),
         (["--max-tp", "16"], "--max-tp 16: at most the 8 GPUs of a node"),
     ],
 )
@@ -259,7 +308,7 @@ def test_a_bad_option_is_one_sentence(tmp_path: Path, capsys, options, words):
     assert words in line
 
 
-def test_a_model_is_read_from_its_config(tmp_path: Path, capsys):
+def test_a_model_is_read_from_its_config(tmp_path: Path):
     """Qwen2.5 7B: 7.6 billion parameters, 57,344 bytes a token."""
     path = tmp_path / "config.json"
     sizes = {
@@ -271,9 +320,7 @@ def test_a_model_is_read_from_its_config(tmp_path: Path, capsys):
         "vocab_size": 152064,
     }
     path.write_text(json.dumps(sizes))
-    from rlcore.sim.user import _model
-
-    found = _model(str(path))
+    found = read_model(str(path))
     assert found.parameters == pytest.approx(7.6e9, rel=0.01)
     assert (found.layers, found.kv_bytes) == (28, MODELS["7B"].kv_bytes)
 
@@ -291,10 +338,34 @@ def test_a_table_has_published_and_simulated_in_every_row(tmp_path, capsys, monk
     assert len(rows) == {"11": 8, "1": 9}[argv[1]]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "count"),
+    [(["--table", "2"], 24), (["--figure", "10c"], 12), (["stream"], 9), (["scaling"], 12)],
+)
+def test_the_longer_tables_have_all_their_rows(tmp_path: Path, argv, count):
+    path = tmp_path / "rows.json"
+    assert sim.main(["rollpacker", *argv, "--rounds", "1", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == count and all(row["simulated"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_planner_follows_preemptions_on_real_lengths(real_data: Path, tmp_path: Path):
+    """Larger replicas preempt less (figure 6), and grow as answers do (figure 12a)."""
+    path = tmp_path / "rows.json"
+    options = ["--rounds", "5", "--data", str(real_data), "--json", str(path)]
+    assert sim.main(["rollpacker", "planner", *options]) == 0
+    rows = {row["cell"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["figure 6, short, tp 2 / tp 1, preemptions"]["simulated"] < 1
+    grown = rows["figure 12a, planner against tp 1, mean"]
+    assert grown["simulated"] > 1.2 and grown["sizes"] == sorted(grown["sizes"])
+
+
 def test_where_two_versions_were_published_both_are_rows():
     assert rollpacker.published.TABLE_2["14B/16k"]["reward"] == (1.99, 1.76)
     ladder = rollpacker.ladder(rollpacker.published.SYSTEMS["14B/16k"], 0, prompts=4, gpus=4)
-    assert list(ladder)[:4] == ["veRL", "tail", "reward", "planner"]
+    assert list(ladder)[:5] == ["veRL", "tail", "reward", "planner", "trainer"]
     assert (
         ladder["tail"].rewards(lambda r: 0).after
         and not ladder["reward"].rewards(lambda r: 0).after
