@@ -8,10 +8,11 @@ The same recipe (`grpo_tiny.sh`, two replicas, one update a rollout, the same sa
     all         every response is waited for
     tail        1.25 times the prompts and the responses (`--schedule tail_batching`)
     tail P      1.25 times the prompts alone: no bias to short answers
+    tail stream  `tail`, and one replica trains early (`--mode stream`, where this tree has it)
 
 and of each the seconds and decode steps of a step, the held-out accuracy after all steps, and after
 the seconds that the quickest arm took for them. Evaluations are not counted as time. Decode steps
-are those of both replicas together.
+are those of both replicas together. In `tail stream` sampling contains what is trained beside it.
 
 On a CPU a decode step takes longer the more requests it has, so what ends a round early saves less
 than on a GPU, where it waits for memory: --decode-floor-ms makes every step last that long at
@@ -26,11 +27,12 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from rlcore.config.schema import SelectConfig  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.metrics.plots import COLORS  # noqa: E402
 from rlcore.metrics.sinks import accuracies, read_metrics  # noqa: E402
@@ -41,6 +43,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "tail": ("--schedule", "tail_batching"),
     "tail P": ("--schedule", "tail_batching", "--tail.eta_samples", "1"),
 }
+if "stream" in get_args(get_type_hints(SelectConfig)["mode"]):
+    ARMS["tail stream"] = ("--schedule", "tail_batching", "--mode", "stream")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -68,13 +72,14 @@ def run(a: argparse.Namespace, arm: str, seed: int) -> Path:
         print(" ".join(command), flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "screen.txt", "w") as screen:
-            subprocess.run(
+            done = subprocess.run(
                 command,
-                check=True,
                 stdout=screen,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"GPUS_PER_NODE": "2"},
+                env={"PYTHON": sys.executable} | os.environ | {"GPUS_PER_NODE": "2"},
             )
+        if done.returncode:
+            raise SystemExit(f"{name} ended with {done.returncode}: {folder / 'screen.txt'}")
     return folder
 
 

@@ -1,6 +1,7 @@
 """Tail batching through the whole program: rounds, accounts, checkpoints, replays."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ TAIL = (
     *("--schedule", "tail_batching", "--debug.deterministic", "--run.steps", 6),
     *("--eval.no_at_start", "--eval.no_at_end", "--rollout.max_running", 64, *KEPT),
 )
+
+LOSE = """
+import json, pathlib, shutil, sys
+run, folder = map(pathlib.Path, sys.argv[1:])
+shutil.copytree(run / "checkpoints/step_000001", folder / "lost")
+state = json.loads((folder / "lost/state.json").read_text())
+state["source"]["queue"] = {"": [[0, 3], [0, 77]]}
+(folder / "lost/state.json").write_text(json.dumps(state))
+"""
+"""A checkpoint whose queue has a prompt that the data do not have."""
 
 
 class Found:
@@ -53,7 +64,7 @@ class Found:
         jobs += [
             job("clock", *clock),
             job("replay", *by),
-            job("second replay", *by),
+            job("second replay", *by, "--run.steps", 3),
             job("replay of a part", *by, "--run.resume", fourth),
             job("long replay", *by, "--run.steps", 7, "--run.resume", "auto", run="replay"),
             job("other seed", *by, "--run.seed", 1),
@@ -65,6 +76,15 @@ class Found:
             *("--data.num_prompts", 4, "--reward.adaptive_timeout", "--reward.timeout_s", 2),
             *("--reward.timeout_least_s", 0.8, "--reward.workers", 4),
         )
+        jobs += [
+            job("finite", "--data.num_prompts", 12, "--run.steps", 2),
+            job(
+                "lost queue",
+                *("--data.num_prompts", 12, "--run.resume", folder / "lost"),
+                run="finite",
+            )
+            | {"before": [sys.executable, "-c", LOSE, str(self.runs / "finite"), str(folder)]},
+        ]
         first = self.runs / "hangs" / "checkpoints" / "step_000001"
         jobs += [
             job("hangs", *hangs),
@@ -136,6 +156,10 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_replaced(found: Found
             "no least",
             "--reward.timeout_least_s 9: must be above 0 and at most reward.timeout_s 2",
         ),
+        (
+            "lost queue",
+            "queue of prompts names row 77 of data.train, which has 12 rows: use the same",
+        ),
         ("quotas", "together they must be data.prompts_per_step 4"),
     ],
 )
@@ -143,6 +167,16 @@ def test_what_cannot_work_is_one_sentence(found: Found, name: str, words: str) -
     assert found.gang.code(name) == 2
     assert words in found.gang.text(name)
     assert "Traceback" not in found.gang.text(name)
+
+
+def test_a_checkpoint_that_does_not_fit_costs_the_run_nothing(found: Found) -> None:
+    """It failed in the folder of `finite`, going back to a step before its last."""
+    assert found.gang.code("lost queue") == 2
+    assert list(found.rows("finite")) == [1, 2]
+    folder = found.runs / "finite" / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
+    queue = json.loads((found.runs.parent / "lost" / "state.json").read_text())["source"]["queue"]
+    assert queue == {"": [[0, 3], [0, 77]]}
 
 
 # ---- rewards that take too long
@@ -194,7 +228,7 @@ def test_a_replay_makes_the_same_batches(found: Found) -> None:
     for step in clock:
         assert batch(replayed[step]) == batch(clock[step]), step
         assert len(batch(clock[step])) > 30
-    texts = [(found.runs / n / "rollouts.jsonl").read_text() for n in ("clock", "second replay")]
+    texts = [(found.runs / n / "rollouts.jsonl").read_text() for n in ("clock", "replay")]
     assert texts[0] == texts[1]
     assert "another length or score" not in found.gang.text("replay")
 
@@ -202,6 +236,7 @@ def test_a_replay_makes_the_same_batches(found: Found) -> None:
 def test_two_replays_agree_in_every_bit(found: Found) -> None:
     """Sampler log-probs too: nothing is aborted while something that counts is decoded."""
     one, two = found.rows("replay"), found.rows("second replay")
+    assert list(two) == [1, 2, 3]
     for step in two:
         for name in ("rollout_corr/kl", "training/rollout_probs_diff_max", "actor/grad_norm"):
             assert one[step][name] == two[step][name], (step, name)
