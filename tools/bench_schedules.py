@@ -187,29 +187,37 @@ def draw(found: dict[tuple[str, int], dict[str, Any]], rows: list[dict[str, Any]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), dpi=100, layout="constrained")
+    figure = Figure(figsize=(15, 4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    steps, seconds, bars = figure.subplots(1, 3)
+    steps, seconds, bars, decodes = figure.subplots(1, 4, width_ratios=(4, 4, 3, 3))
     arms = list(dict.fromkeys(arm for arm, _ in found))
     for (arm, _), own in found.items():
         color = COLORS[arms.index(arm)]
         times, numbers, values = zip(*own["curve"], strict=True)
-        steps.plot(numbers, values, color=color, linewidth=1.4)
-        seconds.plot(times, values, color=color, linewidth=1.4)
+        for axes, along in ((steps, numbers), (seconds, times)):
+            axes.plot(along, values, color=color, linewidth=1.4, marker="o", markersize=3)
     for arm, color in zip(arms, COLORS, strict=False):
         seconds.plot([], [], color=color, label=arm)
     steps.set(xlabel="step", ylabel="held-out accuracy", title="after equal steps")
     seconds.set(xlabel="seconds of training", title="after equal time")
-    seconds.legend(frameon=False, loc="lower right")
+    seconds.legend(frameon=False, loc="best")
+    steps.xaxis.get_major_locator().set_params(integer=True)
     for i, arm in enumerate(arms):
         value = {r["figure"]: r["value"] for r in rows if r["arm"] == arm}
         rest = value["step_s"] - value["gen_s"]
         bars.bar(i, value["gen_s"], color=COLORS[i])
         bars.bar(i, rest, bottom=value["gen_s"], color=COLORS[i], alpha=0.4)
         bars.text(i, value["step_s"], f"{value['step_s']:.2f} s", ha="center", va="bottom")
-    bars.set_xticks(range(len(arms)), arms)
-    bars.set(ylabel="seconds", title="a step: sampling (full), the rest (pale)")
-    for axes in (steps, seconds, bars):
+        decodes.bar(i, value["decode_steps"], color=COLORS[i])
+        decodes.text(
+            i, value["decode_steps"], f"{value['decode_steps']:.0f}", ha="center", va="bottom"
+        )
+    bars.set(ylabel="seconds", title="a step: sampling (full), rest (pale)")
+    decodes.set(title="decode steps of a step")
+    for axes in (bars, decodes):
+        axes.set_xticks(range(len(arms)), arms, rotation=20 if len(arms) > 3 else 0)
+        axes.margins(y=0.1)
+    for axes in (steps, seconds, bars, decodes):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

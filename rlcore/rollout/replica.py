@@ -32,6 +32,7 @@ from rlcore.records import (
     RewardResult,
     Sample,
     Ship,
+    Stats,
     Submit,
     Train,
     Trained,
@@ -39,6 +40,10 @@ from rlcore.records import (
 from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
+LATE = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s", "aborted_tokens")
+"""Counters that go on after the controller has ended the round."""
+LATE_POLLS = 10
+"""Times that an engine which has let go of everything is asked for its last counters."""
 
 
 class Scorer(Protocol):
@@ -108,6 +113,10 @@ class Agent:
         """Samples of other ranks that have come before the round was over here, to be trained in it
         or after it."""
         self._has_trained = False
+        self.late = dict.fromkeys(LATE, 0.0)
+        """What this replica counted in the round after the controller had ended it."""
+        self._has_reported = True
+        """The engine has nothing left to do, and has said what it did."""
 
     def run_round(self) -> EndRound:
         """Serve the controller until it ends the round. Raises RuntimeError with the controller's
@@ -172,6 +181,7 @@ class Agent:
                 return
             self.prompts.update(command.prompts)
             self._live.update(r.id for r in command.requests)
+            self._has_reported = False
             self._engine.submit(command.requests)
         elif isinstance(command, Abort):
             assert self._engine is not None
@@ -245,13 +255,15 @@ class Agent:
             else:
                 time.sleep(POLL_S / 10)
 
-    def _engine_events(self) -> list[AnyEvent]:
+    def _engine_events(self, is_idle: bool = False) -> list[AnyEvent]:
+        """`is_idle`: ask it although it has nothing to do."""
         if self._engine is None:
             return []
-        if not self._live and (self._down or not getattr(self._engine, "down", "")):
+        alive = not getattr(self._engine, "down", "")
+        if not self._live and not is_idle and (self._down or alive):
             return []
         out: list[AnyEvent] = []
-        for event in self._engine.poll(POLL_S if self._live else 0.0):
+        for event in self._engine.poll(POLL_S if self._live or is_idle else 0.0):
             if isinstance(event, Finished):
                 sample = event.sample
                 assert sample is not None, event.id
@@ -271,6 +283,8 @@ class Agent:
                     )
                     continue
                 event = msgspec.structs.replace(event, sample=None)
+            elif isinstance(event, Stats):
+                self._has_reported = not event.running and not event.waiting
             elif isinstance(event, Down):
                 self._live.clear()
                 self._down = event.reason
@@ -290,15 +304,29 @@ class Agent:
     def _drain(self) -> None:
         """Wait until the engine has let go of everything that the end of the round aborted. What
         was too late to be kept is not scored."""
+        self.late = dict.fromkeys(LATE, 0.0)
         deadline = time.monotonic() + self._deadline_s
         while self._live and self._engine is not None:
-            self._engine_events()
+            self._count_late(self._engine_events())
             if time.monotonic() > deadline:
                 some = min(self._live)
                 raise TimeoutError(
                     f"rank {self._hub.rank}: the engine did not abort {len(self._live)} requests "
                     f"such as {some} within {self._deadline_s:g} s"
                 )
+        for _ in range(LATE_POLLS):
+            if self._has_reported or self._down:
+                break
+            self._count_late(self._engine_events(is_idle=True))
         self._scorer.cancel(self._unscored)
         self._unscored.clear()
         self._live.clear()
+
+    def _count_late(self, events: Sequence[AnyEvent]) -> None:
+        """Add up what the controller will not hear of."""
+        for event in events:
+            if isinstance(event, Aborted):
+                self.late["aborted_tokens"] += event.num_tokens
+            elif isinstance(event, Stats):
+                for name in LATE[:-1]:
+                    self.late[name] += getattr(event, name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from rlcore.records import EndRound, Group
 from rlcore.trainer import credit, evaluate, learn, phases, plan, relayout, report, resume
 from rlcore.trainer.run import Run
+from rlcore.utils import collective
 from rlcore.utils import seed as seeds
 
 WRITTEN = ("weights", "optimizer")
@@ -112,7 +113,13 @@ def repair_engines(run: Run) -> None:
 def rollout_metrics(
     run: Run, groups: tuple[Group, ...], stats: dict[str, float], todo: plan.Plan
 ) -> None:
-    """Everything that rank 0 knows of the samples of this step."""
+    """Everything that is known of the samples of this step, and what the engines did after the
+    round was over. Collective."""
+    late = run.rollout.agent.late
+    sums = collective.reduce_floats(list(late.values()))  # C
     if run.rank == 0:
         run.pending |= report.of_groups(run, groups, todo) | stats
+        for name, value in zip(late, sums, strict=True):
+            if value or f"sched/{name}" in stats:
+                run.pending[f"sched/{name}"] = stats.get(f"sched/{name}", 0.0) + value
         report.write_rollouts(run, groups)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from rlcore.config.schema import RewardConfig
 from rlcore.data import label_task
@@ -40,7 +41,7 @@ from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub, listening_host
 from rlcore.sched.place import LeastLoaded
-from rlcore.sched.stop import All
+from rlcore.sched.stop import All, First
 from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import push
@@ -511,3 +512,40 @@ def test_a_live_engine_that_refuses_weights_ends_the_run(model: Path) -> None:
     with pytest.raises(RuntimeError, match="no memory for this bucket"):
         ColocatedChannel(max_bucket_bytes=4096).push(learner, Confused(), 1)
     assert learner.taken == len(list(weights(model)))
+
+
+class Counting:
+    """An engine and the sum of what it has reported."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine, self.steps = engine, 0
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        events = self._engine.poll(timeout_s)
+        self.steps += sum(e.decode_steps for e in events if isinstance(e, Stats))
+        return events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_what_engines_counted_after_the_end_of_a_round_is_of_that_round(model: Path) -> None:
+    """Without it a round that aborts would seem to take fewer decode steps than it did."""
+    slow = {"progress_s": 1e9, "decode_floor_ms": 100, "max_running": 16}
+    engines = [Counting(torch_engine(model, rank, **slow)) for rank in range(2)]
+    with world(model, engines) as w:
+        lengths = [2, 60, 60, 60]  # the first is over while the others are decoded
+        work = [
+            structs.replace(each, sampling=Sampling(max_tokens=n))
+            for each, n in zip(w.work(), lengths, strict=False)
+        ]
+        stop = First({"": 1}, {each.id: "" for each in work})
+        ends = w.everywhere(lambda r: w.rollouts[r].run(work if r == 0 else [], stop))
+        late = [rollout.agent.late for rollout in w.rollouts]
+        assert sum(a["aborted_tokens"] for a in late) > 0
+        told = ends[0].stats.get("sched/decode_steps", 0.0)
+        assert told + sum(a["decode_steps"] for a in late) == sum(e.steps for e in engines) > 0
+        before = sum(e.steps for e in engines)
+        (end, _) = w.round("u")
+        assert all(not any(rollout.agent.late.values()) for rollout in w.rollouts)
+        assert end.stats["sched/decode_steps"] == sum(e.steps for e in engines) - before
