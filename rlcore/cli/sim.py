@@ -137,6 +137,7 @@ def _add_papers(p: argparse.ArgumentParser) -> None:
     p.add_argument("--table", choices=["1", "2"])
     p.add_argument("--rounds", type=int, default=100, help="of every cell")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--picture", type=Path, help="PNG: published against simulated")
     p.add_argument("--data", type=Path, default=DATA, help="folder with lengths/ (planner)")
     p.add_argument("--json", type=Path)
 
@@ -156,6 +157,9 @@ def _papers(a: argparse.Namespace) -> int:
     if a.json:
         head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
         _write(a.json, head | {"rows": made.rows})
+    if a.picture:
+        report.bars(made.rows, a.picture, made.title)
+        print(a.picture)
     return 0
 
 

@@ -106,6 +106,41 @@ def gantt(arms: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
+def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """A PNG: published against simulated, a pair of bars a cell, hatched where a constant was
+    fitted on the cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.3 * len(rows)), layout="constrained")
+    for at, r in enumerate(rows):
+        hatch = "///" if r["fitted"] else None
+        axes.barh(at - 0.19, r["published"], 0.36, color="#B0B7BF")
+        axes.barh(at + 0.19, r["simulated"], 0.36, color="#3B6FA0", hatch=hatch, edgecolor="white")
+        most = max(r["published"], r["simulated"])
+        axes.text(most, at, f"  {r['error']:+.3g}", va="center", fontsize=7, color="#555555")
+    axes.set_yticks(range(len(rows)), [str(r["cell"]) for r in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.margins(x=0.08)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_title(title, loc="left", fontsize=10)
+    handles = [
+        Patch(color="#B0B7BF", label="published"),
+        Patch(color="#3B6FA0", label="simulated, with the error"),
+        Patch(
+            facecolor="#3B6FA0", hatch="///", edgecolor="white", label="a constant is fitted on it"
+        ),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncol=3, fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def _end(steps: Sequence[Step]) -> float:
     return steps[-1].start + steps[-1].seconds
 

@@ -8,6 +8,7 @@ served.
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,16 @@ class Outcome:
         """(prompt, response, is trained already) of each kept response."""
         for prompt, length, group in zip(self.prompts, self.lengths, self.groups, strict=True):
             yield prompt, length, group in self.streamed
+
+
+@cache
+def _some_tokens(count: int) -> np.ndarray:
+    return np.zeros(count, np.int32)
+
+
+def _tokens(count: int) -> np.ndarray:
+    """int32 [count], of no meaning; many share their memory."""
+    return _some_tokens(1 << max(count, 1).bit_length())[:count]
 
 
 class World:
@@ -244,7 +255,7 @@ class _Run:
         """Its requests leave with the tokens that they have; another replica prefills them."""
         partials = {}
         for job in self._replicas[rank].release(self._now):
-            none = np.broadcast_to(np.int32(0), job.have)
+            none = _tokens(job.have)
             partials[job.id] = Partial(tokens=none, logps=none, versions=none)
         self._push(self._now, ("released", rank, partials))
         self._plan(rank)

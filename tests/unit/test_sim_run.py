@@ -330,7 +330,10 @@ def test_a_table_has_published_and_simulated_in_every_row(tmp_path, capsys, monk
     columns = {"16k": rollpacker.published.FIGURE_11["16k"]}
     monkeypatch.setattr(rollpacker.published, "FIGURE_11", columns)
     path = tmp_path / "rows.json"
-    assert sim.main(["rollpacker", *argv, "--rounds", "1", "--json", str(path)]) == 0
+    picture = tmp_path / "rows.png"
+    files = ["--json", str(path), "--picture", str(picture)]
+    assert sim.main(["rollpacker", *argv, "--rounds", "1", *files]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     rows, said = json.loads(path.read_text())["rows"], capsys.readouterr().out
     for row in rows:
         assert row["error"] == pytest.approx(row["simulated"] - row["published"], abs=2e-3)
