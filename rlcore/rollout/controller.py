@@ -117,6 +117,7 @@ class Controller:
         self._stats: dict[str, float] = {}
         self._last_finish = 0.0
         self.done = False
+        self._num_requests = 0
         self.num_done = 0
         """Responses that have their score."""
         self.counted: list[RequestState] = []
@@ -127,7 +128,9 @@ class Controller:
     @property
     def num_requests(self) -> int:
         """Responses that the round wants."""
-        return self._stop.num_wanted(self._groups)
+        if not self._num_requests:  # asked at every reward, and it is over all groups
+            self._num_requests = self._stop.num_wanted(self._groups)
+        return self._num_requests
 
     @property
     def groups(self) -> Mapping[GroupId, GroupState]:
@@ -213,6 +216,7 @@ class Controller:
     # ---- events
 
     def _add(self, work: Iterable[Work]) -> None:
+        self._num_requests = 0
         for w in work:
             state = GroupState(work=w)
             for k in range(w.num_samples):
@@ -428,7 +432,7 @@ class Controller:
     def _submit(self) -> list[AnyCommand]:
         """Hand waiting requests to replicas that have room. Nothing goes out before every replica
         has said Ready, so that placement does not depend on who came first."""
-        if any(rank not in self._ready for rank in self._up):
+        if not self._waiting or any(rank not in self._ready for rank in self._up):
             return []
         chosen: dict[int, list[RequestState]] = {}
         while self._waiting:
