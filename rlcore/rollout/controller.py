@@ -114,6 +114,8 @@ class Controller:
         # well within the deadline, or a waiting rank would give up before the verdict
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
         self._last_alive = 0.0
+        self._look_at = 0.0
+        """Before then no rank has been silent for too long."""
         self._stats: dict[str, float] = {}
         self._last_finish = 0.0
         self.done = False
@@ -154,7 +156,7 @@ class Controller:
         self._add(work)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._heard = dict(self._seen)
-        self._last_alive = now
+        self._last_alive, self._look_at = now, now + self._deadline_s
         if self._elastic is not None:
             self._elastic.start()
         if not self._groups:
@@ -204,7 +206,10 @@ class Controller:
         """To be called now and then: finds silent ranks, reassures waiting ones."""
         if self.done:
             return []
-        silent = [r for r in self._all_ranks if now - self._seen[r] > self._deadline_s]
+        silent: list[int] = []
+        if now > self._look_at:
+            silent = [r for r in self._all_ranks if now - self._seen[r] > self._deadline_s]
+            self._look_at = min(self._seen.values()) + self._deadline_s
         owing = [r for r in silent if r not in self._ready or self._owed_by(r)]
         if owing:
             return self._fail(self._verdict(owing, now))

@@ -40,8 +40,8 @@ from rlcore.records import (
 from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
-LATE = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s", "aborted_tokens")
-"""Counters that go on after the controller has ended the round."""
+COUNTS = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s")
+"""Of an engine: its last report may come when the controller has ended the round."""
 LATE_POLLS = 10
 """Times that an engine which has let go of everything is asked for its last counters."""
 
@@ -113,8 +113,8 @@ class Agent:
         """Samples of other ranks that have come before the round was over here, to be trained in it
         or after it."""
         self._has_trained = False
-        self.late = dict.fromkeys(LATE, 0.0)
-        """What this replica counted in the round after the controller had ended it."""
+        self.counts = dict.fromkeys(COUNTS, 0.0)
+        """What this engine did in the round, whether the controller heard of it or not."""
         self._has_reported = True
         """The engine has nothing left to do, and has said what it did."""
 
@@ -126,6 +126,7 @@ class Agent:
         self.texts.clear()
         self.prompts.clear()
         self.received.clear()
+        self.counts = dict.fromkeys(COUNTS, 0.0)
         self._releasing = self._has_trained = False
         self._enter()
         heard = time.monotonic()
@@ -285,6 +286,8 @@ class Agent:
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Stats):
                 self._has_reported = not event.running and not event.waiting
+                for name in COUNTS:
+                    self.counts[name] += getattr(event, name)
             elif isinstance(event, Down):
                 self._live.clear()
                 self._down = event.reason
@@ -303,11 +306,10 @@ class Agent:
 
     def _drain(self) -> None:
         """Wait until the engine has let go of everything that the end of the round aborted. What
-        was too late to be kept is not scored."""
-        self.late = dict.fromkeys(LATE, 0.0)
+        was too late to be kept is not scored. Then wait a moment for its last counters."""
         deadline = time.monotonic() + self._deadline_s
         while self._live and self._engine is not None:
-            self._count_late(self._engine_events())
+            self._engine_events()
             if time.monotonic() > deadline:
                 some = min(self._live)
                 raise TimeoutError(
@@ -317,16 +319,7 @@ class Agent:
         for _ in range(LATE_POLLS):
             if self._has_reported or self._down:
                 break
-            self._count_late(self._engine_events(is_idle=True))
+            self._engine_events(is_idle=True)
         self._scorer.cancel(self._unscored)
         self._unscored.clear()
         self._live.clear()
-
-    def _count_late(self, events: Sequence[AnyEvent]) -> None:
-        """Add up what the controller will not hear of."""
-        for event in events:
-            if isinstance(event, Aborted):
-                self.late["aborted_tokens"] += event.num_tokens
-            elif isinstance(event, Stats):
-                for name in LATE[:-1]:
-                    self.late[name] += getattr(event, name)

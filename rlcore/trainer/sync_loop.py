@@ -113,13 +113,10 @@ def repair_engines(run: Run) -> None:
 def rollout_metrics(
     run: Run, groups: tuple[Group, ...], stats: dict[str, float], todo: plan.Plan
 ) -> None:
-    """Everything that is known of the samples of this step, and what the engines did after the
-    round was over. Collective."""
-    late = run.rollout.agent.late
-    sums = collective.reduce_floats(list(late.values()))  # C
+    """Everything that is known of the samples of this step and of the engines. Collective."""
+    counts = run.rollout.agent.counts
+    sums = collective.reduce_floats(list(counts.values()))  # C
     if run.rank == 0:
         run.pending |= report.of_groups(run, groups, todo) | stats
-        for name, value in zip(late, sums, strict=True):
-            if value or f"sched/{name}" in stats:
-                run.pending[f"sched/{name}"] = stats.get(f"sched/{name}", 0.0) + value
+        run.pending |= {f"sched/{name}": n for name, n in zip(counts, sums, strict=True)}
         report.write_rollouts(run, groups)
