@@ -79,12 +79,14 @@ def broken(cfg: Config) -> list[str]:
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
     """What `broken` cannot know: rules that need the number of ranks."""
-    out, tp, site = [], cfg.rollout.tp, cfg.sync.ranks_per_site
-    if tp > 1 and (world_size % tp or ranks_per_node % tp):
-        out.append(
-            f"--rollout.tp {tp}: must divide the {world_size} ranks and the {ranks_per_node} of a "
-            "node, since the ranks of an engine are neighbours on one node; take a smaller one"
-        )
+    out, site = [], cfg.sync.ranks_per_site
+    sizes = [("rollout.tp", cfg.rollout.tp), ("rollout.max_tp", cfg.rollout.max_tp or 1)]
+    for key, tp in [*sizes, *(("debug.rollout_tp", tp) for tp in cfg.debug.rollout_tp)]:
+        if tp > 1 and (world_size % tp or ranks_per_node % tp):
+            out.append(
+                f"--{key} {tp}: must divide the {world_size} ranks and the {ranks_per_node} of a "
+                "node, since the ranks of an engine are neighbours on one node; take a smaller one"
+            )
     if site and world_size % site:
         out.append(
             f"--sync.ranks_per_site {site}: must divide the {world_size} ranks; take a divisor, or "

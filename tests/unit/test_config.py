@@ -148,6 +148,15 @@ def test_engines_that_change_their_size_have_rules(words, said):
     assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
 
 
+def test_sizes_that_engines_may_come_to_divide_the_ranks_too():
+    words = "--rollout.engine sglang --rollout.adaptive_tp --rollout.max_tp 4"
+    (line,) = rules.of_world(parse(words.split()), 2, 2)
+    assert line.startswith("--rollout.max_tp 4: must divide the 2 ranks")
+    words = "--rollout.engine sglang --debug.rollout_tp 1 2 3"
+    (line,) = rules.of_world(parse(words.split()), 4, 2)
+    assert line.startswith("--debug.rollout_tp 3: must divide the 4 ranks and the 2 of a node")
+
+
 @pytest.mark.parametrize(
     ("world", "node", "key"),
     [(8, 4, ""), (6, 2, "--rollout.tp 4"), (8, 2, "--rollout.tp 4"), (4, 4, "--sync.ranks_per")],

@@ -228,12 +228,13 @@ def test_only_rank_0_decides() -> None:
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"listed": (1, 3)}, "--debug.rollout_tp 3: must divide the 2 ranks"),
-        ({"adaptive_tp": True, "max_tp": 4}, "--rollout.max_tp 4: must divide the 2 ranks"),
+        ({"listed": (1, 8)}, "--debug.rollout_tp 8: must divide the model's 4 attention heads"),
+        ({"adaptive_tp": True, "max_tp": 8}, "--rollout.max_tp 8: must divide the model's 4"),
     ],
 )
-def test_sizes_that_the_ranks_do_not_divide_by_are_refused(
-    rollout: dict[str, Any], words: str
+def test_sizes_that_the_heads_do_not_divide_by_are_refused(
+    rollout: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=words):
-        assemble.make_relayout(config(**rollout), HF, world(2))
+        assemble.make_relayout(config(**rollout), HF, world(8))
