@@ -102,6 +102,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     hf = model_config(cfg)
     residency = make_residency(cfg, hf, world)
     sizes = make_relayout(cfg, hf, world)
+    elastic = make_elastic(cfg, hf, world)
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = sampling_of(cfg, tokenizer)
     deadlines = make_deadlines(cfg)
@@ -112,7 +113,6 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         on_close(part.close)
     limits = cfg.rollout.deadline_s, cfg.cluster.timeout_s
     agent = Agent(hub, engine, scorer, tokenizer.decode, *limits)
-    elastic = make_elastic(cfg, hf, world)
     screen = None
     if world.rank == 0:
         screen = Screen(cfg.run.steps, progress=cfg.log.progress)

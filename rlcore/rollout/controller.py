@@ -303,9 +303,12 @@ class Controller:
         """The replica's unfinished requests go on elsewhere, from the last token that is known of
         them. Without another replica all ranks start their engines again."""
         self._reasons[event.rank] = event.reason
+        if self._repairs and event.rank not in self._ready:  # it is being started again anyway
+            return []
         leader = self._leader.get(event.rank)
         if leader is not None:  # its engine cannot work, and says so itself when it is ended
-            return [Drop(rank=leader, reason=event.reason)] if leader in self._up else []
+            decodes = leader in self._up or leader in self._leaving
+            return [Drop(rank=leader, reason=event.reason)] if decodes else []
         if event.rank in self._leaving:
             self._leaving.discard(event.rank)
         elif self._up.pop(event.rank, None) is None:
@@ -406,11 +409,12 @@ class Controller:
             ids = tuple(group.id for group in groups)
             self._streamed.append(Streamed(groups=ids, dp_ranks=cell.dp_ranks))
             trainer.busy.update(cell.ranks)
-            commands += [Train(rank=r, groups=groups, dp_ranks=cell.dp_ranks) for r in cell.ranks]
+            # First: whoever trains waits for the others of its model replica, and sends nothing.
             owners: dict[int, list[str]] = {}
             for ref in (ref for group in groups for ref in group.refs):
                 owners.setdefault(ref.owner, []).append(ref.id)
             commands += [Ship(rank=o, ids=tuple(i), to=cell.ranks) for o, i in owners.items()]
+            commands += [Train(rank=r, groups=groups, dp_ranks=cell.dp_ranks) for r in cell.ranks]
         return commands
 
     def _forget_training(self) -> None:

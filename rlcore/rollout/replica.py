@@ -72,7 +72,8 @@ class Streamer(Protocol):
         """Accumulate the gradient of this rank's share of `groups`."""
 
     def forget(self) -> None:
-        """What was accumulated is void: all will be trained again."""
+        """All engines start again: what was accumulated, if anything, is void and will be trained
+        again."""
 
 
 class Agent:
@@ -112,7 +113,6 @@ class Agent:
         self.received: dict[RequestId, Sample] = {}
         """Samples of other ranks that have come before the round was over here, to be trained in it
         or after it."""
-        self._has_trained = False
         self.counts = dict.fromkeys(COUNTS, 0.0)
         """What this engine did in the round, whether the controller heard of it or not."""
         self._has_reported = True
@@ -127,7 +127,8 @@ class Agent:
         self.prompts.clear()
         self.received.clear()
         self.counts = dict.fromkeys(COUNTS, 0.0)
-        self._releasing = self._has_trained = False
+        self._partials.clear()  # the last round may have ended before all were let go
+        self._releasing = False
         self._enter()
         heard = time.monotonic()
         while True:
@@ -165,9 +166,9 @@ class Agent:
         if isinstance(command, Repair):
             assert not self._live, sorted(self._live)[:3]
             self._train_all()  # ranks of one model replica are in it together
-            if self._has_trained and self.streamer is not None:
+            if self.streamer is not None:
                 self.streamer.forget()
-            self._releasing = self._has_trained = False
+            self._releasing = False
             if self.repair is not None:
                 self.repair()
             self._enter()
@@ -226,7 +227,6 @@ class Agent:
         assert self.streamer is not None
         begin = time.monotonic()
         here = self.received | self.samples
-        self._has_trained = True
         self.streamer.train(todo.groups, todo.dp_ranks, here)
         self._send([Trained(seconds=time.monotonic() - begin)])
         return True

@@ -42,6 +42,13 @@ class Plan:
         """Trained tokens of every row of the update, over all ranks."""
         return [r.num_tokens for part in self.updates[update] for r in part]
 
+    def loads(self, num_ranks: int) -> list[int]:
+        """Tokens of prompts and responses that each data-parallel rank trains, over all updates."""
+        return [
+            sum(r.num_tokens + r.prompt_length for u in self.updates for r in u[d])
+            for d in range(num_ranks)
+        ]
+
     def owners(self) -> dict[str, int]:
         """The rank that holds each sample."""
         return {r.id: r.owner for update in self.updates for part in update for r in part}

@@ -45,10 +45,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
     errors = [e for g in groups for e in g.errors if e]
     clusters = [g.id for g in groups for _ in g.scores]
     rows = [r for update in plan.updates for part in update for r in part]
-    loads = [
-        sum(r.num_tokens + r.prompt_length for u in plan.updates for r in u[d])
-        for d in range(len(run.replicas))
-    ]
+    loads = plan.loads(len(run.replicas))
     return {
         **stats.summary("critic/score", scores),
         "critic/score/std_err": stats.standard_error(scores, clusters),

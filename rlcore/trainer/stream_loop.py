@@ -69,15 +69,20 @@ class Stream:
         return self.objective
 
     def forget(self) -> None:
-        """All engines start again with the weights of the round: no gradient survives a push."""
-        self._run.learner.discard()
-        self.take()
+        """All engines start again with the weights of the round: no gradient survives a push, and
+        an engine that had left is back."""
+        if self.batches:
+            self._run.learner.discard()
+        self._start_anew()
 
     def take(self) -> tuple["Objective", list[Batch]]:
         """The step's loss and what was trained with it; starts anew."""
         found = self.loss(), self.batches
-        self.objective, self.batches, self.has_left = None, [], False
+        self._start_anew()
         return found
+
+    def _start_anew(self) -> None:
+        self.objective, self.batches, self.has_left = None, [], False
 
 
 def one_step(run: Run) -> None:
@@ -101,8 +106,8 @@ def one_step(run: Run) -> None:
         samples = run.rollout.route(rest.destination(run.replicas), rest.owners())
         batches = phases.batches(run, rest, samples)
     phases.engine_sleeps(run, has_left=stream.has_left)
+    (batch,) = _with_all(run, rest, batches)
     with spans.phase("update_actor"):
-        (batch,) = _with_all(run, rest, batches)
         run.learner.accumulate(batch, stream.loss())
         objective, before = stream.take()
         if todo.lengths(0):
@@ -116,12 +121,15 @@ def one_step(run: Run) -> None:
     with spans.phase("sync"):
         push_weights(run, run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
+    if run.rank == 0:  # the others took their seconds before
+        run.pending["sched/trained_tokens"] = float(sum(rest.loads(num_ranks)))
 
 
 def _with_all(run: Run, todo: plans.Plan, batches: list[Batch]) -> list[Batch]:
     """With log-probs of the reference where they are needed, and advantages. The old log-probs are
     the learner's own of the very pass that trains: there is one update."""
     if run.cfg.algo.needs_reference:
-        batches = phases.reference_logprobs(run, batches)
+        with run.spans.phase("ref"):
+            batches = phases.reference_logprobs(run, batches)
     batches = phases.old_logprobs(run, batches)
     return credit.by_response(run, todo, batches)

@@ -90,6 +90,9 @@ def test_training_early_changes_no_step(found: Found, name: str) -> None:
         assert ours[step]["sched/migrated"] > 0
         assert 0.1 < ours[step]["sched/streamed_tokens"] <= 1
         assert "sched/stream_at" not in sync[step]
+        rate, seconds = "perf/train_tokens_per_s", "timing_s/update_actor"
+        late = ours[step].get(rate, 0.0) * ours[step][seconds]  # what was early took no such time
+        assert late < 0.95 * sync[step][rate] * sync[step][seconds]
     a, b = (runs.checkpoint(found.runs / n, 2) for n in (name, "sync"))
     for part in (a, b):
         part.pop("common")

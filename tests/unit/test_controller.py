@@ -206,6 +206,20 @@ def test_engines_that_die_again_and_again_end_the_round_with_the_reason():
     assert "signal 9" in fail.reason
 
 
+def test_a_death_from_before_a_repair_is_over_with_it():
+    """Of an engine that nobody decoded with, such as one that had stopped in order to train."""
+    c = controller([0, 1])
+    c.start(work(2, 1), 0.0)
+    for rank in (0, 1):
+        c.handle(Ready(rank=rank), 0.0)
+    c.handle(Down(rank=1, reason="killed"), 1.0)
+    assert len(c.handle(Down(rank=0, reason="killed"), 1.0)) == 2  # repairs
+    assert c.handle(Down(rank=1, reason="killed"), 1.0) == []
+    assert c.handle(Ready(rank=0), 2.0) == []
+    assert submitted(c.handle(Ready(rank=1), 2.0)) == {0: ["t0.0", "t1.0"]}
+    assert submitted(c.handle(Down(rank=0, reason="killed"), 3.0)) == {1: ["t0.0", "t1.0"]}
+
+
 def test_a_replica_over_two_ranks_is_down_with_either():
     c = Controller(
         ranks=[0, 2],

@@ -50,6 +50,11 @@ def test_the_rows_of_an_update_do_not_depend_on_the_number_of_ranks(num_ranks, s
     assert sorted(one.lengths(0)) == sorted(many.lengths(0))
 
 
+def test_loads_are_prompts_and_responses():
+    p = plan.make(groups([[1.0, 0.0]]), AlgoConfig(), num_updates=1, num_ranks=2, seed=1)
+    assert sorted(p.placed((0, 2), 3).loads(3)) == [0, 4 + 5, 4 + 6]
+
+
 def test_equal_groups_leave_the_batch_when_asked():
     cfg = AlgoConfig(equal_reward_groups="drop")
     p = plan.make(groups(MIXED), cfg, num_updates=2, num_ranks=2, seed=1)

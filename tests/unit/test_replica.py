@@ -6,7 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from rlcore.records import AnyEvent, Down, EndRound, Prompt, Ready, Request, Sampling, Submit
+from rlcore.records import (
+    Aborted,
+    AnyEvent,
+    Down,
+    EndRound,
+    Prompt,
+    Ready,
+    Release,
+    Released,
+    Repair,
+    Request,
+    Sample,
+    Sampling,
+    Submit,
+)
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.transport import LocalHub
@@ -77,3 +91,87 @@ def test_the_end_of_a_round_tells_the_reward_service_what_right_answers_took() -
     hub.send(0, "agent", EndRound(rank=0, groups=(), anchors={"s/0": 3.0}))
     agent.run_round()
     assert scorer.learned == {"s/0": 3.0}
+
+
+class Slow:
+    """An engine that decodes nothing and lets go of its requests at the second poll."""
+
+    down = ""
+
+    def __init__(self) -> None:
+        self._live: list[str] = []
+        self._polls = 0
+
+    def submit(self, requests) -> None:
+        self._live += [r.id for r in requests]
+
+    def abort(self, ids) -> None:
+        self._polls = 2
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        self._polls -= 1
+        if self._polls:
+            return []
+        gone, self._live = self._live, []
+        none = np.zeros(0, np.int32)
+        arrays = {"prompt": none, "tokens": none, "logps": none, "versions": none}
+        samples = [Sample(id=i, finish="abort", **arrays) for i in gone]
+        return [Aborted(id=s.id, num_tokens=0, sample=s) for s in samples]
+
+
+class Streamer:
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.left = self.forgot = 0
+
+    def engine_leaves(self) -> None:
+        self.left += 1
+
+    def forget(self) -> None:
+        self.forgot += 1
+
+
+def releasing() -> tuple[LocalHub, Agent, Streamer]:
+    hub, streamer = LocalHub(), Streamer()
+    agent = Agent(hub, Slow(), Idle(), str, 20.0)
+    agent.streamer = streamer
+    return hub, agent, streamer
+
+
+def sent(hub: LocalHub) -> list[AnyEvent]:
+    events: list[AnyEvent] = []
+    while (more := hub.receive("controller", list[AnyEvent], 0.01)) is not None:
+        events += more
+    return events
+
+
+def test_what_was_let_go_after_a_round_is_not_told_in_the_next() -> None:
+    """The controller of the next round does not know these requests."""
+    hub, agent, streamer = releasing()
+    hub.send(0, "agent", submit("t0.0"))
+    hub.send(0, "agent", Release(rank=0))
+    hub.send(0, "agent", EndRound(rank=0, groups=()))
+    agent.run_round()
+    assert not [e for e in sent(hub) if isinstance(e, Released)] and not streamer.left
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(agent.run_round)
+        hub.send(0, "agent", submit("t1.0"))
+        hub.send(0, "agent", Release(rank=0))
+        events: list[AnyEvent] = []
+        while not any(isinstance(e, Released) for e in events):
+            more = hub.receive("controller", list[AnyEvent], 20.0)
+            assert more is not None, events
+            events += more
+        hub.send(0, "agent", EndRound(rank=0, groups=()))
+        future.result(20)
+    (released,) = [e for e in events if isinstance(e, Released)]
+    assert set(released.partials) == {"t1.0"}
+
+
+def test_a_repair_is_told_to_whoever_has_left_without_training_yet() -> None:
+    hub, agent, streamer = releasing()
+    for command in (Release(rank=0), Repair(rank=0), EndRound(rank=0, groups=())):
+        hub.send(0, "agent", command)
+    agent.run_round()
+    assert (streamer.left, streamer.forgot) == (1, 1)

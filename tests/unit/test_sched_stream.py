@@ -3,6 +3,7 @@ events."""
 
 import random
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rlcore.records import (
     AnyCommand,
     AnyEvent,
     Down,
+    Drop,
     EndRound,
     Finished,
     Partial,
@@ -38,6 +40,7 @@ from rlcore.sched.place import LeastLoaded
 from rlcore.sched.roles import Cell, GroupState, Live, RequestState
 from rlcore.sched.stop import All, First
 from rlcore.sched.stream import Lengths, StreamWindow, cells
+from rlcore.trainer import stream_loop
 
 FOUR = cells([[0], [1], [2], [3]], [[0], [1], [2], [3]])
 
@@ -131,7 +134,7 @@ class Replicas:
     """Ranks that carry out commands in any order of events, and check them."""
 
     def __init__(self, parts: list[Cell], n: int, stop: Any, draw: random.Random, deaths: int):
-        self.draw, self.n, self.deaths = draw, n, deaths
+        self.draw, self.n, self.deaths, self.parts = draw, n, deaths, parts
         self.leaders = sorted(leader for cell in parts for leader in cell.leaders)
         rest = {r: [m for c in parts if r in c.leaders for m in c.ranks if m not in c.leaders]
                 for r in self.leaders}  # fmt: skip
@@ -234,6 +237,10 @@ class Replicas:
                 self.shipped[to] |= set(command.ids)
         elif isinstance(command, Train):
             assert rank not in self.decodes or rank in self.dead or rank not in self.leaders
+            # It may wait for the others from now on, so what they need of it is on its way.
+            own = {ref.id for g in command.groups for ref in g.refs if ref.owner == rank}
+            others = [to for cell in self.parts if rank in cell.ranks for to in cell.ranks]
+            assert all(own <= self.shipped[to] for to in others)
             self.trains[rank].append(command)
         elif isinstance(command, Repair):
             self.dead.discard(rank)
@@ -279,6 +286,34 @@ def test_every_group_is_trained_once_whatever_happens(
     if early and not end.stats.get("sched/repairs"):
         assert 0 < end.stats["sched/streamed_tokens"] <= 1
         assert 0.2 <= end.stats["sched/stream_at"] <= 0.5
+
+
+def test_an_engine_that_leaves_is_ended_when_another_of_its_ranks_has_lost_its_part() -> None:
+    """Or it might never let go of its requests."""
+    parts = cells([[0, 1], [2, 3]], [[0], [1], [2], [3]])
+    c = Controller(
+        ranks=[0, 2], all_ranks=range(4), members={0: [1], 2: [3]}, place=LeastLoaded(64),
+        stop=All(), deadline_s=10.0, elastic=window(parts, cache_tokens=10**6),
+    )  # fmt: skip
+    c.start(work(4, 1), 0.0)
+    for rank in range(4):
+        c.handle(Ready(rank=rank), 0.0)
+    c.handle(Finished(rank=0, id="t0.0", num_tokens=3, finish="stop"), 1.0)
+    release, *_ = c.handle(Rewarded(rank=0, id="t0.0", result=RewardResult(score=1.0)), 1.0)
+    assert isinstance(release, Release) and release.rank == 2
+    (drop,) = c.handle(Down(rank=3, reason="killed"), 1.0)
+    assert isinstance(drop, Drop) and drop.rank == 2
+    (submit, *_) = c.handle(Down(rank=2, reason="was ended: killed"), 1.0)
+    assert isinstance(submit, Submit) and submit.rank == 0
+
+
+def test_a_gradient_that_is_begun_anew_takes_the_engine_back() -> None:
+    """Also where nothing was trained: then there is nothing to drop, and with --train.offload no
+    buffer to drop it from."""
+    stream = stream_loop.Stream(SimpleNamespace(cfg=None, learner=None, engine=None))  # type: ignore
+    stream.has_left = True
+    stream.forget()
+    assert not stream.has_left
 
 
 def test_most_rounds_do_train_early() -> None:
