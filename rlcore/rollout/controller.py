@@ -190,8 +190,6 @@ class Controller:
         if isinstance(event, Stats):
             for key in ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s"):
                 self._count(f"sched/{key}", getattr(event, key))
-            most = max(self._stats.get("sched/cache_used", 0.0), event.cache_used)
-            self._stats["sched/cache_used"] = most
             return []
         if isinstance(event, Preempted):
             self._count("sched/preemptions", 1)

@@ -115,6 +115,8 @@ class Agent:
         or after it."""
         self.counts = dict.fromkeys(COUNTS, 0.0)
         """What this engine did in the round, whether the controller heard of it or not."""
+        self.cache_used = 0.0
+        """Largest share of its KV cache that it had in use in the round."""
         self._has_reported = True
         """The engine has nothing left to do, and has said what it did."""
 
@@ -126,7 +128,7 @@ class Agent:
         self.texts.clear()
         self.prompts.clear()
         self.received.clear()
-        self.counts = dict.fromkeys(COUNTS, 0.0)
+        self.counts, self.cache_used = dict.fromkeys(COUNTS, 0.0), 0.0
         self._partials.clear()  # the last round may have ended before all were let go
         self._releasing = False
         self._enter()
@@ -286,6 +288,7 @@ class Agent:
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Stats):
                 self._has_reported = not event.running and not event.waiting
+                self.cache_used = max(self.cache_used, event.cache_used)
                 for name in COUNTS:
                     self.counts[name] += getattr(event, name)
             elif isinstance(event, Down):

@@ -41,12 +41,15 @@ class Relayout:
 
 
 def note(run: Run, kind: str, stats: Mapping[str, float]) -> None:
-    """A round of training is over: what the policy learns from it, on rank 0."""
+    """A round of training is over: what the policy learns from it. Collective; kind and stats are
+    rank 0's to know."""
+    (used,) = collective.reduce_floats([run.rollout.agent.cache_used], "max")
+    if run.rank == 0:
+        run.pending["sched/cache_used"] = used
     if run.relayout is None or run.relayout.policy is None:
         return
     run.pending["sched/rollout_tp"] = float(run.relayout.tp)
-    preemptions = round(stats.get("sched/preemptions", 0.0))
-    run.relayout.policy.after(kind, preemptions, stats.get("sched/cache_used", 0.0))
+    run.relayout.policy.after(kind, round(stats.get("sched/preemptions", 0.0)), used)
 
 
 def before_push(run: Run) -> None:

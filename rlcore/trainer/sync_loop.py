@@ -86,11 +86,13 @@ def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.Plan:
 def next_groups(run: Run) -> EndRound:
     """What the source has the engines do, until it is enough. The work is rank 0's to know."""
     if run.source is None:
-        return run.rollout.run([])
+        end = run.rollout.run([])
+        relayout.note(run, "all", end.stats)  # C
+        return end
     todo = run.source.next_round(run.sampling)
     end = run.rollout.run(todo.work, todo.stop, run.elastic)
     run.source.settle([g.id for g in end.groups], end.dropped)
-    relayout.note(run, todo.kind, end.stats)
+    relayout.note(run, todo.kind, end.stats)  # C
     run.pending |= run.source.metrics()
     return end
 

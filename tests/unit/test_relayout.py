@@ -66,6 +66,7 @@ def run_of(sizes: Relayout | None, *, offload: bool = False, engine: Any = None)
         learners=[Learner(said)],
         relayout=sizes,
         source=SimpleNamespace(next_kind=lambda: "short"),
+        rollout=SimpleNamespace(agent=SimpleNamespace(cache_used=0.0)),
         rank=0,
         world_size=1,
         step=1,
@@ -111,11 +112,13 @@ def test_a_rise_of_preemptions_gives_the_next_round_of_that_kind_larger_engines(
 
 def test_full_caches_keep_engines_large() -> None:
     run = run_of(sizes_of(TPPlanner(2, 2), tp=2))
+    run.rollout.agent.cache_used = 0.95
     for _ in range(6):
-        relayout.note(run, "short", {"sched/cache_used": 0.95})
+        relayout.note(run, "short", {})
         relayout.before_push(run)
-    assert run.relayout.tp == 2
-    relayout.note(run, "short", {"sched/cache_used": 0.5})
+    assert run.relayout.tp == 2 and run.pending["sched/cache_used"] == 0.95
+    run.rollout.agent.cache_used = 0.5
+    relayout.note(run, "short", {})
     relayout.before_push(run)
     assert run.relayout.tp == 1
 
@@ -175,7 +178,7 @@ def test_after_the_last_step_and_without_the_switch_nothing_changes() -> None:
     none = run_of(None)
     relayout.before_push(none)
     relayout.note(none, "all", {})
-    assert not run.said and not none.said and not none.pending
+    assert not run.said and not none.said and none.pending == {"sched/cache_used": 0.0}
 
 
 # ---- what it is made of
