@@ -17,7 +17,7 @@ models are published, so that all precisions compute with the same ones; tempera
                the study calls SP (Ulysses: a sequence is cut over ranks) is nearest to cp
     sampler    the torch engine, in three precisions: `fp32-head` computes the logits in fp32
                (`--rollout.fp32_lm_head`). --sglang measures this axis alone: also SGLang at TP 1
-               and 2, `short` only, under the learners that meet every sampler
+               and 2, samplers in bf16, `short` only, under learners of one rank and `tp2 sp`
     length     `short`, `5 x short` (five responses as one), `long`, and the first part of a long
                one: all of forced length, no stop token. `own ...`: responses that end by
                themselves, of a trained model; the longest third, the shortest third, and as many
@@ -111,6 +111,7 @@ class Size:
     long: int = 1000
     """0: none of these responses."""
     layouts: tuple[str, ...] = tuple(LAYOUTS)
+    samplers: tuple[str, ...] = tuple(SAMPLERS)
     all_precisions: tuple[str, ...] = ("one", "tp2 sp", "cp2")
     """Layouts under which every learner precision meets every sampler; the others are measured with
     equal ones."""
@@ -159,6 +160,21 @@ class Sampled:
         lengths = self.batch.lengths
         parts = zip(values.split(lengths), self.batch.mask.split(lengths), strict=True)
         return [part[mask].double().numpy() for part, mask in parts]
+
+
+def of_samplers(size: Size) -> Size:
+    """For the sampler's axis: a third of the responses or less, `short` alone."""
+    layouts = "one", "tp2 sp"
+    return replace(
+        size,
+        prompts=max(1, size.prompts // 3),
+        deep_prompts=max(1, size.deep_prompts // 4),
+        long=0,
+        own=0,
+        samplers=("bf16", "bf16 fp32-head"),
+        layouts=layouts,
+        all_precisions=layouts,
+    )
 
 
 # ---- statistics
@@ -288,6 +304,14 @@ def subjects(folder: Path, a: argparse.Namespace, size: Size) -> list[Subject]:
     random("deep", deep, size.deep_prompts)
     random("moe", moe, size.deep_prompts)
     return found
+
+
+def chosen(subjects: list[Subject], names: Sequence[str] | None) -> list[Subject]:
+    """Those of these names, or all."""
+    known = [subject.name for subject in subjects]
+    if unknown := sorted(set(names or ()) - set(known)):
+        raise ValueError(f"--models {unknown[0]}: is not here; take some of {', '.join(known)}")
+    return [subject for subject in subjects if not names or subject.name in names]
 
 
 def random_weights(hf: HFConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -565,7 +589,7 @@ def plan(
                 continue
             for dtype in DTYPES:
                 if layout in size.all_precisions:
-                    pairs = [(backend, sampler) for backend in backends for sampler in SAMPLERS]
+                    pairs = list(itertools.product(backends, size.samplers))
                 else:
                     pairs = [("torch tp1", dtype)]
                 names = tuple(file_of(model.name, *pair) for pair in pairs)
@@ -598,12 +622,12 @@ def absent_samplers(backends: Sequence[str] = ("torch tp1",)) -> list[Row]:
 def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], dict[str, float]]:
     """All rows, and how far a repetition is from the first run."""
     torch.set_num_threads(1)
-    models = subjects(folder / "models", a, size)
+    models = chosen(subjects(folder / "models", a, size), a.models)
     backends = tuple(BACKENDS) if a.sglang else ("torch tp1",)
     cases, refused = plan(models, size, backends)
     sampled: dict[str, Sampled] = {}
     labels_of: dict[str, dict[str, str]] = {}
-    for backend, sampler in itertools.product(backends, SAMPLERS):
+    for backend, sampler in itertools.product(backends, size.samplers):
         start = time.monotonic()
         for model, made in samples(models, SAMPLERS[sampler], size, a.seed, backend):
             name = file_of(model.name, backend, sampler)
@@ -1012,6 +1036,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--quick", action="store_true", help="few responses and layouts: a minute")
     p.add_argument("--dir", type=Path, default=ROOT / "runs", help="has models/label-s<seed>")
     p.add_argument("--sglang", action="store_true", help="the samplers alone, SGLang among them")
+    p.add_argument("--models", nargs="+", help="only these; default: all that are there")
     p.add_argument("--trained", type=Path, help="`hf` folder of a run on the tiny task: model `rl`")
     p.add_argument("--json", type=Path)
     p.add_argument("--picture", type=Path, help="default: beside the JSON file")
@@ -1029,7 +1054,7 @@ def main() -> int:
     start = time.monotonic()
     size = QUICK if a.quick else Size()
     if a.sglang:
-        size = replace(size, long=0, own=0, layouts=size.all_precisions)
+        size = of_samplers(size)
     with TemporaryDirectory(prefix="mismatch") as name:
         rows, repeats = study(a, size, Path(name))
     found = findings(rows, repeats)

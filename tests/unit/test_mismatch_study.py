@@ -289,6 +289,23 @@ def test_sglang_samples_what_the_torch_engine_does(tool, tmp_path):
 # ---- through engine and learner
 
 
+def test_models_are_chosen_by_name_and_an_unknown_one_is_refused(tool, tmp_path):
+    hf = HFConfig.from_dict(CONFIG)
+    a, b = (tool.Subject(name=n, folder=tmp_path, hf=hf, prompts=1, ends=False) for n in "ab")
+    assert tool.chosen([a, b], None) == [a, b] and tool.chosen([a, b], ["b"]) == [b]
+    with pytest.raises(ValueError, match="--models c: is not here; take some of a, b"):
+        tool.chosen([a, b], ["c"])
+
+
+def test_the_samplers_axis_alone_has_equal_learners_for_all_samplers(tool, tmp_path):
+    hf, size = HFConfig.from_dict(CONFIG), tool.of_samplers(tool.Size())
+    subject = tool.Subject(name="m", folder=tmp_path, hf=hf, prompts=1, ends=False)
+    cases, refused = tool.plan([subject], size, tuple(tool.BACKENDS))
+    assert not refused and {c.layout for c in cases} == {"one", "tp2 sp"}
+    every = {f"m {b} {s}" for b in tool.BACKENDS for s in ("bf16", "bf16 fp32-head")}
+    assert all(set(c.samples) == every for c in cases)
+
+
 def test_models_of_one_shape_share_an_engine_and_sample_as_alone(tool, tmp_path, monkeypatch):
     size = replace(tool.QUICK, short=6, long=0, own=0)
     hf, subjects = HFConfig.from_dict(CONFIG), []
