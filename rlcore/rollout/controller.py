@@ -332,6 +332,7 @@ class Controller:
         self._repairs += 1
         self._count("sched/repairs", 1)
         self._forget_training()
+        self._place.clear()  # or all would go to the replica that was left last
         self._up = dict.fromkeys(self._ranks, 0)
         self._ready.clear()
         return [Repair(rank=r) for r in self._all_ranks]

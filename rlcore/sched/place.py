@@ -25,5 +25,5 @@ class LeastLoaded:
         return rank
 
     def clear(self) -> None:
-        """Forget the homes at the end of a round."""
+        """Forget the homes: all replicas start again, and have nothing."""
         self._home.clear()
