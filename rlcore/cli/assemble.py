@@ -42,7 +42,7 @@ from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.roles import Elastic, Sizes, Stop
 from rlcore.sched.source import EpochOrder
-from rlcore.sched.stream import StreamWindow, cells
+from rlcore.sched.stream import Lengths, StreamWindow, cells
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers
@@ -474,18 +474,22 @@ def make_relayout(cfg: Config, hf: HFConfig, world: World) -> relayout.Relayout 
         announce("planner", f"engines of {low} to {high} ranks, {tp} at the start")
         policy = TPPlanner(tp, high, min_tp=low)
 
+    lengths: Lengths | None = None
+
     def rebuild(run: Run, tp: int) -> None:
+        nonlocal lengths
         sized = with_tp(cfg, tp)
         run.engine_ranks = engine_ranks(sized, run.rank)
         run.channel.relayout(tp)
         run.rollout.make_controller = partial(make_controller, sized, world.size)
         if run.memory is not None:
             run.memory.plan = memory_plan(sized, hf, world)[0]
-        if run.cfg.select.mode == "stream":
-            try:
-                run.elastic = make_elastic(sized, hf, world)
-            except ValueError:  # one engine over all ranks: nobody is left to train meanwhile
-                run.elastic = None
+        if isinstance(run.elastic, StreamWindow):
+            lengths = run.elastic.lengths
+        try:
+            run.elastic = make_elastic(sized, hf, world, lengths)
+        except ValueError:  # one engine over all ranks: nobody is left to train meanwhile
+            run.elastic = None
 
     return relayout.Relayout(
         tp=cfg.rollout.tp, policy=policy if world.rank == 0 else None, rebuild=rebuild
@@ -510,9 +514,11 @@ def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChan
     )
 
 
-def make_elastic(cfg: Config, hf: HFConfig, world: World) -> StreamWindow | None:
+def make_elastic(
+    cfg: Config, hf: HFConfig, world: World, lengths: Lengths | None = None
+) -> StreamWindow | None:
     """Who trains in the middle of a round, with --mode stream. ValueError where all ranks are one
-    engine or one model replica."""
+    engine or one model replica. `lengths`: what is known of responses."""
     if cfg.select.mode != "stream":
         return None
     layouts = [layout_of(cfg.train, world.size, rank) for rank in range(world.size)]
@@ -529,6 +535,7 @@ def make_elastic(cfg: Config, hf: HFConfig, world: World) -> StreamWindow | None
         first=cfg.stream.first,
         last=cfg.stream.last,
         every=cfg.stream.every,
+        lengths=lengths,
     )
 
 

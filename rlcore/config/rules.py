@@ -425,8 +425,6 @@ def _sizes(cfg: Config) -> list[str]:
         out.append(
             f"{key}: an engine of the kind {r.engine} is one rank; use --rollout.engine sglang"
         )
-    if cfg.select.mode != "sync":
-        out.append(f"{key}: engines change their size in --mode sync alone; take that")
     if r.adaptive_tp and (r.tp & (r.tp - 1) or r.max_tp & (r.max_tp - 1)):
         out.append(
             f"--rollout.tp {r.tp} --rollout.max_tp {r.max_tp}: with rollout.adaptive_tp sizes are "

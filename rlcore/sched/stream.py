@@ -70,6 +70,7 @@ class StreamWindow:
         first: float = 0.2,
         last: float = 0.5,
         every: float = 0.05,
+        lengths: Lengths | None = None,
     ) -> None:
         """
         Args:
@@ -79,6 +80,7 @@ class StreamWindow:
             batch_tokens: that a model replica trains at a time, roughly.
             first, last: shares of the responses done between which replicas may be released.
             every: steps between, at which that is asked.
+            lengths: of responses that have ended before.
 
         Raises:
             ValueError: there is one cell, which cannot decode and train at once.
@@ -93,7 +95,7 @@ class StreamWindow:
         self._cache_tokens, self._max_running = cache_tokens, max_running
         self._batch_tokens = batch_tokens
         self._first, self._last, self._every = first, last, every
-        self._lengths = Lengths()
+        self.lengths = lengths or Lengths()
         self.start()
 
     def start(self) -> None:
@@ -101,7 +103,7 @@ class StreamWindow:
         self._has_released = False
 
     def finished(self, num_tokens: int) -> None:
-        self._lengths.add(num_tokens)
+        self.lengths.add(num_tokens)
 
     def release(
         self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
@@ -135,7 +137,7 @@ class StreamWindow:
     def _peak_tokens(self, live: Iterable[Live]) -> float:
         total = 0.0
         for request in live:
-            mean = self._lengths.mean_above(request.length)
+            mean = self.lengths.mean_above(request.length)
             total += request.prompt + min(request.limit if mean is None else mean, request.limit)
         return total
 

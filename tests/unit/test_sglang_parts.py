@@ -112,6 +112,7 @@ def bare_server(processes: list[Any]) -> Server:
     """A `Server` over `processes` that has started nothing."""
     made = object.__new__(Server)
     made._failed, made._watched, made._processes, made._deadline_s = "", 0.0, processes, 60.0
+    made.cache_tokens = 64
     return made
 
 
