@@ -128,7 +128,7 @@ def plan(
     arms: Sequence[str], seeds: Sequence[int], steps: int, folder: Path, rest: Sequence[str] = ()
 ) -> list[Planned]:
     """All runs, the seeds one after the other. ValueError for an arm that there is not."""
-    from rlcore.rollout.torch_engine.quantize import FORMATS
+    from rlcore.hf.quantize import FORMATS
 
     if len(set(arms)) > len(COLOURS):
         raise ValueError(f"--arms: {len(arms)} arms; a picture holds {len(COLOURS)}, give fewer")
@@ -518,7 +518,7 @@ def report_formats(folder: Path, path: Path | None = None) -> None:
 
 
 def formats() -> Iterator[str]:
-    from rlcore.rollout.torch_engine.quantize import FORMATS
+    from rlcore.hf.quantize import FORMATS
 
     yield from FORMATS
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
+from rlcore.hf.model import Model, Step
 from rlcore.records import Sample
-from rlcore.rollout.torch_engine.cache import Cache
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.rollout.torch_engine.model import Model, Step
 from rlcore.sync.pack import push
 from tests import kit
 from tests.contracts.engine_contract import (

@@ -16,9 +16,9 @@ import pytest
 from rlcore.cli import settings, sft
 from rlcore.config.schema import RolloutConfig
 from rlcore.hf.config import HFConfig
+from rlcore.hf.quantize import FORMATS
 from rlcore.hf.weights import save_folder
 from rlcore.metrics import names
-from rlcore.rollout.torch_engine.quantize import FORMATS
 from tests.contracts.engine_contract import weights
 
 ROOT = Path(__file__).resolve().parents[2]

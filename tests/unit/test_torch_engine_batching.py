@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.records import Finished, Preempted, Progress, Request, Sampling, Stats
-from rlcore.rollout.torch_engine.cache import Cache
 from rlcore.rollout.torch_engine.engine import TorchEngine, _spans
 from rlcore.sync.pack import push
 from tests.contracts.engine_contract import (

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.rollout.torch_engine.cache import Cache
-from rlcore.rollout.torch_engine.model import Model, Step
+from rlcore.hf.model import Model, Step
 from tests.contracts.engine_contract import load_oracle, weights
 
 BASE = {

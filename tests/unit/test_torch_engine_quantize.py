@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
+from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
+from rlcore.hf.model import Model, Step, rms_norm
 from rlcore.hf.names import HEAD, expected
-from rlcore.protocols import Engine
-from rlcore.records import Request, Sample, Sampling
-from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.torch_engine.cache import Cache
-from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.rollout.torch_engine.model import Model, Step, rms_norm
-from rlcore.rollout.torch_engine.quantize import (
+from rlcore.hf.quantize import (
     FORMATS,
     format_of,
     is_quantized,
     quantize_tokens,
     quantize_weight,
 )
+from rlcore.protocols import Engine
+from rlcore.records import Request, Sample, Sampling
+from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import pack, push
 from tests import kit
 from tests.contracts.engine_contract import CONFIG, HF, load_oracle, requests, run, weights

@@ -20,7 +20,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
+from rlcore.hf.model import Model, Span, Step
+from rlcore.hf.quantize import Quantize
 from rlcore.protocols import PauseMode, Tag
 from rlcore.records import (
     Aborted,
@@ -38,9 +41,6 @@ from rlcore.records import (
     Stats,
 )
 from rlcore.rollout.refusals import check_request, check_tags, damage, gap
-from rlcore.rollout.torch_engine.cache import Cache
-from rlcore.rollout.torch_engine.model import Model, Span, Step
-from rlcore.rollout.torch_engine.quantize import Quantize
 from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 from rlcore.utils.seed import derive

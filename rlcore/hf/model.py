@@ -8,6 +8,10 @@ The head dimension of queries and keys is stored interleaved: dimensions i and i
 rotates together, lie side by side and are rotated as one complex number. Dot products of queries
 and keys do not notice.
 
+A layer's buffers may lie one after the other in a single one (`make_layer` over `Flat`), and the
+layers may come from outside (`Model.allocate(layers)`): so the judge brings them one by one from
+where there is more room, and its results are those of a model that is here as a whole.
+
 With `quantize` the projections are rounded to a coarse grid as they are copied, always from the
 values that came. With `fp32_head` the final norm and lm_head are held and computed in float32; an
 embedding that is tied to the head is rounded to the model's dtype when it is looked up.
@@ -16,23 +20,25 @@ Letters: B rows, S new tokens of a row, H query heads, K key-value heads, D head
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import EMBED, HEAD, NORM, expected, layer_prefix
-from rlcore.hf.rope import inverse_frequencies
-from rlcore.rollout.torch_engine.cache import Cache
-from rlcore.rollout.torch_engine.quantize import (
+from rlcore.hf.quantize import (
     Quantize,
     format_of,
     is_quantized,
     quantize_tokens,
     quantize_weight,
 )
+from rlcore.hf.rope import inverse_frequencies
 
 Span = tuple[int, int, int]
 """Rows from, rows to, columns that they attend to."""
@@ -62,7 +68,9 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Layer:
+class Layer:
+    """Weights of one layer."""
+
     norm1: Tensor
     qkv: Tensor  # [hidden, (H + 2K) D]
     qkv_bias: Tensor | None
@@ -79,7 +87,114 @@ class _Weights:
     embed: Tensor  # [vocab, hidden]
     head: Tensor  # [vocab, hidden]
     norm: Tensor
-    layers: list[_Layer] = field(default_factory=list)
+    layers: Iterable[Layer]
+
+
+class _New(Protocol):
+    """Makes tensors."""
+
+    def __call__(self, *shape: int) -> Tensor: ...
+
+
+class Flat:
+    """Makes tensors one after the other in one buffer, each on a boundary of 256 bytes."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        """`buffer`: [numbers], of the dtype of the tensors."""
+        self._buffer, self._end = buffer, 0
+
+    def __call__(self, *shape: int) -> Tensor:
+        count, start = math.prod(shape), self._end
+        self._end = start + padded(count, self._buffer.dtype)
+        return self._buffer[start : start + count].view(shape)
+
+
+def padded(count: int, dtype: torch.dtype) -> int:
+    """Numbers that a tensor of `count` takes in a `Flat` buffer."""
+    step = 256 // dtype.itemsize
+    return -(-count // step) * step
+
+
+def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
+    """Numbers of one layer's `Flat` buffer."""
+    total = 0
+
+    def count(*shape: int) -> Tensor:
+        nonlocal total
+        total += padded(math.prod(shape), dtype)
+        return torch.empty(shape, device="meta")
+
+    make_layer(hf, count)
+    return total
+
+
+def make_layer(
+    hf: HFConfig, new: _New, *, rows_first: bool = False
+) -> tuple[Layer, dict[str, Tensor]]:
+    """One layer of what `new` makes, and its views: Hugging Face name without the layer's prefix ->
+    the part of a buffer that holds the tensor. With `rows_first` matrices lie as on disk, [out, in]
+    in memory: they are filled by plain copies, and small batches multiply slower."""
+    views: dict[str, Tensor] = {}
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return new(columns, rows).T if rows_first else new(rows, columns)
+
+    queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+    hidden, half = hf.hidden_size, hf.head_dim // 2
+    qkv = matrix(hidden, queries + 2 * keys)
+    bias = new(queries + 2 * keys) if hf.qkv_bias else None
+    start = 0
+    for name, size in (("q", queries), ("k", keys), ("v", keys)):
+        part = slice(start, start + size)
+        start += size
+        weight = qkv.T[part]
+        if name != "v":
+            weight = weight.view(-1, half, 2, hidden).transpose(1, 2)
+        views[f"self_attn.{name}_proj.weight"] = weight
+        if bias is not None:
+            view = bias[part]
+            if name != "v":
+                view = view.view(-1, half, 2).transpose(1, 2)
+            views[f"self_attn.{name}_proj.bias"] = view
+    qk_norm = None
+    if hf.qk_norm:
+        # One row per head, all equal: queries and keys are normalised by one multiplication.
+        qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
+        pairs = qk_norm.view(-1, half, 2).transpose(1, 2)
+        views["self_attn.q_norm.weight"] = pairs[: hf.num_heads]
+        views["self_attn.k_norm.weight"] = pairs[hf.num_heads :]
+    layer = Layer(
+        norm1=new(hidden),
+        qkv=qkv,
+        qkv_bias=bias,
+        qk_norm=qk_norm,
+        out=matrix(queries, hidden),
+        norm2=new(hidden),
+        gate_up=torch.empty(0),
+        down=torch.empty(0),
+    )
+    views["input_layernorm.weight"] = layer.norm1
+    views["post_attention_layernorm.weight"] = layer.norm2
+    views["self_attn.o_proj.weight"] = layer.out.T
+    if hf.num_experts:
+        inner = hf.moe_intermediate_size
+        layer.router = matrix(hidden, hf.num_experts)
+        layer.gate_up = new(hf.num_experts, 2 * inner, hidden)
+        layer.down = new(hf.num_experts, hidden, inner)
+        views["mlp.gate.weight"] = layer.router.T
+        for expert in range(hf.num_experts):
+            name = f"mlp.experts.{expert}."
+            views[f"{name}gate_proj.weight"] = layer.gate_up[expert, :inner]
+            views[f"{name}up_proj.weight"] = layer.gate_up[expert, inner:]
+            views[f"{name}down_proj.weight"] = layer.down[expert]
+    else:
+        inner = hf.intermediate_size
+        layer.gate_up = matrix(hidden, 2 * inner)
+        layer.down = matrix(inner, hidden)
+        views["mlp.gate_proj.weight"] = layer.gate_up.T[:inner]
+        views["mlp.up_proj.weight"] = layer.gate_up.T[inner:]
+        views["mlp.down_proj.weight"] = layer.down.T
+    return layer, views
 
 
 class Model:
@@ -116,8 +231,10 @@ class Model:
     def allocated(self) -> bool:
         return self._weights is not None
 
-    def allocate(self) -> None:
-        """Take the memory of the weights; contents are undefined."""
+    def allocate(self, layers: Iterable[Layer] | None = None) -> None:
+        """Take the memory of the weights; contents are undefined. With `layers` only that of the
+        embedding, the last norm and the head: every forward goes through `layers` once, and asks
+        for the next when the work of the one before has been queued."""
         if self._weights is not None:
             return
         hf, new, wide = self.hf, self._empty, self._head_dtype
@@ -127,73 +244,18 @@ class Model:
         else:
             views[EMBED] = new(hf.vocab_size, hf.hidden_size)
             views[HEAD] = new(hf.vocab_size, hf.hidden_size, dtype=wide)
-        weights = _Weights(views[EMBED], views.get(HEAD, views[EMBED]), views[NORM])
-        for number in range(hf.num_layers):
-            weights.layers.append(self._allocate_layer(layer_prefix(number), views))
-        assert views.keys() == self.shapes.keys()
-        self.views, self._weights = views, weights
+        embed, head, norm = views[EMBED], views.get(HEAD, views[EMBED]), views[NORM]
+        if layers is None:
+            layers = []
+            for number in range(hf.num_layers):
+                layer, found = make_layer(hf, new)
+                layers.append(layer)
+                views |= {layer_prefix(number) + name: view for name, view in found.items()}
+            assert views.keys() == self.shapes.keys()
+        self.views, self._weights = views, _Weights(embed, head, norm, layers)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def _allocate_layer(self, prefix: str, views: dict[str, Tensor]) -> _Layer:
-        hf, new = self.hf, self._empty
-        queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
-        hidden, half = hf.hidden_size, hf.head_dim // 2
-        qkv = new(hidden, queries + 2 * keys)
-        bias = new(queries + 2 * keys) if hf.qkv_bias else None
-        start = 0
-        for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            part = slice(start, start + size)
-            start += size
-            weight = qkv.T[part]
-            if name != "v":
-                weight = weight.view(-1, half, 2, hidden).transpose(1, 2)
-            views[f"{prefix}self_attn.{name}_proj.weight"] = weight
-            if bias is not None:
-                view = bias[part]
-                if name != "v":
-                    view = view.view(-1, half, 2).transpose(1, 2)
-                views[f"{prefix}self_attn.{name}_proj.bias"] = view
-        qk_norm = None
-        if hf.qk_norm:
-            # One row per head, all equal: queries and keys are normalised by one multiplication.
-            qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
-            pairs = qk_norm.view(-1, half, 2).transpose(1, 2)
-            views[f"{prefix}self_attn.q_norm.weight"] = pairs[: hf.num_heads]
-            views[f"{prefix}self_attn.k_norm.weight"] = pairs[hf.num_heads :]
-        layer = _Layer(
-            norm1=new(hidden),
-            qkv=qkv,
-            qkv_bias=bias,
-            qk_norm=qk_norm,
-            out=new(queries, hidden),
-            norm2=new(hidden),
-            gate_up=torch.empty(0),
-            down=torch.empty(0),
-        )
-        views[f"{prefix}input_layernorm.weight"] = layer.norm1
-        views[f"{prefix}post_attention_layernorm.weight"] = layer.norm2
-        views[f"{prefix}self_attn.o_proj.weight"] = layer.out.T
-        if hf.num_experts:
-            inner = hf.moe_intermediate_size
-            layer.router = new(hidden, hf.num_experts)
-            layer.gate_up = new(hf.num_experts, 2 * inner, hidden)
-            layer.down = new(hf.num_experts, hidden, inner)
-            views[f"{prefix}mlp.gate.weight"] = layer.router.T
-            for expert in range(hf.num_experts):
-                name = f"{prefix}mlp.experts.{expert}."
-                views[f"{name}gate_proj.weight"] = layer.gate_up[expert, :inner]
-                views[f"{name}up_proj.weight"] = layer.gate_up[expert, inner:]
-                views[f"{name}down_proj.weight"] = layer.down[expert]
-        else:
-            inner = hf.intermediate_size
-            layer.gate_up = new(hidden, 2 * inner)
-            layer.down = new(inner, hidden)
-            views[f"{prefix}mlp.gate_proj.weight"] = layer.gate_up.T[:inner]
-            views[f"{prefix}mlp.up_proj.weight"] = layer.gate_up.T[inner:]
-            views[f"{prefix}mlp.down_proj.weight"] = layer.down.T
-        return layer
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor, quantised where that is asked for and converted to the dtype of its
@@ -205,10 +267,7 @@ class Model:
             raise ValueError(f"tensor {name}: shape {list(tensor.shape)}, the model has {want}")
         if self._format is not None and is_quantized(name):
             tensor = quantize_weight(tensor.to(self.device), self._format)
-        view = self.views[name]
-        if view.dim() == 3 and name.endswith("_norm.weight"):
-            tensor = tensor.view(1, 2, -1).expand(view.shape)
-        view.copy_(tensor.reshape(view.shape))
+        place(self.views[name], tensor)
 
     def free(self) -> None:
         """Give the memory of the weights back."""
@@ -330,7 +389,7 @@ class Model:
         )
         return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
 
-    def _experts(self, h: Tensor, layer: _Layer) -> Tensor:
+    def _experts(self, h: Tensor, layer: Layer) -> Tensor:
         """Mixture of experts: tokens sorted by expert, one matrix product per expert."""
         hf = self.hf
         scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
@@ -346,6 +405,14 @@ class Model:
         # Back in place before the sum: adding by index has no fixed order on a GPU.
         mixed = torch.empty_like(out).index_copy_(0, order, out)
         return mixed.view(len(h), hf.experts_per_token, -1).sum(1)
+
+
+def place(view: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor as it lies on disk to its view of `make_layer`."""
+    if view.dim() == 3 and tensor.dim() == 1 and tensor.numel() == view.shape[1] * view.shape[2]:
+        view.copy_(tensor.view(1, 2, -1).expand(view.shape))  # a norm over each head's dimensions
+    else:
+        view.copy_(tensor.reshape(view.shape))
 
 
 def cache_index(positions: Tensor, slot: int, cache: Cache) -> Tensor:
