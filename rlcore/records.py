@@ -133,6 +133,10 @@ class RewardResult(Record):
     """The deadline that it had, where deadlines adapt to prompts."""
     anchor_s: float = 0.0
     """The same as latency_s where deadlines adapt and this is a right answer."""
+    queued_s: float = 0.0
+    """Time that it waited before, and its score on the way back."""
+    num_ahead: int = 0
+    """Samples of its rank that had no score yet when it came."""
 
 
 class Work(Record):

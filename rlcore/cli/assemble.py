@@ -19,7 +19,7 @@ from rlcore import algos
 from rlcore.algos.kl import AdaptiveController
 from rlcore.cli.world import World, make_hub
 from rlcore.config import resolve, rules
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, reward_sections
 from rlcore.data import prompts
 from rlcore.data.sampler import EpochSampler
 from rlcore.hf.config import HFConfig
@@ -297,23 +297,19 @@ def ranks_per_node(world: World) -> int:
 
 def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
     """Deadlines of rewards that adapt to prompts, where they shall."""
-    r = cfg.reward
-    if not r.adaptive_timeout:
-        return None
-    return AdaptiveTimeout(r.timeout_least_s, r.timeout_s, r.timeout_factor)
+    for r in reward_sections(cfg.reward).values():
+        if r.adaptive_timeout:  # one of a sum at most
+            return AdaptiveTimeout(r.timeout_least_s, r.timeout_s, r.timeout_factor)
+    return None
 
 
 def make_scorer(cfg: Config, world: World, deadlines: AdaptiveTimeout | None) -> RewardService:
     return RewardService(
         cfg.select.reward,
         config=cfg.reward,
-        workers=cfg.reward.workers,
-        timeout_s=cfg.reward.timeout_s,
-        on_error=cfg.reward.on_error,
         seed=cfg.run.seed,
         log_file=run_folder(cfg) / "logs" / f"reward{world.rank}.log",
         deadlines=deadlines,
-        right_score=cfg.reward.right_score,
     )
 
 

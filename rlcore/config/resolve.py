@@ -34,17 +34,18 @@ def parse(argv: Sequence[str], sections: dict[str, Callable[[str], type]]) -> Co
         _check_choice(name, getattr(select, name))
     made = {name: resolve(getattr(select, name))() for name, resolve in sections.items()}
     default = Config(select=select, **made)
+    rest = _for_each(rest, default)
     _check_keys(rest, default)
     return _tyro(_last_wins(rest), default)
 
 
-def keys(config: Config) -> dict[str, Any]:
+def keys(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every key of the configuration with its value: {"run.seed": 0, ...}."""
     flat = {}
-    for section in dataclasses.fields(config):
-        value = getattr(config, section.name)
-        for f in dataclasses.fields(value):
-            flat[f"{section.name}.{f.name}"] = getattr(value, f.name)
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        is_section = dataclasses.is_dataclass(value)
+        flat |= keys(value, f"{prefix}{f.name}.") if is_section else {prefix + f.name: value}
     return flat
 
 
@@ -101,6 +102,29 @@ def _allowed(value: str, allowed: Sequence[str]) -> str:
     return text + (f"; did you mean {near[0]}?" if near else "")
 
 
+def _for_each(argv: list[str], default: Config) -> list[str]:
+    """Where a section is made of sections (a sum of rewards), a key without the name of one is of
+    all that have it: `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5`, ..."""
+    known = keys(default)
+    out: list[str] = []
+    for chunk in _chunks(argv):
+        section, _, key = chunk[0][2:].replace("-", "_").partition(".")
+        part = getattr(default, section, None)
+        names = [f.name for f in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
+        spelt = [
+            f"{section}.{n}.{key}" for n in names if dataclasses.is_dataclass(getattr(part, n))
+        ]
+        found = [k for k in spelt if _positive(k) in known]
+        out += [w for k in found for w in (f"--{k}", *chunk[1:])] if found else chunk
+    return out
+
+
+def _positive(key: str) -> str:
+    """`train.no_sp` is about `train.sp`."""
+    section, _, name = key.rpartition(".")
+    return f"{section}.{name.removeprefix('no_')}"
+
+
 def _check_keys(argv: list[str], default: Config) -> None:
     """Refuse unknown keys here, in one sentence with the nearest name."""
     known = keys(default)
@@ -108,20 +132,17 @@ def _check_keys(argv: list[str], default: Config) -> None:
         if not a.startswith("--"):
             continue
         name = a[2:].replace("-", "_")
-        section, _, key = name.partition(".")
-        if name in known:
-            continue
-        if key.startswith("no_") and isinstance(known.get(f"{section}.{key[3:]}"), bool):
+        if name in known or isinstance(known.get(_positive(name)), bool):
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         if not near:  # a right key in a wrong section
-            near = [k for k in known if k.partition(".")[2] == (key or section)][:1]
+            near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
         hint = f"; did you mean --{near[0]}?" if near else "; see --help"
         raise ValueError(f"{a}: there is no such key{hint}")
 
 
-def _last_wins(argv: list[str]) -> list[str]:
-    """Keep the last occurrence of every key, with its values."""
+def _chunks(argv: list[str]) -> list[list[str]]:
+    """Every key with its values."""
     chunks: list[list[str]] = []
     for a in argv:
         if a.startswith("--"):
@@ -130,11 +151,12 @@ def _last_wins(argv: list[str]) -> list[str]:
             chunks[-1].append(a)
         else:
             raise ValueError(f"{a}: expected a key such as --run.seed before this value")
-    last: dict[str, list[str]] = {}
-    for chunk in chunks:
-        name = chunk[0][2:].replace("-", "_")
-        section, _, key = name.partition(".")
-        last[f"{section}.{key.removeprefix('no_')}"] = chunk
+    return chunks
+
+
+def _last_wins(argv: list[str]) -> list[str]:
+    """Keep the last occurrence of every key, with its values."""
+    last = {_positive(chunk[0][2:].replace("-", "_")): chunk for chunk in _chunks(argv)}
     return [a for chunk in last.values() for a in chunk]
 
 
@@ -175,7 +197,7 @@ def _negations(argv: list[str]) -> list[str]:
     for i, a in enumerate(argv):
         if a.lower() in ("true", "false") and out and argv[i - 1].startswith("--"):
             if a.lower() == "false":
-                section, _, key = out[-1].partition(".")
+                section, _, key = out[-1].rpartition(".")
                 out[-1] = f"{section}.no_{key}"
             continue
         out.append(a)

@@ -2,11 +2,12 @@
 allowed, what to do."""
 
 from dataclasses import fields
+from math import isfinite
 from pathlib import Path
 
 from rlcore import algos
 from rlcore.algos import correction, fused
-from rlcore.config.schema import Config, StreamConfig, TailConfig
+from rlcore.config.schema import Config, StreamConfig, TailConfig, reward_sections
 
 POSITIVE = (
     "data.prompts_per_step",
@@ -24,8 +25,6 @@ POSITIVE = (
     "train.adam_eps",
     "eval.samples_per_prompt",
     "cluster.timeout_s",
-    "reward.workers",
-    "reward.timeout_s",
     "critic.lr",
     "critic.clip_grad",
     "critic.clip_value",
@@ -123,10 +122,13 @@ def warnings(cfg: Config) -> list[str]:
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
     if r.sglang and r.engine != "sglang":
         out.append(f"--rollout.sglang {r.sglang[0]}: has no effect with rollout.engine {r.engine}")
-    for key in ("timeout_factor", "timeout_least_s", "right_score"):
-        value, usual = getattr(cfg.reward, key), getattr(type(cfg.reward)(), key)
-        if not cfg.reward.adaptive_timeout and value != usual:
-            out.append(f"--reward.{key} {value:g}: has no effect without --reward.adaptive_timeout")
+    for name, reward in reward_sections(cfg.reward).items():
+        for key in ("timeout_factor", "timeout_least_s", "right_score"):
+            value, usual = getattr(reward, key), getattr(type(reward)(), key)
+            if not reward.adaptive_timeout and value != usual:
+                out.append(
+                    f"--{name}.{key} {value:g}: has no effect without --{name}.adaptive_timeout"
+                )
     if cfg.sync.ranks_per_site and cfg.sync.route == "gather":
         out.append(
             f"--sync.ranks_per_site {cfg.sync.ranks_per_site}: has no effect with sync.route gather"
@@ -223,18 +225,32 @@ def _schedule(cfg: Config) -> list[str]:
 
 
 def _reward(cfg: Config) -> list[str]:
-    r, out = cfg.reward, []
-    if not r.adaptive_timeout:
-        return []
-    if not 0 < r.timeout_least_s <= r.timeout_s:
+    out, sections = [], reward_sections(cfg.reward)
+    for name, r in sections.items():
+        for key in ("workers", "timeout_s", "max_pending"):
+            if not getattr(r, key) > 0:
+                out.append(f"--{name}.{key} {getattr(r, key):g}: must be above 0")
+        if not r.memory_gb >= 0:
+            out.append(f"--{name}.memory_gb {r.memory_gb:g}: must be 0 or more")
+        if not isfinite(r.on_error):
+            out.append(f"--{name}.on_error {r.on_error:g}: must be a finite number")
+        if not r.adaptive_timeout:
+            continue
+        if not 0 < r.timeout_least_s <= r.timeout_s:
+            out.append(
+                f"--{name}.timeout_least_s {r.timeout_least_s:g}: must be above 0 and at most "
+                f"{name}.timeout_s {r.timeout_s:g}"
+            )
+        if not r.timeout_factor >= 1:
+            out.append(
+                f"--{name}.timeout_factor {r.timeout_factor:g}: must be at least 1, what a right "
+                "answer took is needed again"
+            )
+    adaptive = [name for name, r in sections.items() if r.adaptive_timeout]
+    if len(adaptive) > 1:
         out.append(
-            f"--reward.timeout_least_s {r.timeout_least_s:g}: must be above 0 and at most "
-            f"reward.timeout_s {r.timeout_s:g}"
-        )
-    if not r.timeout_factor >= 1:
-        out.append(
-            f"--reward.timeout_factor {r.timeout_factor:g}: must be at least 1, what a right "
-            "answer took is needed again"
+            f"--{adaptive[1]}.adaptive_timeout: only one reward of a sum may have it, and "
+            f"{adaptive[0]} does; turn it off in the other"
         )
     return out
 

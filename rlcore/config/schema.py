@@ -4,7 +4,7 @@ The configuration is read-only: what is computed at run time lives elsewhere. `r
 command line into it and refuses combinations that cannot work.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rlcore.algos.base import AlgoConfig
@@ -20,7 +20,8 @@ class SelectConfig:
     algo: str = "grpo"
     """A name in `algos/`, or a dotted path to a module of yours with a config class and a loss."""
     reward: str = "exact"
-    """A name in `rewards/`, or a dotted path."""
+    """A name in `rewards/`, a dotted path or an http address; or a weighted sum of them, such as
+    `math:1,judge:0.5`."""
     mode: Literal["sync", "stream"] = "sync"
     """The loop. `sync`: sample, then train, strictly on-policy. `stream`: the same, but half of the
     ranks train what is complete while the others decode the last answers."""
@@ -211,14 +212,19 @@ class CriticConfig:
 
 @Section
 class RewardConfig:
-    """Keys that every reward has."""
+    """Keys that every reward has. With a sum of rewards `--reward.KEY` is of all that have it, and
+    `--reward.math.KEY` of one."""
 
     workers: int = 1
-    """Child processes per rank."""
+    """Samples scored at a time per rank: child processes, sandbox slots or requests."""
     timeout_s: float = 10.0
     """A sample that takes longer scores `on_error`; its process group is killed."""
     on_error: float = 0.0
     """Score of a sample whose reward function failed."""
+    memory_gb: float = 8.0
+    """A child process that grows by more is killed; 0: it is not looked at."""
+    max_pending: int = 4096
+    """Responses of a rank that wait for their scores at a time; more wait at the replica."""
     adaptive_timeout: bool = False
     """Once an answer to a prompt was right, others have `timeout_factor` times as long as the
     slowest right one took, in all epochs; timeout_s at most, `timeout_least_s` at least."""
@@ -227,6 +233,18 @@ class RewardConfig:
     """Also what a new child process may need for its first score."""
     right_score: float = 1.0
     """An answer of at least this score is right."""
+
+
+@Section
+class RewardSum:
+    """Base of the sections of a weighted sum of rewards: a `RewardConfig` for each, by name."""
+
+
+def reward_sections(reward: RewardConfig | RewardSum) -> dict[str, RewardConfig]:
+    """Every reward's own section by its key: `reward`, or in a sum `reward.math`, ..."""
+    if isinstance(reward, RewardConfig):
+        return {"reward": reward}
+    return {f"reward.{f.name}": getattr(reward, f.name) for f in fields(reward)}
 
 
 @Section

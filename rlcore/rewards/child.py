@@ -10,7 +10,6 @@ and stderr; the channel is a descriptor of its own, closed in every fork.
 import contextlib
 import ctypes
 import faulthandler
-import math
 import os
 import random
 import signal
@@ -22,12 +21,12 @@ from typing import Any
 import msgspec
 
 from rlcore.records import RewardResult
+from rlcore.rewards.kind import sentence, to_result
 from rlcore.rewards.registry import resolve
 from rlcore.rewards.wire import READY, Frames, Job, Reply, Start, frame
 from rlcore.utils import net, seed
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_ERROR_CHARS = 300
 _READ_BYTES = 1 << 18
 
 
@@ -48,7 +47,7 @@ def main() -> None:
             else:
                 reply = _run(net.decode(body, Job), reward, start.seed)
                 if own is not None:
-                    _sweep(own)
+                    _sweep(own | set(getattr(reward, "processes", ())))
                 _send(channel, reply)
 
 
@@ -67,11 +66,12 @@ def _start(start: Start, channel: int) -> Any:
     """Build the reward and say so; a reward that cannot be built is the end of this process."""
     sys.path[:] = start.sys_path
     try:
-        resolved = resolve(start.reward)
-        reward = resolved.build(msgspec.convert(start.config, resolved.config))
+        kind = resolve(start.reward)
+        assert kind.score is not None, f"{start.reward} does not run in children"
+        reward = kind.score(msgspec.convert(start.config, kind.config))
     except BaseException as error:
         traceback.print_exc()
-        _send(channel, Reply(READY, RewardResult(score=0.0, error=_sentence(error))))
+        _send(channel, Reply(READY, RewardResult(score=0.0, error=sentence(error))))
         sys.exit(1)
     _send(channel, Reply(READY, RewardResult(score=0.0)))
     return reward
@@ -89,40 +89,11 @@ def _run(job: Job, reward: Any, run_seed: int) -> Reply:
         if os.getpid() == pid:
             traceback.print_exc()
         retire = isinstance(error, MemoryError)
-        result = RewardResult(score=0.0, error=_sentence(error))
+        result = RewardResult(score=0.0, error=sentence(error))
     if os.getpid() != pid:  # the function forked, and this is the copy
         os._exit(0)
     latency = time.monotonic() - begin
     return Reply(job.key, msgspec.structs.replace(result, latency_s=latency), retire)
-
-
-def to_result(value: Any) -> RewardResult:
-    """What a reward function returned, checked. TypeError or ValueError for what is no score."""
-    if not isinstance(value, RewardResult):
-        return RewardResult(score=_number("score", value))
-    details = {str(k): _number(f"details[{k!r}]", v) for k, v in value.details.items()}
-    score = _number("score", value.score)
-    return RewardResult(score=score, details=details, error=str(value.error)[:_ERROR_CHARS])
-
-
-def _number(what: str, value: Any) -> float:
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"{what} is a {type(value).__name__}; return a number or a RewardResult")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}; return a finite number")
-    return number
-
-
-def _sentence(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero`: type and first line."""
-    try:
-        text = str(error)
-    except Exception:  # an exception whose own __str__ fails
-        text = ""
-    first = text.strip().partition("\n")[0].encode("utf-8", "replace").decode()
-    name = type(error).__name__
-    return f"{name}: {first}"[:_ERROR_CHARS] if first else name
 
 
 def _send(channel: int, reply: Reply) -> None:

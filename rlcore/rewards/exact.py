@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from rlcore.config.schema import RewardConfig, Section
 from rlcore.records import Prompt
+from rlcore.rewards.kind import Kind
 
 
 @Section
@@ -26,3 +27,6 @@ class ExactReward:
             if not marker:
                 return 0.0
         return float(text.strip() == prompt.answer.strip())
+
+
+KIND = Kind(ExactRewardConfig, score=ExactReward)

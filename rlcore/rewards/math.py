@@ -12,6 +12,7 @@ from typing import Any
 
 from rlcore.config.schema import RewardConfig, Section
 from rlcore.records import Prompt
+from rlcore.rewards.kind import Kind
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _BOXED = ("\\boxed{", "\\fbox{")
@@ -94,3 +95,6 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
 def _plain(text: str) -> Decimal | None:
     text = text.strip().removeprefix("\\$").strip("$").removesuffix(".").strip()
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+
+
+KIND = Kind(MathRewardConfig, score=MathReward)

@@ -1,225 +1,334 @@
-"""One child process of the reward service: start it, talk to it, and end it with all it started."""
+"""The pool of child processes that score samples with functions: math, exact, a user's own.
+
+A thread owns the children. A function that loops, raises, exits, forks or eats memory costs its own
+sample: the child is replaced, and the samples that waited behind it are given to another one.
+
+Children are tied to the thread that starts them (PR_SET_PDEATHSIG works by thread), which is one
+more reason for the thread to live as long as the pool.
+"""
 
 import contextlib
 import dataclasses
 import os
 import selectors
 import signal
-import socket
-import subprocess
 import sys
+import threading
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Collection
 
-from rlcore.rewards.wire import Frames
+import msgspec
+
+from rlcore.config.schema import RewardConfig
+from rlcore.records import RequestId, RewardResult
+from rlcore.rewards.kind import Host
+from rlcore.rewards.wire import READY, Job, Reply, Start, frame
+from rlcore.rewards.worker import Entry, Worker, last_lines
+from rlcore.utils import net
 from rlcore.utils.log import log
 
-MARK = "RLCORE_REWARD_WORKER"
-"""Environment variable whose value is unique to a child: every process that it starts inherits it,
-so that all of them are found when it ends, whatever group, session or parent they have moved to."""
-_READ_BYTES = 1 << 18
-_TAIL_BYTES = 4096
-_KILL_S = 2.0
-_ROOT = Path(__file__).parents[2]
-_PYTHON = (sys.executable, "-P", "-X", "faulthandler", "-m")
-_STACK_S = 0.2
-_EXIT_S = 0.2
+_MAX_WINDOW = 256
+_WINDOW_S = 0.005
+_MAX_FAILED_STARTS = 3
+_CLOSE_S = 20.0
+_MEMORY_CHECK_S = 0.25
+_LOG_BYTES = 4 << 20
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Entry:
-    """A sample on its way through the service."""
+class Pool:
+    """A `kind.Runner`; see the module."""
 
-    key: int
-    id: str
-    prompt: str
-    """Its key for deadlines that adapt."""
-    frame: bytes
-
-
-class Worker:
-    """A child and its pipes. Lives in the service's thread: no locks. `inflight` are the samples
-    that it holds, in the order in which it scores them; `head_since` is when it began the first."""
-
-    def __init__(
-        self, selector: selectors.BaseSelector, start: bytes, sink: Callable[[bytes], None]
-    ) -> None:
-        """`start` is the first frame, `sink` takes what the child prints."""
-        self.ready = False
-        self.retiring = False
-        self.started = time.monotonic()
-        self.inflight: deque[Entry] = deque()
-        self.head_since = 0.0
-        self.start_rss = 0
-        self.frames = Frames()
-        self.tail = b""
-        self._out = bytearray()
-        self._selector, self._sink = selector, sink
-        self._mark = uuid.uuid4().hex
-        ours, theirs = socket.socketpair()
-        self._output, write_end = os.pipe()
-        env = os.environ | {
-            MARK: self._mark,
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), *_old_path()]),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",  # a rank may have many children
-        }
-        with theirs:
-            self.process = subprocess.Popen(
-                [*_PYTHON, "rlcore.rewards.child", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=env,
+    def __init__(self, config: RewardConfig, host: Host, start_timeout_s: float = 120.0) -> None:
+        """`config` is the reward's section. What the function prints goes to the host's log file,
+        up to 4 MiB."""
+        self._host, self._num_workers = host, config.workers
+        self._memory, self._start_timeout_s = config.memory_gb * 2**30, start_timeout_s
+        self._start = frame(
+            Start(
+                reward=host.name,
+                config=dataclasses.asdict(config),
+                sys_path=tuple(os.path.abspath(p) for p in sys.path),
+                seed=host.seed,
             )
-        os.close(write_end)
-        self._channel = ours
-        ours.setblocking(False)
-        os.set_blocking(self._output, False)
-        selector.register(ours, selectors.EVENT_READ, (self, "channel"))
-        selector.register(self._output, selectors.EVENT_READ, (self, "output"))
-        self._output_open = True
-        self.send(start)
+        )
+        self._log_room = _LOG_BYTES
+        if host.log_file is not None:
+            host.log_file.parent.mkdir(parents=True, exist_ok=True)
+        # shared with the thread, under the lock
+        self._lock = threading.Lock()
+        self._inbox: deque[Entry] = deque()
+        self._cancelled: set[RequestId] = set()
+        self._closing = False
+        # the thread's
+        self._failure = ""
+        self._queue: deque[Entry] = deque()
+        self._workers: list[Worker] = []
+        self._failed_starts = 0
+        self._latency_s = _WINDOW_S
+        self._memory_checked = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ, (None, "wake"))
+        self._thread = threading.Thread(target=self._main, name=f"reward {host.name}", daemon=True)
+        self._thread.start()
 
-    def send(self, data: bytes) -> None:
-        """Queue bytes for the child."""
-        self._out += data
-        self.flush()
+    # ---- the caller's side
 
-    def flush(self) -> None:
-        """Write what the child takes; the rest goes when it reads on."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._out:
-                del self._out[: self._channel.send(self._out)]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        if self._selector.get_key(self._channel).events != events:
-            self._selector.modify(self._channel, events, (self, "channel"))
+    def submit(self, job: Job) -> None:
+        """See `Runner`."""
+        entry = Entry(job, frame(job))
+        with self._lock:
+            idle = not self._inbox
+            self._inbox.append(entry)
+        if idle:
+            os.eventfd_write(self._wake, 1)
 
-    def read(self) -> bytes | None:
-        """What the child has sent; None where there is nothing now, b"" where there will be no
-        more."""
+    def cancel(self, ids: Collection[RequestId]) -> None:
+        """See `Runner`. What runs goes on, or a child would be lost for it."""
+        with self._lock:
+            self._inbox = deque(e for e in self._inbox if e.job.sample.id not in ids)
+            self._cancelled |= set(ids)  # the same id may come again from here on
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End all children."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.error("reward %s: children did not end within %g s", self._host.name, _CLOSE_S)
+            return
+        os.close(self._wake)
+
+    # ---- the thread's side
+
+    def _main(self) -> None:
         try:
-            return self._channel.recv(_READ_BYTES)
-        except BlockingIOError:
+            while not self._closing and not self._failure:
+                self._step()
+        except Exception as error:  # a thread's end must not be silent: poll raises it
+            log.exception("reward %s: its pool's thread failed", self._host.name)
+            self._fail(
+                f"reward {self._host.name}: its pool failed: {type(error).__name__}: {error}"
+            )
+        finally:
+            for worker in self._workers:
+                worker.end()
+            self._workers.clear()
+            self._selector.close()
+
+    def _step(self) -> None:
+        while len(self._workers) < self._num_workers:
+            self._workers.append(Worker(self._selector, self._start, self._print))
+        self._feed()
+        for key, events in self._selector.select(self._wait_s()):
+            worker, what = key.data
+            if what == "wake":
+                self._take_inbox()
+            elif worker in self._workers:  # it may have ended earlier in this loop
+                self._serve(worker, what, events)
+        self._check_deadlines()
+        self._check_memory()
+
+    def _take_inbox(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        with self._lock:
+            gone, self._cancelled = self._cancelled, set()
+            self._queue = deque(e for e in self._queue if e.job.sample.id not in gone)
+            self._queue.extend(self._inbox)
+            self._inbox.clear()
+
+    def _feed(self) -> None:
+        """Hand out samples, about 5 ms of work ahead: a child never waits for us, and no sample
+        waits long behind one that it was not queued with."""
+        window = max(1, min(_MAX_WINDOW, int(_WINDOW_S / self._latency_s)))
+        batches: dict[Worker, list[Entry]] = {}
+        open_workers = [w for w in self._workers if w.ready and not w.retiring]
+        open_workers = [w for w in open_workers if len(w.inflight) <= window // 2]
+        while self._queue and open_workers:
+            worker = min(open_workers, key=lambda w: len(w.inflight))
+            if len(worker.inflight) >= window:
+                break
+            entry = self._queue.popleft()
+            if not worker.inflight:
+                worker.head_since = time.monotonic()
+            worker.inflight.append(entry)
+            batches.setdefault(worker, []).append(entry)
+        for worker, entries in batches.items():
+            worker.send(b"".join(e.frame for e in entries))
+
+    def _wait_s(self) -> float:
+        """Seconds until the next deadline."""
+        now = time.monotonic()
+        ends = [self._end_of(w) for w in self._workers]
+        wait = min((e for e in ends if e is not None), default=now + 60.0) - now
+        if self._memory and any(w.inflight for w in self._workers):
+            wait = min(wait, _MEMORY_CHECK_S)
+        return max(0.0, wait)
+
+    def _end_of(self, worker: Worker) -> float | None:
+        if not worker.ready:
+            return worker.started + self._start_timeout_s
+        if not worker.inflight:
             return None
-        except ConnectionResetError:
-            return b""
+        return worker.head_since + self._host.timeout_s(worker.inflight[0].job)
 
-    def read_output(self) -> None:
-        """Take what the child has printed; one piece a call, so that a flood waits in its pipe."""
-        if not self._output_open:
-            return
-        try:
-            data = os.read(self._output, _READ_BYTES)
-        except BlockingIOError:
-            return
-        if not data:
-            self._close_output()
-            return
-        self.tail = (self.tail + data)[-_TAIL_BYTES:]
-        self._sink(data)
+    def _serve(self, worker: Worker, what: str, events: int) -> None:
+        if what == "output":
+            worker.read_output()
+        else:
+            if events & selectors.EVENT_WRITE:
+                worker.flush()
+            if events & selectors.EVENT_READ:
+                self._receive(worker)
 
-    def _close_output(self) -> None:
-        if self._output_open:
-            self._output_open = False
-            self._selector.unregister(self._output)
-            os.close(self._output)
-
-    def rss(self) -> int:
-        """Bytes of memory that the child holds; 0 once it is dead."""
-        try:
-            text = Path(f"/proc/{self.process.pid}/statm").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return 0
-        return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def print_stack(self) -> None:
-        """Let the child print where it is, for the log of a time-out; it may be past that."""
-        seen = self.tail
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-        end = time.monotonic() + _STACK_S
-        while self.tail == seen and self._output_open and time.monotonic() < end:
-            time.sleep(0.005)
-            self.read_output()
-
-    def end(self, exiting: bool = False) -> int | None:
-        """Kill the child and every process that it started; its exit status, None if it does not
-        die. `exiting` gives it a moment to end by itself, so that the status is its own."""
-        deadline = time.monotonic() + _EXIT_S
-        while exiting and not is_dead(self.process) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._selector.unregister(self._channel)
-        self._channel.close()
-        end_tree(self.process, self._mark)
-        try:
-            status = self.process.wait(_KILL_S)
-        except subprocess.TimeoutExpired:
-            log.error("reward: child %d does not die of SIGKILL", self.process.pid)
-            status = None
-        self.read_output()  # a pipe holds no more than one piece
-        self._close_output()
-        return status
-
-
-def _old_path() -> list[str]:
-    old = os.environ.get("PYTHONPATH", "")
-    return [old] if old else []
-
-
-def is_dead(process: subprocess.Popen) -> bool:
-    """Whether it has ended; its number stays its own until `process.wait`."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, options) is not None
-
-
-def end_tree(process: subprocess.Popen, mark: str) -> None:
-    """SIGKILL for `process`, its descendants, and every process that carries its mark. The process
-    itself is stopped first and killed last: it adopts orphans, so that none gets out of sight."""
-    if not is_dead(process):
-        os.kill(process.pid, signal.SIGSTOP)
-    deadline = time.monotonic() + _KILL_S
-    while victims := _family(process.pid, mark) - {process.pid}:
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            log.error("reward: processes %s do not die of SIGKILL", sorted(victims)[:5])
-            break
-        time.sleep(0.001)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # not yet waited for: the number is still its own
-
-
-def _family(root: int, mark: str) -> set[int]:
-    """Living descendants of `root` and living processes with the mark in their environment."""
-    needle = f"{MARK}={mark}".encode()
-    parent_of: dict[int, int] = {}
-    marked: set[int] = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        pid = int(name)
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-            if stat[0] in (b"Z", b"X"):
-                continue
-            parent_of[pid] = int(stat[1])
-            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                marked.add(pid)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return {pid for pid in parent_of if pid in marked or _descends(pid, root, parent_of)}
-
-
-def _descends(pid: int, root: int, parent_of: dict[int, int]) -> bool:
-    while pid in parent_of:
-        pid = parent_of[pid]
-        if pid == root:
+    def _receive(self, worker: Worker) -> bool:
+        """Take the replies that are there; False where the child was replaced."""
+        data = worker.read()
+        if data is None:
             return True
-    return False
+        if not data:  # closed: it has ended or closed its channel
+            self._replace(worker)
+            return False
+        try:
+            for body in worker.frames.feed(data):
+                self._reply(worker, net.decode(body, Reply))
+        except (ValueError, IndexError) as error:
+            self._replace(worker, f"crash: wrote to the service's channel ({error})")
+            return False
+        if worker.retiring and not worker.inflight:
+            self._replace(worker, "memory")
+            return False
+        return True
+
+    def _reply(self, worker: Worker, reply: Reply) -> None:
+        if reply.key == READY and not worker.ready:
+            self._started(worker, reply.result.error)
+            return
+        entry = worker.inflight[0]
+        if entry.job.key != reply.key:
+            raise ValueError(f"reply {reply.key} to sample {entry.job.key}")
+        worker.inflight.popleft()
+        worker.head_since = time.monotonic()
+        self._failed_starts = 0
+        self._latency_s += 0.1 * (reply.result.latency_s - self._latency_s)
+        self._latency_s = max(self._latency_s, 1e-6)
+        result = reply.result
+        if result.latency_s > self._host.timeout_s(entry.job):
+            result = msgspec.structs.replace(result, error=self._timeout_text(entry))
+        self._settle(entry, result, worker)
+        worker.retiring |= reply.retire
+
+    def _started(self, worker: Worker, error: str) -> None:
+        if error:
+            self._fail(f"reward {self._host.name} cannot start in a child process: {error}")
+            return
+        worker.ready = True
+        worker.start_rss = worker.rss()
+
+    def _timeout_text(self, entry: Entry) -> str:
+        return f"timeout after {round(self._host.timeout_s(entry.job), 3):g} s"
+
+    def _settle(self, entry: Entry, result: RewardResult, worker: Worker) -> None:
+        """A sample has its score, or the reason why it has none."""
+        printed = ""
+        if result.error:
+            worker.read_output()
+            printed = worker.printed() or "(nothing)"
+        self._host.done(entry.job, result, printed)
+
+    def _check_deadlines(self) -> None:
+        for worker in list(self._workers):
+            end = self._end_of(worker)
+            if end is None or time.monotonic() < end:
+                continue
+            if not worker.ready:
+                self._replace(worker, f"did not start within {self._start_timeout_s:g} s")
+                continue
+            head = worker.inflight[0]
+            # replies may wait that came while this thread could not run
+            if self._receive(worker) and worker.inflight and worker.inflight[0] is head:
+                worker.print_stack()
+                self._replace(worker, self._timeout_text(head))
+
+    def _check_memory(self) -> None:
+        now = time.monotonic()
+        if not self._memory or now < self._memory_checked + _MEMORY_CHECK_S:
+            return
+        self._memory_checked = now
+        for worker in list(self._workers):
+            grown = worker.rss() - worker.start_rss if worker.ready and worker.inflight else 0
+            if grown > self._memory:
+                grown_gb = grown / 2**30
+                self._replace(worker, f"memory: the child grew by {grown_gb:.1f} GiB")
+            elif grown > self._memory / 2:
+                worker.retiring = True
+
+    def _replace(self, worker: Worker, reason: str = "") -> None:
+        """End a child: `reason` falls on the sample that it was scoring, without one its exit
+        status does; the samples behind that one are queued again, in front."""
+        self._workers.remove(worker)
+        if not reason:
+            self._last_replies(worker)
+        status = worker.end(exiting=not reason)
+        if self._failure:
+            return
+        reason = reason or f"crash: {_exit_text(status)}"
+        if worker.inflight:
+            seconds = time.monotonic() - worker.head_since
+            result = RewardResult(score=0.0, error=reason, latency_s=seconds)
+            self._settle(worker.inflight.popleft(), result, worker)
+            self._queue.extendleft(reversed(worker.inflight))
+        elif not worker.retiring:
+            self._failed_start(reason, worker)
+
+    def _last_replies(self, worker: Worker) -> None:
+        """What a dead child had still sent."""
+        try:
+            while data := worker.read():
+                for body in worker.frames.feed(data):
+                    self._reply(worker, net.decode(body, Reply))
+        except (ValueError, IndexError) as error:
+            log.warning("reward %s: a dying child sent junk: %s", self._host.name, error)
+
+    def _failed_start(self, reason: str, worker: Worker) -> None:
+        """A child that ended without a sample to blame: try again, but not for ever."""
+        self._failed_starts += 1
+        sentence = f"reward {self._host.name}: a child process failed before scoring: {reason}"
+        log.warning("%s%s", sentence, last_lines(worker.printed()))
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            self._fail(f"{sentence}, {self._failed_starts} times in a row")
+
+    def _fail(self, sentence: str) -> None:
+        self._failure = sentence
+        self._host.fail(sentence)
+
+    def _print(self, data: bytes) -> None:
+        """What children print goes to the log file while there is room."""
+        if self._host.log_file is None or self._log_room <= 0:
+            return
+        data = data[: self._log_room]
+        self._log_room -= len(data)
+        if not self._log_room:
+            data += f"\n(cut: {_LOG_BYTES} bytes are enough)\n".encode()
+        try:
+            with self._host.log_file.open("ab") as file:
+                file.write(data)
+        except OSError as error:  # a full disk must not cost the scores
+            self._log_room = 0
+            log.warning("reward: %s cannot be written: %s", self._host.log_file, error)
+
+
+def _exit_text(status: int | None) -> str:
+    if status is None:
+        return "does not die"
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"

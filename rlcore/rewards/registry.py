@@ -1,34 +1,46 @@
-"""Names of rewards to what they are: built-in ones, and a user's own by dotted path.
+"""Names of rewards to what they are: built-in kinds, http servers, a user's own by dotted path, and
+weighted sums of them.
 
-A user's reward is one of
+`--reward math:1,judge:0.5` is a sum: names with their weights, 1 where none is given. A user's
+reward is one of
     a function `score(sample, prompt, text) -> float | RewardResult` (or a module that has one);
     the same with a fourth parameter `config`;
-    a class whose instances have that method; it is made with the config section.
+    a class whose instances have that method; it is made with the config section;
+    a `kind.Kind`.
 `sample` is a `wire.SampleInfo`, `prompt` a `records.Prompt`. A subclass of `RewardConfig` in the
 same module (exactly one) becomes the section `--reward.*`.
 """
 
 import importlib
 import inspect
+import math
+import re
 from collections.abc import Callable
+from dataclasses import field, make_dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from rlcore.config.schema import RewardConfig
-from rlcore.rewards.exact import ExactReward, ExactRewardConfig
-from rlcore.rewards.math import MathReward, MathRewardConfig
+from rlcore.config.schema import RewardConfig, RewardSum
+from rlcore.rewards.kind import Kind
 
-REWARDS: dict[str, tuple[type[RewardConfig], type]] = {
-    "exact": (ExactRewardConfig, ExactReward),
-    "math": (MathRewardConfig, MathReward),
+REWARDS: dict[str, str] = {
+    "exact": "rlcore.rewards.exact",
+    "math": "rlcore.rewards.math",
 }
+"""Modules, imported when they are asked for; each has its `KIND`."""
+SCHEMES = ("http://", "https://")
+_WEIGHT = re.compile(r"(.+):([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)")
 
 
-class Resolved(NamedTuple):
-    """The section's class, and what makes the reward from a section."""
+class Part(NamedTuple):
+    """One term of `--reward`."""
 
-    config: type[RewardConfig]
-    build: Callable[[Any], Any]
+    label: str
+    """Its section in a sum is `--reward.<label>.*`, its score there `reward/<label>`."""
+    name: str
+    """What `resolve` knows."""
+    weight: float
 
 
 class _Function:
@@ -42,12 +54,44 @@ class _Function:
         return self._function(sample, prompt, text, **self._extra)
 
 
-def resolve(name: str) -> Resolved:
-    """The reward behind a name. ValueError in one sentence where there is none that fits."""
+def parts_of(selector: str) -> tuple[Part, ...]:
+    """The terms of `--reward`. ValueError in one sentence for a weight that is none."""
+    parts: list[Part] = []
+    for term in selector.split(","):
+        name, weight = _weight_of(term.strip())
+        if not math.isfinite(weight) or not weight:
+            raise ValueError(f"--reward {term}: the weight must be a number other than 0")
+        label = "http" if name.startswith(SCHEMES) else name.removesuffix(".score")
+        label = label.rpartition(".")[2]
+        same = sum(re.fullmatch(rf"{re.escape(label)}[0-9]*", p.label) is not None for p in parts)
+        parts.append(Part(f"{label}{same + 1}" if same else label, name, weight))
+    return tuple(parts)
+
+
+def _weight_of(term: str) -> tuple[str, float]:
+    """`judge:0.5` is a name and a weight; `http://host:80` is a name, `http://host:80/:2` both."""
+    found = _WEIGHT.fullmatch(term)
+    if found is None:
+        return term, 1.0
+    name, weight = found.groups()
+    if name.startswith(SCHEMES) and not urlsplit(name).path:
+        return term, 1.0
+    try:
+        return name, float(weight)
+    except ValueError:
+        return name, math.nan
+
+
+def resolve(name: str) -> Kind:
+    """The kind behind the name of one reward. ValueError in one sentence where there is none that
+    fits."""
     if name in REWARDS:
-        return Resolved(*REWARDS[name])
+        return importlib.import_module(REWARDS[name]).KIND
     if "." not in name:
-        raise ValueError(f"--reward {name}: allowed are {', '.join(REWARDS)}, or a dotted path")
+        raise ValueError(
+            f"--reward {name}: allowed are {', '.join(REWARDS)}, a dotted path, and sums such as "
+            "math:1,exact:0.5"
+        )
     module, found = _find(name)
     if inspect.ismodule(found):
         found = getattr(found, "score", None)
@@ -55,23 +99,31 @@ def resolve(name: str) -> Resolved:
             raise ValueError(
                 f"--reward {name}: {module.__name__} has no function score(sample, prompt, text)"
             )
+    if isinstance(found, Kind):
+        return found
     if inspect.isclass(found):
         method = getattr(found, "score", None)
         if not callable(method):
             raise ValueError(f"--reward {name}: the class has no method score")
         _check_signature(name, method, (None, None, None, None))
-        return Resolved(_config_class(name, module), found)
+        return Kind(_config_class(name, module), score=found)
     if not callable(found):
         raise ValueError(f"--reward {name}: a {type(found).__name__}; give a function or a class")
     extra = {"config": None} if "config" in _parameters(found) else {}
     _check_signature(name, found, (None, None, None), extra)
     function = found
-    return Resolved(_config_class(name, module), lambda config: _Function(function, config))
+    return Kind(_config_class(name, module), score=lambda config: _Function(function, config))
 
 
-def config_class(name: str) -> type[RewardConfig]:
-    """The class of the section `--reward.*` for this reward."""
-    return resolve(name).config
+def config_class(selector: str) -> type[RewardConfig] | type[RewardSum]:
+    """The class of the section `--reward.*`: of one reward its own, of a sum one with a section for
+    each."""
+    parts = parts_of(selector)
+    classes = [resolve(part.name).config for part in parts]
+    if len(parts) == 1:
+        return classes[0]
+    fields = [(p.label, c, field(default_factory=c)) for p, c in zip(parts, classes, strict=True)]
+    return make_dataclass("RewardSum", fields, bases=(RewardSum,), frozen=True, kw_only=True)
 
 
 def _find(name: str) -> tuple[ModuleType, Any]:

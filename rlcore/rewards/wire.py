@@ -22,6 +22,9 @@ class SampleInfo(Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_prompt_tokens: int
     finish: Finish
+    timeout_s: float = 0.0
+    """What its score may take; 0 where that is not known. With adaptive deadlines another answer
+    may shorten it."""
 
     @property
     def group(self) -> GroupId:

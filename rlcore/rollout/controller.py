@@ -518,6 +518,9 @@ class Controller:
         out = {
             "reward/latency_s/mean": sum(latency) / len(latency),
             "reward/latency_s/max": max(latency),
+            "reward/queued_s/mean": sum(r.queued_s for r in results) / len(results),
+            "reward/queued_s/max": max(r.queued_s for r in results),
+            "reward/queue_depth/max": float(max(r.num_ahead for r in results)),
         }
         if limits := [r.timeout_s for r in results if r.timeout_s]:
             out["reward/timeout_s/mean"] = sum(limits) / len(limits)

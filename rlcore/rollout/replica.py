@@ -50,6 +50,8 @@ class Scorer(Protocol):
     """What the agent needs of the reward service."""
 
     num_pending: int
+    room: int
+    """Samples that `submit` takes now."""
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None: ...
 
@@ -100,6 +102,8 @@ class Agent:
         self.streamer: Streamer | None = None
         self._live: set[RequestId] = set()
         self._unscored: set[RequestId] = set()
+        self._to_score: deque[RequestId] = deque()
+        """Of those, the ones that the reward service has no room for yet."""
         self._down = ""
         """Why the engine is dead; empty while it lives."""
         self._round = 0
@@ -135,7 +139,7 @@ class Agent:
         heard = time.monotonic()
         while True:
             # Then there may be more to train, or these are waited for below.
-            busy = self._train_next() or bool(self._live or self._scorer.num_pending)
+            busy = self._train_next() or bool(self._live or self._unscored)
             command = self._hub.receive("agent", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
                 heard = time.monotonic()
@@ -274,8 +278,8 @@ class Agent:
                 self.samples[event.id] = sample
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
-                self._scorer.submit(event.id, sample, self.prompts[sample.group], text)
                 self._unscored.add(event.id)
+                self._to_score.append(event.id)
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)
@@ -298,10 +302,18 @@ class Agent:
         return out
 
     def _reward_events(self) -> list[AnyEvent]:
+        self._ask_for_scores()
         wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
         scores = self._scorer.poll(wait)
         self._unscored.difference_update(i for i, _ in scores)
         return [Rewarded(id=i, result=result) for i, result in scores]
+
+    def _ask_for_scores(self) -> None:
+        """As many as the reward service takes now."""
+        while self._to_score and self._scorer.room > 0:
+            id = self._to_score.popleft()
+            sample = self.samples[id]
+            self._scorer.submit(id, sample, self.prompts[sample.group], self.texts[id])
 
     def _send(self, events: list[AnyEvent]) -> None:
         stamp = {"rank": self._hub.rank, "round": self._round, "time": time.monotonic()}
@@ -325,4 +337,5 @@ class Agent:
             self._engine_events(is_idle=True)
         self._scorer.cancel(self._unscored)
         self._unscored.clear()
+        self._to_score.clear()
         self._live.clear()

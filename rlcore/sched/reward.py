@@ -20,6 +20,13 @@ def key_of(prompt: Prompt) -> str:
     return f"{prompt.source}/{prompt.index}"
 
 
+def reasons_of(error: str) -> list[str]:
+    """What a failed score is counted by: the first word of each reward's error, such as `timeout`
+    or `crash`, or `exception` for what a function raised or wrongly returned."""
+    words = [part.replace(":", " ").partition(" ")[0] for part in error.split("; ")]
+    return [word if word.isalpha() and word.islower() else "exception" for word in words]
+
+
 class AdaptiveTimeout:
     """Deadlines by prompt. Every rank has one for the rewards that it asks for; what the others saw
     comes at the end of a round."""

@@ -3,6 +3,7 @@ run."""
 
 import os
 import resource
+from collections import Counter
 
 import psutil
 import torch
@@ -10,6 +11,7 @@ import torch
 from rlcore.algos import mismatch
 from rlcore.metrics import stats
 from rlcore.records import Group
+from rlcore.sched.reward import reasons_of
 from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
@@ -43,6 +45,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
     prompts = [g.prompt_length for g in groups]
     finishes = [f for g in groups for f in g.finishes]
     errors = [e for g in groups for e in g.errors if e]
+    reasons = Counter(reason for e in errors for reason in reasons_of(e))
     clusters = [g.id for g in groups for _ in g.scores]
     rows = [r for update in plan.updates for part in update for r in part]
     loads = plan.loads(len(run.replicas))
@@ -60,7 +63,8 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
         "training/trained_rows": float(len(rows)),
         "global_seqlen/minmax_diff": float(max(loads) - min(loads)),
         "reward/errors": float(len(errors)),
-        "reward/timeouts": float(sum(e.startswith("timeout") for e in errors)),
+        "reward/timeouts": float(reasons["timeout"]),
+        **{f"reward/failures/{reason}": float(n) for reason, n in reasons.items()},
         "perf/total_num_tokens": float(
             sum(lengths) + sum(g.prompt_length * len(g.lengths) for g in groups)
         ),

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt, Sample
-from rlcore.rewards.child import to_result
+from rlcore.rewards.kind import to_result
 from rlcore.rewards.registry import resolve
 from rlcore.rewards.service import RewardService
 from rlcore.rewards.wire import SampleInfo
@@ -75,10 +75,10 @@ def check_reward(name: str, cases: list[Case]) -> None:
     sent = msgspec.to_builtins(resolved.config())
     assert msgspec.convert(sent, resolved.config) == resolved.config(), "config must survive JSON"
     for case in cases:
-        reward = resolved.build(resolved.config(**case.settings))
+        reward = resolved.score(resolved.config(**case.settings))
         assert _score(reward, case.answer, case.text).score == case.score, case
     plain = [c for c in cases if not c.settings]
-    reward = resolved.build(resolved.config())
+    reward = resolved.score(resolved.config())
     direct = {}
     for i, text in enumerate([c.text for c in plain] + ODD_TEXTS):
         answer = plain[i].answer if i < len(plain) else "7"
@@ -86,7 +86,7 @@ def check_reward(name: str, cases: list[Case]) -> None:
         assert math.isfinite(first.score), (answer, text)
         assert first.score == second.score, "the same sample must score the same"
         direct[f"t{i}.0"] = (answer, text, first.score)
-    with RewardService(name, config=resolved.config(), timeout_s=DEADLINE_S) as service:
+    with RewardService(name, config=resolved.config(timeout_s=DEADLINE_S)) as service:
         for id, (answer, text, _) in direct.items():
             service.submit(id, sample_of(id), prompt_of(answer), text)
         scored = score_all(service)

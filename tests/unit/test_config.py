@@ -35,6 +35,23 @@ def test_selectors_choose_the_class_of_their_section():
     assert cfg.select.reward == "math"
 
 
+def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
+    cfg = parse(
+        ["--reward", "math:1,exact:0.5", "--reward.timeout_s", "5", "--reward.math.timeout_s", "2"]
+    )
+    assert (cfg.reward.math.timeout_s, cfg.reward.exact.timeout_s) == (2.0, 5.0)
+    words = "--reward exact,math --reward.after > --reward.no_require_boxed --reward.on_error -1"
+    cfg = parse([*words.split(), "--reward.exact.on_error", "-2"])
+    assert (cfg.reward.exact.after, cfg.reward.math.require_boxed) == (">", False)
+    assert (cfg.reward.exact.on_error, cfg.reward.math.on_error) == (-2.0, -1.0)
+    with pytest.raises(ValueError, match="--reward.math.after: .* did you mean"):
+        parse([*words.split(), "--reward.math.after", "x"])
+    broken = rules.broken(parse([*words.split(), "--reward.math.timeout_s", "0"]))
+    assert "--reward.math.timeout_s 0: must be above 0" in broken
+    adaptive = rules.broken(parse([*words.split(), "--reward.adaptive_timeout"]))
+    assert any("only one reward of a sum" in line for line in adaptive)
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -30,6 +30,7 @@ class Idle:
     """A reward service that nobody asks for anything."""
 
     num_pending = 0
+    room = 0
 
     def submit(self, id, sample, prompt, text) -> None:
         raise AssertionError(f"{id} was scored")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.rewards.math import MathReward, MathRewardConfig, compare_numbers, final_answer
-from rlcore.rewards.registry import config_class, resolve
+from rlcore.rewards.registry import Part, config_class, parts_of, resolve
 from tests.contracts.reward_contract import Case, check_reward, prompt_of
 
 DATA = Path(os.environ.get("RLCORE_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -108,10 +108,26 @@ def test_a_users_reward_is_found_by_dotted_path(tmp_path, monkeypatch):
         check_reward(name, [Case("7", "x", score)])
 
 
+def test_a_sum_is_names_with_weights_and_a_port_is_no_weight():
+    assert parts_of("math") == (Part("math", "math", 1.0),)
+    assert parts_of("math:1, my.judge:-0.5,a.judge") == (
+        Part("math", "math", 1.0),
+        Part("judge", "my.judge", -0.5),
+        Part("judge2", "a.judge", 1.0),
+    )
+    assert parts_of("http://h:80,https://h:80/score:2e-1") == (
+        Part("http", "http://h:80", 1.0),
+        Part("http2", "https://h:80/score", 0.2),
+    )
+    for bad in ("math:0", "math:1.2.3", "math,exact:1e999"):
+        with pytest.raises(ValueError, match="the weight must be a number other than 0"):
+            parts_of(bad)
+
+
 @pytest.mark.parametrize(
     ("name", "source", "sentence"),
     [
-        ("exakt", None, "--reward exakt: allowed are exact, math, or a dotted path"),
+        ("exakt", None, "--reward exakt: allowed are exact, math, a dotted path, and sums"),
         ("no_such.thing", None, "there is no module no_such; is it on PYTHONPATH"),
         ("bad_a.score", "x = 1", "module bad_a has no score"),
         ("bad_m.inner", "import sys; inner = sys", "has no function score"),

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.schema import RewardConfig
+from rlcore.rewards.registry import config_class
 from rlcore.rewards.service import RewardService
-from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.reward import AdaptiveTimeout, reasons_of
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
 
 USER_CODE = '''
@@ -80,7 +81,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """A service around USER_CODE; keyword arguments go to it."""
+    """A service around USER_CODE; keyword arguments go to its section or to it."""
     (tmp_path / "hostile.py").write_text(textwrap.dedent(USER_CODE))
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("hostile", None)
@@ -88,7 +89,10 @@ def make(tmp_path, monkeypatch):
 
     def build(**settings):
         settings = {"timeout_s": 10.0, "on_error": -1.0} | settings
-        made.append(RewardService("hostile.score", config=RewardConfig(), **settings))
+        settings["adaptive_timeout"] = "deadlines" in settings
+        of_section = {k: settings.pop(k) for k in list(settings) if hasattr(RewardConfig, k)}
+        config = RewardConfig(**of_section)
+        made.append(RewardService("hostile.score", config=config, **settings))
         return made[-1]
 
     yield build
@@ -304,7 +308,7 @@ def test_misuse_is_refused(make):
     service.close()
     with pytest.raises(RuntimeError, match="closed"):
         service.submit("t0.3", sample_of("t0.3"), prompt_of("7"), "ok")
-    with pytest.raises(ValueError, match="--reward.workers 0: must be above 0"):
+    with pytest.raises(ValueError, match="workers and timeout_s must be above 0"):
         make(workers=0)
     with pytest.raises(ValueError, match="--reward nothing: allowed are"):
         RewardService("nothing", config=RewardConfig())
@@ -342,10 +346,11 @@ def test_children_die_with_their_parent_even_in_a_loop(tmp_path):
     from rlcore.config.schema import RewardConfig
     from rlcore.rewards.service import RewardService
     from tests.contracts.reward_contract import prompt_of, sample_of
-    service = RewardService("hostile.score", config=RewardConfig(), timeout_s=600, workers=2)
+    service = RewardService("hostile.score", config=RewardConfig(timeout_s=600, workers=2))
     for i in range(2):
         service.submit(f"t{{i}}.0", sample_of("x"), prompt_of("7"), "loop")
-    while not all(w.inflight for w in service._workers) or len(service._workers) < 2:
+    workers = service._runners[0]._workers
+    while not all(w.inflight for w in workers) or len(workers) < 2:
         time.sleep(0.01)
     print("looping", flush=True)
     time.sleep(600)
@@ -426,4 +431,17 @@ def test_a_score_that_has_come_and_was_not_fetched_can_be_cancelled(make):
         time.sleep(0.01)
     service.cancel(["t0.0"])
     assert service.poll(0.05) == [] and service.num_pending == 0
-    assert not service._cancelled
+    assert not service._open
+
+
+def test_a_weighted_sum_names_its_terms_and_the_one_that_failed(make, tmp_path):
+    (tmp_path / "other.py").write_text("def score(sample, prompt, text): return len(text)\n")
+    made = config_class("hostile.score:2,other.score:0.5")
+    config = made(hostile=RewardConfig(on_error=-1.0), other=RewardConfig())
+    with RewardService("hostile.score:2,other.score:0.5", config=config) as service:
+        half, broken = _score(service, "half", "raise")
+    assert half.score == 2 * 0.5 + 0.5 * 4
+    assert half.details == {"hostile": 0.5, "other": 4.0} and half.error == ""
+    assert broken.score == 2 * -1.0 + 0.5 * 5
+    assert broken.error == "ZeroDivisionError: division by zero (hostile)"
+    assert reasons_of(broken.error + "; timeout after 2 s (b)") == ["exception", "timeout"]
