@@ -166,6 +166,17 @@ class Group(Record):
     prompt_length: int
 
 
+class History(Record):
+    """An earlier response to a prompt with its reward, for drafting."""
+
+    key: int
+    """The prompt's, in all epochs: `rollout/histospec.py`."""
+    id: RequestId
+    tokens: IntArray
+    """The prompt's last tokens and the response."""
+    score: float
+
+
 # ---- events: replicas and rewards to the controller
 
 
@@ -235,6 +246,24 @@ class Stats(Event):
     """Largest share of the KV cache that running requests took at a time."""
     cache_tokens: int = 0
     """Tokens that it holds."""
+    verify_steps: int = 0
+    """Of the decode steps, those that could verify drafts."""
+    verify_rows: int = 0
+    """Requests in them."""
+    verify_tokens: int = 0
+    """Tokens that they gained."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted ones that are part of a response."""
+    draft_s: float = 0.0
+    """Of busy_s: making drafts."""
+    verify_s: float = 0.0
+    """Of busy_s: decode steps that could verify drafts, the making of drafts included."""
+    by_batch: tuple[tuple[int, int, int], ...] = ()
+    """Requests in decode steps, tokens that they gained, and how many of the requests were in steps
+    that could verify drafts; by the size of the batch: 1, 2 to 3, 4 to 7, and so on."""
+    knee: float = 0.0
+    """Tokens of a forward that takes twice as long as one of none, as far as drafting knows it."""
 
 
 class Down(Event):
@@ -277,6 +306,19 @@ class Submit(Command):
 
     requests: tuple[Request, ...]
     prompts: dict[GroupId, Prompt]
+
+
+class Remember(Command):
+    """Earlier responses to prompts that you are about to get, for drafting."""
+
+    histories: tuple[History, ...]
+
+
+class Histories(Record):
+    """What a rank's replica has finished in a round, for those that come later."""
+
+    rank: int
+    histories: tuple[History, ...]
 
 
 class Abort(Command):
@@ -345,7 +387,9 @@ class Alive(Command):
     """The controller is there and waits for others; resets the receiver's deadline."""
 
 
-AnyCommand = Submit | Abort | Release | Ship | Train | Drop | Repair | EndRound | Fail | Alive
+AnyCommand = (
+    Submit | Remember | Abort | Release | Ship | Train | Drop | Repair | EndRound | Fail | Alive
+)
 
 
 # ---- weights
@@ -389,11 +433,3 @@ class Bucket(Struct, frozen=True, kw_only=True):
     """Of all bytes, 64 bits without sign, as `ops.reshard.checksum`: an engine takes nothing from a
     bucket that has another one."""
     transport: Literal["bytes", "shm", "cuda_ipc"] = "bytes"
-
-
-class History(Record):
-    """An earlier response to a prompt with its reward, for drafting."""
-
-    prompt_index: int
-    tokens: IntArray
-    score: float

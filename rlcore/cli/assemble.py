@@ -32,6 +32,7 @@ from rlcore.records import Prompt, Sampling
 from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
+from rlcore.rollout.histospec import Library
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.rounds import Log, Rounds
@@ -124,6 +125,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         timeout_s=cfg.cluster.timeout_s,
         on_progress=screen.advance if screen else None,
     )
+    if cfg.rollout.draft in rules.FROM_HISTORY and world.rank == 0:
+        rollout.library = Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
     replay = Log(Path(cfg.debug.replay)) if cfg.debug.replay and world.rank == 0 else None
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
@@ -354,7 +357,12 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "rank": world.rank,
     }
     if r.engine == "torch":
-        return settings | {"decode_floor_ms": cfg.debug.decode_floor_ms, "quantize": r.quantize}
+        return settings | {
+            "decode_floor_ms": cfg.debug.decode_floor_ms,
+            "quantize": r.quantize,
+            "draft": r.draft,
+            "draft_settings": draft_settings(cfg),
+        }
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(
             "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
@@ -364,6 +372,17 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "memory_fraction": r.gpu_memory_utilization,
         "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
         "deadline_s": cfg.cluster.timeout_s,
+    }
+
+
+def draft_settings(cfg: Config) -> dict[str, Any]:
+    """How an engine drafts. With --debug.deterministic nothing of it depends on the clock: an index
+    of histories is waited for, and drafts are always on."""
+    names = ("window", "start", "growth", "min_match", "max_match", "min_prob")
+    steady = cfg.debug.deterministic
+    return {name: getattr(cfg.draft, name) for name in names} | {
+        "gate": cfg.draft.gate and not steady,
+        "wait": steady,
     }
 
 

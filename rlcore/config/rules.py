@@ -7,7 +7,13 @@ from pathlib import Path
 
 from rlcore import algos
 from rlcore.algos import correction, fused
-from rlcore.config.schema import Config, StreamConfig, TailConfig, reward_sections
+from rlcore.config.schema import (
+    Config,
+    DraftConfig,
+    StreamConfig,
+    TailConfig,
+    reward_sections,
+)
 
 POSITIVE = (
     "data.prompts_per_step",
@@ -29,6 +35,9 @@ POSITIVE = (
     "critic.clip_grad",
     "critic.clip_value",
     "sync.bucket_mb",
+    "draft.start",
+    "draft.epochs",
+    "draft.max_tokens",
 )
 NOT_NEGATIVE = (
     "run.steps",
@@ -56,6 +65,8 @@ NOT_NEGATIVE = (
     "critic.lr_warmup_updates",
     "critic.warmup_steps",
     "debug.decode_floor_ms",
+    "draft.growth",
+    "draft.max_match",
     "sync.ranks_per_site",
 )
 
@@ -72,6 +83,7 @@ def broken(cfg: Config) -> list[str]:
         *_stream(cfg),
         *_algo(cfg),
         *_rollout(cfg),
+        *_draft(cfg),
         *_train(cfg),
     ]
 
@@ -120,6 +132,11 @@ def warnings(cfg: Config) -> list[str]:
         value = getattr(a, key)
         if useless and value != getattr(default, key):
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
+    if r.draft in FROM_HISTORY and "label" in cfg.data.train and not cfg.data.num_prompts:
+        out.append(
+            f"--rollout.draft {r.draft}: the task label is endless, so no prompt comes twice and "
+            "drafts come from a request's own text alone; give --data.num_prompts"
+        )
     if r.sglang and r.engine != "sglang":
         out.append(f"--rollout.sglang {r.sglang[0]}: has no effect with rollout.engine {r.engine}")
     for name, reward in reward_sections(cfg.reward).items():
@@ -418,6 +435,40 @@ def _rollout(cfg: Config) -> list[str]:
                 "--rollout.dtype float64: SGLang has float32 and bfloat16; set one of them, or "
                 "--rollout.engine torch"
             )
+    return out
+
+
+FROM_HISTORY = ("history", "history_reward")
+"""Kinds of drafts that come from earlier epochs."""
+
+
+def _draft(cfg: Config) -> list[str]:
+    """The ranges are those of `ops/suffix.py`."""
+    d, kind, out = cfg.draft, cfg.rollout.draft, []
+    if kind == "none":
+        changed = [
+            f.name for f in fields(d) if getattr(d, f.name) != getattr(DraftConfig(), f.name)
+        ]
+        return [f"--draft.{name}: has no effect without --rollout.draft" for name in changed]
+    if cfg.rollout.engine != "torch":
+        out.append(
+            f"--rollout.draft {kind}: is the torch engine's; use --rollout.engine torch, or none"
+        )
+    if not 1 <= d.window <= 4096:
+        out.append(f"--draft.window {d.window}: must be from 1 to 4096")
+    if d.start > d.window:
+        out.append(f"--draft.start {d.start}: must be at most draft.window {d.window}")
+    if not 1 <= d.min_match <= 64:
+        out.append(f"--draft.min_match {d.min_match}: must be from 1 to 64")
+    if 0 < d.max_match < d.min_match:
+        out.append(
+            f"--draft.max_match {d.max_match}: must be at least draft.min_match {d.min_match}; 0 "
+            "is no limit"
+        )
+    if not 0 <= d.min_prob <= 1:
+        out.append(f"--draft.min_prob {d.min_prob}: must be from 0 to 1")
+    if kind == "ngram" and d.epochs != DraftConfig().epochs:
+        out.append(f"--draft.epochs {d.epochs}: has no effect with --rollout.draft ngram")
     return out
 
 

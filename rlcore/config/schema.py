@@ -127,6 +127,11 @@ class RolloutConfig:
     ] = "none"
     """The torch engine's attention and MLP weights take the values of this format at every push;
     products stay in rollout.dtype, so it changes the samples and not the speed."""
+    draft: Literal["none", "ngram", "history", "history_reward"] = "none"
+    """Guess the next tokens and verify the guesses in one forward; samples stay what they are.
+    `ngram`: from the request's own text. `history`: from earlier epochs' responses to the same
+    prompt, too, along the most frequent continuation. `history_reward`: along the one with the
+    largest sum of rewards. Of the torch engine."""
     fp32_lm_head: bool = False
     """Logits in fp32, whatever rollout.dtype is: the engine's output layer, of the torch engine its
     last norm too."""
@@ -137,6 +142,32 @@ class RolloutConfig:
     deadline_s: float = 1800.0
     """A round in which nothing happens for this long is ended with a sentence naming who is
     silent."""
+
+
+@Section
+class DraftConfig:
+    """Of --rollout.draft; rlcore/rollout/README.md."""
+
+    window: int = 32
+    """Longest draft."""
+    start: int = 2
+    """A request's first drafts are this long, and those after a wrong one."""
+    growth: int = 2
+    """They get this much longer whenever all of one was right. `start` = `window`: of fixed
+    length."""
+    min_match: int = 3
+    """Tokens at the end of a text that must have occurred before to draft what followed there."""
+    max_match: int = 7
+    """Most that are looked at; 0: no limit."""
+    min_prob: float = 0.3
+    """A draft ends before it is rarer than this among what followed; 0: it does not."""
+    gate: bool = True
+    """Measure what steps with and without drafts take, and draft only where it pays; drafts of a
+    large batch are cut. Without it drafts are always on."""
+    epochs: int = 1
+    """So many of a prompt's last epochs are drafted from."""
+    max_tokens: int = 64_000_000
+    """Of all histories, 4 bytes each in the memory of rank 0; the oldest go first."""
 
 
 @Section
@@ -366,6 +397,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     algo: Any = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

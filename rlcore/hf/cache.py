@@ -55,6 +55,11 @@ class Cache:
         """May `rows` rows, the longest of `longest` tokens, be held at once?"""
         return rows * columns(longest, self.budget) <= self.budget
 
+    def longest(self, rows: int) -> int:
+        """Tokens that each of `rows` rows may have at once."""
+        each = self.budget // rows
+        return each if rows == 1 else each // _STEP * _STEP
+
     def share(self, rows: int, longest: int) -> float:
         """Of the budget that `rows` rows, the longest of `longest` tokens, take."""
         return rows * columns(longest, self.budget) / self.budget

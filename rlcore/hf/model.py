@@ -16,7 +16,8 @@ With `quantize` the projections are rounded to a coarse grid as they are copied,
 values that came. With `fp32_head` the final norm and lm_head are held and computed in float32; an
 embedding that is tied to the head is rounded to the model's dtype when it is looked up.
 
-Letters: B rows, S new tokens of a row, H query heads, K key-value heads, D head dimension.
+Letters: B rows, S new tokens of a row, T of all of them that are no padding, H query heads, K
+key-value heads, D head dimension.
 """
 
 import math
@@ -58,6 +59,9 @@ class Step:
     """The new tokens are the whole sequence: no mask is needed."""
     index: Tensor | None = None
     """`cache_index` of the positions, made at the first use."""
+    place: Tensor | None = None
+    """[T] of the B * S places that hold a token, in order; the others are padding, for which
+    nothing but attention is computed. None: all do."""
 
     def advance(self, tokens: Tensor) -> None:
         """Turn this decode step into the next one: the same rows, one position further."""
@@ -274,8 +278,8 @@ class Model:
         self.views, self._weights = {}, None
 
     def forward(self, step: Step, cache: Cache) -> Tensor:
-        """Write keys and values of the new tokens and return the last hidden states [B, S, h], in
-        the head's dtype."""
+        """Write keys and values of the new tokens and return the last hidden states [B, S, h], of a
+        padded step [T, h], in the head's dtype."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
         return rms_norm(hidden.to(self._head_dtype), self._weights.norm, self.hf.rms_norm_eps)
@@ -293,10 +297,15 @@ class Model:
         hf, weights = self.hf, self._weights
         rows, new = step.tokens.shape
         heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
-        x = weights.embed[step.tokens].to(self.dtype).view(rows * new, hf.hidden_size)
-        rope = self._rope[step.positions].view(rows * new, 1, dim // 2)
+        tokens, positions, place = step.tokens.flatten(), step.positions.flatten(), step.place
         if step.index is None:
             step.index = cache_index(step.positions, step.slot, cache)
+            if place is not None:
+                step.index = step.index[:, place]
+        if place is not None:
+            tokens, positions = tokens[place], positions[place]
+        x = weights.embed[tokens].to(self.dtype)
+        rope = self._rope[positions].unsqueeze(1)  # [T, 1, D/2]
         key_index, value_index = step.index
         masks = self._masks(step)
         for number, layer in enumerate(weights.layers):
@@ -305,7 +314,7 @@ class Model:
                 qkv = h @ layer.qkv
             else:
                 qkv = torch.addmm(layer.qkv_bias, h, layer.qkv)
-            qkv = qkv.view(rows * new, heads + 2 * kv, dim)
+            qkv = qkv.view(len(x), heads + 2 * kv, dim)
             qk, value = qkv[:, : heads + kv], qkv[:, heads + kv :]
             if layer.qk_norm is not None:
                 qk = rms_norm(qk, layer.qk_norm, hf.rms_norm_eps)
@@ -316,8 +325,12 @@ class Model:
             flat[value_index] = value
             if fill and number + 1 == hf.num_layers:
                 return None
-            query = qk[:, :heads].view(rows, new, heads, dim)
-            mixed = self._attend(query, slab, step, masks)
+            query = qk[:, :heads]
+            if place is not None:
+                query = query.new_zeros(rows * new, heads, dim).index_copy_(0, place, query)
+            mixed = self._attend(query.view(rows, new, heads, dim), slab, step, masks)
+            if place is not None:
+                mixed = mixed[place]
             x = torch.addmm(x, self._input(mixed), layer.out)
             h = rms_norm(x, layer.norm2, hf.rms_norm_eps)
             if layer.router is not None:
@@ -325,7 +338,7 @@ class Model:
                 continue
             gate, up = (self._input(h) @ layer.gate_up).chunk(2, -1)
             x = torch.addmm(x, self._input(F.silu(gate).mul_(up)), layer.down)
-        return x.view(rows, new, hf.hidden_size)
+        return x if place is not None else x.view(rows, new, hf.hidden_size)
 
     def _input(self, h: Tensor) -> Tensor:
         """What a quantised projection multiplies: `h`, or its values on the grid."""

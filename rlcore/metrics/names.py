@@ -212,7 +212,19 @@ METRICS = [
     Metric("memory/device_gb/<phase>", "GB", "of the GPU taken then, by whomever; rank 0"),
     Metric("memory/planned_gb/<phase>", "GB", "what the plan has for the whole phase"),
     Metric("spec/acceptance_rate", "", "share of drafted tokens that were accepted"),
-    Metric("spec/mean_accept_len", "tokens", "tokens gained by one verification"),
+    Metric("spec/mean_accept_len", "tokens", "of a request, gained by one verification"),
+    Metric("spec/tokens_per_forward", "tokens", "gained by one decode step, all requests together"),
+    Metric("spec/tokens_per_row/<batch>", "tokens", "of a request and step in such batches"),
+    Metric("spec/rows/<batch>", "requests", "in decode steps with a batch of this to twice this"),
+    Metric("spec/gate", "", "share of the decode steps that could verify drafts"),
+    Metric("spec/gate/<batch>", "", "the same of batches of this to twice this size"),
+    Metric("spec/speculated_tokens", "", "share of the decoded tokens that drafts had right"),
+    Metric("spec/drafted_tokens", "tokens", "that were guessed"),
+    Metric("spec/draft_s", "s", "making drafts, the sum of all engines"),
+    Metric("spec/verify_s", "s", "decode steps that could verify drafts, the sum of all engines"),
+    Metric("spec/knee", "tokens", "of a forward that takes twice as long as one of none; rank 0"),
+    Metric("spec/history_prompts", "prompts", "whose earlier responses are known"),
+    Metric("spec/history_tokens", "tokens", "of them"),
     Metric("judge/<name>", "", "counter of the judge service"),
     Metric("mux/<name>", "", "counter of the multiplexed job"),
     Metric("env/<name>", "", "number of the environments"),
@@ -225,7 +237,7 @@ METRICS = [
     Metric("val/std_err_end/<set>", "", "standard error of val/accuracy_end/<set>"),
 ]
 
-_FIELDS = {"<k>": r"\d+", "<set>": r"[^/]+(?:/[^/]+)*?"}
+_FIELDS = {"<k>": r"\d+", "<batch>": r"\d+", "<set>": r"[^/]+(?:/[^/]+)*?"}
 _EXACT = {m.name: m for m in METRICS if "<" not in m.name}
 
 

@@ -26,6 +26,7 @@ from rlcore.records import (
     Ready,
     Release,
     Released,
+    Remember,
     Repair,
     RequestId,
     Rewarded,
@@ -42,6 +43,19 @@ from rlcore.rollout.transport import Hub
 POLL_S = 0.02
 COUNTS = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s")
 """Of an engine: its last report may come when the controller has ended the round."""
+DRAFT_COUNTS = (
+    "verify_steps",
+    "verify_rows",
+    "verify_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+    "draft_s",
+    "verify_s",
+)
+BATCHES = tuple(2**i for i in range(12))
+"""Sizes of batches that are told apart: up to the next one, the last without an end."""
+BATCH_COUNTS = tuple(f"{what}/{n}" for n in BATCHES for what in ("rows", "tokens", "on"))
+"""Of `Stats.by_batch`."""
 LATE_POLLS = 10
 """Times that an engine which has let go of everything is asked for its last counters."""
 
@@ -117,10 +131,14 @@ class Agent:
         self.received: dict[RequestId, Sample] = {}
         """Samples of other ranks that have come before the round was over here, to be trained in it
         or after it."""
-        self.counts = dict.fromkeys(COUNTS, 0.0)
+        self.scores: dict[RequestId, float] = {}
+        """Of the round's samples, those that have been scored."""
+        self.counts = _no_counts()
         """What this engine did in the round, whether the controller heard of it or not."""
         self.cache_used = 0.0
         """Largest share of its KV cache that it had in use in the round."""
+        self.knee = 0.0
+        """Of the engine, where it drafts and knows it: tokens of a forward."""
         self._has_reported = True
         """The engine has nothing left to do, and has said what it did."""
 
@@ -132,7 +150,8 @@ class Agent:
         self.texts.clear()
         self.prompts.clear()
         self.received.clear()
-        self.counts, self.cache_used = dict.fromkeys(COUNTS, 0.0), 0.0
+        self.scores.clear()
+        self.counts, self.cache_used = _no_counts(), 0.0
         self._partials.clear()  # the last round may have ended before all were let go
         self._releasing = False
         self._enter()
@@ -191,6 +210,10 @@ class Agent:
             self._live.update(r.id for r in command.requests)
             self._has_reported = False
             self._engine.submit(command.requests)
+        elif isinstance(command, Remember):
+            assert self._engine is not None
+            if not self._down:
+                self._engine.remember(command.histories)
         elif isinstance(command, Abort):
             assert self._engine is not None
             self._engine.abort(command.ids)
@@ -293,8 +316,13 @@ class Agent:
             elif isinstance(event, Stats):
                 self._has_reported = not event.running and not event.waiting
                 self.cache_used = max(self.cache_used, event.cache_used)
-                for name in COUNTS:
+                for name in (*COUNTS, *DRAFT_COUNTS):
                     self.counts[name] += getattr(event, name)
+                for i, told in enumerate(event.by_batch):
+                    size = BATCHES[min(i, len(BATCHES) - 1)]
+                    for what, value in zip(("rows", "tokens", "on"), told, strict=True):
+                        self.counts[f"{what}/{size}"] += value
+                self.knee = event.knee or self.knee
             elif isinstance(event, Down):
                 self._live.clear()
                 self._down = event.reason
@@ -306,6 +334,7 @@ class Agent:
         wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
         scores = self._scorer.poll(wait)
         self._unscored.difference_update(i for i, _ in scores)
+        self.scores.update((i, result.score) for i, result in scores)
         return [Rewarded(id=i, result=result) for i, result in scores]
 
     def _ask_for_scores(self) -> None:
@@ -339,3 +368,7 @@ class Agent:
         self._unscored.clear()
         self._to_score.clear()
         self._live.clear()
+
+
+def _no_counts() -> dict[str, float]:
+    return dict.fromkeys((*COUNTS, *DRAFT_COUNTS, *BATCH_COUNTS), 0.0)

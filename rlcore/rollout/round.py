@@ -5,8 +5,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from rlcore.records import AnyEvent, Down, EndRound, Fail, Sample, Work
+from rlcore.records import (
+    AnyEvent,
+    Down,
+    EndRound,
+    Fail,
+    Histories,
+    Sample,
+    Submit,
+    Work,
+    group_of,
+    is_baseline,
+)
 from rlcore.rollout.controller import Controller
+from rlcore.rollout.histospec import Library, Teacher, history_of
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.rounds import Rounds
 from rlcore.rollout.transport import Hub, gather_by_owner
@@ -37,6 +49,8 @@ class Rollout:
         self._round = 0
         self.rounds: Rounds | None = None
         """Log of the rounds that have a stop, on rank 0."""
+        self.library: Library | None = None
+        """Earlier responses that engines draft from, on rank 0."""
 
     def run(
         self, work: Sequence[Work], stop: Stop | None = None, elastic: Elastic | None = None
@@ -57,6 +71,7 @@ class Rollout:
                 gone,
                 self._on_progress,
                 self.rounds if stop is not None else None,
+                Teacher(self.library) if self.library is not None else None,
             ),
             daemon=True,
         )
@@ -89,6 +104,32 @@ class Rollout:
         expected = [i for i in mine if i not in local]
         return local | gather_by_owner(self._hub, Sample, expected, self._timeout_s, owners)
 
+    def learn_histories(self) -> None:
+        """The scored responses of the round that is over go to the library. Every rank calls it,
+        where engines draft from histories; rank 0 waits for all of them."""
+        agent, hub = self.agent, self._hub
+        mine = [
+            history_of(i, agent.samples[i].prompt, agent.samples[i].tokens, score)
+            for i, score in agent.scores.items()
+            if not is_baseline(group_of(i))
+        ]
+        if hub.rank != 0:
+            hub.send(0, "histories", Histories(rank=hub.rank, histories=tuple(mine)))
+            return
+        assert self.library is not None
+        owing = set(range(1, hub.world_size))
+        deadline = time.monotonic() + self._timeout_s
+        while owing:
+            got = hub.receive("histories", Histories, max(0.0, deadline - time.monotonic()))
+            if got is None:
+                raise TimeoutError(
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank 0 waits in phase route "
+                    f"for the histories of ranks {sorted(owing)}"
+                )
+            owing.discard(got.rank)
+            mine += got.histories
+        self.library.add(mine)
+
 
 def _control(
     controller: Controller,
@@ -98,11 +139,12 @@ def _control(
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
     rounds: Rounds | None,
+    teacher: Teacher | None,
 ) -> None:
     """The controller's thread, so that an abort never waits for a decode. An error here ends the
     round on every rank with its reason."""
     try:
-        _serve(controller, hub, work, round_, gone, on_progress, rounds)
+        _serve(controller, hub, work, round_, gone, on_progress, rounds, teacher)
     except (Misfit, OSError) as e:  # the log of rounds: what it says is the reason
         _fail(hub, str(e))
     except Exception as e:
@@ -125,6 +167,7 @@ def _serve(
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
     rounds: Rounds | None,
+    teacher: Teacher | None,
 ) -> None:
     """Until the round is over, or rank 0's own agent has gone: the others need not wait then."""
     if rounds is not None:
@@ -134,6 +177,10 @@ def _serve(
         if controller.done and rounds is not None:
             rounds.end(controller)
         for command in commands:
+            if teacher is not None and isinstance(command, Submit):
+                first = teacher.before(command.rank, command.prompts)
+                if first is not None:
+                    hub.send(command.rank, "agent", first)
             hub.send(command.rank, "agent", command)
         if controller.done:
             return
@@ -144,6 +191,8 @@ def _serve(
             if event.round == round_:
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
+                    if teacher is not None:
+                        teacher.lost(event.rank)
                 commands += controller.handle(event, now)
         if events and on_progress is not None:
             on_progress(controller.num_done, controller.num_requests)

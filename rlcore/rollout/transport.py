@@ -19,8 +19,8 @@ import psutil
 
 from rlcore.utils import net
 
-Channel = Literal["controller", "agent", "samples"]
-CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples")
+Channel = Literal["controller", "agent", "samples", "histories"]
+CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples", "histories")
 _FIRST_PORT = 10_000
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RELEASE_MS = 10_000  # what a released socket has not handed over by then is dropped

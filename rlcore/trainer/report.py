@@ -73,6 +73,36 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
     }
 
 
+def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
+    """`spec/*` from the counters of all engines, where they draft."""
+    if run.cfg.rollout.draft == "none" or not totals["decode_steps"]:
+        return {}
+    t = totals
+    out = {
+        "spec/gate": t["verify_steps"] / t["decode_steps"],
+        "spec/tokens_per_forward": t["decode_tokens"] / t["decode_steps"],
+        "spec/speculated_tokens": t["accepted_tokens"] / max(t["decode_tokens"], 1),
+        "spec/drafted_tokens": t["drafted_tokens"],
+        "spec/draft_s": t["draft_s"],
+        "spec/verify_s": t["verify_s"],
+        "spec/knee": run.rollout.agent.knee,
+    }
+    if t["drafted_tokens"]:
+        out["spec/acceptance_rate"] = t["accepted_tokens"] / t["drafted_tokens"]
+    if t["verify_rows"]:
+        out["spec/mean_accept_len"] = t["verify_tokens"] / t["verify_rows"]
+    for name, rows in t.items():
+        what, _, size = name.partition("/")
+        if what == "rows" and rows:
+            out[f"spec/rows/{size}"] = rows
+            out[f"spec/tokens_per_row/{size}"] = t[f"tokens/{size}"] / rows
+            out[f"spec/gate/{size}"] = t[f"on/{size}"] / rows
+    if run.rollout.library is not None:
+        out["spec/history_prompts"] = float(len(run.rollout.library))
+        out["spec/history_tokens"] = float(run.rollout.library.num_tokens)
+    return out
+
+
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
     """Some samples of the step for people to read: those whose responses rank 0 holds."""
     if run.writer is None or run.cfg.log.rollouts == 0:

@@ -1,7 +1,7 @@
 """Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed,
 so a kill at any moment leaves the previous one whole.
 
-    <run>/checkpoints/step_000040/{learner/, critic/, state.json}
+    <run>/checkpoints/step_000040/{learner/, critic/, histories.npz, state.json}
 """
 
 import errno
@@ -16,6 +16,8 @@ from rlcore.utils import collective
 from rlcore.utils.log import log
 
 FORMAT = 3
+HISTORIES = "histories.npz"
+"""Earlier responses, where engines draft from them."""
 
 
 def folder_of(run_folder: Path) -> Path:
@@ -72,6 +74,8 @@ def save(run: Run) -> None:
         if run.critic is not None:
             run.critic.save(aside / "critic")
         if run.rank == 0:
+            if run.rollout.library is not None:
+                run.rollout.library.save(aside / HISTORIES)
             (aside / "state.json").write_text(json.dumps(_state(run), indent=1))
     except OSError as e:
         error = e.strerror or str(e)
@@ -154,6 +158,9 @@ def load(run: Run, path: Path) -> None:
         policy, sizes = run.relayout.policy, state.get("sizes", {})
         if type(policy).__name__ in sizes:  # else it was written without, or by another policy
             policy.restore(sizes[type(policy).__name__])
+    library = run.rollout.library
+    if library is not None and (path / HISTORIES).is_file():  # else it was written without
+        library.load(path / HISTORIES)
     if run.rank == 0:
         set_later_aside(run)
         log.info("resumed from %s: %d of %d steps done", path, run.step, run.cfg.run.steps)

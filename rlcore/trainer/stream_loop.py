@@ -16,7 +16,13 @@ from rlcore.tensors import Batch
 from rlcore.trainer import credit, learn, phases, relayout
 from rlcore.trainer import plan as plans
 from rlcore.trainer.run import Run
-from rlcore.trainer.sync_loop import next_groups, plan_of, push_weights, rollout_metrics
+from rlcore.trainer.sync_loop import (
+    learn_histories,
+    next_groups,
+    plan_of,
+    push_weights,
+    rollout_metrics,
+)
 from rlcore.utils.log import log
 
 if TYPE_CHECKING:
@@ -105,6 +111,7 @@ def one_step(run: Run) -> None:
         todo = plans.joined([*early, rest])
         samples = run.rollout.route(rest.destination(run.replicas), rest.owners())
         batches = phases.batches(run, rest, samples)
+        learn_histories(run)
     phases.engine_sleeps(run, has_left=stream.has_left)
     (batch,) = _with_all(run, rest, batches)
     with spans.phase("update_actor"):

@@ -8,7 +8,9 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from rlcore.config import rules
 from rlcore.records import EndRound, Group
+from rlcore.rollout.replica import COUNTS
 from rlcore.trainer import credit, evaluate, learn, phases, plan, relayout, report, resume
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
@@ -61,12 +63,19 @@ def one_step(run: Run) -> None:
         todo = plan_of(run, groups, len(run.replicas))
         samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
         batches = phases.batches(run, todo, samples)
+        learn_histories(run)
     phases.engine_sleeps(run)
     learn.all_models(run, todo, batches, baselines)
     relayout.before_push(run)  # C
     with spans.phase("sync"):
         push_weights(run, run.step)
     rollout_metrics(run, groups, end.stats, todo)
+
+
+def learn_histories(run: Run) -> None:
+    """What was sampled in this step is what the next epoch is drafted from."""
+    if run.cfg.rollout.draft in rules.FROM_HISTORY:
+        run.rollout.learn_histories()
 
 
 def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.Plan:
@@ -120,5 +129,7 @@ def rollout_metrics(
     sums = collective.reduce_floats(list(counts.values()))  # C
     if run.rank == 0:
         run.pending |= report.of_groups(run, groups, todo) | stats
-        run.pending |= {f"sched/{name}": n for name, n in zip(counts, sums, strict=True)}
+        totals = dict(zip(counts, sums, strict=True))
+        run.pending |= {f"sched/{name}": totals[name] for name in COUNTS}
+        run.pending |= report.of_drafts(run, totals)
         report.write_rollouts(run, groups)

@@ -37,6 +37,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
         relayout=None,
         kl=AdaptiveController(0.1, 100),
         deadlines=None,
+        rollout=SimpleNamespace(library=None),
         source=None,
         sampler=None,
     )

@@ -7,6 +7,12 @@ sampling happens in one place. Members of a group share a prefill: as long as on
 others copy the prompt's keys and values from it.
 
 Everything per token is done for all rows at once; Python loops run over requests that start or end.
+
+With drafts (`drafter.py`) a decode step runs a row's last token and its draft through one forward
+and samples every position, each with its own random number. Sampled token i is what plain decoding
+would draw behind the tokens before it, if these are right; so tokens are taken up to and with the
+first that is not what the draft has. By induction they are the tokens of plain decoding, at any
+temperature and with any filter, and a draft d is taken with probability p(d).
 """
 
 import ctypes
@@ -14,7 +20,7 @@ import heapq
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -40,7 +46,9 @@ from rlcore.records import (
     Sample,
     Stats,
 )
+from rlcore.rollout.histospec import Draft, prompt_key
 from rlcore.rollout.refusals import check_request, check_tags, damage, gap
+from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 from rlcore.utils.seed import derive
@@ -64,6 +72,8 @@ class _Job:
     prompt: np.ndarray  # [P] int32
     prefix: bytes
     """The prompt as bytes: with the group, it names the shared prefill."""
+    prompt_key: int
+    """Names the prompt's history; 0 where there are no drafts."""
     tokens: np.ndarray  # [R] int32, what it has while it does not run
     logps: np.ndarray
     versions: np.ndarray
@@ -173,6 +183,32 @@ class _Seats:
         stopped = (tokens[:, None] == self.stops[seats]).any(-1)
         return stopped | (at >= self.limit[seats])
 
+    def write_many(
+        self,
+        seats: np.ndarray,
+        tokens: np.ndarray,
+        logps: np.ndarray,
+        sizes: np.ndarray,
+        version: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append the first `sizes` tokens of each row, 1 or more, up to a stop token. `tokens` and
+        `logps` are [N, S]. Returns which rows end, [N] bool, and what each was given, [N]."""
+        column = np.arange(tokens.shape[1])
+        is_stop = (tokens[:, :, None] == self.stops[seats][:, None, :]).any(-1)
+        is_stop &= column < sizes[:, None]
+        stopped = is_stop.any(-1)
+        sizes = np.where(stopped, is_stop.argmax(-1) + 1, sizes)
+        start = self.count[seats]
+        self._widen(int((start + sizes).max()), 0)
+        row, at = np.nonzero(column < sizes[:, None])
+        where = seats[row], start[row] + at
+        self.tokens[where] = tokens[row, at]
+        self.logps[where] = logps[row, at]
+        self.versions[where] = version
+        self.last[seats] = tokens[np.arange(len(seats)), sizes - 1]
+        self.count[seats] = start + sizes
+        return stopped | (start + sizes >= self.limit[seats]), sizes
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -181,6 +217,42 @@ class _Batch:
     step: Step
     counter: torch.Tensor  # [N]
     settings: Settings
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Since the last report; `Stats` says what each is."""
+
+    prefill_tokens: int = 0
+    busy_s: float = 0.0
+    verify_steps: int = 0
+    verify_rows: int = 0
+    verify_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    decode_steps: int = 0
+    by_batch: list[list[int]] = field(default_factory=list)
+
+    def step(self, running: int, gained: int, drafts: bool) -> None:
+        """A decode step gave `running` requests `gained` tokens."""
+        self.decode_steps += 1
+        size = running.bit_length()
+        while len(self.by_batch) < size:
+            self.by_batch.append([0, 0, 0])
+        counts = self.by_batch[size - 1]
+        counts[0] += running
+        counts[1] += gained
+        counts[2] += running * drafts
+
+    def take(self) -> dict[str, Any]:
+        """Everything as fields of `Stats`, and starts again."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found["by_batch"] = tuple((rows, tokens, on) for rows, tokens, on in self.by_batch)
+        found["decode_tokens"] = sum(tokens for _, tokens, _ in self.by_batch)
+        self.__init__()
+        return found
 
 
 class TorchEngine:
@@ -197,9 +269,10 @@ class TorchEngine:
     prefilled again later. `decode_floor_ms` makes every decode step last at least that long.
 
     `quantize` rounds the projections of every push to a coarse grid, `quantize.py` says how; the
-    log-probs are those of the rounded model. With `tell_tokens` progress events carry the new
-    tokens. `fp32_head` computes final norm and logits in float32
-    in an engine of bfloat16, and changes nothing in a wider one.
+    log-probs are those of the rounded model. `draft` verifies guesses of the next tokens in one
+    forward; `draft_settings` are the fields of `DraftSettings`. With `tell_tokens` progress events
+    carry the new tokens. `fp32_head` computes final norm and logits in float32 in an engine of
+    bfloat16, and changes nothing in a wider one.
     """
 
     def __init__(
@@ -217,6 +290,8 @@ class TorchEngine:
         decode_floor_ms: float = 0.0,
         quantize: Quantize = "none",
         fp32_head: bool = False,
+        draft: Draft = "none",
+        draft_settings: Mapping[str, Any] | None = None,
         rank: int = 0,
         tell_tokens: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -265,7 +340,10 @@ class TorchEngine:
         self._next_version = 0
         self._paused = False
         self._closed = False
-        self._totals = {"decode_steps": 0, "decode_tokens": 0, "prefill_tokens": 0, "busy_s": 0.0}
+        self._drafter: Drafter | None = None
+        if draft != "none":
+            self._drafter = Drafter(draft, DraftSettings(**(draft_settings or {})), max_running)
+        self._totals = _Totals()
         self._used = 0.0  # most of the cache since the last report, a share
         self._reported = clock()
 
@@ -294,6 +372,7 @@ class TorchEngine:
                 key=key,
                 prompt=prompt,
                 prefix=prompt.tobytes(),
+                prompt_key=prompt_key(prompt) if self._drafter is not None else 0,
                 tokens=np.zeros(0, np.int32) if part is None else np.array(part.tokens, np.int32),
                 logps=np.zeros(0, np.float32) if part is None else np.array(part.logps, np.float32),
                 versions=np.zeros(0, np.int32)
@@ -411,13 +490,18 @@ class TorchEngine:
             raise ValueError(f"tensor-parallel size {tp}: the torch engine has size 1")
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Ignored: this engine does not draft."""
+        """Draft the answers to these prompts from these earlier ones, as soon as they are indexed.
+        Those to prompts that no request is here for are forgotten."""
+        if self._drafter is not None:
+            self._drafter.remember(histories, {job.prompt_key for job in self._jobs.values()})
 
     def close(self) -> None:
         """Free everything; requests are dropped without events."""
         if self._closed:
             return
         self._closed = True
+        if self._drafter is not None:
+            self._drafter.close()
         self._jobs, self._waiting, self._rows, self._groups = {}, [], [], {}
         self._batch = None
         self._model.free()
@@ -470,12 +554,25 @@ class TorchEngine:
         start = self._clock()
         self._admit()
         self._make_room()
-        self._decode()
-        took = self._clock() - start
-        if took < self._floor_s:
-            time.sleep(self._floor_s - took)
-            took = self._floor_s
-        self._totals["busy_s"] += took
+        begin, running = self._clock(), len(self._rows)
+        drafts = self._drafter is not None and self._drafter.gate.wants(running)
+        tokens, gained = self._verify() if drafts else self._decode()
+        now = self._clock()
+        took = max(now - start, self._floor_s)
+        if took > now - start:
+            time.sleep(took - (now - start))
+        seconds = max(now - begin, self._floor_s)
+        if self._drafter is not None:
+            self._drafter.gate.note(
+                running, drafts=drafts, tokens=tokens, gained=gained, seconds=seconds
+            )
+        self._totals.busy_s += took
+        self._totals.step(running, gained, drafts)
+        if drafts:
+            self._totals.verify_steps += 1
+            self._totals.verify_rows += running
+            self._totals.verify_tokens += gained
+            self._totals.verify_s += seconds
         self._report()
         return True
 
@@ -566,7 +663,7 @@ class TorchEngine:
                 causal=not begin.any(),
             )
             self._model.fill(step, self._cache)
-            self._totals["prefill_tokens"] += sum(map(len, batch))
+            self._totals.prefill_tokens += sum(map(len, batch))
             done += len(batch)
 
     def _make_room(self) -> None:
@@ -585,7 +682,9 @@ class TorchEngine:
         if self._cache.reserve(len(self._rows), longest, len(self._rows)):
             self._batch = None
 
-    def _decode(self) -> None:
+    def _decode(self) -> tuple[int, int]:
+        """One token for every row. Returns the tokens of the forward, and those that were gained,
+        as `_verify` does."""
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
@@ -593,18 +692,79 @@ class TorchEngine:
         logits = self._model.logits(hidden[:, 0])
         tokens, logps = sample(logits, batch.counter, batch.settings)
         host = torch.stack((tokens.double(), logps)).cpu().numpy()  # the step's one transfer
-        if not np.isfinite(host[1]).all():
-            bad = self._rows[int(np.argmin(np.isfinite(host[1])))].request.id
-            raise RuntimeError(f"request {bad}: the logits are not finite; check the weights")
+        self._check_finite(host[1], np.arange(len(self._rows)))
         seats = self._row_seats()
         done = self._seats.write(seats, host[0].astype(np.int64), host[1], self.version)
-        self._totals["decode_steps"] += 1
-        self._totals["decode_tokens"] += len(seats)
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
-            return
-        batch.step.advance(tokens[:, None])
-        batch.counter += GOLDEN
+        else:
+            batch.step.advance(tokens[:, None])
+            batch.counter += GOLDEN
+        return len(seats), len(seats)
+
+    def _verify(self) -> tuple[int, int]:
+        """Draft, and take of every draft what plain decoding would have sampled, and one more."""
+        drafter, table, cache = self._drafter, self._seats, self._cache
+        seats = self._row_seats()
+        lengths = table.prompt[seats] + table.count[seats]
+        if self._batch is None and self._sort_rows(lengths):  # rows came or went
+            seats = self._row_seats()
+            lengths = table.prompt[seats] + table.count[seats]
+        begin = self._clock()
+        drafts, sizes = drafter.propose(seats, self._rows, table.tokens, table.count)
+        self._totals.draft_s += self._clock() - begin
+        # Room for the drafts and the one more: in the response, and in the cache.
+        sizes = np.minimum(sizes, table.limit[seats] - table.count[seats] - 1)
+        sizes = np.minimum(sizes, cache.longest(len(seats)) - lengths).astype(np.int64)
+        if not sizes.any():
+            drafter.accepted(seats, sizes)
+            return self._decode()
+        ends = lengths + sizes
+        cache.reserve(len(seats), int(ends.max()), len(seats))
+        self._batch = None  # the next plain step starts elsewhere
+        column = np.arange(int(sizes.max()) + 1)  # [S]
+        is_real = column <= sizes[:, None]  # [N, S]
+        row, at = np.nonzero(is_real)  # [T]
+        grid = np.zeros((2, *is_real.shape), np.int64)
+        grid[0, :, 0] = table.last[seats]
+        grid[0, :, 1:] = np.where(is_real[:, 1:], drafts[:, : len(column) - 1], 0)
+        grid[1] = lengths[:, None] - 1 + column
+        with np.errstate(over="ignore"):
+            counter = table.key[seats[row]] + (table.count[seats[row]] + at) * np.int64(GOLDEN)
+        flat = torch.from_numpy(np.stack((row * len(column) + at, counter))).to(self._device)
+        tokens, positions = torch.from_numpy(grid).to(self._device)
+        step = Step(
+            tokens=tokens,
+            positions=positions,
+            slot=0,
+            spans=_spans(ends),
+            causal=False,
+            place=flat[0],
+        )
+        hidden = self._model.forward(step, cache)
+        sampled, logps = sample(self._model.logits(hidden), flat[1], self._settings(seats[row]))
+        host = torch.stack((sampled.double(), logps)).cpu().numpy()  # the step's one transfer
+        self._check_finite(host[1], row)
+        found = np.full(is_real.shape, -1)
+        found[row, at] = host[0].astype(np.int64)
+        found_logps = np.zeros(is_real.shape)
+        found_logps[row, at] = host[1]
+        right = (found[:, :-1] == grid[0, :, 1:]) & is_real[:, 1:]
+        accepted = np.cumprod(right, axis=1).sum(1)
+        done, gained = table.write_many(seats, found, found_logps, accepted + 1, self.version)
+        drafter.accepted(seats, accepted)
+        self._totals.drafted_tokens += int(sizes.sum())
+        # A stop token ends a response wherever it stands in the draft.
+        self._totals.accepted_tokens += int(np.minimum(gained, accepted).sum())
+        if done.any():
+            self._finish([self._rows[i] for i in np.flatnonzero(done)])
+        return len(row), int(gained.sum())
+
+    def _check_finite(self, logps: np.ndarray, rows: np.ndarray) -> None:
+        """RuntimeError for log-probs that are not; `rows` says whose they are."""
+        if not np.isfinite(logps).all():
+            bad = self._rows[rows[int(np.argmin(np.isfinite(logps)))]].request.id
+            raise RuntimeError(f"request {bad}: the logits are not finite; check the weights")
 
     def _finish(self, jobs: list[_Job]) -> None:
         self._unseat(jobs)
@@ -686,6 +846,8 @@ class TorchEngine:
         for hole, mover in zip(holes, movers, strict=True):
             self._rows[hole] = self._rows[mover]
         del self._rows[keep:]
+        if self._drafter is not None:
+            self._drafter.leave(np.array([job.seat for job in jobs]))
         for job in jobs:
             self._seats.leave(job)
             key = (job.request.group, job.prefix)
@@ -743,13 +905,13 @@ class TorchEngine:
         waiting = len(self._jobs) - len(self._rows)
         self._emit(
             Stats,
-            **self._totals,
+            **self._totals.take(),
+            knee=(self._drafter.gate.knee or 0.0) if self._drafter is not None else 0.0,
             running=len(self._rows),
             waiting=waiting,
             cache_used=self._used,
             cache_tokens=self._cache.budget if self._cache is not None else 0,
         )
-        self._totals = dict.fromkeys(self._totals, 0) | {"busy_s": 0.0}
         self._used = 0.0
 
 

@@ -1,0 +1,143 @@
+"""Drafts of the torch engine: for all rows of a batch by one call, from their own texts and from
+earlier responses (`rollout/histospec.py`).
+
+A draft is a guess of the next tokens. The engine samples every guessed position as it would have
+without the guess, with that position's own random number, and takes the guess as far as it is what
+it sampled: the tokens are those of plain decoding, whatever was guessed.
+
+Letters: N rows, W longest draft.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rlcore.ops.suffix import Forest
+from rlcore.records import History
+from rlcore.rollout.histospec import Draft, Index
+from rlcore.sched.histospec import Gate
+
+_KNEE = 1 << 20
+"""Of the forest: it divides this by `running`, so any cap can be asked for in the same call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSettings:
+    """How a drafter drafts; `DraftConfig` says what each means."""
+
+    window: int = 32
+    start: int = 2
+    growth: int = 2
+    min_match: int = 3
+    max_match: int = 7
+    min_prob: float = 0.3
+    threads: int = 2
+    """That build an index."""
+    gate: bool = True
+    wait: bool = False
+    """Nothing depends on the clock: an index is waited for. With `gate` off."""
+
+
+class Row(Protocol):
+    """A running request."""
+
+    prompt: np.ndarray  # [P] int32
+    prompt_key: int
+
+
+class Drafter:
+    """Of one engine. `seats` number its running requests; N of them make a batch."""
+
+    def __init__(self, kind: Draft, settings: DraftSettings, num_seats: int) -> None:
+        s = settings
+        self.gate = Gate(window=s.window, start=min(s.start, s.window), switches=s.gate)
+        self._forest = Forest(
+            limit=s.max_match,
+            min_match=s.min_match,
+            min_prob=s.min_prob,
+            max_window=s.window,
+            start_window=min(s.start, s.window),
+            growth=s.growth,
+            knee=_KNEE if s.gate else 0,
+            threads=s.threads,
+        )
+        self._index: Index | None = None
+        if kind != "ngram":
+            self._index = Index(self._forest, rewards=kind == "history_reward", wait=s.wait)
+        self._handle = np.full(num_seats, -1)
+        self._fed = np.zeros(num_seats, np.int64)  # response tokens that the forest has seen
+        self._accepted = np.zeros(num_seats, np.int32)  # of the last draft, not told yet
+        self._had_histories = False
+
+    def remember(self, histories: Sequence[History], wanted: Collection[int]) -> None:
+        """Index these histories, and keep those of the prompts in `wanted`."""
+        if self._index is not None and histories:
+            self._index.remember(histories, wanted)
+
+    def propose(
+        self,
+        seats: np.ndarray,
+        rows: Sequence[Row],
+        tokens: np.ndarray,
+        counts: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts [N, W] int32, -1 behind their ends, and their lengths [N] int32.
+
+        Args:
+            seats: [N]
+            rows: the requests, in the same order.
+            tokens, counts: responses by seat, and their lengths.
+        """
+        if self._index is not None and self._index.take_news():
+            self._close(np.flatnonzero(self._handle >= 0))  # they go on with the new index
+            if not self._had_histories:
+                self._had_histories = True
+                self.gate.renew()
+        new = np.flatnonzero(self._handle[seats] < 0)
+        if len(new):
+            self._open(seats[new], [rows[i] for i in new])
+        fed, count = self._fed[seats], counts[seats]
+        sizes = count - fed
+        offsets = np.concatenate(([0], np.cumsum(sizes)))
+        row = np.repeat(np.arange(len(seats)), sizes)
+        column = np.arange(offsets[-1]) - offsets[row] + fed[row]
+        text = np.ascontiguousarray(tokens[seats[row], column], np.int32)
+        drafts, lengths = self._forest.step(
+            self._handle[seats],
+            self._accepted[seats],
+            text,
+            offsets,
+            running=_KNEE // (self.gate.cap(len(seats)) + 1),
+        )
+        self._fed[seats] = count
+        self._accepted[seats] = 0
+        return drafts, lengths
+
+    def accepted(self, seats: np.ndarray, counts: np.ndarray) -> None:
+        """How many tokens of the last drafts were right, both [N]."""
+        self._accepted[seats] = counts
+
+    def leave(self, seats: np.ndarray) -> None:
+        """These seats' requests do not run any more."""
+        self._close(seats[self._handle[seats] >= 0])
+
+    def close(self) -> None:
+        """End the index's thread."""
+        if self._index is not None:
+            self._index.close()
+
+    def _open(self, seats: np.ndarray, rows: Sequence[Row]) -> None:
+        handles = self._forest.open(np.array([row.prompt_key for row in rows], np.int64))
+        self._forest.advance(
+            handles,
+            np.concatenate([row.prompt for row in rows]),
+            np.cumsum([0, *(len(row.prompt) for row in rows)], dtype=np.int64),
+        )
+        self._handle[seats], self._fed[seats], self._accepted[seats] = handles, 0, 0
+
+    def _close(self, seats: np.ndarray) -> None:
+        if len(seats):
+            self._forest.close(self._handle[seats])
+            self._handle[seats] = -1

@@ -1,0 +1,316 @@
+"""Drafts change how many tokens a forward gives, never which: the engine's part of HistoSpec."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from rlcore.records import Aborted, Partial, Preempted, Request, Sampling, Stats
+from rlcore.rollout.histospec import Library, history_of, prompt_key
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.rollout.torch_engine.model import Step
+from rlcore.sched.histospec import Gate
+from rlcore.sync.pack import push
+from tests.contracts.engine_contract import (
+    HF,
+    STOP,
+    VOCAB,
+    collect,
+    ended,
+    run,
+    samples,
+    weights,
+)
+
+OPTIONS = {"max_model_tokens": 160, "dtype": "float64", "seed": 7, "device": "cpu"}
+ALWAYS = {"gate": False, "wait": True}
+"""Nothing depends on the clock."""
+SHARP = 0.7
+"""Of the weights: drafts are accepted about as often as not."""
+SAMPLINGS = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 4, "temperature": 0.8},
+    {"top_p": 0.7},
+    {"min_p": 0.1, "temperature": 1.3},
+)
+
+
+def make(draft="none", std=SHARP, settings=ALWAYS, **options):
+    engine = TorchEngine(HF, draft=draft, draft_settings=settings, **(OPTIONS | options))
+    push(engine, weights(HF, 0, std).items(), 0)
+    return engine
+
+
+def requests(limit=50):
+    """A group of three for every sampling, of which the first repeats itself in its prompt."""
+    gen = np.random.default_rng(5)
+    out = []
+    for number, sampling in enumerate(SAMPLINGS):
+        prompt = gen.integers(2, VOCAB, int(gen.choice([1, 9, 30]))).astype(np.int32)
+        if number == 0:
+            prompt = np.tile(prompt[:5], 6)
+        s = Sampling(max_tokens=limit, stop_ids=(STOP,) if number % 2 else (), **sampling)
+        out += [Request(id=f"d{number}.{k}", prompt=prompt, sampling=s) for k in range(3)]
+    return out
+
+
+@pytest.fixture(scope="module")
+def todo():
+    return requests()
+
+
+@pytest.fixture(scope="module")
+def want(todo):
+    """What plain decoding samples."""
+    return run(make(), todo)
+
+
+@pytest.fixture(scope="module")
+def others(todo):
+    """What another seed samples, with rewards of 0 and 1."""
+    found = run(make(seed=100), todo).values()
+    return [history_of(s.id, s.prompt, s.tokens, float(k % 2)) for k, s in enumerate(found)]
+
+
+def finish(engine, todo, histories=()):
+    """Samples, sums of counters, events."""
+    engine.submit(todo)
+    engine.remember(histories)
+    events = collect(engine, ended(len(todo)))
+    engine.close()
+    totals = [e for e in events if isinstance(e, Stats)]
+    names = ("decode_steps", "decode_tokens", "drafted_tokens", "accepted_tokens")
+    sums = {name: sum(getattr(e, name) for e in totals) for name in names}
+    sums["rows"] = sum(rows for e in totals for rows, _, _ in e.by_batch)
+    return samples(events), sums, events
+
+
+def assert_equal(got, want):
+    for i, sample in got.items():
+        assert sample.tokens.tolist() == want[i].tokens.tolist(), i
+        np.testing.assert_allclose(sample.logps, want[i].logps, atol=1e-6)
+        assert sample.finish == want[i].finish
+
+
+@pytest.mark.parametrize("draft", ["ngram", "history", "history_reward"])
+def test_tokens_and_log_probs_are_those_of_plain_decoding(draft, todo, want, others):
+    """Greedy, temperature 1, top-k, top-p and min-p in one batch."""
+    got, sums, _ = finish(make(draft), todo, others)
+    assert len(got) == len(todo)
+    assert_equal(got, want)
+    # Guesses were taken and refused, or this would show nothing.
+    assert 0 < sums["accepted_tokens"] < sums["drafted_tokens"]
+    assert sums["decode_tokens"] == sum(len(s.tokens) for s in want.values()) > sums["rows"]
+
+
+def test_a_resumed_request_goes_on_as_if_nothing_had_happened(todo, want, others):
+    engine = make("history")
+    engine.submit(todo)
+    engine.remember(others)
+    while engine._seats.count.max() < 20:
+        engine.poll(0.0)
+    engine.abort([r.id for r in todo])
+    parts = [e.sample for e in engine.poll(0.0) if isinstance(e, Aborted)]
+    engine.close()
+    limits = {r.id: r for r in todo}
+    again = [
+        Request(
+            id=s.id,
+            prompt=s.prompt,
+            sampling=limits[s.id].sampling,
+            resume=Partial(tokens=s.tokens, logps=s.logps, versions=s.versions),
+        )
+        for s in parts
+    ]
+    assert len(again) > 9 and all(len(s.tokens) for s in parts)
+    got, sums, _ = finish(make("history"), again, others[::2])
+    assert sums["accepted_tokens"]
+    assert_equal(got, want)
+
+
+def test_a_small_cache_and_few_rows_change_nothing(todo, want, others):
+    got, sums, events = finish(make("history", max_running=5, cache_tokens=260), todo, others)
+    assert any(isinstance(e, Preempted) for e in events) and sums["accepted_tokens"]
+    assert_equal(got, want)
+
+
+def test_histories_that_come_in_the_middle_serve_from_then_on_and_change_nothing(todo, want):
+    """The index is built beside decoding. Here it holds what will be sampled."""
+    engine, events = make("history", settings={"gate": False}), []
+    engine.submit(todo)
+    while engine._seats.count.max() < 5:
+        events += engine.poll(0.0)
+    engine.remember([history_of(s.id, s.prompt, s.tokens, 1.0) for s in want.values()])
+    index = engine._drafter._index
+    with index._lock:
+        assert index._lock.wait_for(lambda: index._todo is None and not index._building, 10.0)
+    while len(samples(events)) < len(todo):
+        events += engine.poll(0.0)
+    assert sum(e.decode_steps for e in events if isinstance(e, Stats)) < 30
+    assert_equal(samples(events), want)
+    engine.close()
+    assert not index._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_k": 3}, {"top_p": 0.6}], ids=["temperature 1", "top-k", "top-p"]
+)
+def test_the_law_of_two_tokens_is_the_models(sampling):
+    """Chi-square and total variation of 3,000 pairs of tokens against the model's own
+    probabilities, in float32, with a draft for every pair that is right about as often as not."""
+    count, prompt = 3000, np.array([3, 4, 5, 3, 4], np.int32)
+    s = Sampling(max_tokens=2, **sampling)
+    todo = [Request(id=f"p{k}.0", prompt=prompt, sampling=s) for k in range(count)]
+    likely = pair_law(prompt, sampling)
+    best = max(likely, key=likely.get)
+    guess = history_of("h.0", prompt, np.array([*best, 7], np.int32), 1.0)
+    engine = make("history", std=0.25, dtype="float32", max_running=500)
+    got, sums, _ = finish(engine, todo, [guess])
+    assert sums["accepted_tokens"] > 0.5 * count * sum(
+        p for pair, p in likely.items() if pair[0] == best[0]
+    )
+    seen = dict.fromkeys(likely, 0)
+    for sample in got.values():
+        seen[tuple(sample.tokens.tolist())] += 1
+    big = [pair for pair, p in likely.items() if p * count >= 5]
+    rest = [pair for pair in likely if pair not in set(big)]
+    cells = [(seen[pair], likely[pair] * count) for pair in big]
+    cells.append((sum(seen[p] for p in rest), sum(likely[p] for p in rest) * count))
+    cells = [(n, e) for n, e in cells if e > 0]
+    chi2 = sum((n - e) ** 2 / e for n, e in cells)
+    degrees = len(cells) - 1
+    assert chi2 < degrees + 4 * (2 * degrees) ** 0.5, (chi2, degrees)
+    tv = sum(abs(n - e) for n, e in cells) / 2 / count
+    noise = sum((2 / np.pi * e / count * (1 - e / count)) ** 0.5 for _, e in cells) / 2
+    assert tv < 1.6 * noise / count**0.5 + 0.01
+
+
+def pair_law(prompt, sampling):
+    """Probabilities of the first two tokens, by the model in float64."""
+    engine = make(std=0.25)
+
+    def law(text):
+        whole = torch.tensor([text])
+        engine._cache.reserve(1, len(text), 0)
+        step = Step(
+            tokens=whole,
+            positions=torch.arange(len(text))[None],
+            slot=0,
+            spans=[(0, 1, len(text))],
+            causal=True,
+        )
+        with torch.no_grad():
+            hidden = engine._model.forward(step, engine._cache)
+            p = engine._model.logits(hidden[0, -1]).softmax(-1)
+        if k := sampling.get("top_k"):
+            p[p < p.topk(k).values[-1]] = 0
+        if top_p := sampling.get("top_p"):
+            ordered, index = p.sort(descending=True)
+            p[index[ordered.cumsum(0) - ordered >= top_p]] = 0
+        return p / p.sum()
+
+    first = law(prompt.tolist())
+    out = {}
+    for a in torch.nonzero(first)[:, 0].tolist():
+        second = law([*prompt.tolist(), a])
+        for b in torch.nonzero(second)[:, 0].tolist():
+            out[a, b] = float(first[a] * second[b])
+    return out
+
+
+# ---- the gate
+
+
+def drive(gate, running, steps, *, gained, plain_s, verify_s):
+    """Steps of one batch; returns for each whether it drafted."""
+    taken = []
+    for _ in range(steps):
+        drafts = gate.wants(running)
+        gate.note(
+            running,
+            drafts=drafts,
+            tokens=running * (4 if drafts else 1),
+            gained=int(running * gained) if drafts else running,
+            seconds=verify_s if drafts else plain_s,
+        )
+        taken.append(drafts)
+    return taken
+
+
+def test_the_gate_keeps_what_gives_more_tokens_a_second_and_looks_again_ever_more_rarely():
+    gate = Gate(window=32, start=2)
+    taken = drive(gate, 8, 400, gained=2.0, plain_s=1.0, verify_s=1.5)
+    assert sum(taken[20:]) / len(taken[20:]) > 0.9
+    assert gate.gain(8) == pytest.approx(4 / 3)
+    assert not gate.gain(64)  # of other batches nothing is known
+    # Histories get worse, and the gate closes; of 2,000 steps few are lost to trying.
+    taken = drive(gate, 8, 2000, gained=1.25, plain_s=1.0, verify_s=1.5)
+    assert sum(taken[200:]) < 60 and gate.flips == 1
+    # They get better, and it is seen at the next try.
+    taken = drive(gate, 8, 1500, gained=3.0, plain_s=1.0, verify_s=1.5)
+    assert all(taken[-300:]) or sum(taken[-300:]) > 280
+
+
+def test_the_gate_judges_small_batches_apart_from_large_ones():
+    gate = Gate(window=32, start=2)
+    for _ in range(10):
+        drive(gate, 200, 20, gained=1.5, plain_s=1.0, verify_s=3.0)
+        drive(gate, 2, 20, gained=3.0, plain_s=0.3, verify_s=0.4)
+    assert not gate.wants(200) and gate.wants(2)
+
+
+def test_the_knee_is_where_a_forward_takes_twice_as_long_as_an_empty_one():
+    gate = Gate(window=32, start=2)
+    assert gate.cap(4) == 2  # unknown
+    for n in itertools.islice(itertools.cycle([2, 8, 30, 90]), 60):
+        gate.note(2, drafts=n > 2, tokens=n, gained=2, seconds=0.003 + 0.00005 * n)
+    assert gate.knee == pytest.approx(60, rel=0.01)
+    assert [gate.cap(n) for n in (1, 2, 8, 60, 500)] == [32, 29, 6, 1, 1]
+    assert Gate(window=32, start=2, switches=False).cap(500) == 32
+
+
+# ---- the library
+
+
+def histories(prompt, step, count=2, size=10):
+    text = np.array([prompt, prompt + 1], np.int32)
+    return [
+        history_of(f"t{step}.{k}", text, np.full(size, k, np.int32), float(k)) for k in range(count)
+    ]
+
+
+def test_a_library_keeps_the_last_epochs_of_a_prompt_and_forgets_the_oldest_prompts(tmp_path):
+    library = Library(max_tokens=100, epochs=2)
+    for step in range(3):
+        library.add(histories(1, step))
+    key = prompt_key(np.array([1, 2], np.int32))
+    assert [h.id for h in library.of([key])] == ["t1.0", "t1.1", "t2.0", "t2.1"]
+    assert library.num_tokens == 4 * 12
+    library.add(histories(5, 3) + histories(9, 4))
+    assert len(library) == 3 and library.num_tokens == 96
+    library.add(histories(13, 5))  # 120 tokens: prompt 1 is the oldest
+    assert len(library) == 3 and library.of([key]) == [] and library.num_tokens == 72
+    library.save(tmp_path / "histories.npz")
+    other = Library(max_tokens=100, epochs=2)
+    other.load(tmp_path / "histories.npz")
+    keys = [prompt_key(np.array([p, p + 1], np.int32)) for p in (13, 9, 5)]
+    pairs = zip(library.of(keys), other.of(keys), strict=True)
+    assert all(
+        (a.key, a.id, a.score) == (b.key, b.id, b.score) and (a.tokens == b.tokens).all()
+        for a, b in pairs
+    )
+    assert other.num_tokens == 72
+    (tmp_path / "bad.npz").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"bad.npz: holds no histories"):
+        other.load(tmp_path / "bad.npz")
+
+
+def test_the_order_in_which_responses_came_does_not_matter():
+    one, two = Library(max_tokens=1000), Library(max_tokens=1000)
+    some = histories(1, 0, count=5)
+    one.add(some)
+    two.add(some[::-1])
+    key = some[0].key
+    assert [h.id for h in one.of([key])] == [h.id for h in two.of([key])]
