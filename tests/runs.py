@@ -169,6 +169,8 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
         "sched/busy_s",
         "reward/latency",
         "sched/decode_s",
+        "spec/draft_s",
+        "spec/verify_s",
     )
     return {name: value for name, value in row.items() if not name.startswith(loose)}
 

@@ -1,12 +1,14 @@
-"""Drafters for rollout side by side: speed, memory and acceptance on one synthetic workload.
+"""Drafters for rollout side by side: speed, memory and acceptance on one workload.
 
     .venv/bin/python tools/bench_drafts.py                       # about 5 minutes after set-up
     .venv/bin/python tools/bench_drafts.py --equal --prompts 32 --batch 128 --replay-len 1024
+    .venv/bin/python tools/bench_drafts.py --real ../shared/data/lengths/epochs_*.jsonl.gz
 
 Each peer runs in a process of its own, on one core, over the same history and the same replay; all
 times are CPU time. Other projects live in `.venvs/drafts`, made on the first call; one that cannot
 be installed is skipped with its reason. `--equal` scans each peer's own settings and compares them
-at equal drafted tokens.
+at equal drafted tokens. The workload is synthetic, or with `--real` the responses of a model to the
+same prompts over its training checkpoints: each is replayed with those before it as its history.
 
 A peer is `name` or `name={json settings}`, as rlcore={"limit":0}. The JSON is a list of rows, one
 per peer and window: peer, window, batch_p50_us, batch_p99_us (append_batch + speculate_batch of
@@ -28,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench_vs_trl import call  # noqa: E402
-from drafts import install, replay, show, workload  # noqa: E402
+from drafts import install, real, replay, show, workload  # noqa: E402
 from drafts.peers import PEERS  # noqa: E402
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
@@ -64,51 +66,94 @@ EQUAL_RUN = (
     'arctic-prompt={"depth":24}',
     "vllm-ngram-hist",
 )
+REAL_RUN = (
+    "rlcore",
+    'rlcore={"weighted":false}',
+    'rlcore={"min_match":1}',
+    'rlcore={"limit":0}',
+    'rlcore={"limit":0,"min_match":1}',
+    'rlcore={"live":false}',
+    "ref-sam",
+    "arctic-prompt",
+    'arctic-prompt={"factor":4,"depth":24}',
+    "vllm-ngram",
+    "vllm-ngram-hist",
+)
 SCAN = ("fixed:4", "fixed:8", "fixed:16", "fixed:32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0; 1 when a peer broke; 2 with a sentence for arguments that make no sense."""
     a = parse(argv)
+    load = os.getloadavg()[0]
     try:
         items = [split(item) for item in a.peers]
-        cfg = workload.Config(
-            prompts=a.prompts,
-            group=a.group,
-            min_len=a.min_len,
-            max_len=a.max_len,
-            epochs=a.history,
-            seed=a.seed,
-        )
-        check(a)
+        texts = real_texts(a) if a.real else synthetic_texts(a)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    folder = ROOT / "build" / "bench_drafts"
-    load = os.getloadavg()[0]
-    w = workload.load(cfg, folder)
+    rows: list[dict[str, Any]] = []
+    absent: list[str] = []
+    broken = False
+    for title, path in texts.items():
+        print(title, flush=True)
+        for item, (name, settings) in zip(a.peers, items, strict=True):
+            result = run(a, name, settings, path)
+            if "runs" not in result:
+                broken |= "failed" in result
+                why = result.get("absent") or result["failed"]
+                absent.append(f"{item}: {'failed' if 'failed' in result else 'absent'}: {why}")
+                print(absent[-1], flush=True)
+                continue
+            runs = result.pop("runs")
+            named = {"data": title} if a.real else {}
+            rows += [{"peer": item, **named, **result, **one} for one in runs]
+            print(f"{item}: {', '.join(brief(one) for one in runs)}", flush=True)
+    report(a, rows, absent, list(texts), load)
+    return int(broken)
+
+
+FOLDER = ROOT / "build" / "bench_drafts"
+
+
+def synthetic_texts(a: argparse.Namespace) -> dict[str, Path]:
+    """The workload of the arguments, by its title. ValueError for such that make no sense."""
+    cfg = workload.Config(
+        prompts=a.prompts,
+        group=a.group,
+        min_len=a.min_len,
+        max_len=a.max_len,
+        epochs=a.history,
+        seed=a.seed,
+    )
+    check(a, a.prompts * a.group)
+    w = workload.load(cfg, FOLDER)
     title = (
         f"{a.prompts} prompts x {a.group} x {a.min_len}-{a.max_len} tokens, "
         f"{w.history.num_tokens / 1e6:.1f} M of history, {w.copied:.0%} copied; "
         f"{a.batch} requests, {min(a.replay_len, a.max_len)} tokens each"
     )
-    print(title, flush=True)
-    rows: list[dict[str, Any]] = []
-    absent: list[str] = []
-    broken = False
-    for item, (name, settings) in zip(a.peers, items, strict=True):
-        result = run(a, name, settings, workload.location(cfg, folder))
-        if "runs" not in result:
-            broken |= "failed" in result
-            why = result.get("absent") or result["failed"]
-            absent.append(f"{item}: {'failed' if 'failed' in result else 'absent'}: {why}")
-            print(absent[-1], flush=True)
-            continue
-        runs = result.pop("runs")
-        rows += [{"peer": item, **result, **one} for one in runs]
-        print(f"{item}: {', '.join(brief(one) for one in runs)}", flush=True)
-    report(a, rows, absent, title, load)
-    return int(broken)
+    return {title: workload.location(cfg, FOLDER)}
+
+
+def real_texts(a: argparse.Namespace) -> dict[str, Path]:
+    """A workload for every file of --real, by its title."""
+    found = {}
+    for path in a.real:
+        if not path.is_file():
+            raise ValueError(f"--real {path}: there is no such file")
+        tokenizer = a.tokenizer or path.resolve().parents[1] / "tokenizer_qwen"
+        if not (tokenizer / "tokenizer.json").is_file():
+            raise ValueError(f"--tokenizer {tokenizer}: has no tokenizer.json")
+        w = real.load(path, tokenizer, a.history, FOLDER)
+        check(a, w.truth.num_prompts)
+        title = (
+            f"{path.name}: {w.truth.num_prompts} responses, {w.history.num_tokens / 1e6:.1f} M of "
+            f"history ({a.history} before each), {w.copied:.0%} end an 8-gram of it; {a.batch} "
+            f"requests, {a.replay_len} tokens each"
+        )
+        found[title] = real.location(path, a.history, FOLDER)
+    return found
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -120,6 +165,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--group", type=int, default=16, help="responses per prompt and epoch")
     p.add_argument("--min-len", type=int, default=2048, help="of a response, tokens")
     p.add_argument("--max-len", type=int, default=8192)
+    p.add_argument("--real", type=Path, nargs="+", metavar="FILE", help="see tools/drafts/real.py")
+    p.add_argument("--tokenizer", type=Path, help="of --real; default: tokenizer_qwen beside it")
     p.add_argument("--history", type=int, default=1, help="epochs of history in the index")
     p.add_argument("--batch", type=int, default=256, help="live requests")
     p.add_argument("--replay-len", type=int, default=2048, help="tokens replayed of a response")
@@ -135,7 +182,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--no-install", action="store_true", help="only the peers that are installed")
     a = p.parse_args(argv)
-    a.peers = a.peers or list(EQUAL_RUN if a.equal else PEERS_RUN)
+    usual = REAL_RUN if a.real else PEERS_RUN
+    a.peers = a.peers or list(EQUAL_RUN if a.equal else usual)
     a.windows = a.windows or list(SCAN if a.equal else ("fixed:16", "aimd"))
     return a
 
@@ -160,13 +208,13 @@ def split(item: str) -> tuple[str, dict[str, Any]]:
     return name, found
 
 
-def check(a: argparse.Namespace) -> None:
-    """ValueError for arguments that make no sense together."""
+def check(a: argparse.Namespace, total: int) -> None:
+    """ValueError for arguments that make no sense together; `total`: responses to replay."""
     for spec in a.windows:
         replay.Window(spec, 1)
-    total = a.prompts * a.group
     if not 1 <= a.batch <= total:
-        raise ValueError(f"--batch {a.batch}: from 1 to prompts x group = {total}")
+        what = "the responses" if a.real else "prompts x group"
+        raise ValueError(f"--batch {a.batch}: from 1 to {what} = {total}")
     if a.replay_len < 1:
         raise ValueError(f"--replay-len {a.replay_len}: at least 1")
 
@@ -214,18 +262,20 @@ def report(
     a: argparse.Namespace,
     rows: list[dict[str, Any]],
     absent: list[str],
-    title: str,
+    titles: list[str],
     load: float,
 ) -> None:
     """The tables on screen, and the files asked for."""
     console = show.console()
-    if rows and not a.equal:
-        console.print(show.table(rows, title))
-    if rows and a.equal:
-        console.print(show.points_table(rows, title))
-        console.print(show.equal_table(rows))
-        for line in show.margins(rows):
-            console.print(line, markup=False)
+    for title in titles:
+        some = [row for row in rows if row.get("data", title) == title]
+        if some and not a.equal:
+            console.print(show.table(some, title))
+        if some and a.equal:
+            console.print(show.points_table(some, title))
+            console.print(show.equal_table(some))
+            for line in show.margins(some):
+                console.print(line, markup=False)
     for line in absent:
         console.print(line, markup=False)
     facts = env.report()
@@ -243,7 +293,11 @@ def report(
         write_atomic(Path(a.json), f"[\n{lines}\n]\n")
     if a.plot and rows:
         draw = show.equal_picture if a.equal else show.picture
-        draw(rows, Path(a.plot), title)
+        for i, title in enumerate(titles):
+            path = Path(a.plot)
+            if i:  # one picture for each file
+                path = path.with_name(f"{path.stem}_{i + 1}{path.suffix}")
+            draw([row for row in rows if row.get("data", title) == title], path, title)
 
 
 def quoted(word: str) -> str:

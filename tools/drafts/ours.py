@@ -12,8 +12,9 @@ MAX_WINDOW = 64  # of `fixed:N`
 
 class Rlcore(Drafter):
     """`rlcore.ops.suffix.Forest`, driven by flat arrays. Settings are the forest's arguments, and
-    `step`: accept, advance and draft in one call (then the time of the draft is the whole), and
-    `own_window`: the forest's window instead of the harness's."""
+    `step`: accept, advance and draft in one call (then the time of the draft is the whole),
+    `own_window`: the forest's window instead of the harness's, and `weighted`: branches go by the
+    rewards, else by how often they were taken."""
 
     modules = ("rlcore",)
     home = "here"
@@ -24,7 +25,9 @@ class Rlcore(Drafter):
         from rlcore.ops.suffix import Forest
 
         forest = {n: p.default for n, p in inspect.signature(Forest).parameters.items()}
-        return {**forest, "threads": 1, "prompt": True, "step": False, "own_window": False}
+        return {**forest, "threads": 1, "prompt": True, "step": False, "own_window": False} | {
+            "weighted": True
+        }
 
     def build(self, history: Texts) -> None:
         from rlcore.ops.suffix import Forest
@@ -40,7 +43,7 @@ class Rlcore(Drafter):
             history.tokens,
             history.response_offsets,
             history.prompt_offsets,
-            history.rewards,
+            history.rewards if self.weighted else np.zeros_like(history.rewards),
         )
         self.forest.swap()
         self.handles = np.zeros(0, np.int64)
