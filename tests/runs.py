@@ -168,6 +168,7 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
         "sync/time_s",
         "sched/busy_s",
         "reward/latency",
+        "reward/queue",
         "sched/decode_s",
         "spec/draft_s",
         "spec/verify_s",

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlcore.hf.model import Step
 from rlcore.records import Aborted, Partial, Preempted, Request, Sampling, Stats
 from rlcore.rollout.histospec import Library, history_of, prompt_key
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.rollout.torch_engine.model import Step
 from rlcore.sched.histospec import Gate
 from rlcore.sync.pack import push
 from tests.contracts.engine_contract import (
