@@ -2,6 +2,7 @@
 
 python -m rlcore sim run --gpus 32 --tp 2 --gpu h100 --model 14b --lengths 16k
 python -m rlcore sim rollpacker --figure 11
+python -m rlcore sim rollmux --experiment trace200
 """
 
 import argparse
@@ -14,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.metrics.jsonl import write_atomic
-from rlcore.sim import report, rollpacker, user
+from rlcore.sim import report, rollmux, rollpacker, table, user
 from rlcore.sim.cluster import Run, summarize
 from rlcore.sim.cost import GPUS, MODELS
 
@@ -31,9 +32,10 @@ def main(argv: Sequence[str]) -> int:
     systems = p.add_subparsers(dest="system", required=True)
     _add_run(systems.add_parser("run", help="your cluster, your lengths: seconds of a step"))
     _add_papers(systems.add_parser("rollpacker", help="RollPacker: published against simulated"))
+    _add_rollmux(systems.add_parser("rollmux", help="many jobs on two pools, against RollMux"))
     a = p.parse_args(argv)
     try:
-        return _run(a) if a.system == "run" else _papers(a)
+        return {"run": _run, "rollpacker": _papers, "rollmux": _rollmux}[a.system](a)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -152,7 +154,7 @@ def _papers(a: argparse.Namespace) -> int:
         raise ValueError(f"--rounds {a.rounds}: must be at least 1")
     begin = time.monotonic()
     made = rollpacker.TABLES[asked[0]](a.rounds, a.seed, a.data)
-    print("\n".join(rollpacker.show(made)))
+    print("\n".join(table.show(made)))
     print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")
     if a.json:
         head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
@@ -160,6 +162,46 @@ def _papers(a: argparse.Namespace) -> int:
     if a.picture:
         report.bars(made.rows, a.picture, made.title)
         print(a.picture)
+    return 0
+
+
+def _add_rollmux(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--experiment", choices=list(rollmux.EXPERIMENTS), required=True)
+    p.add_argument("--rounds", type=int, help="iterations, instances, traces or decisions (README)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--picture", type=Path, help="PNG: published against simulated, or curves")
+    p.add_argument("--turns", type=Path, help="PNG: who has which GPU when (micro)")
+    p.add_argument("--json", type=Path)
+
+
+def _rollmux(a: argparse.Namespace) -> int:
+    make, usual = rollmux.EXPERIMENTS[a.experiment]
+    count = usual if a.rounds is None else a.rounds
+    if count < 1:
+        raise ValueError(f"--rounds {count}: must be at least 1")
+    if a.turns and a.experiment != "micro":
+        raise ValueError(f"--turns {a.turns}: only --experiment micro has turns to draw")
+    begin = time.monotonic()
+    found = make(count, a.seed)
+    made = found.made
+    print("\n".join(table.show(made)))
+    print(f"\n{count} rounds, seed {a.seed}, {time.monotonic() - begin:.0f} s")
+    if a.json:
+        head = {"what": made.title, "rounds": count, "seed": a.seed, "notes": made.notes}
+        _write(a.json, head | {"rows": made.rows, "lines": found.lines})
+    if a.picture and found.lines:
+        is_step = "hours" in found.axes
+        report.curves(
+            found.lines, a.picture, made.title, found.axes, is_log=found.is_log, is_step=is_step
+        )
+        print(a.picture)
+    elif a.picture:
+        report.bars(made.rows, a.picture, made.title)
+        print(a.picture)
+    if a.turns:
+        assert found.happened is not None
+        report.turns(found.happened, a.turns, made.title)
+        print(a.turns)
     return 0
 
 

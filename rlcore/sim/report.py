@@ -8,6 +8,7 @@ from typing import Any
 
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.sim.cluster import PHASES, Step, Summary
+from rlcore.sim.mux_world import Trace
 
 COLOURS = {
     "all": "#3B6FA0",
@@ -115,6 +116,7 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
+    rows = [r for r in rows if r["published"] is not None]
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.3 * len(rows)), layout="constrained")
     for at, r in enumerate(rows):
         hatch = "///" if r["fitted"] else None
@@ -138,6 +140,85 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncol=3, fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+    title: str,
+    axes_of: tuple[str, str],
+    *,
+    is_log: bool = False,
+    is_step: bool = False,
+) -> None:
+    """A PNG: a line each, over one another; `is_step`: what holds until the next point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for name, points in lines.items():
+        x, y = zip(*points, strict=True)
+        if is_step:
+            axes.step(x, y, where="post", label=name, linewidth=1.1)
+        else:
+            axes.plot(x, y, marker="o", markersize=3.5, label=name, linewidth=1.4)
+    if is_log:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(axes_of[0], fontsize=9)
+    axes.set_ylabel(axes_of[1], fontsize=9)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: float = 5) -> None:
+    """A PNG: who has which slot over time, a panel a group, the first iterations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, panels = pyplot.subplots(
+        len(happened), 1, figsize=(12, 1 + 1.7 * len(happened)), squeeze=False, layout="constrained"
+    )
+    palette = ("#3B6FA0", "#F58518", "#54A24B", "#B279A2")
+    for axes, (name, trace) in zip(panels[:, 0], happened.items(), strict=True):
+        end = min(e[-1] / len(e) for e in trace.ends.values()) * iterations
+        slots = sorted({s.slot for s in trace.spans}, key=lambda s: (s[0] != "r", s))
+        rows = {slot: at for at, slot in enumerate(slots)}
+        colours = dict(zip(trace.ends, palette, strict=False))
+        for s in trace.spans:
+            if s.start < end:
+                at = (rows[s.slot] - 0.5, 1.0)
+                axes.broken_barh([(s.start, min(s.end, end) - s.start)], at, color=colours[s.job])
+        first = [slot for n, slot in enumerate(slots) if not n or slot[:2] != slots[n - 1][:2]]
+        say = {"r": "rollout", "t": "train"}
+        names = [f"{say[slot[0]]} {slot[1]}" for slot in first]
+        axes.set_yticks([rows[slot] for slot in first], names, fontsize=8)
+        axes.set_ylim(len(slots) - 0.5, -0.5)
+        axes.set_xlim(0, end)
+        axes.set_facecolor("#EEEEEE")
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles = [Patch(color=c, label=f"job {job}") for job, c in colours.items()]
+        axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8,
+                    frameon=False)  # fmt: skip
+    panels[-1, 0].set_xlabel("seconds; grey: nobody", fontsize=9)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 

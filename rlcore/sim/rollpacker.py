@@ -13,49 +13,11 @@ from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import Training, judge_bytes, weights_s
 from rlcore.sim.published import PROMPTS, SAMPLES, System
 from rlcore.sim.rewards import Rewards
+from rlcore.sim.table import Made, Row, row
 from rlcore.sim.user import after, rewards
 from rlcore.sim.workload import GENERATORS, Recorded, Workload
 
 H800 = GPUS["H800"]
-Row = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A table."""
-
-    title: str
-    rows: list[Row]
-    notes: list[str]
-
-
-def row(
-    cell: str, published: float, simulated: float, *, fitted: bool = False, **more: object
-) -> Row:
-    """A cell, its error as a difference."""
-    return {
-        "cell": cell,
-        "published": round(published, 3),
-        "simulated": round(simulated, 3),
-        "error": round(simulated - published, 3),
-        "fitted": fitted,
-        **more,
-    }
-
-
-def show(made: Made) -> list[str]:
-    """A line a cell."""
-    width = max(30, *(len(str(r["cell"])) + 2 for r in made.rows))
-    lines = [made.title, "", f"{'cell':{width}}{'published':>11}{'simulated':>11}{'error':>10}"]
-    for r in made.rows:
-        kind = "fitted on it" if r["fitted"] else "predicted"
-        note = f"; {r['note']}" if r.get("note") else ""
-        lines.append(
-            f"{r['cell']:{width}}{r['published']:11.5g}{r['simulated']:11.5g}{r['error']:+10.3g}"
-            f"  {kind}{note}"
-        )
-    return [*lines, *(["", *made.notes] if made.notes else [])]
-
 
 # ---- figure 11: rounds alone
 

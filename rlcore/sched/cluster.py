@@ -1,0 +1,696 @@
+"""Which jobs share nodes. RollMux's inter-group scheduler, arXiv 2512.11306, PAPERS.md B1-B3.
+
+A job samples on rollout nodes and trains on train nodes; while it does one, the other half of its
+nodes has nothing to do. Jobs of a group take turns: each is pinned to some of the group's rollout
+nodes, where its state stays in host memory, and trains on all of the group's train nodes. With all
+in one cyclic order (`phase_mux.py`) an iteration of every job takes
+
+    period = max(T_cycle, T_load)
+    T_cycle = max over jobs of rollout + train + sync
+    T_load  = max over nodes of the phases that run there
+
+where every phase includes the switch to it as soon as there is somebody to switch from. Profiles
+are worst cases, and starts in a fixed order never come later when a phase is shorter, so
+
+    period <= slo x T_solo    for every job of the group
+
+is a promise and not an estimate. A job goes where it adds least to the bill: onto nodes of a group,
+into a group that rents further nodes for it, or into one of its own. Groups without slack,
+T_load >= T_cycle, are not asked.
+
+Differs from the paper: a group that has too few train nodes for a job may rent them, too; node sets
+of a group are nested or disjoint, since across overlapping ones a cyclic order can take longer than
+the busiest node (`tests/unit/test_sched_phase_mux.py` has the example); nobody's sampling or
+training is taken to be faster on more nodes unless its profile says so; and `repack` may move
+jobs, which the paper never does.
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, islice
+from typing import Any, Literal
+
+from rlcore.sched.partition import MOST_JOBS, cheapest_partition
+
+Kind = Literal["packed", "scaled", "isolated", "queued", "refused"]
+MOST_PLACEMENTS = 256
+"""Node sets that are tried in one group for a job of several nodes."""
+ROUNDING = 1 + 1e-12
+TO_BE_TAKEN = 10**9
+"""From here on numbers stand for nodes that are not chosen yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What admission knows of a job: the worst case, every response at its limit, on its own
+    nodes."""
+
+    id: str
+    rollout_nodes: int
+    train_nodes: int
+    rollout_s: float
+    train_s: float
+    sync_s: float = 0.0
+    """Weights to the engines; it keeps the job waiting and no node busy."""
+    slo: float = 2.0
+    """An iteration may take this many times that of the job alone."""
+    rollout_gb: float = 0.0
+    """Of the host memory of each of its rollout nodes, for as long as the job lives."""
+    train_gb: float = 0.0
+    train_scaling: float = 0.0
+    """On n times its train nodes training takes n**-this of the time: 0 as long, 1 an n-th."""
+
+    def __post_init__(self) -> None:
+        def check(is_good: bool, name: str, allowed: str) -> None:
+            if not is_good:
+                raise ValueError(f"job {self.id}: {name} {getattr(self, name)}: must be {allowed}")
+
+        for name in ("rollout_nodes", "train_nodes"):
+            check(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("rollout_s", "train_s"):
+            value = getattr(self, name)
+            check(value > 0 and math.isfinite(value), name, "seconds above 0; profile the job")
+        for name in ("sync_s", "rollout_gb", "train_gb"):
+            value = getattr(self, name)
+            check(value >= 0 and math.isfinite(value), name, "at least 0")
+        check(self.slo >= 1, "slo", "at least 1, which is as fast as the job alone")
+        check(0 <= self.train_scaling <= 1, "train_scaling", "from 0 to 1")
+
+    @property
+    def solo_s(self) -> float:
+        """An iteration of the job alone."""
+        return self.rollout_s + self.train_s + self.sync_s
+
+    @property
+    def limit_s(self) -> float:
+        """What an iteration may take."""
+        return self.slo * self.solo_s
+
+    def train_on(self, nodes: int) -> float:
+        """Seconds of its training on this many nodes."""
+        if nodes == self.train_nodes or not self.train_scaling:
+            return self.train_s
+        return self.train_s * (self.train_nodes / nodes) ** self.train_scaling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """Equal nodes."""
+
+    nodes: int | None = None
+    """There are so many; None: as many as are rented."""
+    price: float = 1.0
+    """Of a node for an hour."""
+    memory_gb: float = math.inf
+    """Of a node's host, for the states of the jobs that are pinned there."""
+    switch_s: float = 0.0
+    """From one job's phase to another's, whose state is in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What became of a job that came."""
+
+    job: str
+    kind: Kind
+    """`packed` onto a group's nodes, `scaled`: the group rents more, `isolated`: a group of its
+    own; `queued`: there is no room now, `refused`: there never is."""
+    group: int | None
+    rollout: tuple[int, ...]
+    """Nodes it is pinned to."""
+    train: tuple[int, ...]
+    added: float
+    """To the bill, an hour."""
+    period_s: float
+    """Of an iteration of each job of the group, at worst."""
+    slowdown: float
+    """That against the job alone."""
+    passed: Mapping[str, int]
+    """Groups that were not taken, by reason."""
+    why: str = ""
+
+    def explain(self) -> str:
+        """One sentence or two, for the log of the job."""
+        others = ", ".join(f"{n} {reason}" for reason, n in sorted(self.passed.items()))
+        others = f"; other groups: {others}" if others else ""
+        if self.group is None:
+            return f"job {self.job} is {self.kind}: {self.why}{others}"
+        how = {
+            "packed": f"shares nodes of group {self.group}",
+            "scaled": f"joins group {self.group}, which rents more nodes",
+            "isolated": f"has nodes of its own (group {self.group})",
+        }[self.kind]
+        return (
+            f"job {self.job} {how}: rollout {_names(self.rollout)}, train {_names(self.train)}, "
+            f"+{self.added:.2f} an hour, an iteration at most {self.period_s:.1f} s, "
+            f"{self.slowdown:.2f}x alone{others}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A job that goes to other nodes, with its state."""
+
+    job: str
+    group: int
+    rollout: tuple[int, ...]
+    train: tuple[int, ...]
+
+
+def _names(nodes: Sequence[int]) -> str:
+    return "+".join(map(str, nodes))
+
+
+class Group:
+    """Jobs that take turns on nodes of their own."""
+
+    __slots__ = (  # a cluster asks thousands of groups
+        "_chain",
+        "_train_gb",
+        "_train_sum",
+        "cycle_s",
+        "id",
+        "jobs",
+        "limit_s",
+        "load",
+        "load_s",
+        "pinned",
+        "pools",
+        "train",
+    )
+
+    def __init__(self, id: int, pools: tuple[Pool, Pool]) -> None:
+        self.id = id
+        self.pools = pools
+        self.jobs: dict[str, Job] = {}
+        self.pinned: dict[str, tuple[int, ...]] = {}
+        """Rollout nodes by job."""
+        self.load: dict[int, tuple[float, int, float]] = {}
+        """By rollout node: seconds of the rollouts there, jobs, host memory."""
+        self.train: tuple[int, ...] = ()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        nodes = max(len(self.train), 1)
+        self.limit_s = min((j.limit_s for j in self.jobs.values()), default=math.inf)
+        self._train_sum, self._chain = self.training(nodes)
+        self._train_gb = sum(j.train_gb for j in self.jobs.values())
+        load: dict[int, tuple[float, int, float]] = {}
+        for name, nodes_of in self.pinned.items():
+            job = self.jobs[name]
+            for node in nodes_of:
+                seconds, count, gb = load.get(node, (0.0, 0, 0.0))
+                load[node] = (seconds + job.rollout_s, count + 1, gb + job.rollout_gb)
+        self.load = load
+        to_rollout, to_train = self.switches(len(self.jobs))
+        self.cycle_s = self._chain + to_rollout + to_train
+        """The longest iteration of a job that never waits: T_cycle."""
+        self.load_s = max(
+            self._train_sum + len(self.jobs) * to_train,
+            max((s + n * to_rollout for s, n, _ in load.values()), default=0.0),
+        )
+        """Phases of an iteration of all jobs on the busiest node: T_load."""
+
+    def training(self, nodes: int) -> tuple[float, float]:
+        """On this many train nodes: seconds of all trainings, the longest chain of a job."""
+        total = chain = 0.0
+        for job in self.jobs.values():
+            took = job.train_on(nodes)
+            total += took
+            chain = max(chain, job.rollout_s + took + job.sync_s)
+        return total, chain
+
+    def switches(self, jobs: int) -> tuple[float, float]:
+        """Seconds of a switch on a rollout and on a train node, with so many jobs."""
+        return (self.pools[0].switch_s, self.pools[1].switch_s) if jobs > 1 else (0.0, 0.0)
+
+    @property
+    def period_s(self) -> float:
+        """Of an iteration of every job."""
+        return max(self.cycle_s, self.load_s)
+
+    @property
+    def is_saturated(self) -> bool:
+        """Any job more makes an iteration longer."""
+        return self.load_s >= self.cycle_s
+
+    @property
+    def cost(self) -> float:
+        """An hour."""
+        return len(self.load) * self.pools[0].price + len(self.train) * self.pools[1].price
+
+    def order(self) -> list[str]:
+        """Jobs in the order of their turns: those on more nodes first, then as they came. With
+        nested node sets the period is then the closed form's."""
+        return sorted(self.jobs, key=lambda name: -len(self.pinned[name]))
+
+    def add(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> None:
+        """Pins a job; `train` are the group's train nodes from now on."""
+        self.jobs[job.id] = job
+        self.pinned[job.id] = tuple(sorted(rollout))
+        self.train = train
+        self._refresh()
+
+    def remove(self, name: str) -> tuple[list[int], list[int]]:
+        """Without a job: nodes that nobody needs now, rollout and train. Train nodes are kept where
+        the others would miss what they were promised without them."""
+        del self.jobs[name]
+        free = [n for n in self.pinned.pop(name) if not any(n in p for p in self.pinned.values())]
+        keep = max((j.train_nodes for j in self.jobs.values()), default=0)
+        before = self.train
+        for nodes in range(keep, len(before) + 1):
+            self.train = before[:nodes]
+            self._refresh()
+            if self.period_s <= self.limit_s * ROUNDING:
+                break
+        return free, list(before[len(self.train) :])
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Of a group, or of none, to a job."""
+
+    group: Group | None
+    keep: tuple[int, ...]
+    """Rollout nodes of the group's that the job is pinned to."""
+    more_rollout: int
+    more_train: int
+    added: float
+    period_s: float
+    utilization: float
+
+
+class _Nodes:
+    """Numbers of nodes; the lowest free one is the next."""
+
+    def __init__(self, limit: int | None, first: int = 0) -> None:
+        self.limit, self.used = limit, 0
+        self._free: list[int] = []
+        self._next = first
+
+    def has(self, count: int) -> bool:
+        return self.limit is None or self.used + count <= self.limit
+
+    def take(self, count: int) -> tuple[int, ...]:
+        assert self.has(count), (self.used, count, self.limit)
+        self.used += count
+        out = []
+        for _ in range(count):
+            if self._free:
+                out.append(heapq.heappop(self._free))
+            else:
+                out.append(self._next)
+                self._next += 1
+        return tuple(out)
+
+    def give(self, nodes: Collection[int]) -> None:
+        self.used -= len(nodes)
+        for node in nodes:
+            heapq.heappush(self._free, node)
+
+    def claim(self, nodes: Collection[int]) -> None:
+        """Take these, which are free."""
+        self.used += len(nodes)
+        self._free = [n for n in self._free if n not in nodes]
+        heapq.heapify(self._free)
+
+    def mark(self, nodes: Collection[int]) -> None:
+        """These are in use, as a saved state says."""
+        self.used = len(nodes)
+        self._next = max(nodes, default=-1) + 1
+        self._free = sorted(set(range(self._next)) - set(nodes))
+
+
+class Cluster:
+    """Two pools, and the groups on them."""
+
+    def __init__(self, rollout: Pool, train: Pool, *, most_jobs: int | None = None) -> None:
+        """`most_jobs` of a group; None: as many as find room."""
+        self.pools = (rollout, train)
+        self._most_jobs = most_jobs
+        self.groups: dict[int, Group] = {}
+        self._group_of: dict[str, Group] = {}
+        self._rollout, self._train = _Nodes(rollout.nodes), _Nodes(train.nodes)
+        self._next_group = 0
+
+    @property
+    def cost(self) -> float:
+        """Of all nodes in use, an hour."""
+        return self._rollout.used * self.pools[0].price + self._train.used * self.pools[1].price
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """In use: rollout, train."""
+        return self._rollout.used, self._train.used
+
+    def group_of(self, job: str) -> Group:
+        """KeyError where there is no such job."""
+        return self._group_of[job]
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups.values())
+
+    def admit(self, job: Job) -> Decision:
+        """Place a job where it adds least to the bill and no job misses its SLO; among equals where
+        nodes are used most, then in the oldest group. `queued` and `refused` change nothing.
+
+        Raises:
+            ValueError: there is a job of this name.
+        """
+        if job.id in self._group_of:
+            raise ValueError(f"job {job.id}: the cluster has one of this name; take another")
+        passed: Counter[str] = Counter()
+        if why := self._never(job):
+            return self._away(job, "refused", why, passed)
+        best = self._isolated(job)
+        for offer in self._offers(job, passed):
+            if best is None or _is_better(offer, best):
+                best = offer
+        if best is None:
+            free = [
+                "any number of" if n.limit is None else str(n.limit - n.used)
+                for n in (self._rollout, self._train)
+            ]
+            why = (
+                f"it needs {job.rollout_nodes} rollout and {job.train_nodes} train nodes, "
+                f"{free[0]} and {free[1]} are free; it is asked again when a job leaves"
+            )
+            return self._away(job, "queued", why, passed)
+        return self._place(job, best, passed)
+
+    def leave(self, name: str) -> Group | None:
+        """A job is gone; nodes that nobody needs are given back. Its group, if there is one left.
+        KeyError where there is no such job."""
+        group = self._group_of.pop(name)
+        rollout, train = group.remove(name)
+        self._rollout.give(rollout)
+        self._train.give(train)
+        if group.jobs:
+            return group
+        del self.groups[group.id]
+        return None
+
+    def repack(self, name: str) -> list[Move]:
+        """Make the bill smaller around a job: with the groups that cost most for each of their
+        jobs and have one that it could share nodes with, up to 12 jobs in all, the cheapest
+        partition is looked for and taken. Jobs whose nodes change must be told.
+
+        Not in the paper, which never moves a job. KeyError where there is no such job.
+        """
+        before = self._around(self._group_of[name])
+        jobs = [j for g in before for j in g.jobs.values()]
+        jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # the order they are pinned in
+        builder = _Builder(self)
+
+        def cost_of(members: tuple[int, ...]) -> float | None:
+            group = builder.build([jobs[n] for n in members])
+            return None if group is None else group.cost
+
+        cost, parts = cheapest_partition(len(jobs), cost_of)
+        if cost > sum(g.cost for g in before) * (1 - 1e-9):
+            return []
+        after = builder.settle([[jobs[n] for n in part] for part in parts], before)
+        return self._exchange(before, after)
+
+    def _around(self, group: Group) -> list[Group]:
+        """A group, and others whose jobs it could do with."""
+        mine = list(group.jobs.values())
+        found = sorted(
+            (
+                g
+                for g in self.groups.values()
+                if g is not group
+                and len(g.jobs) + len(mine) <= MOST_JOBS
+                and any(self._could_share(a, b) for a in mine for b in g.jobs.values())
+            ),
+            key=lambda g: (-g.cost / len(g.jobs), g.id),
+        )
+        out, count = [group], len(mine)
+        for g in found:
+            if count + len(g.jobs) <= MOST_JOBS:
+                out.append(g)
+                count += len(g.jobs)
+        return out
+
+    def _could_share(self, a: Job, b: Job) -> bool:
+        """Two jobs keep their promises in one group, if with nodes of their own for rollouts."""
+        switches = self.pools[0].switch_s + self.pools[1].switch_s
+        train = a.train_s + b.train_s + 2 * self.pools[1].switch_s
+        return max(a.solo_s + switches, b.solo_s + switches, train) <= min(a.limit_s, b.limit_s)
+
+    def _exchange(self, before: Sequence[Group], after: Sequence[Group]) -> list[Move]:
+        """Groups in the place of others; nodes from 10**9 on are still to be taken."""
+        nodes = [n for g in after for n in g.load], [n for g in after for n in g.train]
+        old = sum(len(g.load) for g in before), sum(len(g.train) for g in before)
+        pools = self._rollout, self._train
+        if not all(p.has(len(n) - o) for p, n, o in zip(pools, nodes, old, strict=True)):
+            return []
+        was = {name: (g.id, g.pinned[name], g.train) for g in before for name in g.jobs}
+        for g in before:
+            del self.groups[g.id]
+            self._rollout.give(list(g.load))
+            self._train.give(g.train)
+        for pool, now in zip(pools, nodes, strict=True):
+            pool.claim({n for n in now if n < TO_BE_TAKEN})
+        moves = []
+        for new in after:
+            real = [
+                {n: n if n < TO_BE_TAKEN else pool.take(1)[0] for n in names}
+                for pool, names in zip(pools, (new.load, new.train), strict=True)
+            ]
+            if new.id < 0:
+                new.id, self._next_group = self._next_group, self._next_group + 1
+            group = self.groups[new.id] = Group(new.id, self.pools)
+            for job in new.jobs.values():
+                pinned = [real[0][n] for n in new.pinned[job.id]]
+                group.add(job, pinned, tuple(real[1][n] for n in new.train))
+                self._group_of[job.id] = group
+            for name in group.jobs:
+                now = (group.id, group.pinned[name], group.train)
+                if now != was[name]:
+                    moves.append(Move(name, *now))
+        self.groups = dict(sorted(self.groups.items()))
+        return moves
+
+    def state(self) -> dict[str, Any]:
+        """All of it as plain values, for `restore`."""
+        return {
+            "next": self._next_group,
+            "groups": [
+                {
+                    "id": g.id,
+                    "train": list(g.train),
+                    "jobs": [asdict(j) | {"pinned": list(g.pinned[j.id])} for j in g.jobs.values()],
+                }
+                for g in self.groups.values()
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave in the place of what is here."""
+        self.groups.clear()
+        self._group_of.clear()
+        self._next_group = state["next"]
+        for saved in state["groups"]:
+            group = self.groups[saved["id"]] = Group(saved["id"], self.pools)
+            for values in saved["jobs"]:
+                job = Job(**{k: v for k, v in values.items() if k != "pinned"})
+                group.add(job, values["pinned"], tuple(saved["train"]))
+                self._group_of[job.id] = group
+        self._rollout.mark([n for g in self.groups.values() for n in g.load])
+        self._train.mark([n for g in self.groups.values() for n in g.train])
+
+    # ---- offers
+
+    def _never(self, job: Job) -> str:
+        for pool, what, nodes, gb in (
+            (self.pools[0], "rollout", job.rollout_nodes, job.rollout_gb),
+            (self.pools[1], "train", job.train_nodes, job.train_gb),
+        ):
+            if pool.nodes is not None and nodes > pool.nodes:
+                return f"it needs {nodes} {what} nodes and the pool has {pool.nodes}"
+            if gb > pool.memory_gb:
+                return (
+                    f"its {what} state is {gb:g} GB a node, and a node's host memory takes "
+                    f"{pool.memory_gb:g} GB"
+                )
+        return ""
+
+    def _isolated(self, job: Job) -> _Offer | None:
+        if not (self._rollout.has(job.rollout_nodes) and self._train.has(job.train_nodes)):
+            return None
+        added = job.rollout_nodes * self.pools[0].price + job.train_nodes * self.pools[1].price
+        busiest = max(job.rollout_s, job.train_s) / job.solo_s
+        return _Offer(None, (), job.rollout_nodes, job.train_nodes, added, job.solo_s, busiest)
+
+    def _offers(self, job: Job, passed: Counter[str]) -> Iterator[_Offer]:
+        """Of the groups, from the oldest on; those that have none are counted by reason."""
+        for group in self.groups.values():
+            offer = self._ask(group, job)
+            if isinstance(offer, str):
+                passed[offer] += 1
+            else:
+                yield offer
+
+    def _limit(self, group: Group, job: Job) -> float:
+        """Seconds that an iteration of the group may take with this job; 0: do not ask it."""
+        return 0.0 if group.is_saturated else min(group.limit_s, job.limit_s) * ROUNDING
+
+    def _ask(self, group: Group, job: Job) -> _Offer | str:
+        """The cheapest that a group can do, or why it can do nothing."""
+        limit = self._limit(group, job)
+        if limit == 0.0:
+            return "saturated"
+        if len(group.jobs) == self._most_jobs:
+            return "full"
+        to_rollout, to_train = group.switches(len(group.jobs) + 1)
+        nodes = max(len(group.train), job.train_nodes)
+        total, chain = group._train_sum, group._chain
+        if nodes > len(group.train):
+            if not self._train.has(nodes - len(group.train)):
+                return "without free nodes"
+            total, chain = group.training(nodes)
+        took = job.train_on(nodes)
+        train_load = total + took + (len(group.jobs) + 1) * to_train
+        cycle = max(chain, job.rollout_s + took + job.sync_s) + to_rollout + to_train
+        if max(train_load, cycle) > limit:
+            return "too slow for somebody"
+        if group._train_gb + job.train_gb > self.pools[1].memory_gb:
+            return "without host memory"
+        room = limit - job.rollout_s - to_rollout
+        most_gb = self.pools[0].memory_gb - job.rollout_gb
+        fits = [
+            (s + n * to_rollout, node)
+            for node, (s, n, gb) in group.load.items()
+            if s + n * to_rollout <= room and gb <= most_gb
+        ]
+        fits.sort()
+        keep = self._placement(group, job.rollout_nodes, fits)
+        if keep is None:
+            return "without free nodes"
+        more = job.rollout_nodes - len(keep)
+        busiest = max(s + n * to_rollout for s, n, _ in group.load.values())
+        own = max((load for load, node in fits if node in keep), default=0.0)
+        load = max(train_load, busiest, own + job.rollout_s + to_rollout)
+        more_train = nodes - len(group.train)
+        added = more * self.pools[0].price + more_train * self.pools[1].price
+        if load > limit:
+            return "too slow for somebody"
+        return _Offer(group, keep, more, more_train, added, max(cycle, load), load / cycle)
+
+    def _placement(
+        self, group: Group, nodes: int, fits: Sequence[tuple[float, int]]
+    ) -> tuple[int, ...] | None:
+        """Of the group's nodes as many as possible, the least loaded, nested with or disjoint from
+        those of others; None where the pool has not what is missing."""
+        names = [node for _, node in fits]
+        sets = {frozenset(p) for p in group.pinned.values()}
+        for more in range(nodes + 1):
+            if not self._rollout.has(more):
+                return None
+            if more == nodes:
+                return ()
+            for chosen in islice(combinations(names, nodes - more), MOST_PLACEMENTS):
+                if nodes == 1 or all(_is_nested(other, chosen, more) for other in sets):
+                    return chosen
+        return None
+
+    def _place(self, job: Job, offer: _Offer, passed: Mapping[str, int]) -> Decision:
+        group = offer.group
+        kind: Kind = "scaled" if offer.more_rollout or offer.more_train else "packed"
+        if group is None:
+            kind = "isolated"
+            group = self.groups[self._next_group] = Group(self._next_group, self.pools)
+            self._next_group += 1
+        rollout = (*offer.keep, *self._rollout.take(offer.more_rollout))
+        group.add(job, rollout, (*group.train, *self._train.take(offer.more_train)))
+        self._group_of[job.id] = group
+        return Decision(
+            job.id,
+            kind,
+            group.id,
+            group.pinned[job.id],
+            group.train,
+            offer.added,
+            group.period_s,
+            group.period_s / job.solo_s,
+            dict(passed),
+        )
+
+    def _away(self, job: Job, kind: Kind, why: str, passed: Mapping[str, int]) -> Decision:
+        return Decision(job.id, kind, None, (), (), 0.0, math.inf, math.inf, dict(passed), why)
+
+
+def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> bool:
+    """A set of nodes and one of `chosen` and `more` fresh ones: one holds the other, or they share
+    none."""
+    common = len(other.intersection(chosen))
+    return common in (0, len(other)) or (not more and common == len(chosen))
+
+
+def _is_better(a: _Offer, b: _Offer) -> bool:
+    """Groups are asked from the oldest on, so of equal ones the first stays."""
+    if not math.isclose(a.added, b.added, rel_tol=1e-9, abs_tol=1e-9):
+        return a.added < b.added
+    return a.utilization > b.utilization * ROUNDING
+
+
+class _Builder(Cluster):
+    """Groups that do not exist yet, of nodes without limit."""
+
+    def __init__(self, of: Cluster) -> None:
+        rollout, train = (replace(p, nodes=None) for p in of.pools)
+        super().__init__(rollout, train, most_jobs=of._most_jobs)
+        self._rollout, self._train = _Nodes(None, TO_BE_TAKEN), _Nodes(None, TO_BE_TAKEN)
+
+    def _limit(self, group: Group, job: Job) -> float:
+        return min(group.limit_s, job.limit_s) * ROUNDING
+
+    def build(self, jobs: Sequence[Job], start: Group | None = None) -> Group | None:
+        """One group of all of them, besides those that it starts with; None where they cannot
+        be."""
+        self._group_of.clear()
+        group = start
+        for job in jobs:
+            if group is None:
+                offer: _Offer | str | None = self._isolated(job)
+            else:
+                offer = self._ask(group, job)
+            if not isinstance(offer, _Offer):
+                return None
+            self._place(job, offer, {})
+            group = self._group_of[job.id]
+        return group
+
+    def settle(self, parts: Sequence[Sequence[Job]], before: Sequence[Group]) -> list[Group]:
+        """A group for every part; most of its jobs stay where they are, if that costs no more."""
+        left = list(before)
+        out = []
+        for jobs in sorted(parts, key=len, reverse=True):
+            names = {j.id for j in jobs}
+            new = self.build(jobs)
+            assert new is not None
+            new.id = -1
+            old = max(left, key=lambda g: len(names & g.jobs.keys()), default=None)
+            if old is not None and names & old.jobs.keys():
+                left.remove(old)
+                kept = self._kept(old, jobs)
+                if kept is not None and kept.cost <= new.cost * ROUNDING:
+                    new = kept
+            out.append(new)
+        return out
+
+    def _kept(self, old: Group, jobs: Sequence[Job]) -> Group | None:
+        """What is left of a group, and the others in it."""
+        start = Group(old.id, self.pools)
+        for job in old.jobs.values():
+            if job in jobs:
+                start.add(job, old.pinned[job.id], old.train)
+        need = max(j.train_nodes for j in jobs)
+        if len(old.train) > need:
+            start.train = old.train[:need]
+            start._refresh()
+        return self.build([j for j in jobs if j.id not in start.jobs], start)

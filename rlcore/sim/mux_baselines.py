@@ -1,0 +1,118 @@
+"""What a scheduler of many jobs is held against: the cheapest partition there is, and simpler
+ways."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from rlcore.sched.cluster import ROUNDING, Cluster, Decision, Group, Job, Pool
+from rlcore.sched.partition import cheapest_partition
+
+
+class Careless(Cluster):
+    """Asks for host memory alone: saturated groups and promises do not count."""
+
+    def _limit(self, group: Group, job: Job) -> float:
+        return math.inf
+
+
+class Greedy(Careless):
+    """Where it adds least to the bill; the group that is used most among equals [PAPERS.md B5]."""
+
+
+class Random(Careless):
+    """Any group that has host memory, or one of its own, all alike [PAPERS.md B5]."""
+
+    def __init__(self, rollout: Pool, train: Pool, seed: int) -> None:
+        super().__init__(rollout, train)
+        self._dice = random.Random(seed)
+
+    def admit(self, job: Job) -> Decision:
+        """As `Cluster.admit`, by chance."""
+        passed: Counter[str] = Counter()
+        offers = [self._isolated(job), *self._offers(job, passed)]
+        chosen = self._dice.choice([o for o in offers if o is not None])
+        return self._place(job, chosen, passed)
+
+
+def optimum(jobs: Sequence[Job], rollout: Pool, train: Pool) -> float:
+    """The least bill an hour of any partition of these jobs into groups whose closed form keeps
+    every promise. Subset dynamic programming.
+
+    Node sets may overlap here and the closed form is taken for granted then, so this is a lower
+    bound where jobs need several nodes, and exact else.
+
+    Raises:
+        ValueError: more than 12 jobs.
+    """
+    pools = (rollout, train)
+
+    def cost_of(members: tuple[int, ...]) -> float | None:
+        return group_cost([jobs[n] for n in members], pools)
+
+    return cheapest_partition(len(jobs), cost_of)[0]
+
+
+def group_cost(jobs: Sequence[Job], pools: tuple[Pool, Pool]) -> float | None:
+    """The least bill of a group; None where no number of nodes keeps its promises."""
+    rollout, train = pools
+    if len(jobs) == 1:
+        return jobs[0].rollout_nodes * rollout.price + jobs[0].train_nodes * train.price
+    limit = min(j.limit_s for j in jobs) * ROUNDING
+    if sum(j.train_gb for j in jobs) > train.memory_gb:
+        return None
+    least = max(j.train_nodes for j in jobs)
+    most = sum(j.train_nodes for j in jobs) if any(j.train_scaling for j in jobs) else least
+    best: float | None = None
+    for nodes in range(least, most + 1):
+        load = sum(j.train_on(nodes) + train.switch_s for j in jobs)
+        cycle = max(j.rollout_s + j.train_on(nodes) + j.sync_s for j in jobs)
+        if max(load, cycle + rollout.switch_s + train.switch_s) > limit:
+            continue
+        found = least_nodes(jobs, limit, rollout)
+        cost = found * rollout.price + nodes * train.price
+        best = cost if best is None else min(best, cost)
+    return best
+
+
+def least_nodes(jobs: Sequence[Job], limit: float, pool: Pool) -> int:
+    """Rollout nodes on which the loads of these jobs stay below `limit`, each on its own number of
+    them. Branch and bound."""
+    order = sorted(jobs, key=lambda j: (-j.rollout_nodes, -j.rollout_s))
+    best = sum(j.rollout_nodes for j in jobs)
+    loads: list[float] = []
+    memory: list[float] = []
+
+    def place(at: int, node: int, left: int) -> None:
+        """The job of `at` goes to `left` more nodes from `node` on."""
+        nonlocal best
+        if len(loads) >= best:
+            return
+        if left == 0:
+            at += 1
+            if at == len(order):
+                best = len(loads)
+                return
+            node, left = 0, order[at].rollout_nodes
+        job = order[at]
+        took = job.rollout_s + pool.switch_s
+        seen = set()
+        for n in range(node, len(loads)):
+            fits = loads[n] + took <= limit and memory[n] + job.rollout_gb <= pool.memory_gb
+            if not fits or (left == 1 and (loads[n], memory[n]) in seen):
+                continue
+            seen.add((loads[n], memory[n]))
+            loads[n] += took
+            memory[n] += job.rollout_gb
+            place(at, n + 1, left - 1)
+            loads[n] -= took
+            memory[n] -= job.rollout_gb
+        before = len(loads)
+        loads.extend([took] * left)
+        memory.extend([job.rollout_gb] * left)
+        place(at, len(loads), 0)
+        del loads[before:], memory[before:]
+
+    place(0, 0, order[0].rollout_nodes)
+    return best

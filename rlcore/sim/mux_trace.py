@@ -1,0 +1,180 @@
+"""Jobs that come to a cluster and leave when their iterations are done: the shipped
+`sched/cluster.py` decides, the bill runs."""
+
+import heapq
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rlcore.sched.cluster import Cluster, Group, Job
+from rlcore.sim.published_rollmux import MEAN_HOURS, SHAPES, SIGMA, SIZES, SLO, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A job, when it comes, how long it takes alone."""
+
+    job: Job
+    at_s: float
+    alone_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a trace."""
+
+    seconds: float = 0.0
+    """From the first arrival to the last departure."""
+    bill: float = 0.0
+    kept: float = 0.0
+    """Share of the jobs that took at most their SLO times their time alone."""
+    promised: float = 0.0
+    """Share of the jobs none of whose iterations was to take longer."""
+    idle: tuple[float, float] = (0.0, 0.0)
+    """Share of the rented time of rollout and train nodes in which nobody had them."""
+    peak: tuple[int, int] = (0, 0)
+    moves: int = 0
+    points: list[tuple[float, float, int]] = field(default_factory=list)
+    """(when, bill an hour, jobs), after every change."""
+
+    @property
+    def per_hour(self) -> float:
+        return self.bill / (self.seconds / 3600)
+
+
+@dataclass(slots=True)
+class _Going:
+    job: Job
+    came: float
+    left: float
+    """Iterations."""
+    iterations: float
+    period_s: float
+    at: float
+    version: int = 0
+    worst_s: float = 0.0
+
+
+def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> Job:
+    """One of the nine profiles; `sizes` may repeat."""
+    share = SHAPES[dice.choice(shapes)]
+    size = SIZES[dice.choice(sizes)]
+    took, nodes = dice.uniform(*size.seconds), dice.choice(size.nodes)
+    return Job(
+        id=name,
+        rollout_nodes=nodes,
+        train_nodes=nodes,
+        rollout_s=share * took,
+        train_s=(1 - share) * took,
+        slo=dice.uniform(*SLO),
+        rollout_gb=size.gb,
+        train_gb=size.gb,
+    )
+
+
+def draw_trace(trace: Trace, seed: int) -> list[Arrival]:
+    """Poisson arrivals, log-normal durations, profiles by weight."""
+    dice = random.Random(seed)
+    times = sorted(dice.uniform(0, trace.hours * 3600) for _ in range(trace.jobs))
+    hours = [dice.lognormvariate(0, SIGMA) for _ in times]
+    scale = MEAN_HOURS * len(hours) / sum(hours)
+    names, weights = zip(*trace.sizes.items(), strict=True)
+    out = []
+    for n, (at, h) in enumerate(zip(times, hours, strict=True)):
+        size = dice.choices(names, weights)
+        job = draw_job(f"job {n}", dice, list(SHAPES), size)
+        out.append(Arrival(job, at, h * scale * 3600))
+    return out
+
+
+def run_trace(
+    cluster: Cluster, arrivals: Iterable[Arrival], *, repack: bool = False, move_s: float = 0.0
+) -> Outcome:
+    """Every iteration takes the worst case's period. `move_s`: what a job loses when it is moved
+    by `repack`. RuntimeError where a job finds no place."""
+    out = Outcome()
+    going: dict[str, _Going] = {}
+    events: list[tuple[float, int, str, int, Arrival | None]] = []
+    todo = sorted(arrivals, key=lambda a: a.at_s)
+    for n, a in enumerate(todo):
+        heapq.heappush(events, (a.at_s, n, a.job.id, 0, a))
+    now = start = todo[0].at_s
+    count = len(todo)
+    busy, rented = [0.0, 0.0], [0.0, 0.0]
+    kept = promised = 0
+    while events:
+        at, _, name, version, arrival = heapq.heappop(events)
+        if arrival is None and (name not in going or going[name].version != version):
+            continue
+        _account(cluster, at - now, busy, rented)
+        out.bill += cluster.cost * (at - now) / 3600
+        now = at
+        moved: dict[str, int] = {}
+        if arrival is not None:
+            job = arrival.job
+            made = cluster.admit(job)
+            if made.group is None:
+                raise RuntimeError(made.explain())
+            iterations = arrival.alone_s / job.solo_s
+            going[name] = _Going(job, now, iterations, iterations, job.solo_s, now)
+            groups = [cluster.group_of(name)]
+            seeds = [name] if made.added else []
+        else:
+            one = going.pop(name)
+            alone = one.iterations * one.job.solo_s
+            kept += now - one.came <= one.job.slo * alone * (1 + 1e-9)
+            promised += one.worst_s <= one.job.limit_s * (1 + 1e-9)
+            left = cluster.leave(name)
+            groups = [left] if left is not None else []
+            seeds = [next(iter(left.jobs))] if left is not None else []
+        for seed in seeds if repack else []:
+            for move in cluster.repack(seed):
+                moved[move.job] = move.group
+                out.moves += move.job != name
+        touched = {id(g): g for g in groups if cluster.groups.get(g.id) is g}
+        touched |= {id(g): g for g in cluster if moved.keys() & g.jobs.keys()}
+        if moved:  # groups that a job left have another object, too
+            touched = {id(g): g for g in cluster}
+        for group in touched.values():
+            count = _replan(group, going, now, events, count, moved, move_s, new=name)
+        out.peak = tuple(map(max, out.peak, cluster.nodes))  # type: ignore[assignment]
+        out.points.append((now, cluster.cost, len(going)))
+    out.seconds = now - start
+    out.kept, out.promised = kept / len(todo), promised / len(todo)
+    out.idle = tuple(1 - b / r for b, r in zip(busy, rented, strict=True))  # type: ignore[assignment]
+    return out
+
+
+def _account(cluster: Cluster, seconds: float, busy: list[float], rented: list[float]) -> None:
+    for g in cluster:
+        rounds = seconds / g.period_s
+        busy[0] += rounds * sum(j.rollout_s * j.rollout_nodes for j in g.jobs.values())
+        rented[0] += seconds * len(g.load)
+        nodes = len(g.train)
+        busy[1] += rounds * nodes * sum(j.train_on(nodes) for j in g.jobs.values())
+        rented[1] += seconds * nodes
+
+
+def _replan(
+    group: Group,
+    going: dict[str, _Going],
+    now: float,
+    events: list[tuple[float, int, str, int, Arrival | None]],
+    count: int,
+    moved: dict[str, int],
+    move_s: float,
+    new: str,
+) -> int:
+    """Jobs of a group have another period from now on; when each ends."""
+    for name in group.jobs:
+        one = going[name]
+        one.left -= (now - one.at) / one.period_s
+        one.at, one.period_s = now, group.period_s
+        one.worst_s = max(one.worst_s, group.period_s)
+        if name in moved and name != new:
+            one.left += move_s / group.period_s
+        one.version += 1
+        count += 1
+        end = now + max(0.0, one.left) * one.period_s
+        heapq.heappush(events, (end, count, name, one.version, None))
+    return count

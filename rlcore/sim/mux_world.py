@@ -1,0 +1,199 @@
+"""Jobs of one group over virtual slots, their turns by the shipped `sched/phase_mux.py`."""
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlcore.sched.phase_mux import TAIL, Grant, Member, Migrate, PhaseMux, Todo
+
+ROLLOUT, TRAIN = "rollout", "train"
+STEPS = {ROLLOUT: TRAIN, TRAIN: "sync", "sync": ROLLOUT}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Iteration:
+    """What one iteration of a job takes on slots of its own."""
+
+    rollout_s: float
+    train_s: float
+    sync_s: float = 0.0
+    tail_s: float = math.inf
+    """Of the rollout, until so many responses are done that the rest may move."""
+    moved_s: float = 0.0
+    """From then on, where the rest has moved to the slots that the job keeps: prefill and all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualJob:
+    """A member and what it does."""
+
+    member: Member
+    iteration: Callable[[int], Iteration]
+    batch_share: float = 0.0
+    """Of a decode step's time, what grows with the batch: so much slower is a rollout on fewer
+    slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A job on a slot."""
+
+    job: str
+    phase: str
+    slot: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happened."""
+
+    spans: list[Span] = field(default_factory=list)
+    ends: dict[str, list[float]] = field(default_factory=dict)
+    """By job: when each of its iterations ended."""
+    moves: int = 0
+
+    def period(self, job: str, skip: int) -> float:
+        """Mean seconds of an iteration after the first `skip`."""
+        ends = self.ends[job]
+        return (ends[-1] - ends[skip]) / (len(ends) - 1 - skip)
+
+    def busy(self, slots: Sequence[str], start: float, end: float) -> float:
+        """Share of the time of these slots in which a job has them."""
+        wanted = set(slots)
+        total = sum(
+            max(0.0, min(s.end, end) - max(s.start, start)) for s in self.spans if s.slot in wanted
+        )
+        return total / (len(wanted) * (end - start))
+
+
+@dataclass(slots=True)
+class _Run:
+    """A job's progress."""
+
+    job: VirtualJob
+    number: int = 0
+    step: str = ROLLOUT
+    now: Iteration = field(default_factory=lambda: Iteration(rollout_s=1, train_s=1))
+    left_s: float = 0.0
+    """Of the phase, at full speed."""
+    rate: float = 1.0
+    at: float = 0.0
+    version: int = 0
+    is_tail: bool = False
+    has_moved: bool = False
+    opened: dict[str, float] = field(default_factory=dict)
+
+
+class World:
+    """A group, event by event. `switch_s`: of a phase's start, by pool; nothing for a job alone."""
+
+    def __init__(
+        self,
+        jobs: Sequence[VirtualJob],
+        *,
+        switch_s: Mapping[str, float] | None = None,
+        tail: float = TAIL,
+    ) -> None:
+        self._tail_share = tail
+        self.mux = PhaseMux(tail=tail)
+        self._switch = switch_s if switch_s and len(jobs) > 1 else {}
+        self._runs = {j.member.job: _Run(j) for j in jobs}
+        self._events: list[tuple[float, int, str, str, int]] = []
+        self._count = 0
+        self.trace = Trace(ends={j.member.job: [] for j in jobs})
+        order = [j.member.job for j in jobs]
+        for job in jobs:
+            self.mux.join(job.member, 0.0, order)
+            self._at(0.0, "ask", job.member.job)
+
+    def run(self, iterations: int) -> Trace:
+        """Until every job has done so many. RuntimeError where nothing can go on."""
+        while any(len(e) < iterations for e in self.trace.ends.values()):
+            if not self._events:
+                raise RuntimeError(f"nobody can go on: {self.mux.waiting()} {self.mux.holders()}")
+            now, _, what, name, version = heapq.heappop(self._events)
+            run = self._runs[name]
+            if version != run.version:
+                continue
+            self._do(self._event(now, what, name, run), now)
+        return self.trace
+
+    def _event(self, now: float, what: str, name: str, run: _Run) -> list[Todo]:
+        if what == "ask":
+            if run.step == ROLLOUT:
+                run.now = run.job.iteration(run.number)
+            return self.mux.ask(name, (run.step,), now)
+        if what == "tail":
+            self._advance(run, now)
+            run.is_tail = True
+            self._plan(name, run, now)
+            return self.mux.progress(name, math.ceil(1000 * self._tail_share), 1000, now)
+        if what == "end":
+            self._close(name, run, list(run.opened), now)
+            run.step = STEPS[run.step]
+            todo = self.mux.done(name, now)
+            if run.step == "sync":
+                self._at(now + run.now.sync_s, "synced", name)
+                return todo
+            return todo + self._event(now, "ask", name, run)
+        assert what == "synced", what
+        run.step = ROLLOUT
+        run.number += 1
+        self.trace.ends[name].append(now)
+        return self._event(now, "ask", name, run)
+
+    def _do(self, todo: list[Todo], now: float) -> None:
+        for t in todo:
+            run = self._runs[t.job]
+            if isinstance(t, Grant):
+                self._open(t, run, now)
+            else:
+                self._move(t, run, now)
+
+    def _open(self, grant: Grant, run: _Run, now: float) -> None:
+        run.opened |= dict.fromkeys(grant.slots, now)
+        if grant.is_more:
+            self._advance(run, now)
+        else:
+            took = run.now.rollout_s if run.step == ROLLOUT else run.now.train_s
+            run.left_s = took + self._switch.get(run.step, 0.0)
+            run.at, run.is_tail, run.has_moved = now, False, False
+        self._plan(grant.job, run, now)
+
+    def _move(self, move: Migrate, run: _Run, now: float) -> None:
+        self._advance(run, now)
+        self.trace.moves += 1
+        self._close(move.job, run, move.free, now)
+        run.left_s *= run.now.moved_s / (run.now.rollout_s - run.now.tail_s)
+        run.has_moved = True
+        self._plan(move.job, run, now)
+        self._do(self.mux.freed(move.job, move.free, now), now)
+
+    def _advance(self, run: _Run, now: float) -> None:
+        run.left_s -= (now - run.at) * run.rate
+        run.at = now
+
+    def _plan(self, name: str, run: _Run, now: float) -> None:
+        """From now on the phase has this speed, and ends then."""
+        run.rate = 1.0
+        if run.step == ROLLOUT and not run.has_moved:
+            live = 1 - self._tail_share if run.is_tail else 1.0
+            crowd = live * len(run.job.member.slots[ROLLOUT]) / len(run.opened)
+            run.rate = 1 / (1 + run.job.batch_share * max(0.0, crowd - 1))
+        run.version += 1
+        self._at(now + max(0.0, run.left_s) / run.rate, "end", name)
+        before_tail = run.left_s - (run.now.rollout_s - run.now.tail_s)
+        if run.step == ROLLOUT and not run.is_tail and before_tail > -math.inf:
+            self._at(now + max(0.0, before_tail) / run.rate, "tail", name)
+
+    def _close(self, name: str, run: _Run, slots: Sequence[str], now: float) -> None:
+        for slot in slots:
+            self.trace.spans.append(Span(name, run.step, slot, run.opened.pop(slot), now))
+
+    def _at(self, time: float, what: str, name: str) -> None:
+        self._count += 1
+        version = self._runs[name].version
+        heapq.heappush(self._events, (time, self._count, what, name, version))

@@ -1,0 +1,234 @@
+"""Which jobs share nodes: numbers worked by hand, promises under any order of arrivals and
+departures, the bill against the cheapest partition."""
+
+import json
+import math
+import random
+import statistics
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.sched.cluster import Cluster, Group, Job, Pool
+from rlcore.sim.mux_baselines import optimum
+
+ROLLOUT = Pool(price=14.8, memory_gb=1500, switch_s=1.0)
+TRAIN = Pool(price=42.24, memory_gb=1500, switch_s=5.0)
+
+
+def job(name, rollout_s, train_s, slo=2.0, nodes=1, **more):
+    sizes = {"rollout_nodes": nodes, "train_nodes": nodes} | more
+    return Job(id=name, rollout_s=rollout_s, train_s=train_s, slo=slo, **sizes)
+
+
+def test_two_equal_jobs_share_one_pair_of_nodes():
+    cluster = Cluster(ROLLOUT, TRAIN)
+    first = cluster.admit(job("A", 100, 100))
+    assert (first.kind, first.period_s) == ("isolated", 200)
+    assert first.added == pytest.approx(57.04)
+    second = cluster.admit(job("B", 100, 100))
+    assert (second.kind, second.added, second.group) == ("packed", 0.0, first.group)
+    assert second.period_s == 210  # its chain is 100 + 1 + 100 + 5; the train node has 2 x 105
+    assert cluster.cost == first.added
+    third = cluster.admit(job("C", 100, 100))
+    assert third.kind == "isolated"
+    assert third.passed == {"saturated": 1}
+    assert "other groups: 1 saturated" in third.explain()
+
+
+def test_rollout_heavy_jobs_bring_rollout_nodes_of_their_own():
+    """D + D + E of RollMux: 24 H20 and 8 H800."""
+    cluster = Cluster(ROLLOUT, TRAIN)
+    for name, rollout_s, train_s in (("D", 250, 100), ("D2", 250, 100), ("E", 420, 70)):
+        made = cluster.admit(job(name, rollout_s, train_s, slo=1.42))
+    assert made.kind == "scaled"
+    assert cluster.nodes == (3, 1)
+    assert cluster.cost == pytest.approx(86.64)
+
+
+def test_a_promise_close_to_one_is_kept_by_staying_alone():
+    cluster = Cluster(ROLLOUT, TRAIN)
+    cluster.admit(job("A", 100, 100, slo=1.0))
+    assert cluster.admit(job("B", 50, 50)).passed == {"too slow for somebody": 1}
+    assert cluster.admit(job("C", 100, 20)).kind == "packed"
+
+
+def test_host_memory_limits_who_shares():
+    cluster = Cluster(ROLLOUT, TRAIN)
+    cluster.admit(job("A", 100, 30, rollout_gb=900, train_gb=100))
+    made = cluster.admit(job("B", 20, 30, 4, rollout_gb=700, train_gb=100))
+    assert (made.kind, cluster.nodes) == ("scaled", (2, 1))
+    made = cluster.admit(job("C", 20, 30, 4, rollout_gb=100, train_gb=1400))
+    assert made.passed == {"without host memory": 1}
+    assert cluster.admit(job("D", 20, 30, train_gb=1600)).kind == "refused"
+
+
+def test_a_job_on_more_train_nodes_brings_them():
+    cluster = Cluster(ROLLOUT, TRAIN)
+    cluster.admit(job("D", 250, 100, train_scaling=1.0))
+    made = cluster.admit(job("C", 120, 200, nodes=2))
+    assert (made.kind, made.rollout, made.train) == ("scaled", (0, 1), (0, 1))
+    assert cluster.group_of("D").load_s == 120 + 250 + 2  # its training takes 50 s now
+    cluster.leave("C")
+    assert cluster.nodes == (1, 1)
+
+
+def test_a_full_pool_queues_and_an_impossible_job_is_refused():
+    small = Cluster(Pool(nodes=1, switch_s=1), Pool(nodes=1))
+    assert small.admit(job("A", 100, 100, slo=1)).kind == "isolated"
+    queued = small.admit(job("B", 100, 100, slo=1))
+    assert queued.kind == "queued"
+    assert "needs 1 rollout and 1 train nodes, 0 and 0 are free" in queued.explain()
+    assert "and the pool has 1" in small.admit(job("C", 1, 1, nodes=2)).explain()
+    with pytest.raises(ValueError, match="job A: the cluster has one of this name"):
+        small.admit(job("A", 1, 1))
+    small.leave("A")
+    assert small.admit(job("B", 100, 100, slo=1)).kind == "isolated"
+
+
+@pytest.mark.parametrize(
+    "wrong, what",
+    [
+        ({"slo": 0.9}, "slo 0.9: must be at least 1"),
+        ({"rollout_s": 0.0}, "rollout_s 0.0: must be seconds above 0; profile the job"),
+        ({"train_s": math.nan}, "train_s nan: must be seconds above 0"),
+        ({"train_nodes": 0}, "train_nodes 0: must be at least 1"),
+        ({"train_scaling": 2}, "train_scaling 2: must be from 0 to 1"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(wrong, what):
+    values = {"rollout_nodes": 1, "train_nodes": 1, "rollout_s": 1.0, "train_s": 1.0} | wrong
+    with pytest.raises(ValueError, match=what):
+        Job(id="A", **values)
+
+
+jobs_of = st.builds(
+    Job,
+    id=st.uuids().map(str),
+    rollout_nodes=st.integers(1, 3),
+    train_nodes=st.integers(1, 2),
+    rollout_s=st.floats(10, 900),
+    train_s=st.floats(10, 900),
+    sync_s=st.floats(0, 30),
+    slo=st.floats(1, 3),
+    rollout_gb=st.floats(0, 900),
+    train_gb=st.floats(0, 900),
+    train_scaling=st.sampled_from([0.0, 0.5, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(jobs_of, max_size=25, unique_by=lambda j: j.id),
+    st.randoms(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_promise_is_ever_broken(jobs, dice, is_small, repacks):
+    """I7, I8: whoever comes and leaves. Nodes are in one group each, memory is kept, a restored
+    cluster decides the same."""
+    size = 6 if is_small else None
+    pools = [Pool(nodes=size, price=p.price, memory_gb=1500, switch_s=3) for p in (ROLLOUT, TRAIN)]
+    cluster, there = Cluster(*pools), []
+    for one in jobs:
+        again = Cluster(*pools)
+        again.restore(json.loads(json.dumps(cluster.state())))
+        before = cluster.cost
+        made = cluster.admit(one)
+        assert again.admit(one) == made
+        assert cluster.cost == pytest.approx(before + made.added)
+        assert again.cost == cluster.cost
+        if made.group is not None:
+            there.append(one)
+            assert made.period_s == cluster.group_of(one.id).period_s
+            if repacks and made.added:
+                was, before = _where(cluster), cluster.cost
+                moves = {m.job: (m.group, m.rollout, m.train) for m in cluster.repack(one.id)}
+                assert cluster.cost < before - 1e-9 if moves else cluster.cost == before
+                assert _where(cluster) == was | moves
+        while there and dice.random() < 0.4:
+            cluster.leave(there.pop(dice.randrange(len(there))).id)
+        _check(cluster, there)
+
+
+def _where(cluster: Cluster) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    return {name: (g.id, g.pinned[name], g.train) for g in cluster for name in g.jobs}
+
+
+def _check(cluster: Cluster, there: list[Job]) -> None:
+    assert sorted(name for g in cluster for name in g.jobs) == sorted(j.id for j in there)
+    for one in there:
+        group = cluster.group_of(one.id)
+        assert group.period_s <= one.limit_s * (1 + 1e-9)
+        assert len(group.pinned[one.id]) == one.rollout_nodes
+        assert len(group.train) >= one.train_nodes
+    for at, what in enumerate(("load", "train")):
+        used = [n for g in cluster for n in getattr(g, what)]
+        assert len(used) == len(set(used)) == cluster.nodes[at]
+    for group in cluster:
+        assert all(gb <= 1500 for _, _, gb in group.load.values())
+        assert sum(j.train_gb for j in group.jobs.values()) <= 1500
+        for a, b in product(map(set, group.pinned.values()), repeat=2):
+            assert a <= b or b <= a or not a & b
+        sizes = [len(group.pinned[name]) for name in group.order()]
+        assert all(a >= b for a, b in pairwise(sizes))
+
+
+def _partitions(items):
+    if not items:
+        yield []
+        return
+    for rest in _partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for n, part in enumerate(rest):
+            yield [*rest[:n], [items[0], *part], *rest[n + 1 :]]
+
+
+def _cheapest(jobs, nodes):
+    """All ways to pin jobs of one node each to so many."""
+    best = math.inf
+    for pins in product(range(nodes), repeat=len(jobs)):
+        group = Group(0, (ROLLOUT, TRAIN))
+        for one, pin in zip(jobs, pins, strict=True):
+            group.add(one, [pin], (0,))
+        fits = all(gb <= ROLLOUT.memory_gb for _, _, gb in group.load.values())
+        if fits and group.period_s <= group.limit_s:
+            best = min(best, group.cost)
+    return best
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_optimum_is_the_cheapest_of_all_partitions(seed):
+    dice = random.Random(seed)
+    jobs = [
+        job(
+            str(n), dice.uniform(20, 200), dice.uniform(20, 100), dice.uniform(1, 3), rollout_gb=400
+        )
+        for n in range(4)
+    ]
+    brute = min(sum(_cheapest(p, len(p)) for p in parts) for parts in _partitions(jobs))
+    assert optimum(jobs, ROLLOUT, TRAIN) == pytest.approx(brute)
+
+
+def test_the_bill_is_close_to_the_optimum():
+    """Forty instances of eight mixed jobs; `sim rollmux --experiment optimum` has hundreds."""
+    dice = random.Random(0)
+    plain, repacked = [], []
+    for _ in range(40):
+        cluster, other, jobs = Cluster(ROLLOUT, TRAIN), Cluster(ROLLOUT, TRAIN), []
+        for n in range(8):
+            share = dice.choice([0.5, 0.75, 1 / 3])
+            solo = dice.uniform(100, 600)
+            jobs.append(job(str(n), share * solo, (1 - share) * solo, dice.uniform(1, 2)))
+            cluster.admit(jobs[-1])
+            if other.admit(jobs[-1]).added:
+                other.repack(jobs[-1].id)
+        best = optimum(jobs, ROLLOUT, TRAIN)
+        for one, ratios in ((cluster, plain), (other, repacked)):
+            assert one.cost >= best - 1e-6
+            ratios.append(one.cost / best)
+    assert statistics.fmean(plain) <= 1.12
+    assert statistics.fmean(repacked) <= 1.05
