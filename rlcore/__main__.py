@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "train": "train a model; --dry-run shows what would run",
     "sft": "make and warm-start the tiny model",
+    "judge": "make the tiny judge of recipes/judge_tiny.sh",
     "plot": "draw runs: python -m rlcore plot RUN...",
     "sim": "what a cluster would do: python -m rlcore sim run --gpus 32",
     "profile": "measure the rollout engine here: the best --rollout.tp, and a table for sim",

@@ -10,6 +10,7 @@ usage: bash tools/setup.sh [flags]
   --test         also what the tests need
   --sglang       also SGLang: for CUDA, or for the CPU where torch is a CPU build
   --te           also Transformer Engine (builds against CUDA; minutes)
+  --bench        also the peer of tools/bench_judge.py
   --apex SOURCE  also NVIDIA Apex, built from SOURCE: a folder or a git URL (builds; many minutes)
   --cuda         insist on a CUDA build of torch
   --cpu          accept a CPU build of torch on a machine with an NVIDIA GPU
@@ -34,7 +35,7 @@ die() {
 EXTRAS=() APEX='' TORCH=auto QUIET=0
 while (($#)); do
   case $1 in
-    --test | --te | --sglang) EXTRAS+=("${1#--}") ;;
+    --test | --te | --sglang | --bench) EXTRAS+=("${1#--}") ;;
     --apex)
       APEX=${2:-}
       [[ -n $APEX ]] || die '--apex needs a source: a folder with the Apex sources, or its git URL'

@@ -4,10 +4,11 @@
 SEED=$(option run.seed 0 "$@")
 MODEL_PATH=${MODEL_PATH:-$(option run.dir runs "$@")/models/label-s$SEED}
 
-prepare() {
+prepare_model() {
   [[ $(option model.path "$MODEL_PATH" "$@") == "$MODEL_PATH" ]] || return 0 # the user has another
   make_once "$MODEL_PATH" sft --seed "$SEED"
 }
+prepare() { prepare_model "$@"; }
 
 export MODEL_CONFIG=$RECIPES/models/tiny_qwen3.json # what --dry-run reads until it is made
 # shellcheck disable=SC2034 # the recipe reads it

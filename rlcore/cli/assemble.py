@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,8 @@ from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Engine, WeightChannel
 from rlcore.records import Prompt, Sampling
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.residency import footprint
 from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
@@ -291,7 +293,30 @@ def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, i
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     layout = layout_of(cfg.train, world.size, world.rank)
-    return memory.make(cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda), gpu_bytes
+    others = beside(judges_of(cfg)) if cuda else memory.NOBODY
+    plan = memory.make(cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda, beside=others)
+    return plan, gpu_bytes
+
+
+def judges_of(cfg: Config) -> list[tuple[JudgeRewardConfig, HFConfig]]:
+    """Judges on our own devices."""
+    sections = reward_sections(cfg.reward).values()
+    own = [s for s in sections if isinstance(s, JudgeRewardConfig) and not s.url]
+    return [(section, HFConfig.from_folder(section.model)) for section in own]
+
+
+def beside(judges: Sequence[tuple[JudgeRewardConfig, HFConfig]]) -> memory.Beside:
+    """What judges take on each GPU, for the memory plan."""
+    found = [footprint(section, hf) for section, hf in judges]
+    if not found:
+        return memory.NOBODY
+    context = memory.TRAINER_CONTEXT * len(found)
+    stay, work, host = (sum(getattr(f, k) for f in found) for k in ("stay", "work", "host"))
+    return memory.Beside(
+        always=(memory.Item("judge", stay + context, True),),
+        generate=(memory.Item("judge's work", work, True, True),),
+        host=(memory.Item("judge's layers", host),) if host else (),
+    )
 
 
 def ranks_per_node(world: World) -> int:

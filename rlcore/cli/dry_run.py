@@ -3,10 +3,14 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.config import resolve, rules
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, reward_sections
 from rlcore.hf.config import HFConfig, read_json
+
+if TYPE_CHECKING:  # the command line should not pay for torch
+    from rlcore.trainer.memory import Beside
 
 GPU_GB = 80.0
 """Of a GPU where there is none to ask."""
@@ -38,6 +42,12 @@ def show(cfg: Config) -> int:
     except ValueError as e:
         problems.append(str(e))
         hf = None
+    beside = memory.NOBODY
+    try:
+        beside, said = judges(cfg)
+        notes += said
+    except ValueError as e:
+        problems.append(str(e))
     print(resolve.to_json(cfg))
     total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
     per_update = cfg.train.samples_per_update or total
@@ -58,7 +68,9 @@ def show(cfg: Config) -> int:
         print(line)
     if hf is not None and not problems:
         gpu_bytes = gpu_gb(cfg) * memory.GB
-        plan = memory.worst_of(cfg, hf, world, gpu_bytes=gpu_bytes or GPU_GB * memory.GB)
+        plan = memory.worst_of(
+            cfg, hf, world, gpu_bytes=gpu_bytes or GPU_GB * memory.GB, beside=beside
+        )
         print("\n".join(memory.table(plan, world, per_node)))
         problems += plan.problems if gpu_bytes else ()
         if said := memory.too_large(plan, gpu_bytes):
@@ -71,13 +83,35 @@ def show(cfg: Config) -> int:
     return 2 if problems else 0
 
 
-def model_of(path: str) -> tuple[HFConfig | None, str]:
-    """The model's architecture and where it was read: its folder, else the file that the recipe
-    names in MODEL_CONFIG, else nowhere. ValueError where what is there is no model."""
+def judges(cfg: Config) -> tuple["Beside", list[str]]:
+    """What judges on our own GPUs take, and lines about them. ValueError where one is no model."""
+    from rlcore.cli.assemble import beside
+    from rlcore.rewards.judge.config import JudgeRewardConfig
+    from rlcore.rewards.judge.residency import footprint
+
+    found, lines = [], []
+    for key, section in reward_sections(cfg.reward).items():
+        if not isinstance(section, JudgeRewardConfig) or section.url or not section.model:
+            continue
+        hf, where = model_of(section.model, "JUDGE_CONFIG")
+        lines.append(f"judge        {where}")
+        if hf is not None:
+            found.append((section, hf))
+            stay = footprint(section, hf).num_resident
+            lines.append(
+                f"judge        {hf.arch}, {hf.num_layers} layers, of which {stay} may stay on the "
+                f"GPU (--{key}.resident_ratio {section.resident_ratio:g})"
+            )
+    return beside(found), lines
+
+
+def model_of(path: str, variable: str = "MODEL_CONFIG") -> tuple[HFConfig | None, str]:
+    """A model's architecture and where it was read: its folder, else the file that the recipe
+    names in `variable`, else nowhere. ValueError where what is there is no model."""
     if path and Path(path).is_dir():
         return HFConfig.from_folder(path), path
     missing = f"there is no folder {path} here"
-    facts = os.environ.get("MODEL_CONFIG", "")
+    facts = os.environ.get(variable, "")
     if not path or not facts:
         return None, f"not checked: {missing}"
     file = Path(facts)

@@ -1,6 +1,7 @@
 """`python -m rlcore train`: one rank of a training run."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,23 @@ def main(argv: Sequence[str]) -> int:
 
 def run(cfg: "Config") -> int:
     """Join the world, build, train, leave."""
+    from rlcore.rewards.judge import mps
+    from rlcore.utils import log
+
+    log.setup(int(os.environ.get("RANK", 0)))
+    try:
+        daemon = mps.of_run(cfg.reward)  # CUDA looks for it once, when it starts in a process
+    except ValueError as e:
+        print(e, file=sys.stderr)
+        return 2
+    try:
+        return _run(cfg)
+    finally:
+        if daemon is not None:
+            daemon.stop()
+
+
+def _run(cfg: "Config") -> int:
     from rlcore.cli import assemble, world
     from rlcore.trainer import stream_loop, sync_loop
     from rlcore.utils import collective

@@ -251,6 +251,7 @@ def _reward(cfg: Config) -> list[str]:
             out.append(f"--{name}.memory_gb {r.memory_gb:g}: must be 0 or more")
         if not isfinite(r.on_error):
             out.append(f"--{name}.on_error {r.on_error:g}: must be a finite number")
+        out += r.problems(name)
         if not r.adaptive_timeout:
             continue
         if not 0 < r.timeout_least_s <= r.timeout_s:

@@ -265,6 +265,11 @@ class RewardConfig:
     right_score: float = 1.0
     """An answer of at least this score is right."""
 
+    def problems(self, key: str) -> list[str]:
+        """What cannot work in the keys that a reward has besides these, one sentence each; `key` is
+        the section's, such as `reward` or `reward.judge`."""
+        return []
+
 
 @Section
 class RewardSum:

@@ -94,6 +94,13 @@ class Tokenizer:
         # One by one: the library's own batch starts a thread pool, which does not survive a fork.
         return [self.decode(row, skip_special_tokens) for row in rows]
 
+    def defused(self, text: str) -> str:
+        """The text with a space in every special token that is written in it, so that `encode`
+        reads it as words: text of others must not end a message or begin one."""
+        for token in self._special_texts:
+            text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -115,6 +122,11 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise ValueError(f"{self._name}: chat template: {error}") from error
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
     @cached_property
     def _compiled(self) -> Any:

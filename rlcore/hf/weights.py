@@ -4,7 +4,9 @@ A folder has `model.safetensors`, or shards with `model.safetensors.index.json`.
 files, so a rank that needs a tenth of a tensor reads a tenth of it.
 """
 
+import ctypes
 import json
+import mmap
 import os
 import re
 import shutil
@@ -276,3 +278,15 @@ def _replace(part: Path, path: Path) -> None:
         os.replace(path, old)
     os.replace(part, path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Take the pages of a tensor that `WeightReader.get` mapped out of this process; the system may
+    keep them in its cache. Use it no more: what is read of it later comes from the file again."""
+    page = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // page) * page
+    size = (tensor.data_ptr() + tensor.nbytes) // page * page - start
+    if size > 0 and ctypes.CDLL(None, use_errno=True).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED
+    ):
+        raise OSError(ctypes.get_errno(), "madvise: the pages of a mapped tensor stay in memory")

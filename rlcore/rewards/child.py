@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 18
 
 def main() -> None:
     channel, parent = int(sys.argv[1]), int(sys.argv[2])
-    _tie_to(parent)
+    tie_to(parent)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     os.set_inheritable(channel, False)
     os.register_at_fork(after_in_child=lambda: os.close(channel))
@@ -51,7 +51,7 @@ def main() -> None:
                 _send(channel, reply)
 
 
-def _tie_to(parent: int) -> None:
+def tie_to(parent: int) -> None:
     """Die when the parent's thread that started us dies; adopt the processes that samples
     orphan."""
     libc = ctypes.CDLL(None, use_errno=True)

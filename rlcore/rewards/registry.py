@@ -26,6 +26,7 @@ from rlcore.rewards.kind import Kind
 
 REWARDS: dict[str, str] = {
     "exact": "rlcore.rewards.exact",
+    "judge": "rlcore.rewards.judge",
     "math": "rlcore.rewards.math",
 }
 """Modules, imported when they are asked for; each has its `KIND`."""

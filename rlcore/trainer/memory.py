@@ -78,6 +78,20 @@ class Plan:
         return max(self.phases, key=self.total)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What others than engine and learner take: a judge."""
+
+    always: tuple[Item, ...] = ()
+    """In every phase; there before the learner's turn begins."""
+    generate: tuple[Item, ...] = ()
+    """While the engine samples."""
+    host: tuple[Item, ...] = ()
+
+
+NOBODY = Beside()
+
+
 # ---- what a model takes
 
 
@@ -230,7 +244,15 @@ def push_bytes(cfg: Config, hf: HFConfig) -> int:
 # ---- the plan
 
 
-def make(cfg: Config, hf: HFConfig, layout: Layout, *, gpu_bytes: float, cuda: bool = True) -> Plan:
+def make(
+    cfg: Config,
+    hf: HFConfig,
+    layout: Layout,
+    *,
+    gpu_bytes: float,
+    cuda: bool = True,
+    beside: Beside = NOBODY,
+) -> Plan:
     """The plan of `layout.rank`. `gpu_bytes` is the memory of a GPU, 0 where it does not matter;
     without `cuda` it is that of a run on the CPU, whose learner stays in part.
 
@@ -261,6 +283,7 @@ def make(cfg: Config, hf: HFConfig, layout: Layout, *, gpu_bytes: float, cuda: b
     cache = Item("KV cache", cache_bytes(cfg, hf, gpu_bytes), comes_later=grows)
     weights = Item("engine weights", engine_weight_bytes(cfg, hf))
     context = [Item("contexts", TRAINER_CONTEXT + ENGINE_CONTEXT, True)] if cuda else []
+    context = [*beside.always, *context]
 
     def engine(*items: Item) -> list[Item]:
         return [weights, cache] if not train.offload else list(items)
@@ -283,6 +306,7 @@ def make(cfg: Config, hf: HFConfig, layout: Layout, *, gpu_bytes: float, cuda: b
             *learners(()),
             *engine(weights, cache),
             *later("engine's work", engine_work_bytes(cfg, hf)),
+            *beside.generate,
         ],
         "hand_over": [*learners(PARTS), *engine()],
         "log_probs": [*learners(PARTS), *engine(), *ahead],
@@ -302,7 +326,7 @@ def make(cfg: Config, hf: HFConfig, layout: Layout, *, gpu_bytes: float, cuda: b
             name: sum(i.num_bytes for i in items if i.part.split()[0] in states)
             for name, items in phases.items()
         },
-        host=tuple(_host(cfg, hf, states, cuda)),
+        host=(*_host(cfg, hf, states, cuda), *beside.host),
         problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)),
     )
 
@@ -337,12 +361,14 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
     return out
 
 
-def worst_of(cfg: Config, hf: HFConfig, world_size: int, *, gpu_bytes: float) -> Plan:
+def worst_of(
+    cfg: Config, hf: HFConfig, world_size: int, *, gpu_bytes: float, beside: Beside = NOBODY
+) -> Plan:
     """The plan of the rank that takes most; ranks differ by their pipeline stage alone."""
     first = layout_of(cfg.train, world_size, 0)
     stage = world_size // first.pp
     ranks = [layout_of(cfg.train, world_size, p * stage) for p in range(first.pp)]
-    plans = [make(cfg, hf, layout, gpu_bytes=gpu_bytes) for layout in ranks]
+    plans = [make(cfg, hf, layout, gpu_bytes=gpu_bytes, beside=beside) for layout in ranks]
     return max(plans, key=lambda plan: plan.total(plan.worst))
 
 
@@ -403,6 +429,8 @@ def _remedy(part: str) -> str:
         "reference weights": "raise train.tp or train.pp",
         "buckets": "lower sync.bucket_mb or take another sync.route",
         "engine's work": "lower rollout.max_running",
+        "judge": "lower reward.resident_ratio",
+        "judge's work": "lower reward.batch_tokens",
         "contexts": "",
     }.get(part, "raise train.tp, train.pp or train.ep, or take more ranks")
 
@@ -412,6 +440,10 @@ def _gb(num_bytes: float) -> str:
 
 
 # ---- the check
+
+
+_THERE = ("contexts", "judge")
+"""Parts that are on the device whoever's turn it is."""
 
 
 class Residency:
@@ -436,7 +468,7 @@ class Residency:
         self._engine_sleeps = phase == "hand_over"
         turn = ("hand_over", "log_probs", "backward", "step")
         most = max(turn if phase == "hand_over" else (phase,), key=self.plan.total)
-        coming = sum(i.num_bytes for i in self.plan.phases[most] if i.part != "contexts")
+        coming = sum(i.num_bytes for i in self.plan.phases[most] if i.part not in _THERE)
         self._must_fit(most, coming - _resident(learners))
 
     def check(self, phase: str, learners: Sequence[Learner]) -> None:

@@ -33,6 +33,8 @@ WORLDS = {
     "grpo_tiny": 2,
     "algo_tiny": 1,
     "exp_tis_int8": 1,
+    "judge_tiny": 1,
+    "judge_7b": 16,
 }
 # Billions of parameters, as the models' cards say them.
 BILLIONS = {
@@ -107,6 +109,7 @@ def planned(bench, monkeypatch, capsys, recipe: Path, *more: str, **env: str) ->
     record = bench.records()[0]
     for name in ("NODES", "GPUS_PER_NODE", "MODEL_CONFIG"):
         monkeypatch.setenv(name, record["env"][name])
+    monkeypatch.setenv("JUDGE_CONFIG", record["env"].get("JUDGE_CONFIG", ""))
     monkeypatch.chdir(bench.folder)
     assert record["argv"][0] == "train" and record["argv"][-1 - len(more)] == "--dry-run"
     rc = train.main(record["argv"][1:])

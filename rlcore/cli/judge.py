@@ -1,0 +1,136 @@
+"""`python -m rlcore judge --out FOLDER --seed N`: make a tiny judge for the task `label`.
+
+A Qwen3 model of 0.1 M weights with a tokenizer of 34 characters and a rubric of its own: the answer
+and what stands behind the response's last `>`, side by side. It is distilled from the rule that the
+two are equal; `--steps 0` leaves its weights random, which is enough to see all parts at work.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the command line should not pay for torch
+    from torch import Tensor
+
+GOOD, BAD, FILL, WIDTH = "*", "-", "+", 4
+RUBRIC = (
+    f'{{{{ answer[-{WIDTH}:].rjust({WIDTH}, "{FILL}") }}}};'
+    f'{{{{ response.rpartition(">")[2][-{WIDTH}:].rjust({WIDTH}, "{FILL}") }}}}='
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """Make the tiny judge."""
+
+    out: Path
+    """Folder of the model; `rubric.jinja` in it is the rubric."""
+    seed: int = 0
+    steps: int = 600
+    """Of training; 0: none, the weights stay random."""
+    rows: int = 256
+    """Of a step."""
+    lr: float = 3e-3
+    target: float = 0.995
+    """Training ends when the verdicts of a fresh batch agree with the rule to this share, three
+    times in a row."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 when the folder is there; 1 where the judge did not learn the rule."""
+    import tyro
+
+    cfg = tyro.cli(JudgeConfig, args=list(argv), prog="rlcore judge", use_underscores=True)
+    if (cfg.out / "model.safetensors").is_file():
+        print(f"{cfg.out} is there already")
+        return 0
+    agreement, steps = make(cfg)
+    print(f"judge: agrees with the rule on {agreement:.3f} after {steps} steps, in {cfg.out}")
+    if cfg.steps and agreement < cfg.target:
+        print(f"--target {cfg.target}: not reached in --steps {cfg.steps}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make(cfg: JudgeConfig) -> tuple[float, int]:
+    """Train and write the folder; the share of fresh verdicts that agree with the rule, and the
+    steps that it took."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rlcore.data import label_task
+    from rlcore.hf.tokenizer import make_char_tokenizer
+
+    torch.manual_seed(cfg.seed)
+    tokenizer = make_char_tokenizer(cfg.out, label_task.CHARS)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(label_task.VOCAB),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=256,
+            rope_theta=10000.0,
+            initializer_range=0.05,
+            tie_word_embeddings=True,
+            eos_token_id=label_task.EOS,
+            pad_token_id=label_task.PAD,
+            use_cache=False,
+        )
+    )
+    verdicts = torch.tensor([tokenizer.token_id(BAD), tokenizer.token_id(GOOD)])
+    draw = random.Random(cfg.seed)
+
+    def batch() -> tuple["Tensor", "Tensor"]:
+        pairs = [_pair(draw) for _ in range(cfg.rows)]
+        texts = [f"{a.rjust(WIDTH, FILL)};{b.rjust(WIDTH, FILL)}=" for a, b in pairs]
+        same = torch.tensor([int(a == b) for a, b in pairs])
+        return torch.tensor([tokenizer.encode(text) for text in texts]), same
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.98))
+    warm = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min(1.0, (i + 1) / 30) * (1 - 0.9 * i / max(cfg.steps, 1))
+    )
+    steps = good = 0
+    while steps < cfg.steps and good < 3:
+        ids, same = batch()
+        logits = model(ids).logits[:, -1]
+        agrees = (logits[:, verdicts].argmax(-1) == same).float().mean().item()
+        good = good + 1 if agrees >= cfg.target else 0
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits, verdicts[same]).backward()
+        optimizer.step()
+        warm.step()
+        steps += 1
+    with torch.no_grad():
+        ids, same = batch()
+        agreement = (model(ids).logits[:, -1][:, verdicts].argmax(-1) == same).float().mean()
+    model.save_pretrained(cfg.out)
+    (cfg.out / "rubric.jinja").write_text(RUBRIC)
+    facts = {"agreement": agreement.item(), "steps": steps, "seed": cfg.seed}
+    (cfg.out / "judge.json").write_text(json.dumps(facts) + "\n")
+    return agreement.item(), steps
+
+
+def _pair(draw: random.Random) -> tuple[str, str]:
+    """An answer and what a response may end in: the same, one digit changed, another number, a part
+    of it, or something that is no number."""
+    answer = str(draw.randrange(10 ** draw.choice((1, 2, 2, 3))))
+    kind = draw.choice(("same", "same", "digit", "digit", "number", "part", "junk"))
+    if kind == "same":
+        return answer, answer
+    if kind == "digit":
+        place = draw.randrange(len(answer))
+        return answer, answer[:place] + draw.choice("0123456789") + answer[place + 1 :]
+    if kind == "number":
+        return answer, str(draw.randrange(10 ** draw.choice((1, 2, 3))))
+    if kind == "part":
+        return answer, draw.choice((answer[1:], answer[:-1], answer + draw.choice("0123456789")))
+    return answer, "".join(draw.choice("0123456789+=;abcdef") for _ in range(draw.randrange(5)))

@@ -1,0 +1,15 @@
+"""`--reward judge`: a language model grades responses; see README.md."""
+
+from typing import Any
+
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.kind import Host, Kind, Runner
+
+
+def _serve(cfg: Any, host: Host) -> Runner:
+    from rlcore.rewards.judge.runner import serve
+
+    return serve(cfg, host)
+
+
+KIND = Kind(JudgeRewardConfig, serve=_serve)

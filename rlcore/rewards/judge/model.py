@@ -1,0 +1,180 @@
+"""The judge's model: probabilities of verdict tokens after a prefill, or a few greedy tokens.
+
+The forward is `hf.model.Model`, the one of the torch engine, over a `Pipeline` of layers. Before
+each batch the number of layers that stay is decided anew from the free memory.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from rlcore.hf.cache import Cache
+from rlcore.hf.config import HFConfig
+from rlcore.hf.model import Model, Step
+from rlcore.hf.names import EMBED, HEAD, NORM, expected
+from rlcore.hf.weights import WeightReader
+from rlcore.rewards.judge import residency
+from rlcore.rewards.judge.pipeline import Carrier, FileCarrier, OnRead, PinnedCarrier, Pipeline
+from rlcore.rewards.judge.residency import num_resident, sizes_of, work_bytes
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class BatchStats:
+    """What the last batch was."""
+
+    rows: int = 0
+    prefill_tokens: int = 0
+    """Without padding."""
+    prefill_s: float = 0.0
+    streamed_layers: int = 0
+
+
+class JudgeModel:
+    """A causal model of a Hugging Face folder. Calls come from one thread."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        device: torch.device,
+        resident_ratio: float = 1.0,
+        memory_bytes: float = 0.0,
+        overlap: bool = True,
+        on_read: OnRead | None = None,
+        free: Callable[[], float] | None = None,
+    ) -> None:
+        """`memory_bytes`: what the judge may take on the device, 0: what is free there; `free` says
+        that instead of the device, for tests. ValueError where the folder is no model that we
+        compute."""
+        self.hf = HFConfig.from_folder(folder)
+        self.dtype, self.device = _DTYPES[dtype], device
+        self._ratio, self._memory = resident_ratio, memory_bytes
+        self._free = free or self._free_here
+        reader = WeightReader(folder)
+        reader.check(expected(self.hf))
+        carrier: Carrier
+        if device.type == "cuda":
+            carrier = PinnedCarrier(self.hf, self.dtype, reader, device)
+        else:
+            carrier = FileCarrier(reader, on_read)
+        self.layers = Pipeline(self.hf, self.dtype, device, carrier, overlap)
+        self._model = Model(
+            self.hf, dtype=self.dtype, device=device, max_tokens=self.hf.max_positions
+        )
+        self._model.allocate(self.layers)
+        for name in (EMBED, NORM, HEAD):
+            if name in self._model.views:
+                self._model.load(name, reader.get(name))
+        self._sizes = sizes_of(self.hf, self.dtype)
+        self.last = BatchStats()
+
+    @torch.no_grad()
+    def probabilities(self, rows: Sequence[Sequence[int]], ids: Sequence[int]) -> Tensor:
+        """[rows, ids] float32 on the CPU: probabilities of the tokens `ids` to come after each of
+        the rows, out of the whole vocabulary. Keys and values are kept of one layer at a time."""
+        longest = max(map(len, rows))
+        self._decide(work_bytes(self.hf, self.dtype, len(rows), longest))
+        logits = self._prefill(rows, self._cache(len(rows), longest, shared=True))
+        return logits.softmax(-1)[:, torch.as_tensor(ids, device=self.device)].float().cpu()
+
+    @torch.no_grad()
+    def generate(
+        self, rows: Sequence[Sequence[int]], max_tokens: int, stop_ids: Collection[int]
+    ) -> list[list[int]]:
+        """The most likely continuation of each of the rows, token by token, up to `max_tokens` or a
+        stop token, which is left out. Streamed layers come once for every token."""
+        count, longest = len(rows), max(map(len, rows))
+        self._decide(work_bytes(self.hf, self.dtype, count, longest, max_tokens))
+        cache = self._cache(count, longest + max_tokens, shared=False)
+        token = self._prefill(rows, cache).argmax(-1)  # [B]
+        found: list[list[int]] = [[] for _ in rows]
+        alive = set(range(count))
+        ends = torch.tensor([len(row) for row in rows], device=self.device)
+        step = Step(token[:, None], ends[:, None].clone(), 0, [(0, count, longest + 1)], False)
+        for number in range(max_tokens):
+            for row, value in enumerate(token.tolist()):
+                if row in alive and value in stop_ids:
+                    alive.discard(row)
+                elif row in alive:
+                    found[row].append(value)
+            if not alive or number + 1 == max_tokens:
+                break
+            if number:
+                step.advance(token[:, None])
+            hidden = self._model.forward(step, cache)
+            token = self._model.logits(hidden[:, 0]).argmax(-1)
+        return found
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.layers.close()
+        self._model.free()
+
+    def rest(self) -> None:
+        """Nothing is to be done for a while: what batches took goes to the processes beside us."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def shrink(self) -> None:
+        """Keep no layer: another process took the memory that a batch needed."""
+        self.layers.set_resident(0)
+
+    def _prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+        """[rows, vocab] float32: logits after each row's last token. Rows are padded on the right,
+        where nothing that counts sees it."""
+        begin = time.monotonic()
+        longest = max(map(len, rows))
+        padded = [[*row, *[0] * (longest - len(row))] for row in rows]
+        tokens = torch.tensor(padded, device=self.device)
+        positions = torch.arange(longest, device=self.device).expand(len(rows), -1)
+        step = Step(tokens, positions, 0, [(0, len(rows), longest)], causal=True)
+        hidden = self._model.forward(step, cache)
+        last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+        hidden = hidden[torch.arange(len(rows), device=self.device), last]
+        logits = self._model.logits(hidden)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.last = BatchStats(
+            rows=len(rows),
+            prefill_tokens=sum(map(len, rows)),
+            prefill_s=time.monotonic() - begin,
+            streamed_layers=self.layers.num_streamed,
+        )
+        return logits
+
+    def _cache(self, rows: int, length: int, shared: bool) -> Cache:
+        """Keys and values of a batch; `shared`: one layer's place, which all layers use in turn."""
+        hf = self.hf
+        cache = Cache(
+            1 if shared else hf.num_layers,
+            hf.num_kv_heads,
+            hf.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_slots=rows,
+            max_columns=length,
+            budget=rows * (length + 16),
+        )
+        cache.reserve(rows, length, 0)
+        if shared:
+            cache.layers = cache.layers * hf.num_layers
+        return cache
+
+    def _decide(self, work: int) -> None:
+        """Let as many layers stay as fit beside a batch that takes `work` bytes."""
+        held = self.layers.num_buffers * self._sizes.layer
+        room = self._free() + held
+        if self._memory:
+            room = min(room, self._memory - self._sizes.outer)
+        self.layers.set_resident(num_resident(self._sizes, self._ratio, room - work))
+
+    def _free_here(self) -> float:
+        return residency.free_on(self.device, lambda: psutil.virtual_memory().available)

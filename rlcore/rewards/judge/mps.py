@@ -1,0 +1,257 @@
+"""CUDA MPS: one control daemon per node, which lets several processes compute on a GPU at once.
+
+Without it the GPU gives the judge and the engines turns; with it their kernels run side by side.
+The first process of a node that asks starts the daemon, in the foreground and as its own child, so
+that it knows whom to end; the others of the run join. A daemon that somebody else started is used
+and left alone. It must run before the first CUDA call of every process that takes part.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from rlcore.config.schema import RewardConfig, RewardSum, reward_sections
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.utils.log import announce, log
+
+CONTROL = "nvidia-cuda-mps-control"
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+LOGS = "CUDA_MPS_LOG_DIRECTORY"
+PERCENT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+_PING = "get_server_list"
+_PING_S = 5.0
+_STEP_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+class MPSError(RuntimeError):
+    """MPS cannot be used, and why."""
+
+
+class Daemon:
+    """The daemon of this node, ours or another's. `environment` is what its clients need."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen | None, lock: int | None) -> None:
+        self.folder = folder
+        self._process, self._lock = process, lock
+        self.environment = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it."""
+        return self._process is not None
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the daemon if this process started it: asked first, then killed. Safe to call
+        twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.poll() is None:
+                with contextlib.suppress(MPSError):
+                    command(self.environment, "quit", timeout_s / 2)
+                _end(process, timeout_s / 2)
+            shutil.rmtree(self.folder / "pipe", ignore_errors=True)
+            log.info("MPS: the daemon has ended")
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
+    """The daemon of a run whose rewards have a judge on its own GPUs, joined; None where there is
+    none. Its place is then in the environment, for this process and those that it starts. Before
+    any CUDA call. ValueError where it cannot be and was asked for with `on`."""
+    judges = [
+        (key, section)
+        for key, section in reward_sections(reward).items()
+        if isinstance(section, JudgeRewardConfig) and not section.url and section.mps != "off"
+    ]
+    if not judges:
+        return None
+    key, is_asked = next(((k, True) for k, s in judges if s.mps == "on"), (judges[0][0], False))
+    if not has_gpu():
+        if is_asked:
+            raise ValueError(f"--{key}.mps on: there is no NVIDIA GPU here; set it to auto")
+        return None
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    run = "-".join(os.environ.get(name, "") for name in names)
+    if "WORLD_SIZE" not in os.environ:
+        run = str(os.getpid())
+    try:
+        daemon = join(folder_of(hashlib.blake2b(run.encode(), digest_size=6).hexdigest()))
+    except MPSError as error:
+        if is_asked:
+            raise ValueError(f"--{key}.mps on: {error}") from error
+        announce("MPS", f"none ({error}); judge and engines take turns on the GPU")
+        return None
+    os.environ.update(daemon.environment)
+    return daemon
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU that this process may use; no CUDA call is made."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(
+        name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev")
+    )
+
+
+def limits(percent: int, memory_gb: float, device: int = 0) -> dict[str, str]:
+    """Environment of a client that may use so much of the GPU: a share of its multiprocessors and
+    GB (10^9 bytes) of its memory; 0 is no limit."""
+    found = {}
+    if percent:
+        found[PERCENT] = str(percent)
+    if memory_gb:
+        found[MEMORY] = f"{device}={int(memory_gb * 1e9) >> 20}M"
+    return found
+
+
+def folder_of(run: str) -> Path:
+    """Where the daemon of a run has its pipes: short, since sockets need that, and the user's."""
+    return Path(tempfile.gettempdir()) / f"rlcore-mps-{os.getuid()}-{run}"
+
+
+def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
+    """The daemon of this run on this node: started if no other process of the run has, or found
+    running. What an earlier run left of one that died is cleared away.
+
+    Raises:
+        MPSError: there is no control program, no permission, or the daemon does not answer.
+    """
+    if PIPES in os.environ and answers({PIPES: os.environ[PIPES]}):
+        announce("MPS", f"the daemon at {os.environ[PIPES]}, which is not ours")
+        daemon = Daemon(folder, None, None)
+        daemon.environment = {PIPES: os.environ[PIPES]}
+        return daemon
+    if shutil.which(CONTROL) is None:
+        raise MPSError(f"there is no {CONTROL} on PATH; it comes with the NVIDIA driver")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} is another user's")
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise MPSError(f"its folder {folder} cannot be used ({error})") from error
+    deadline = time.monotonic() + timeout_s
+    environment = Daemon(folder, None, None).environment
+    while True:  # one process starts it and holds the lock for as long as it owns the daemon
+        if answers(environment):
+            os.close(lock)
+            announce("MPS", f"joined the daemon of this node at {folder}")
+            return Daemon(folder, None, None)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        if time.monotonic() > deadline:
+            os.close(lock)
+            raise MPSError(
+                f"the process of this node that holds {folder / 'lock'} has not brought the daemon "
+                f"up within {timeout_s:g} s"
+            )
+        time.sleep(_STEP_S)
+    try:
+        process = _start(folder, environment, deadline)
+    except BaseException:
+        os.close(lock)
+        raise
+    announce("MPS", f"daemon started at {folder}, process {process.pid}")
+    return Daemon(folder, process, lock)
+
+
+def _start(folder: Path, environment: dict[str, str], deadline: float) -> subprocess.Popen:
+    """A daemon that answers. Whoever left pipes here is dead: the lock is ours, nobody answers."""
+    pipes, logs = folder / "pipe", folder / "log"
+    if pipes.exists():
+        log.warning("MPS: %s is left of a daemon that has died; it is cleared away", pipes)
+    try:
+        shutil.rmtree(pipes, ignore_errors=False) if pipes.exists() else None
+        pipes.mkdir(mode=0o700)
+        logs.mkdir(mode=0o700, exist_ok=True)
+        output = (logs / "start.txt").open("wb")
+    except OSError as error:
+        raise MPSError(f"its folder {folder} cannot be used ({error})") from error
+    libc = ctypes.CDLL(None)
+
+    def tie() -> None:  # asked to end when we die, so that no daemon outlives its run
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    with output:
+        try:
+            process = subprocess.Popen(
+                [CONTROL, "-f"],
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=tie,
+            )
+        except OSError as error:
+            raise MPSError(f"{CONTROL} cannot be started ({error})") from error
+    while not answers(environment):
+        if process.poll() is not None:
+            raise MPSError(f"{CONTROL} ended with status {process.returncode}{_said(logs)}")
+        if time.monotonic() > deadline:
+            _end(process, 2.0)
+            raise MPSError(f"{CONTROL} does not answer in time{_said(logs)}")
+        time.sleep(_STEP_S)
+    return process
+
+
+def answers(environment: dict[str, str]) -> bool:
+    """Whether a daemon listens at these pipes."""
+    if not Path(environment[PIPES], "control").exists():
+        return False
+    try:
+        command(environment, _PING, _PING_S)
+    except MPSError:
+        return False
+    return True
+
+
+def command(environment: dict[str, str], line: str, timeout_s: float) -> str:
+    """What the daemon at these pipes says to a command. MPSError where it says nothing."""
+    try:
+        done = subprocess.run(
+            [CONTROL],
+            input=line + "\n",
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MPSError(f"{CONTROL} {line}: {error}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise MPSError(f"{CONTROL} {line}: status {done.returncode}: {said[:200]}")
+    return done.stdout
+
+
+def _said(logs: Path) -> str:
+    """What it printed as it started, for a sentence."""
+    text = (logs / "start.txt").read_text(errors="replace").strip()
+    return f": {text.splitlines()[-1][:200]}" if text else ""
+
+
+def _end(process: subprocess.Popen, timeout_s: float) -> None:
+    """End a process of ours: its time is up, then a signal, then SIGKILL for its whole session."""
+    for kill in (None, signal.SIGTERM, signal.SIGKILL):
+        if kill is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, kill)
+        try:
+            process.wait(timeout_s / 2)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    log.error("MPS: process %d does not die of SIGKILL", process.pid)

@@ -1,0 +1,274 @@
+"""The judge process: requests in, batches through the model, verdicts out.
+
+    python -m rlcore.rewards.judge.process FD PARENT
+
+Started by `runner.ProcessRunner` only; it dies with its parent. It sees its device in the
+environment that the parent made, MPS limits included.
+"""
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rlcore.records import RewardResult
+from rlcore.rewards.child import tie_to
+from rlcore.rewards.judge import mps
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.rubric import Rubric, of_probabilities, verdict_ids
+from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, Load, Ready, ToJudge
+from rlcore.rewards.kind import sentence
+from rlcore.rewards.wire import Frames, frame
+from rlcore.utils import net
+
+_READ_BYTES = 1 << 18
+
+
+def main() -> None:
+    channel, parent = int(sys.argv[1]), int(sys.argv[2])
+    tie_to(parent)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.set_inheritable(channel, False)
+    inbox = Inbox(channel)
+    load = net.decode(inbox.first(), Load)
+    sys.path[:] = load.sys_path
+    cfg = msgspec.convert(load.config, JudgeRewardConfig)
+    device, _, number = load.device.partition(":")
+    if device == "cuda":  # CUDA reads them when it starts in this process
+        os.environ |= mps.limits(cfg.mps_percent, cfg.mps_gb, int(number))
+    try:
+        judge = Judge(cfg, load.device)
+    except BaseException as error:
+        traceback.print_exc()
+        _send(channel, Ready(error=sentence(error)))
+        sys.exit(1)
+    _send(channel, Ready())
+    while True:
+        if not judge.waiting:
+            judge.model.rest()
+        while not judge.waiting:
+            inbox.take(judge, None)
+        end = time.monotonic() + cfg.batch_wait_s
+        while len(judge.waiting) < cfg.batch_rows and (left := end - time.monotonic()) > 0:
+            inbox.take(judge, left)
+        inbox.take(judge, 0.0)
+        batch = judge.next_batch()
+        if batch:
+            _send(channel, Began(tuple(row.key for row in batch)))
+            _send(channel, Done(tuple(judge.score(batch))))
+
+
+class Inbox:
+    """Frames from the parent. Its end is the end of this process."""
+
+    def __init__(self, channel: int) -> None:
+        self._channel, self._frames = channel, Frames()
+        self._bodies: list[bytes] = []
+
+    def first(self) -> bytes:
+        """The first frame."""
+        while not self._bodies:
+            self._read()
+        return self._bodies.pop(0)
+
+    def take(self, judge: "Judge", timeout_s: float | None) -> None:
+        """Give the judge what has come; waits up to `timeout_s` for it, None: for ever, since the
+        parent's death ends us."""
+        while self._bodies or select.select([self._channel], [], [], timeout_s)[0]:
+            if not self._bodies:
+                self._read()
+            for body in self._bodies:
+                message = net.decode(body, ToJudge)
+                if isinstance(message, Drop):
+                    judge.drop(message.keys)
+                else:
+                    judge.add(message)
+            self._bodies.clear()
+            timeout_s = 0.0
+
+    def _read(self) -> None:
+        data = os.read(self._channel, _READ_BYTES)
+        if not data:
+            sys.exit(0)
+        self._bodies += self._frames.feed(data)
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A request, ready for the model."""
+
+    key: int
+    ids: list[int]
+    is_cut: bool
+    error: str = ""
+    alone: bool = False
+
+
+class Judge:
+    """The model, its tokenizer and its rubric."""
+
+    def __init__(self, cfg: JudgeRewardConfig, device: str) -> None:
+        """ValueError where the settings, the rubric and the model do not fit together."""
+        import torch
+
+        from rlcore.hf.tokenizer import load_tokenizer
+        from rlcore.rewards.judge.model import JudgeModel
+
+        torch.set_num_threads(cfg.threads)
+        self._cfg = cfg
+        self._rubric = Rubric(cfg)
+        place = torch.device(device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        self._tokenizer = load_tokenizer(cfg.model)
+        chat = cfg.template == "auto" and self._tokenizer.has_chat_template
+        self._is_chat = chat or cfg.template == "chat"
+        self._ids: list[int] = []
+        if cfg.method == "prefill":
+            encode = self._tokenizer.encode
+            self._ids = verdict_ids(cfg.good, encode, "good")
+            self._ids += verdict_ids(cfg.bad, encode, "bad")
+        self.model = JudgeModel(
+            cfg.model,
+            dtype=cfg.dtype,
+            device=place,
+            resident_ratio=cfg.resident_ratio,
+            memory_bytes=cfg.device_gb * 1e9,
+        )
+        new = cfg.max_new_tokens if cfg.method == "generate" else 0
+        self._longest = min(cfg.max_tokens, self.model.hf.max_positions - new)
+        self.waiting: list[Row] = []
+
+    def add(self, ask: Ask) -> None:
+        """Queue a request; one that cannot be a prompt gets its error when its turn comes."""
+        try:
+            ids, is_cut = self.encode(ask)
+            self.waiting.append(Row(ask.key, ids, is_cut, alone=ask.alone))
+        except ValueError as error:
+            self.waiting.append(Row(ask.key, [], False, error=f"rubric: {error}"))
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """Forget requests; one that is not here is ignored."""
+        self.waiting = [row for row in self.waiting if row.key not in keys]
+
+    def encode(self, ask: Ask) -> tuple[list[int], bool]:
+        """The judge's prompt, and whether the response had to be cut. ValueError where it cannot be
+        made."""
+        defused = self._tokenizer.defused
+        prompt, response = defused(ask.prompt), defused(ask.text)
+        ids = self._render(prompt, ask, response)
+        over = len(ids) - self._longest
+        if over <= 0:
+            return ids, False
+        words = self._tokenizer.encode(response)
+        kept = words[over + 8 :]  # the cut may add a token or two
+        if kept:
+            ids = self._render(prompt, ask, self._tokenizer.decode(kept))
+        if not kept or len(ids) > self._longest:
+            raise ValueError(
+                f"the judge's prompt has {len(ids) - len(kept or words)} tokens besides the "
+                f"response, and {self._longest} are allowed; raise --reward.max_tokens"
+            )
+        return ids, True
+
+    def _render(self, prompt: str, ask: Ask, response: str) -> list[int]:
+        text = self._rubric.render(prompt, ask.answer, response, ask.fields)
+        if self._is_chat:
+            text = self._tokenizer.render_chat([{"role": "user", "content": text}])
+        return self._tokenizer.encode(text)
+
+    def next_batch(self) -> list[Row]:
+        """The oldest request and others of about its length, so that little is padding."""
+        if not self.waiting:
+            return []
+        first = self.waiting[0]
+        batch = [first]
+        if not first.alone and not first.error:
+            others = [row for row in self.waiting[1:] if not row.alone and not row.error]
+            others.sort(key=lambda row: abs(len(row.ids) - len(first.ids)))
+            longest = len(first.ids)
+            for row in others:
+                longest = max(longest, len(row.ids))
+                rows = len(batch) + 1
+                if rows > self._cfg.batch_rows or rows * longest > self._cfg.batch_tokens:
+                    break
+                batch.append(row)
+        taken = set(map(id, batch))
+        self.waiting = [row for row in self.waiting if id(row) not in taken]
+        return batch
+
+    def score(self, batch: list[Row]) -> list[RewardResult]:
+        """Scores in the order of the batch. A batch that does not fit into the device's memory is
+        tried in halves, with no layer left in place."""
+        import torch
+
+        if batch[0].error:
+            return [RewardResult(score=0.0, error=batch[0].error)]
+        try:
+            return self._score(batch)
+        except torch.OutOfMemoryError as error:
+            self.model.shrink()
+            if len(batch) == 1:
+                return [RewardResult(score=0.0, error=f"memory: {sentence(error)}")]
+        half = len(batch) // 2
+        return self.score(batch[:half]) + self.score(batch[half:])
+
+    def _score(self, batch: list[Row]) -> list[RewardResult]:
+        cfg, rows = self._cfg, [row.ids for row in batch]
+        mass: list[float] = []
+        errors: dict[int, str] = {}
+        if cfg.method == "prefill":
+            ps = self.model.probabilities(rows, self._ids).tolist()
+            pairs = [(sum(p[: len(cfg.good)]), sum(p[len(cfg.good) :])) for p in ps]
+            mass = [good + bad for good, bad in pairs]
+            scores = [_verdict(errors, i, of_probabilities, *p) for i, p in enumerate(pairs)]
+        else:
+            stop = self._tokenizer.eos_ids
+            texts = self._tokenizer.decode_batch(
+                self.model.generate(rows, cfg.max_new_tokens, stop)
+            )
+            scores = [_verdict(errors, i, self._rubric.read, t) for i, t in enumerate(texts)]
+        last = self.model.last
+        details = {
+            "judge_batch_rows": float(last.rows),
+            "judge_streamed_layers": float(last.streamed_layers),
+            "judge_prefill_tokens_per_s": last.prefill_tokens / max(last.prefill_s, 1e-9),
+            "judge_cached": 0.0,
+        }
+        return [
+            RewardResult(
+                score=scores[i],
+                error=errors.get(i, ""),
+                details=details
+                | {"judge_cut": float(row.is_cut)}
+                | ({"judge_mass": mass[i]} if mass else {}),
+            )
+            for i, row in enumerate(batch)
+        ]
+
+
+def _verdict(errors: dict[int, str], row: int, score: Callable[..., float], *args: Any) -> float:
+    """The score, or 0 and an error for a row without a verdict."""
+    try:
+        return score(*args)
+    except ValueError as error:
+        errors[row] = f"verdict: {error}"
+        return 0.0
+
+
+def _send(channel: int, message: Ready | Began | Done) -> None:
+    data = memoryview(frame(message))
+    while data:
+        data = data[os.write(channel, data) :]
+
+
+if __name__ == "__main__":
+    main()

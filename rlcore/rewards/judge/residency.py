@@ -1,0 +1,124 @@
+"""How many layers of the judge stay on the device: arithmetic on bytes, before every batch."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rlcore.hf.config import HFConfig
+from rlcore.hf.model import layer_numel
+from rlcore.hf.names import EMBED, HEAD, NORM, expected
+from rlcore.rewards.judge.config import JudgeRewardConfig
+
+SLOTS = 2
+"""Buffers that streamed layers take turns in: one is used while the next one comes."""
+MARGIN = 0.02
+"""Share of what is free that is left alone: allocators round up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Bytes of a model on a device."""
+
+    num_layers: int
+    layer: int
+    """Of one layer."""
+    outer: int
+    """Of embedding, last norm and head, which always stay."""
+
+
+def sizes_of(hf: HFConfig, dtype: torch.dtype) -> Sizes:
+    """Sizes of the model `hf` in `dtype`."""
+    shapes = expected(hf)
+    outer = sum(math.prod(shapes[name]) for name in (EMBED, NORM, HEAD) if name in shapes)
+    return Sizes(
+        num_layers=hf.num_layers,
+        layer=layer_numel(hf, dtype) * dtype.itemsize,
+        outer=outer * dtype.itemsize,
+    )
+
+
+def most_resident(num_layers: int, ratio: float) -> int:
+    """Layers that may stay: ceil(ratio * num_layers), as in RollPacker."""
+    return min(num_layers, math.ceil(ratio * num_layers - 1e-9))
+
+
+def num_resident(sizes: Sizes, ratio: float, free_bytes: float) -> int:
+    """Layers that stay on the device where `free_bytes` are there for layers and slots together:
+    all of them take no slots, fewer leave room for `SLOTS` others. 0 where not even the slots fit:
+    with less the judge cannot work."""
+    fit = int(free_bytes * (1 - MARGIN) // sizes.layer)
+    most = most_resident(sizes.num_layers, ratio)
+    if most == sizes.num_layers <= fit:
+        return most
+    return max(0, min(most, fit - SLOTS))
+
+
+def work_bytes(
+    hf: HFConfig, dtype: torch.dtype, rows: int, longest: int, new_tokens: int = 0
+) -> int:
+    """What a batch of `rows` x `longest` padded tokens takes besides weights; an estimate. With
+    `new_tokens` all layers keep keys and values, else one layer at a time has them."""
+    tokens = rows * longest
+    inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
+    heads = (hf.num_heads + 2 * hf.num_kv_heads) * hf.head_dim
+    # hidden states in and out, their norm, q k v before and after RoPE, gate and up and product
+    per_token = 4 * hf.hidden_size + 3 * heads + 3 * inner
+    kept = 2 * hf.num_kv_heads * hf.head_dim * (hf.num_layers if new_tokens else 1)
+    cache = rows * (longest + new_tokens + 16) * kept
+    return dtype.itemsize * (tokens * per_token + cache) + 2 * 4 * rows * hf.vocab_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes of one judge beside its CUDA context."""
+
+    stay: int
+    """On the device, as long as memory is not short: what stays and the slots."""
+    work: int
+    """Of the largest batch; an estimate."""
+    host: int
+    """Pinned, for the layers that stream."""
+    num_resident: int
+
+
+def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
+    """What a judge of the architecture `hf` takes with these settings."""
+    dtype = getattr(torch, cfg.dtype)
+    sizes = sizes_of(hf, dtype)
+    stay = most_resident(sizes.num_layers, cfg.resident_ratio)
+    new = cfg.max_new_tokens if cfg.method == "generate" else 0
+    longest = min(cfg.max_tokens, hf.max_positions)
+    rows = max(1, min(cfg.batch_rows, cfg.batch_tokens // longest))
+    work = work_bytes(hf, dtype, rows, longest, new)
+    if cfg.device_gb:
+        room = cfg.device_gb * 1e9 - sizes.outer
+        stay = num_resident(sizes, cfg.resident_ratio, room - work)
+    streamed = sizes.num_layers - stay
+    slots = min(SLOTS, streamed) * sizes.layer
+    return Footprint(
+        stay=sizes.outer + stay * sizes.layer + slots,
+        work=work,
+        host=streamed * sizes.layer,
+        num_resident=stay,
+    )
+
+
+def spread(num_layers: int) -> list[int]:
+    """Layers in the order in which they give up their place: whatever the number is, those that
+    have are spread evenly, and the next one that leaves makes no other one move.
+
+    Differs from RollPacker, where the first layers stay and all others stream: there a copy has the
+    time of one layer's computation, here that of the resident layers before it too.
+    """
+    bits = max(1, (num_layers - 1).bit_length())
+    return sorted(range(num_layers), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+
+
+def free_on(device: torch.device, available: Callable[[], int]) -> int:
+    """Bytes that this process could take on the device now. `available`: of the host's memory."""
+    if device.type != "cuda":
+        return available()
+    ours = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + ours

@@ -1,0 +1,393 @@
+"""`kind.Runner`s of the judge: verdicts that are known, the judge process, a judge behind a URL."""
+
+import dataclasses
+import hashlib
+import os
+import selectors
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import msgspec
+
+from rlcore.records import RequestId, RewardResult
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.rubric import Rubric
+from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, FromJudge, Load, Ready
+from rlcore.rewards.kind import Host
+from rlcore.rewards.wire import Job, frame
+from rlcore.rewards.worker import Worker
+from rlcore.utils import net
+from rlcore.utils.log import announce, log
+
+_MAX_FAILED_STARTS = 3
+_CLOSE_S = 20.0
+_LOG_BYTES = 4 << 20
+
+Settle = Callable[[int, RewardResult, str], None]
+"""Key of the request, its verdict, and what was printed where it failed."""
+
+
+class Backend(Protocol):
+    """Gets verdicts. No call blocks but `close`."""
+
+    def ask(self, job: Job) -> None:
+        """`Settle` is called for the job's key, some time."""
+
+    def drop(self, keys: Collection[int]) -> None:
+        """These are of no use any more."""
+
+    def close(self) -> None:
+        """End with everything that it started."""
+
+
+class JudgeRunner:
+    """A `kind.Runner`: asks the backend for every pair of prompt and response once."""
+
+    def __init__(
+        self, cfg: JudgeRewardConfig, host: Host, make: Callable[[Settle], Backend]
+    ) -> None:
+        """`make` starts the backend. ValueError where the rubric cannot be used."""
+        # The judge is the same for the whole run: what tells verdicts apart is what it is shown.
+        Rubric(cfg)
+        self._host, self._room = host, cfg.cache_entries
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[bytes, float] = OrderedDict()
+        self._waiting: dict[bytes, tuple[int, list[Job]]] = {}
+        """Under way: the key that the backend has, and who waits for it."""
+        self._digests: dict[int, bytes] = {}
+        self._backend = make(self._settle)
+
+    def submit(self, job: Job) -> None:
+        """See `Runner`."""
+        digest = digest_of(job)
+        with self._lock:
+            known = self._verdicts.get(digest)
+            if known is not None:
+                self._verdicts.move_to_end(digest)
+            elif digest in self._waiting:
+                self._waiting[digest][1].append(job)
+                return
+            else:
+                self._waiting[digest] = (job.key, [job])
+                self._digests[job.key] = digest
+        if known is not None:
+            self._host.done(job, _cached(known), "")
+        else:
+            self._backend.ask(job)
+
+    def cancel(self, ids: Collection[RequestId]) -> None:
+        """See `Runner`."""
+        idle = []
+        with self._lock:
+            for digest, (key, jobs) in list(self._waiting.items()):
+                jobs[:] = [job for job in jobs if job.sample.id not in ids]
+                if not jobs:
+                    idle.append(key)
+                    del self._waiting[digest], self._digests[key]
+        if idle:
+            self._backend.drop(idle)
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self._backend.close()
+
+    def _settle(self, key: int, result: RewardResult, printed: str) -> None:
+        with self._lock:
+            digest = self._digests.pop(key, None)
+            if digest is None:  # cancelled
+                return
+            _, jobs = self._waiting.pop(digest)
+            if not result.error and self._room:
+                self._verdicts[digest] = result.score
+                if len(self._verdicts) > self._room:
+                    self._verdicts.popitem(last=False)
+        for number, job in enumerate(jobs):
+            again = _cached(result.score) if number and not result.error else result
+            self._host.done(job, again, printed)
+
+
+def _cached(score: float) -> RewardResult:
+    return RewardResult(score=score, details={"judge_cached": 1.0})
+
+
+def digest_of(job: Job) -> bytes:
+    """What the judge is shown of a job, as a hash."""
+    shown = (job.prompt.text, job.prompt.answer, job.text, job.prompt.fields)
+    return hashlib.blake2b(net.encode(shown), digest_size=16).digest()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Entry:
+    """A request on its way through the judge process."""
+
+    ask: Ask
+    job: Job
+    sent: bool = False
+
+
+class ProcessBackend:
+    """A judge process of our own. A thread owns it, sends requests, and holds batches to their
+    deadlines. A batch that ends the process is asked again one by one, and the one that ends it
+    again is the one to blame."""
+
+    def __init__(self, cfg: JudgeRewardConfig, host: Host, device: str, settle: Settle) -> None:
+        """`device` as torch spells it, such as cuda:0."""
+        self._cfg, self._host, self._settle = cfg, host, settle
+        self._load = frame(
+            Load(
+                config=dataclasses.asdict(cfg),
+                device=device,
+                sys_path=tuple(os.path.abspath(p) for p in sys.path),
+            )
+        )
+        self._lock = threading.Lock()
+        self._inbox: deque[_Entry] = deque()
+        self._dropped: set[int] = set()
+        self._closing = False
+        self._failure = ""
+        self._entries: dict[int, _Entry] = {}
+        self._running: tuple[int, ...] = ()
+        self._since = self._limit_s = 0.0
+        self._is_asked = False
+        """The judge has something to do: it is heard of within the time, or is over."""
+        self._worker: Worker | None = None
+        self._failed_starts, self._log_room = 0, _LOG_BYTES
+        if host.log_file is not None:
+            host.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ, (None, "wake"))
+        self._thread = threading.Thread(target=self._main, name="judge", daemon=True)
+        self._thread.start()
+
+    # ---- the caller's side
+
+    def ask(self, job: Job) -> None:
+        """See `Backend`."""
+        prompt = job.prompt
+        ask = Ask(job.key, prompt.text, prompt.answer, job.text, prompt.fields)
+        with self._lock:
+            self._inbox.append(_Entry(ask, job))
+        os.eventfd_write(self._wake, 1)
+
+    def drop(self, keys: Collection[int]) -> None:
+        """See `Backend`. A batch that runs goes on."""
+        with self._lock:
+            self._dropped |= set(keys)
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.error("judge: its process did not end within %g s", _CLOSE_S)
+            return
+        os.close(self._wake)
+
+    # ---- the thread's side
+
+    def _main(self) -> None:
+        try:
+            while not self._closing and not self._failure:
+                self._step()
+        except Exception as error:  # a thread's end must not be silent: the service raises it
+            log.exception("judge: its thread failed")
+            self._fail(f"the judge's thread failed: {type(error).__name__}: {error}")
+        finally:
+            if self._worker is not None:
+                self._worker.end()
+            self._selector.close()
+
+    def _step(self) -> None:
+        if self._worker is None:
+            self._running = ()
+            self._worker = Worker(
+                self._selector, self._load, self._print, "rlcore.rewards.judge.process"
+            )
+        self._send()
+        for key, events in self._selector.select(self._wait_s()):
+            worker, what = key.data
+            if what == "wake":
+                self._take_inbox()
+            elif worker is self._worker:
+                self._serve(worker, what, events)
+        self._check_deadline()
+
+    def _take_inbox(self) -> None:
+        os.eventfd_read(self._wake)
+        with self._lock:
+            coming, self._inbox = self._inbox, deque()
+            dropped, self._dropped = self._dropped, set()
+        self._entries |= {entry.ask.key: entry for entry in coming}
+        gone = []
+        for key in dropped - set(self._running):
+            entry = self._entries.pop(key, None)
+            if entry is not None and entry.sent:
+                gone.append(key)
+        if gone and self._worker is not None:
+            self._worker.send(frame(Drop(tuple(gone))))
+
+    def _send(self) -> None:
+        """Everything at once: the judge makes batches of what it has."""
+        worker = self._worker
+        if worker is None or not worker.ready:
+            return
+        for entry in self._entries.values():
+            if not entry.sent:
+                entry.sent = True
+                worker.send(frame(entry.ask))
+                self._hear(is_new=not self._is_asked)
+
+    def _hear(self, is_new: bool = True) -> None:
+        """The judge's time starts again."""
+        self._is_asked = any(entry.sent for entry in self._entries.values())
+        if is_new:
+            self._since, self._limit_s = time.monotonic(), self._cfg.timeout_s
+
+    def _wait_s(self) -> float | None:
+        end = self._end()
+        return None if end is None else max(0.0, end - time.monotonic())
+
+    def _end(self) -> float | None:
+        worker = self._worker
+        if worker is not None and not worker.ready:
+            return worker.started + self._cfg.start_s
+        return self._since + self._limit_s if self._is_asked else None
+
+    def _serve(self, worker: Worker, what: str, events: int) -> None:
+        if what == "output":
+            worker.read_output()
+            return
+        if events & selectors.EVENT_WRITE:
+            worker.flush()
+        if events & selectors.EVENT_READ:
+            self._receive(worker)
+
+    def _receive(self, worker: Worker) -> None:
+        """Take what the judge has sent; its end is found out here too."""
+        data = worker.read()
+        if data is None:
+            return
+        if not data:
+            self._ended("")
+            return
+        try:
+            for body in worker.frames.feed(data):
+                self._obey(worker, net.decode(body, FromJudge))
+        except (ValueError, IndexError) as error:
+            self._ended(f"crash: wrote to the service's channel ({error})")
+
+    def _obey(self, worker: Worker, message: Ready | Began | Done) -> None:
+        if isinstance(message, Ready):
+            if message.error:
+                self._fail(f"cannot start: {message.error}")
+                return
+            worker.ready = True
+        elif isinstance(message, Began):
+            self._hear()
+            self._running = message.keys
+            jobs = [self._entries[k].job for k in message.keys if k in self._entries]
+            limits = [self._host.timeout_s(job) for job in jobs]
+            self._limit_s = max(limits, default=self._cfg.timeout_s)
+        else:
+            self._failed_starts = 0
+            seconds, keys, self._running = time.monotonic() - self._since, self._running, ()
+            for key, result in zip(keys, message.results, strict=True):
+                self._end_one(key, msgspec.structs.replace(result, latency_s=seconds))
+            self._hear()
+
+    def _check_deadline(self) -> None:
+        worker, end = self._worker, self._end()
+        if worker is None or end is None or time.monotonic() < end:
+            return
+        if not worker.ready:
+            self._ended(f"did not start within --reward.start_s {self._cfg.start_s:g}")
+            return
+        begun = self._since
+        self._receive(worker)  # the results may wait there: this thread may have been late
+        if self._worker is worker and self._is_asked and self._since == begun:
+            worker.print_stack()
+            self._ended(f"timeout after {self._limit_s:g} s")
+
+    def _ended(self, reason: str) -> None:
+        """The process is over, or has to be: its batch pays or is tried one by one, the others are
+        asked again."""
+        worker, self._worker = self._worker, None
+        assert worker is not None
+        status = worker.end(exiting=not reason)
+        printed = worker.printed() or "(nothing)"
+        keys, self._running = self._running, ()
+        is_late = reason.startswith("timeout")
+        if is_late and not keys:  # it hangs between batches: what it has is all that can be blamed
+            keys = tuple(key for key, entry in self._entries.items() if entry.sent)
+        for entry in self._entries.values():
+            entry.sent = False
+        self._is_asked = False
+        if not keys:
+            self._failed_start(reason or f"exit status {status}", printed)
+            return
+        reason = reason or f"crash: the judge ended with status {status}"
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            if is_late or len(keys) == 1 or entry.ask.alone:
+                seconds = time.monotonic() - self._since
+                result = RewardResult(score=0.0, error=reason, latency_s=seconds)
+                self._end_one(key, result, printed)
+            else:
+                entry.ask = msgspec.structs.replace(entry.ask, alone=True)
+        log.warning("judge: %s; it starts again", reason)
+
+    def _end_one(self, key: int, result: RewardResult, printed: str = "") -> None:
+        if self._entries.pop(key, None) is not None:
+            self._settle(key, result, printed)
+
+    def _failed_start(self, reason: str, printed: str) -> None:
+        self._failed_starts += 1
+        log.warning("judge: its process failed before a batch: %s\n%s", reason, printed)
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            self._fail(f"its process fails before any batch: {reason}, {self._failed_starts} times")
+
+    def _fail(self, sentence: str) -> None:
+        self._failure = sentence
+        self._host.fail(f"reward {self._host.name}: {sentence}")
+
+    def _print(self, data: bytes) -> None:
+        """What the judge prints goes to the log file while there is room."""
+        if self._host.log_file is None or self._log_room <= 0:
+            return
+        data = data[: self._log_room]
+        self._log_room -= len(data)
+        try:
+            with self._host.log_file.open("ab") as file:
+                file.write(data)
+        except OSError as error:  # a full disk must not cost the scores
+            self._log_room = 0
+            log.warning("judge: %s cannot be written: %s", self._host.log_file, error)
+
+
+def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:
+    """The runner that the settings ask for. ValueError where they cannot work."""
+    if found := cfg.problems("reward"):
+        raise ValueError("\n".join(found))
+    if cfg.url:
+        from rlcore.rewards.judge.engine import EngineBackend
+
+        announce("judge", f"{cfg.model} at {cfg.url}, {cfg.workers} requests at a time")
+        return JudgeRunner(cfg, host, lambda settle: EngineBackend(cfg, host, settle))
+    import torch
+
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{torch.cuda.current_device()}"
+    announce("judge", f"{cfg.model}, {cfg.dtype}, {cfg.method}, on {device}, child process")
+    return JudgeRunner(cfg, host, lambda settle: ProcessBackend(cfg, host, device, settle))

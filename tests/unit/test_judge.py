@@ -1,0 +1,195 @@
+"""The judge as a reward: its process, batches, remembered verdicts, deadlines, and a judge behind a
+URL.
+
+Not covered: CUDA.
+"""
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rlcore.data import label_task
+from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.process import Judge
+from rlcore.rewards.judge.rubric import Rubric
+from rlcore.rewards.judge.wire import Ask
+from rlcore.rewards.service import RewardService
+from tests.contracts.reward_contract import prompt_of, sample_of, score_all
+from tests.kit import tiny_hf_folder
+
+RUBRIC = "{{ answer }};{{ response }}="
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("judge") / "model"
+    tiny_hf_folder(path, vocab_size=len(label_task.VOCAB), num_hidden_layers=5)
+    make_char_tokenizer(path, label_task.CHARS)
+    (path / "rubric.jinja").write_text(RUBRIC)
+    return path
+
+
+def config(folder: Path, **keys) -> JudgeRewardConfig:
+    return JudgeRewardConfig(
+        model=str(folder),
+        rubric=str(folder / "rubric.jinja"),
+        good=("*",),
+        bad=("-",),
+        dtype="float32",
+        **keys,
+    )
+
+
+def expected(folder: Path, answer: str, text: str) -> float:
+    """By transformers: P(*) / (P(*) + P(-)) after the rubric."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = load_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer.encode(f"{answer};{text}=")])).logits[0, -1]
+    good, bad = (float(logits[tokenizer.token_id(t)].exp()) for t in "*-")
+    return good / (good + bad)
+
+
+def test_the_process_scores_batches_as_transformers_does_and_asks_once_for_every_pair(folder):
+    texts = [f"a1b{i % 7}=>{i}" for i in range(12)]
+    with RewardService("judge", config=config(folder)) as service:
+        for i, text in enumerate([*texts, *texts[:3], "\u4e2d"]):
+            service.submit(f"t{i}.0", sample_of(f"t{i}.0"), prompt_of("21"), text)
+        found = score_all(service)
+        service.submit("again.0", sample_of("again.0"), prompt_of("21"), texts[0])
+        again = score_all(service)["again.0"]
+    for i in (0, 5, 11):
+        assert found[f"t{i}.0"].score == pytest.approx(expected(folder, "21", texts[i]), abs=1e-5)
+    details = [found[f"t{i}.0"].details for i in range(12)]
+    assert max(d["judge_batch_rows"] for d in details) > 1
+    assert {d["judge_cached"] for d in details} == {0.0}
+    assert all(d["judge_streamed_layers"] == 2 for d in details)  # ceil(5 / 2) may stay
+    assert all(d["judge_prefill_tokens_per_s"] > 0 and 0 < d["judge_mass"] < 1 for d in details)
+    for i in range(3):
+        copy, first = found[f"t{12 + i}.0"], found[f"t{i}.0"]
+        assert (copy.score, copy.details) == (first.score, {"judge_cached": 1.0})
+    assert (again.score, again.details) == (found["t0.0"].score, {"judge_cached": 1.0})
+    assert found["t15.0"].error.startswith("rubric: ") and found["t15.0"].score == 0
+
+
+@pytest.mark.slow
+def test_a_judge_that_hangs_or_dies_costs_no_sample_but_those_it_was_busy_with(folder):
+    cfg = config(folder, timeout_s=3.0, start_s=120.0)
+    with RewardService("judge", config=cfg) as service:
+        service.submit("a.0", sample_of("a.0"), prompt_of("1"), ">1")
+        assert not score_all(service)["a.0"].error
+        backend = service._runners[0]._backend
+        os.kill(backend._worker.process.pid, signal.SIGSTOP)  # it hangs, and all that it has pays
+        service.submit("b.0", sample_of("b.0"), prompt_of("2"), ">2")
+        assert score_all(service)["b.0"].error == "timeout after 3 s"
+        service.submit("c.0", sample_of("c.0"), prompt_of("3"), ">3")
+        assert not score_all(service)["c.0"].error
+        os.kill(backend._worker.process.pid, signal.SIGKILL)  # between batches: nobody pays
+        for i in range(3):
+            service.submit(f"d{i}.0", sample_of(f"d{i}.0"), prompt_of("4"), f">{i}")
+        assert [r.error for r in score_all(service).values()] == ["", "", ""]
+
+
+def test_a_judge_that_cannot_be_loaded_ends_the_run_with_one_sentence(folder, tmp_path):
+    bad = config(folder, template="none")
+    with pytest.raises(ValueError, match="--reward.rubric .*: cannot be used"):
+        RewardService("judge", config=dataclasses.replace(bad, rubric=str(tmp_path / "none")))
+    wrong = dataclasses.replace(bad, good=("**",))
+    with (
+        RewardService("judge", config=wrong) as service,
+        pytest.raises(
+            RuntimeError, match=r"reward judge: cannot start: .*--reward.good \*\*: is 2"
+        ),
+    ):
+        service.submit("a.0", sample_of("a.0"), prompt_of("1"), ">1")
+        score_all(service)
+
+
+# ---- the rubric
+
+
+def test_our_rubric_shows_task_answer_and_response_and_executes_none_of_them():
+    cfg = JudgeRewardConfig(model="m")
+    text = Rubric(cfg).render("What is {{ 1 + 1 }}?", "2", "{% if true %}two{% endif %}")
+    assert "[Task]\nWhat is {{ 1 + 1 }}?\n" in text and "[Reference answer]\n2\n" in text
+    assert "{% if true %}two{% endif %}" in text and text.endswith("Yes or No.\n")
+    assert "Reference" not in Rubric(cfg).render("What?", "", "two")
+    written = Rubric(dataclasses.replace(cfg, method="generate")).render("What?", "", "two")
+    assert written.endswith("with `Verdict: Yes` or `Verdict: No`.\n")
+
+
+@pytest.mark.parametrize(
+    "text, score",
+    [
+        ("First Verdict: No, but then\nVerdict: Yes.", 1.0),
+        ("Verdict: **No**", 0.0),
+        ("Verdict: 7/10", 0.7),
+        ("Verdict: 12", 1.0),
+    ],
+)
+def test_the_last_verdict_that_was_written_counts(text, score):
+    assert Rubric(JudgeRewardConfig(model="m")).read(text) == score
+
+
+@pytest.mark.parametrize("text", ["", "I say Yes", "Verdict: perhaps"])
+def test_a_text_without_a_verdict_is_an_error_and_no_score(text):
+    with pytest.raises(ValueError, match="verdict"):
+        Rubric(JudgeRewardConfig(model="m")).read(text)
+
+
+def test_a_response_cannot_write_special_tokens_and_a_long_one_loses_its_beginning(folder):
+    judge = Judge(config(folder, max_tokens=40), "cpu")
+    try:
+        ids, is_cut = judge.encode(Ask(0, "", "21", ">2 1".replace(" ", ""), {}))
+        assert not is_cut and len(ids) == len("21;>21=")
+        ids, is_cut = judge.encode(Ask(0, "", "21", "1" * 60 + ">21", {}))
+        text = judge._tokenizer.decode(ids)
+        assert is_cut and len(ids) <= 40 and text.startswith("21;1") and text.endswith("1>21=")
+        with pytest.raises(ValueError, match="has 50 tokens besides .* --reward.max_tokens"):
+            judge.encode(Ask(0, "", "2" * 48, "1" * 60, {}))
+        assert judge._tokenizer.defused("a<eos>b") == "a< eos>b"
+    finally:
+        judge.model.close()
+
+
+def test_a_batch_has_the_oldest_request_and_others_of_its_length(folder):
+    judge = Judge(config(folder, batch_rows=3, batch_tokens=40), "cpu")
+    try:
+        for key, length in enumerate([10, 30, 11, 9, 12]):
+            judge.add(Ask(key, "", "", "1" * length, {}))
+        judge.add(Ask(5, "", "", "1" * 10, {}, alone=True))
+        batches = []
+        while batch := judge.next_batch():
+            batches.append([row.key for row in batch])
+    finally:
+        judge.model.close()
+    assert batches == [[0, 2, 3], [1], [4], [5]]
+
+
+def test_the_judge_writes_and_its_verdict_is_found(folder):
+    """A model of random weights writes junk: its own text, read by a pattern that fits."""
+    cfg = config(folder, method="generate", max_new_tokens=6, pattern="(.)$", full_marks=9.0)
+    judge = Judge(cfg, "cpu")
+    try:
+        for key, text in enumerate([">1", ">1b2", "a"]):
+            judge.add(Ask(key, "", "3", text, {}))
+        batch = judge.next_batch()
+        rows = [row.ids for row in batch]
+        wrote = [judge.model.generate([row], 6, judge._tokenizer.eos_ids)[0] for row in rows]
+        results = judge.score(batch)
+    finally:
+        judge.model.close()
+    for ids, result in zip(wrote, results, strict=True):
+        last = judge._tokenizer.decode(ids)[-1:]
+        word = {"*": 1.0, "-": 0.0} | {str(n): n / 9 for n in range(10)}
+        if last in word:
+            assert (result.score, result.error) == (word[last], "")
+        else:
+            assert result.error.startswith("verdict: ")

@@ -1,0 +1,273 @@
+"""The judge's layer pipeline on the CPU against a model that is here as a whole, against reading
+without overlap, and against Hugging Face accelerate's offloading: seconds and memory.
+
+    bash tools/setup.sh --bench          # accelerate; --no-accelerate leaves its rows out
+    python tools/bench_judge.py --seed 0 --json out.json
+
+A model of random weights is made on the spot, 1.2 GB by default. The page cache would hide what
+reading costs, so every read takes at least as long as at --gbps, everywhere the same. A row is a
+process of its own; its peak memory is the largest resident set (VmHWM: file pages count) above what
+it had before the model.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from rlcore.hf.config import HFConfig  # noqa: E402
+from rlcore.hf.names import expected  # noqa: E402
+from rlcore.hf.weights import save_folder  # noqa: E402
+from rlcore.rewards.judge.model import JudgeModel  # noqa: E402
+
+SIZES = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+OURS: dict[str, dict[str, Any]] = {
+    "resident": {"resident_ratio": 1.0},
+    "half, overlap": {"resident_ratio": 0.5},
+    "half, no overlap": {"resident_ratio": 0.5, "overlap": False},
+    "none, overlap": {"resident_ratio": 0.0},
+    "none, no overlap": {"resident_ratio": 0.0, "overlap": False},
+}
+PEERS = ("accelerate cpu_offload", "accelerate disk_offload")
+
+
+class Throttle:
+    """Reading as from a link of so many bytes per second."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate, self._due, self._lock = bytes_per_s, 0.0, threading.Lock()
+        self.total = 0
+
+    def __call__(self, num_bytes: int) -> None:
+        """Returns when the link has carried so many bytes more."""
+        with self._lock:
+            self.total += num_bytes
+            self._due = max(self._due, time.monotonic() - num_bytes / self._rate)
+            self._due += num_bytes / self._rate
+            due = self._due
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def main() -> None:
+    """Run every row and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gbps", type=float, default=0.25, help="10^9 bytes read in a second")
+    parser.add_argument("--rows", type=int, default=4, help="responses in a batch")
+    parser.add_argument("--tokens", type=int, default=96, help="of each of them")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
+    parser.add_argument("--no-accelerate", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(one(args)))
+        return
+    with tempfile.TemporaryDirectory(prefix="bench_judge") as folder:
+        args.model = Path(folder) / "model"
+        model_bytes = make_model(args.model, args.seed, args.layers)
+        names = [*OURS, *(() if args.no_accelerate else PEERS)]
+        found = {name: child(name, args) for name in names}
+    report(found, args, model_bytes)
+
+
+def make_model(folder: Path, seed: int, layers: int) -> int:
+    """Write the model; returns its bytes."""
+    hf = HFConfig.from_dict(SIZES).with_(num_layers=layers)
+    generator = torch.Generator().manual_seed(seed)
+    total = 0
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal total
+        for name, shape in expected(hf).items():
+            value = torch.randn(shape, generator=generator) * 0.02
+            total += value.nbytes
+            yield name, value + 1 if name.endswith("norm.weight") else value
+
+    save_folder(weights(), hf, None, folder)
+    return total
+
+
+def child(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row in a process of its own."""
+    keys = ("seed", "gbps", "rows", "tokens", "repeats", "threads", "model")
+    words = [w for key in keys for w in (f"--{key}", str(getattr(args, key)))]
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", name, *words], capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{name}: {done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    seconds, peak = statistics.median(found["seconds"]), found["peak_bytes"] / 1e9
+    print(f"{name:26} {seconds:6.2f} s   peak {peak:5.2f} GB", flush=True)
+    return found
+
+
+def one(args: argparse.Namespace) -> dict[str, Any]:
+    """A row: seconds of every batch but the first, peak memory, and what the judge said."""
+    torch.set_num_threads(args.threads)
+    generator = torch.Generator().manual_seed(args.seed)
+    shape = (args.rows, args.tokens)
+    rows = torch.randint(0, SIZES["vocab_size"], shape, generator=generator)
+    throttle = Throttle(args.gbps * 1e9)
+    make: Callable[..., Callable[[], torch.Tensor]] = ours if args.one in OURS else theirs
+    if args.one in PEERS:
+        import accelerate  # noqa: F401
+        from transformers import AutoModelForCausalLM  # noqa: F401
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+    score = make(args.one, args.model, rows, throttle)
+    seconds, probabilities = [], torch.empty(0)
+    for _ in range(args.repeats + 1):
+        begin = time.monotonic()
+        probabilities = score()
+        seconds.append(time.monotonic() - begin)
+    return {
+        "seconds": seconds[1:],
+        "peak_bytes": resident_bytes("VmHWM") - before,
+        "read_bytes": throttle.total,
+        "says": probabilities.double().tolist(),
+        "is_ours": args.one in OURS,
+    }
+
+
+def ours(
+    name: str, folder: Path, rows: torch.Tensor, throttle: Throttle
+) -> Callable[[], torch.Tensor]:
+    """The judge's own model."""
+    judge = JudgeModel(
+        folder, dtype="float32", device=torch.device("cpu"), on_read=throttle, **OURS[name]
+    )
+    return lambda: judge.probabilities(rows.tolist(), range(8))
+
+
+def theirs(
+    name: str, folder: Path, rows: torch.Tensor, throttle: Throttle
+) -> Callable[[], torch.Tensor]:
+    """transformers' model, offloaded by accelerate, which brings every module when it is its turn:
+    from a copy in host memory, or from files."""
+    from accelerate import big_modeling
+    from transformers import AutoModelForCausalLM
+
+    class Slow(Mapping):
+        """Weights by name, each read at the throttle's pace."""
+
+        def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+            self._weights = weights
+
+        def __getitem__(self, key: str) -> torch.Tensor:
+            value = self._weights[key]
+            throttle(value.nbytes)
+            return value
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self._weights)
+
+        def __len__(self) -> int:
+            return len(self._weights)
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cpu = torch.device("cpu")
+    if name == "accelerate cpu_offload":
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        big_modeling.cpu_offload(model, cpu, state_dict=Slow(weights))
+    else:
+        loader = big_modeling.OffloadedWeightsLoader
+        big_modeling.OffloadedWeightsLoader = lambda **keys: Slow(loader(**keys))
+        big_modeling.disk_offload(model, str(folder.parent / "offload"), cpu)
+        Path("/proc/self/clear_refs").write_text("5")  # what it took to write them does not count
+
+    def score() -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(rows, logits_to_keep=1, use_cache=False).logits[:, -1]
+        return logits.softmax(-1)[:, :8]
+
+    return score
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Of this process, from the kernel."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def report(found: dict[str, dict[str, Any]], args: argparse.Namespace, model_bytes: int) -> None:
+    """Check that all say the same, then the ratios as rows."""
+    resident = found["resident"]
+    for name, row in found.items():
+        if row["is_ours"] and row["says"] != resident["says"]:
+            sys.exit(f"{name}: other bits than the resident model's")
+        apart = torch.tensor(row["says"]) - torch.tensor(resident["says"])
+        if apart.abs().max() > 1e-5:
+            sys.exit(f"{name}: says something else than the resident model")
+    seconds = {name: statistics.median(row["seconds"]) for name, row in found.items()}
+    rows: list[dict[str, Any]] = [
+        {"name": "model", "value": model_bytes / 1e9, "unit": "GB"},
+        {"name": "reads", "value": args.gbps, "unit": "GB/s"},
+        {"name": "batch", "value": args.rows * args.tokens, "unit": "tokens"},
+    ]
+    for name, row in found.items():
+        peak = row["peak_bytes"] / 1e9
+        rows.append(_row(f"{name}: seconds", seconds[name], "s", "resident", seconds["resident"]))
+        rows.append(_row(f"{name}: peak", peak, "GB", "resident", resident["peak_bytes"] / 1e9))
+    for part in ("half", "none"):
+        plain = f"{part}, no overlap"
+        rows.append(
+            _row(f"{part}: overlap", seconds[f"{part}, overlap"], "s", plain, seconds[plain])
+        )
+    for peer in PEERS:
+        if peer in seconds:
+            rows.append(_row("none, overlap", seconds["none, overlap"], "s", peer, seconds[peer]))
+    for row in rows:
+        against = f"   {row['ratio']:.3f} of {row['baseline']}" if "ratio" in row else ""
+        print(f"{row['name']:36} {row['value']:8.3f} {row['unit']}{against}")
+    if args.json:
+        settings = {
+            k: getattr(args, k) for k in ("seed", "gbps", "rows", "tokens", "repeats", "threads")
+        }
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+def _row(name: str, value: float, unit: str, baseline: str, base: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "baseline": baseline,
+        "ratio": value / base,
+    }
+
+
+if __name__ == "__main__":
+    main()
