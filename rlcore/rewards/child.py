@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rlcore.records import RewardResult
+from rlcore.rewards import guard
 from rlcore.rewards.kind import sentence, to_result
 from rlcore.rewards.registry import resolve
 from rlcore.rewards.wire import READY, Frames, Job, Reply, Start, frame
@@ -60,6 +61,8 @@ def tie_to(parent: int) -> None:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
     if os.getppid() != parent:  # it died before we could ask to be told
         sys.exit(1)
+    if why := guard.protect([1, *guard.ancestors(parent), os.getpgid(parent)]):
+        print(f"reward: nothing keeps it from killing the trainer ({why})", file=sys.stderr)
 
 
 def _start(start: Start, channel: int) -> Any:

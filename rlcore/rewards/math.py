@@ -1,100 +1,148 @@
-"""Math answers: the last boxed expression against the row's answer, by value.
+"""Math answers: the final answer of a response against the row's answer, by value.
 
-Two plain numbers are compared here, which costs microseconds; everything else goes through
-math-verify (parsing with sympy), which costs milliseconds and on odd input seconds, so its own
-time-outs are off and the service's deadline rules.
+Numbers, choices, tuples, intervals and matrices of such are compared as text (answers.py), which
+costs microseconds; so are formulas, by their values at a few points (expression.py). What is left
+goes through math-verify (sympy), which costs milliseconds, in a new process tenths of a second, and
+on odd input minutes: it gets `algebra_s`, since a child that the service's deadline ends takes its
+warm parser along. That is CPU time: a verdict does not depend on what else the machine does.
 """
 
-import re
-from decimal import Decimal
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from rlcore.config.schema import RewardConfig, Section
 from rlcore.records import Prompt
+from rlcore.rewards import answers
 from rlcore.rewards.kind import Kind
 
-_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
-_BOXED = ("\\boxed{", "\\fbox{")
-_HASHES = "####"
+_LONGEST_ANSWER = 1000
+_TAIL_CHARS = 4000
+"""Where nothing marks the answer it is looked for in the end of the response."""
+_AGAIN_S = 0.2
+"""A bare `except` somewhere may have caught the first one."""
+_FORMULA = ("$", "\\boxed", "\\[", "\\(")
 
 
 @Section
 class MathRewardConfig(RewardConfig):
     require_boxed: bool = False
-    """Score 0 without looking further where the response has no \\boxed{...} and no ####."""
+    """Score 0 without looking further where nothing marks the final answer: \\boxed{...}, ####,
+    or a last line `Answer: ...`."""
+    decimals: int = 6
+    """Numbers with a decimal point are equal where they agree to so many places."""
+    algebra_s: float = 3.0
+    """Seconds of CPU time that one comparison by algebra may take; what takes longer is not equal.
+    0: no limit but timeout_s."""
 
 
 class MathReward:
-    def __init__(self, config: MathRewardConfig) -> None:
+    """Equal final answers to one prompt are compared once."""
+
+    def __init__(self, config: MathRewardConfig, strict: bool = True) -> None:
+        """`strict` is math-verify's: names of variables matter."""
         import math_verify  # half a second of sympy: paid when a child starts, not at a sample
 
-        self._require = config.require_boxed
-        self._verify = math_verify.verify
-        self._parse = math_verify.parse
-        self._gold = lru_cache(4096)(self._parse_gold)
+        # It warns that its own time-outs are off.
+        for module in ("parser", "grader"):
+            logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+        self._require, self._decimals, self._strict = config.require_boxed, config.decimals, strict
+        self._limit_s = config.algebra_s
+        self._verify, self._parse_text = math_verify.verify, math_verify.parse
+        self._boxed_only = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
+        self._gold = lru_cache(4096)(self._read_gold)
+        self._parse_gold = lru_cache(4096)(self._parse_gold_text)
+        self._same = lru_cache(1 << 14)(self._compare)
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
         """1 where the final answer equals `prompt.answer`, else 0."""
-        answer = final_answer(text)
-        if answer is None:
-            if self._require:
-                return 0.0
-            return self._slow(prompt.answer, text)
-        same = compare_numbers(prompt.answer, answer)
-        if same is not None:
-            return float(same)
-        return self._slow(prompt.answer, "\\boxed{" + answer + "}")
+        gold, answer = prompt.answer, answers.boxed(text)
+        if answer is not None:
+            return float(self._same(gold, answer))
+        answer = answers.labelled(text)
+        if answer is not None:
+            is_number = answers.number_of(answers.normalise(answer)) is not None
+            found = self._same(gold, answer) or not is_number and self._search(gold, answer)
+            return float(found)  # what is no number may be a sentence
+        return float(not self._require and self._search(gold, text))
 
-    def _slow(self, gold: str, text: str) -> float:
-        parsed = self._gold(gold)
-        if not parsed:  # nothing that sympy can read: text is all that can be compared
-            return float(gold.strip() == (final_answer(text) or text).strip())
-        found = self._parse(text, parsing_timeout=None)
-        return float(bool(found) and self._verify(parsed, found, timeout_seconds=None))
+    def _compare(self, gold: str, answer: str) -> bool:
+        if len(answer) > _LONGEST_ANSWER:
+            return False
+        ours, theirs = self._gold(gold), answers.normalise(answer)
+        if "=" not in ours:
+            theirs = answers.without_name(theirs)
+        if answers.is_unevaluated(ours, theirs):
+            return False
+        same = answers.compare(ours, theirs, self._decimals)
+        return self._algebra(gold, answer, self._parse) if same is None else same
 
-    def _parse_gold(self, gold: str) -> list[Any]:
-        return self._parse("\\boxed{" + gold + "}", parsing_timeout=None)
+    def _search(self, gold: str, text: str) -> bool:
+        """Nothing marks an answer: is the whole text one, or what math-verify finds?"""
+        text = text[-_TAIL_CHARS:]
+        if answers.compare(self._gold(gold), answers.normalise(text), self._decimals):
+            return True
+        return self._algebra(gold, text, lambda t: self._parse_text(t, parsing_timeout=None))
+
+    def _algebra(self, gold: str, text: str, parse: Callable[[str], list[Any]]) -> bool:
+        try:
+            with _limited(self._limit_s):
+                return self._verify(
+                    self._parse_gold(gold),
+                    parse(text),
+                    float_rounding=self._decimals,
+                    strict=self._strict,
+                    timeout_seconds=None,
+                )
+        except _TooLongError:
+            return False
+
+    def _parse(self, answer: str) -> list[Any]:
+        """What sympy makes of an answer."""
+        return self._parse_text(
+            "\\boxed{" + answer + "}",
+            extraction_config=self._boxed_only,
+            parsing_timeout=None,
+        )
+
+    def _read_gold(self, gold: str) -> str:
+        return answers.normalise(answers.boxed(gold) or answers.labelled(gold) or gold)
+
+    def _parse_gold_text(self, gold: str) -> list[Any]:
+        if any(mark in gold for mark in _FORMULA):
+            return self._parse_text(gold, parsing_timeout=None)
+        return self._parse(gold)
 
 
-def final_answer(text: str) -> str | None:
-    """What stands in the last \\boxed{...}, or behind the last ####; None where neither is
-    there."""
-    start = max(text.rfind(mark) for mark in _BOXED)
-    if start >= 0:
-        return _in_braces(text, text.index("{", start))
-    if _HASHES in text:
-        return text.rpartition(_HASHES)[2].strip().partition("\n")[0].strip()
-    return None
+class _TooLongError(BaseException):
+    """Not an Exception: math-verify and sympy catch those."""
 
 
-def _in_braces(text: str, start: int) -> str | None:
-    """The text between the brace at `start` and its partner; None where it is never closed."""
-    depth = 0
-    for i in range(start, len(text)):
-        if text[i] == "{" and text[i - 1] != "\\":
-            depth += 1
-        elif text[i] == "}" and text[i - 1] != "\\":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : i].strip()
-    return None
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise `_TooLongError` when this much CPU time is used; 0, or another than the main thread:
+    never."""
+    if not seconds or threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
+    def stop(signum: int, frame: object) -> None:
+        raise _TooLongError
 
-def compare_numbers(gold: str, answer: str) -> bool | None:
-    """Whether two plain numbers are equal; None where one is not plain, or where two decimals
-    differ and rounding has to decide."""
-    a, b = _plain(gold), _plain(answer)
-    if a is None or b is None:
-        return None
-    if a == b:
-        return True
-    return None if "." in gold or "." in answer else False
-
-
-def _plain(text: str) -> Decimal | None:
-    text = text.strip().removeprefix("\\$").strip("$").removesuffix(".").strip()
-    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
+    try:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    finally:  # once more: the last signal may have come right there
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 KIND = Kind(MathRewardConfig, score=MathReward)

@@ -88,10 +88,12 @@ def resolve(name: str) -> Kind:
     fits."""
     if name in REWARDS:
         return importlib.import_module(REWARDS[name]).KIND
+    if name.startswith(SCHEMES):
+        return importlib.import_module("rlcore.rewards.http").kind(name)
     if "." not in name:
         raise ValueError(
-            f"--reward {name}: allowed are {', '.join(REWARDS)}, a dotted path, and sums such as "
-            "math:1,exact:0.5"
+            f"--reward {name}: allowed are {', '.join(REWARDS)}, a dotted path, an http address, "
+            "and sums such as math:1,exact:0.5"
         )
     module, found = _find(name)
     if inspect.ismodule(found):

@@ -1,0 +1,220 @@
+"""A reward behind an address: one POST per sample, `--reward http://host:port/path`.
+
+    request   {"id", "prompt", "response", "label", "source", "fields", "num_tokens", "finish"}
+    answer    a number, or {"score": number, ...further numbers, shown as reward/<name>}
+
+`label` is the row's answer, `fields` its other columns. `--reward.workers` requests are under way
+at a time. What may pass is tried again, with growing pauses: no connection, a broken one, and the
+status codes 408, 425, 429 and 5xx. `timeout_s` is the deadline of a sample, all its tries and
+pauses together, by the wall clock: a server that sends a byte a second does not stretch it.
+"""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+import httpx
+import msgspec
+
+from rlcore.config.schema import RewardConfig, Section
+from rlcore.records import RequestId, RewardResult
+from rlcore.rewards.kind import Host, Kind, number, sentence, to_result
+from rlcore.rewards.wire import Job
+from rlcore.utils.log import log
+
+_AGAIN = frozenset((408, 425, 429))
+_CLOSE_S = 10.0
+_SHOWN_CHARS = 120
+_LARGEST = 1 << 20
+
+
+@Section
+class HttpRewardConfig(RewardConfig):
+    workers: int = 32
+    """Requests under way at a time per rank."""
+    retries: int = 4
+    """Further tries after the first one, within timeout_s."""
+    backoff_s: float = 0.25
+    """Pause before the second try; each further one is twice as long, less a random part. A
+    server's Retry-After is waited for instead."""
+
+
+class _Refused(Exception):
+    """An answer of the server that is no score. `wait_s` is its Retry-After, None where trying
+    again is of no use."""
+
+    def __init__(self, text: str, wait_s: float | None) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
+
+
+class HttpReward:
+    """A `kind.Runner`: an event loop in a thread."""
+
+    def __init__(self, url: str, config: HttpRewardConfig, host: Host) -> None:
+        if not config.retries >= 0 or not config.backoff_s >= 0:
+            raise ValueError(
+                f"--reward.retries {config.retries}, --reward.backoff_s {config.backoff_s:g}: must "
+                "be 0 or more"
+            )
+        self._url, self._config, self._host = url, config, host
+        self._random = random.Random(host.seed)
+        self._queue: deque[tuple[Job, bytes]] = deque()  # with its tasks: the loop's thread only
+        self._tasks: dict[asyncio.Task[None], RequestId] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._main, name="reward http", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """See `Runner`."""
+        body = msgspec.json.encode(_request(job))
+        self._loop.call_soon_threadsafe(self._enqueue, job, body)
+
+    def cancel(self, ids: Collection[RequestId]) -> None:
+        """See `Runner`."""
+        self._loop.call_soon_threadsafe(self._forget, frozenset(ids))
+
+    def close(self) -> None:
+        """Drop what is under way."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.error("reward %s: requests did not end within %g s", self._url, _CLOSE_S)
+
+    # ---- the loop's thread
+
+    def _main(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:  # a thread's end must not be silent
+            log.exception("reward %s: its thread failed", self._url)
+            self._host.fail(f"reward {self._url}: its thread failed: {sentence(error)}")
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        most = httpx.Limits(max_connections=self._config.workers)
+        # deadlines are ours: by sample, not by read
+        async with httpx.AsyncClient(timeout=None, limits=most) as client:
+            self._client = client
+            self._start()
+            await self._stop.wait()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _enqueue(self, job: Job, body: bytes) -> None:
+        self._queue.append((job, body))
+        self._start()
+
+    def _forget(self, ids: frozenset[RequestId]) -> None:
+        self._queue = deque(item for item in self._queue if item[0].sample.id not in ids)
+        for task, id in self._tasks.items():
+            if id in ids:
+                task.cancel()
+
+    def _start(self) -> None:
+        """As many as may be under way."""
+        client = getattr(self, "_client", None)
+        while client is not None and self._queue and len(self._tasks) < self._config.workers:
+            job, body = self._queue.popleft()
+            task = self._loop.create_task(self._score(client, job, body))
+            self._tasks[task] = job.sample.id
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._host.fail(f"reward {self._url}: {sentence(error)}")
+        self._start()
+
+    async def _score(self, client: httpx.AsyncClient, job: Job, body: bytes) -> None:
+        begin, limit_s = time.monotonic(), self._host.timeout_s(job)
+        last = ["no answer"]
+        try:
+            async with asyncio.timeout(limit_s):
+                result = await self._tries(client, body, last)
+        except TimeoutError:
+            result = RewardResult(score=0.0, error=f"timeout after {limit_s:g} s: {last[0]}")
+        except _Refused as error:
+            result = RewardResult(score=0.0, error=f"http: {error}")
+        latency_s = time.monotonic() - begin
+        self._host.done(job, msgspec.structs.replace(result, latency_s=latency_s), "")
+
+    async def _tries(self, client: httpx.AsyncClient, body: bytes, last: list[str]) -> RewardResult:
+        """The first answer with a score. `last` holds what went wrong, for a deadline's text."""
+        pause_s = self._config.backoff_s
+        for k in range(self._config.retries + 1):
+            try:
+                return await self._post(client, body)
+            except httpx.HTTPError as error:
+                refused = _Refused(sentence(error), 0.0)
+            except _Refused as error:
+                refused = error
+            last[0] = str(refused)
+            if refused.wait_s is None or k == self._config.retries:
+                break
+            pause = pause_s * (1 - self._random.random() / 2)
+            await asyncio.sleep(refused.wait_s or pause)
+            pause_s *= 2
+        tries = "" if k == 0 else f", after {k + 1} tries"
+        raise _Refused(f"{refused}{tries}", None)
+
+    async def _post(self, client: httpx.AsyncClient, body: bytes) -> RewardResult:
+        headers = {"content-type": "application/json"}
+        async with client.stream("POST", self._url, content=body, headers=headers) as answer:
+            text = b""
+            async for piece in answer.aiter_bytes():
+                text += piece
+                if len(text) > _LARGEST:
+                    raise _Refused(f"an answer of more than {_LARGEST} bytes", None)
+        if answer.status_code != 200:
+            may_pass = answer.status_code >= 500 or answer.status_code in _AGAIN
+            wait = answer.headers.get("retry-after", "")
+            shown = text[:_SHOWN_CHARS].decode("utf-8", "replace")
+            raise _Refused(
+                f"status {answer.status_code}: {shown}".strip(": "),
+                (float(wait) if wait.isdigit() else 0.0) if may_pass else None,
+            )
+        return _result(text)
+
+
+def _request(job: Job) -> dict[str, Any]:
+    prompt, sample = job.prompt, job.sample
+    return {
+        "id": sample.id,
+        "prompt": prompt.text,
+        "response": job.text,
+        "label": prompt.answer,
+        "source": prompt.source,
+        "fields": prompt.fields,
+        "num_tokens": sample.num_tokens,
+        "finish": sample.finish,
+    }
+
+
+def _result(text: bytes) -> RewardResult:
+    """The score in an answer. `_Refused` for what is none."""
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            return RewardResult(score=number("score", found))
+        numbers = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+        score = number("score", found.get("score"))
+        numbers.pop("score", None)
+        return to_result(RewardResult(score=score, details=numbers))
+    except (TypeError, ValueError) as error:
+        shown = text[:_SHOWN_CHARS].decode("utf-8", "replace")
+        raise _Refused(f"{sentence(error)}; the answer was {shown!r}", None) from error
+
+
+def kind(url: str) -> Kind:
+    """The kind of this address."""
+    return Kind(HttpRewardConfig, serve=lambda config, host: HttpReward(url, config, host))
