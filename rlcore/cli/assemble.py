@@ -115,7 +115,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     for part in (hub, scorer, engine):
         on_close(part.close)
     limits = cfg.rollout.deadline_s, cfg.cluster.timeout_s
-    agent = Agent(hub, engine, scorer, tokenizer.decode, *limits)
+    agent = Agent(hub, engine, scorer, tokenizer.decode, *limits, cfg.debug.reward_barrier)
     screen = None
     if world.rank == 0:
         screen = Screen(cfg.run.steps, progress=cfg.log.progress)

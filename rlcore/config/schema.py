@@ -389,6 +389,9 @@ class DebugConfig:
     prompts' ids: a resumed run may replay the rest of a longer log."""
     rollout_tp: tuple[int, ...] = ()
     """Size of the rollout engines in step 1, 2, ..., the last one in all others: with SGLang."""
+    reward_barrier: bool = False
+    """Rewards start when the rank's engine has nothing left to decode, not as responses end: to
+    see what the overlap saves."""
     decode_floor_ms: float = 0.0
     """Every decode step lasts at least this long, as on a memory-bound GPU."""
 

@@ -105,11 +105,13 @@ class Agent:
         decode: Callable[[Sequence[int]], str],
         deadline_s: float,
         timeout_s: float = 600.0,
+        reward_barrier: bool = False,
     ) -> None:
         """`deadline_s`: of the controller's silence; `timeout_s`: of a sample that another rank was
-        told to send."""
+        told to send; `reward_barrier`: score nothing while the engine decodes."""
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
         self._deadline_s, self._timeout_s = deadline_s, timeout_s
+        self._reward_barrier = reward_barrier
         self.prompts: dict[str, Prompt] = {}
         """Rows of the round's groups that this replica took part in."""
         self.repair: Callable[[], None] | None = None
@@ -339,6 +341,8 @@ class Agent:
 
     def _ask_for_scores(self) -> None:
         """As many as the reward service takes now."""
+        if self._reward_barrier and self._live:
+            return
         while self._to_score and self._scorer.room > 0:
             id = self._to_score.popleft()
             sample = self.samples[id]

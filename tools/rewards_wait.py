@@ -1,0 +1,18 @@
+"""A reward that waits for a given time, for tools/bench_reward_overlap.py."""
+
+import time
+from typing import Any
+
+from rlcore.config.schema import RewardConfig, Section
+
+
+@Section
+class WaitConfig(RewardConfig):
+    wait_s: float = 0.0
+    """What every score takes."""
+
+
+def score(sample: Any, prompt: Any, text: str, config: WaitConfig) -> float:
+    """The share of distinct characters, after a while."""
+    time.sleep(config.wait_s)
+    return len(set(text)) / 34
