@@ -10,7 +10,7 @@ names rows that were read by hand, with what is right about them and why. Rows o
     name, value, unit, baseline (plain math-verify in the same run), ratio
 
 Speed is in answers per second of CPU time of one process: every pair of gold and answer once, after
-a warm-up over other rows. `number`: gold and final answer are plain numbers. `latex`: one of them
+a warm-up over other rows. `all`: of every kind. `number`: gold and final answer are plain numbers. `latex`: one of them
 has a backslash. `unmarked`: nothing marks the final answer.
 """
 
@@ -119,9 +119,10 @@ def speed(rows: list[Row], count: int, rng: random.Random) -> list[Row]:
     """Answers per second of CPU time, ours and plain math-verify's, by class."""
     classes: dict[str, dict[tuple[str, str], Row]] = defaultdict(dict)
     for row in rows:
-        classes[_class_of(row)].setdefault((row["gold"], _answer(row)), row)
+        for name in (_class_of(row), "all"):
+            classes[name].setdefault((row["gold"], _answer(row)), row)
     out: list[Row] = []
-    for name in ("number", "latex", "unmarked"):
+    for name in ("all", "number", "latex", "unmarked"):
         chosen = list(classes[name].values())
         rng.shuffle(chosen)
         chosen = chosen[: 2 * count]
