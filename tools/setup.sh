@@ -101,7 +101,11 @@ ready() {
     stamped "$part" "$(packages_key "$part")" || return 1
   done
   [[ -z $APEX ]] || stamped apex "$APEX" || return 1
-  native_ready
+  sandbox_ready && native_ready
+}
+
+sandbox_ready() { # bubblewrap is there, or it was tried and said
+  command -v bwrap >/dev/null || [[ -f $VENV/rlcore-sandbox.stamp ]]
 }
 
 # ---- the parts
@@ -211,6 +215,19 @@ install_apex() {
   echo "$APEX" >"$VENV/rlcore-apex.stamp"
 }
 
+install_sandbox() { # programs of code rewards run without namespaces where this fails
+  if [[ $EUID == 0 ]] && command -v apt-get >/dev/null && {
+    apt-get install -y --no-install-recommends bubblewrap ||
+      { apt-get update && apt-get install -y --no-install-recommends bubblewrap; }
+  } >>"$LOG" 2>&1 && command -v bwrap >/dev/null; then
+    echo 'setup: bubblewrap, for the sandbox of --reward code'
+  else
+    echo 'setup: WARNING: no bubblewrap: --reward code has its weaker sandbox; on Debian and Ubuntu:' \
+      'apt install bubblewrap' >&2
+  fi
+  touch "$VENV/rlcore-sandbox.stamp"
+}
+
 install_native() {
   local said built=python
   step 'rlcore, with its native build' pip_install -v --no-deps --no-build-isolation -e .
@@ -241,5 +258,6 @@ for extra in "${EXTRAS[@]}"; do
   stamped "$extra" "$(packages_key "$extra")" || install_extra "$extra"
 done
 [[ -z $APEX ]] || stamped apex "$APEX" || install_apex
+sandbox_ready || install_sandbox
 native_ready || install_native
 echo "setup: ready after $SECONDS s; the log is build/setup.log"

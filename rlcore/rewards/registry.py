@@ -25,6 +25,7 @@ from rlcore.config.schema import RewardConfig, RewardSum
 from rlcore.rewards.kind import Kind
 
 REWARDS: dict[str, str] = {
+    "code": "rlcore.rewards.code",
     "exact": "rlcore.rewards.exact",
     "judge": "rlcore.rewards.judge",
     "math": "rlcore.rewards.math",

@@ -1,0 +1,260 @@
+"""Code: the program in a response, against the tests of its row, in a sandbox.
+
+Two kinds of tests, a row may have both:
+    Python, one statement each, as MBPP has them: `assert add(2, 3) == 5`. The program defines what
+        they call; they run in a process that it cannot reach (sandbox/README.md);
+    cases of stdin and stdout: the program is a script, and what it prints is compared word by word.
+
+Each of `--reward.workers` slots has a sandbox of its own and a thread that waits for it.
+"""
+
+import json
+import os
+import queue
+import re
+import sysconfig
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.config.schema import RewardConfig, Section
+from rlcore.records import Prompt, RequestId, RewardResult
+from rlcore.rewards.kind import Host, Kind
+from rlcore.rewards.wire import Job
+from rlcore.sandbox import walls
+from rlcore.sandbox.box import Broken, Limits, Outcome, Sandbox
+from rlcore.utils.log import log
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)^[ \t]*```", re.M | re.S)
+_CLOSE_S = 20.0
+_SENTENCES = {
+    "memory": "memory: the program took more than {limits.memory_mb} MB",
+    "output": "output: the program printed more than {limits.output_bytes} bytes",
+}
+
+
+@Section
+class CodeRewardConfig(RewardConfig):
+    tests_field: str = "test_list"
+    """Column of the rows with Python tests, a list of statements or one text."""
+    setup_field: str = "test_setup_code"
+    """Column with code that runs before the tests, beside the program."""
+    cases_field: str = "cases"
+    """Column with stdin/stdout cases: a list of {input, output}, or {inputs, outputs} of two
+    lists; JSON as text will do."""
+    partial: bool = False
+    """The score is the share of tests that pass, instead of 1 where all do."""
+    max_tests: int = 0
+    """Only the first tests of a row; 0: all of them."""
+    program_mb: int = 512
+    """Memory of a program with all it starts."""
+    program_processes: int = 32
+    """Processes and threads of a program."""
+    packages: bool = False
+    """Programs may import the packages of this environment, not the standard library alone."""
+    require_isolation: bool = False
+    """Refuse to start where there are no namespaces, instead of saying so."""
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a row asks of a program."""
+
+    statements: tuple[str, ...]
+    setup: str
+    cases: tuple[tuple[str, str], ...]
+    """(stdin, stdout)"""
+
+    def __len__(self) -> int:
+        return len(self.statements) + len(self.cases)
+
+
+class CodeRunner:
+    """A `kind.Runner`; see the module."""
+
+    def __init__(self, config: CodeRewardConfig, host: Host) -> None:
+        self._config, self._host = config, host
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._cancelled: set[RequestId] = set()
+        self._lock = threading.Lock()
+        self._grade: walls.Grade | None = None
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._main, name=f"reward code {i}", daemon=True)
+            for i in range(config.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """See `Runner`."""
+        self._cancelled.discard(job.sample.id)
+        self._jobs.put(job)
+
+    def cancel(self, ids: Collection[RequestId]) -> None:
+        """See `Runner`. What runs ends at once."""
+        self._cancelled.update(ids)
+
+    def close(self) -> None:
+        """End all programs."""
+        if self._closing:
+            return
+        self._closing = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        end = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                log.error("reward code: a sandbox did not end within %g s", _CLOSE_S)
+
+    # ---- a slot's thread
+
+    def _main(self) -> None:
+        packages = _packages() if self._config.packages else ()
+        try:
+            with Sandbox(self._is_isolated(packages), packages) as box:
+                while (job := self._jobs.get()) is not None and not self._closing:
+                    if not self._drop(job.sample.id):
+                        self._host.done(job, self._score(job, box), "")
+                        self._cancelled.discard(job.sample.id)
+        except Exception as error:  # a thread's end must not be silent: poll raises it
+            self._host.fail(f"reward code: {error}")
+
+    def _is_isolated(self, packages: tuple[str, ...]) -> bool:
+        """What this machine allows; the first slot tries it and says it."""
+        with self._lock:
+            if self._grade is None:
+                self._grade = walls.grade(self._config.require_isolation, packages)
+                say = log.info if self._grade.isolated else log.warning
+                say("sandbox: %s", self._grade.sentence)
+            return self._grade.isolated
+
+    def _drop(self, id: RequestId) -> bool:
+        found = id in self._cancelled
+        self._cancelled.discard(id)
+        return found
+
+    def _score(self, job: Job, box: Sandbox) -> RewardResult:
+        begin = time.monotonic()
+
+        def deadline() -> float:
+            if self._closing or job.sample.id in self._cancelled:
+                return 0.0
+            return begin + self._host.timeout_s(job)
+
+        try:
+            checks = checks_of(job.prompt, self._config)
+            passed, error = run_checks(program_of(job.text), checks, box, deadline, self._limits())
+            share = passed / len(checks)
+        except Broken as broken:
+            share, error = 0.0, f"crash: {broken}"
+        except ValueError as wrong_row:
+            share, error = 0.0, str(wrong_row)
+        if error == "timeout":
+            error = f"timeout after {round(self._host.timeout_s(job), 3):g} s"
+        return RewardResult(
+            score=share if self._config.partial else float(share == 1),
+            details={"passed": share},
+            error=error,
+            latency_s=time.monotonic() - begin,
+        )
+
+    def _limits(self) -> Limits:
+        return Limits(memory_mb=self._config.program_mb, processes=self._config.program_processes)
+
+
+def run_checks(
+    program: str, checks: Checks, box: Sandbox, deadline: Any, limits: Limits
+) -> tuple[int, str]:
+    """How many of the tests the program passes, and why it had to be killed, if it had: `timeout`,
+    or a sentence. One that is killed passes nothing."""
+    passed = 0
+    if checks.statements:
+        source = f"{program}\n\n{checks.setup}\n" if checks.setup.strip() else program
+        verdicts = box.test(source, checks.statements, deadline, limits=limits)
+        if error := _error(verdicts.outcome, limits):
+            return 0, error
+        passed += sum(verdicts.passed)
+    for given, wanted in checks.cases:
+        outcome = box.run(program, deadline, stdin=given, limits=limits)
+        if error := _error(outcome, limits):
+            return 0, error
+        passed += outcome.code == 0 and _same_words(outcome.stdout, wanted)
+    return passed, ""
+
+
+def _error(outcome: Outcome, limits: Limits) -> str:
+    return _SENTENCES.get(outcome.why, outcome.why).format(limits=limits)
+
+
+def _same_words(printed: bytes, wanted: str) -> bool:
+    """White space does not count, nor what is no UTF-8."""
+    return printed.decode("utf-8", "replace").split() == wanted.split()
+
+
+def program_of(text: str) -> str:
+    """The last fenced block of Python (or of no language) in a response; without a fence all of
+    it."""
+    blocks = [body for language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else text
+
+
+_PYTHON = ("", "py", "python", "python3")
+
+
+def checks_of(prompt: Prompt, config: CodeRewardConfig) -> Checks:
+    """The tests of a row. ValueError in one sentence where it has none, or they cannot be read."""
+    row = prompt.fields
+    try:
+        checks = Checks(
+            statements=tuple(_texts(row.get(config.tests_field))),
+            setup=str(row.get(config.setup_field) or ""),
+            cases=tuple(_cases(row.get(config.cases_field))),
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"row: its tests cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    if not len(checks):
+        raise ValueError(
+            f"row {prompt.index} of {prompt.source} has no tests in {config.tests_field} or "
+            f"{config.cases_field}; see --reward.tests_field and --reward.cases_field"
+        )
+    if config.max_tests:
+        kept = checks.statements[: config.max_tests]
+        checks = Checks(kept, checks.setup, checks.cases[: config.max_tests - len(kept)])
+    return checks
+
+
+def _texts(found: Any) -> Sequence[str]:
+    if isinstance(found, str):
+        found = json.loads(found) if found.lstrip().startswith("[") else [found]
+    return [_text(test) for test in found or () if _text(test).strip()]
+
+
+def _cases(found: Any) -> list[tuple[str, str]]:
+    if isinstance(found, str):
+        found = json.loads(found) if found.strip() else None
+    if isinstance(found, dict):
+        pairs = list(zip(found["inputs"], found["outputs"], strict=True))
+    else:
+        pairs = [(case["input"], case["output"]) for case in found or ()]
+    return [(_text(given), _text(wanted)) for given, wanted in pairs]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where text is wanted")
+    return value
+
+
+def _packages() -> tuple[str, ...]:
+    """Folders of the packages of this environment."""
+    paths = sysconfig.get_paths()
+    return tuple(dict.fromkeys(p for p in (paths["purelib"], paths["platlib"]) if os.path.isdir(p)))
+
+
+KIND = Kind(CodeRewardConfig, serve=CodeRunner)

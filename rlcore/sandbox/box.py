@@ -1,0 +1,313 @@
+"""The door: run a stranger's program, or test its functions, within limits and a deadline."""
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from rlcore.sandbox import judge
+from rlcore.sandbox.walls import Walls
+
+_GRACE_S = 5.0
+_LOOK_S = 0.1
+_REPORT_BYTES = 4096
+_READ_BYTES = 1 << 16
+_SCRIPT, _JUDGE = 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use."""
+
+    memory_mb: int = 512
+    """Of each process, and of all of them together; files in /tmp may be 128 MB more."""
+    processes: int = 32
+    """Threads count."""
+    output_bytes: int = 1 << 20
+    """Of stdout and stderr together; a program that writes more is killed."""
+    file_mb: int = 16
+    """Largest file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a program ended."""
+
+    code: int
+    """Exit status; -N: signal N."""
+    why: str
+    """Why we killed it: "timeout", "memory", "output"; "" where it ended by itself."""
+    seconds: float
+    peak_bytes: int
+    """Most resident memory, as far as it was looked at."""
+    stdout: bytes = b""
+    stderr: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """What tests said about a program."""
+
+    passed: tuple[bool, ...]
+    """One for each test, in order; tests that were not reached did not pass."""
+    outcome: Outcome
+    """Of the program."""
+
+
+@dataclass
+class _Run:
+    """A job on its way."""
+
+    kills: str = ""
+    report: dict | None = None
+    streams: dict[int, bytearray] = field(default_factory=dict)
+
+
+class Broken(RuntimeError):
+    """The sandbox itself died; a new one is there for the next program."""
+
+
+Deadline = Callable[[], float]
+"""`time.monotonic()` at which a program is killed; asked again and again, it may come closer."""
+
+
+class Sandbox:
+    """One program at a time, each in a fresh process. Belongs to the thread that made it."""
+
+    def __init__(self, isolated: bool, packages: Sequence[str] = ()) -> None:
+        """`isolated` is what `walls.grade` found. `packages` are folders that programs may import
+        from. RuntimeError or TimeoutError where it does not start."""
+        self._isolated, self._packages = isolated, tuple(packages)
+        self._walls: Walls | None = Walls(isolated, self._packages)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that holds the sandbox; another one after `Broken`."""
+        assert self._walls is not None
+        return self._walls.pid
+
+    def close(self) -> None:
+        """End everything inside. Safe to call twice."""
+        if self._walls is not None:
+            self._walls.close()
+            self._walls = None
+
+    def run(
+        self, source: str, deadline: Deadline, *, stdin: str = "", limits: Limits | None = None
+    ) -> Outcome:
+        """The source as a script. Broken where the sandbox died of it."""
+        limits = limits or Limits()
+        with _Files() as files:
+            out, err = files.pipe(), files.pipe()
+            given = files.memory(stdin)
+            run = _Run(streams={out[0]: bytearray(), err[0]: bytearray()})
+            self._order(
+                _SCRIPT,
+                "script",
+                limits,
+                deadline,
+                [files.memory(source), given, out[1], err[1]],
+            )
+            files.close(out[1], err[1])
+            self._wait({_SCRIPT: run}, _SCRIPT, deadline, limits.output_bytes)
+            return _outcome(run, bytes(run.streams[out[0]]), bytes(run.streams[err[0]]))
+
+    def test(
+        self,
+        source: str,
+        tests: Sequence[str],
+        deadline: Deadline,
+        *,
+        limits: Limits | None = None,
+    ) -> Verdicts:
+        """Run the source, then each test against what it defines (`judge`). What the program prints
+        goes nowhere. Broken where the sandbox died of it."""
+        limits = limits or Limits()
+        with _Files() as files:
+            verdict = files.pipe()
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                nothing = files.nothing()
+                self._order(
+                    _SCRIPT,
+                    "functions",
+                    limits,
+                    deadline,
+                    [files.memory(source), nothing, nothing, nothing, ours.fileno()],
+                )
+                self._order(
+                    _JUDGE,
+                    "tests",
+                    limits,
+                    deadline,
+                    [
+                        files.memory(json.dumps(list(tests))),
+                        nothing,
+                        verdict[1],
+                        nothing,
+                        theirs.fileno(),
+                    ],
+                )
+            files.close(verdict[1])
+            runs = {_SCRIPT: _Run(), _JUDGE: _Run(streams={verdict[0]: bytearray()})}
+            self._wait(runs, _JUDGE, deadline, limits.output_bytes)
+        said = bytes(runs[_JUDGE].streams[verdict[0]])[: len(tests)]
+        passed = [said[i : i + 1] == judge.PASSED for i in range(len(tests))]
+        return Verdicts(passed=tuple(passed), outcome=_outcome(runs[_SCRIPT], b"", b""))
+
+    # ---- one order
+
+    def _order(
+        self, job: int, what: str, limits: Limits, deadline: Deadline, fds: list[int]
+    ) -> None:
+        if self._walls is None:
+            self._walls = Walls(self._isolated, self._packages)
+        order = {
+            "job": job,
+            "what": what,
+            "seconds": max(0.0, deadline() - time.monotonic()),
+            "memory": limits.memory_mb << 20,
+            "processes": limits.processes,
+            "file_bytes": limits.file_mb << 20,
+        }
+        try:
+            socket.send_fds(self._walls.control, [json.dumps(order).encode()], fds)
+        except OSError as error:
+            raise self._broken("takes no orders") from error
+
+    def _wait(self, runs: dict[int, _Run], main: int, deadline: Deadline, room: int) -> None:
+        """Until all jobs have ended; the end of `main` is the end of the others."""
+        assert self._walls is not None
+        given_up = float("inf")
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._walls.control, selectors.EVENT_READ)
+            for run in runs.values():
+                for fd in run.streams:
+                    os.set_blocking(fd, False)
+                    selector.register(fd, selectors.EVENT_READ, run)
+            while any(run.report is None for run in runs.values()):
+                now = time.monotonic()
+                if now >= deadline():
+                    self._kill(runs, "timeout")
+                if runs[main].report is not None or any(run.kills for run in runs.values()):
+                    self._kill(runs, "done")
+                    given_up = min(given_up, now + _GRACE_S)
+                if now > given_up:
+                    raise self._broken(f"does not end a program within {_GRACE_S:g} s")
+                wait = min(max(0.0, deadline() - now), _LOOK_S)
+                for key, _ in selector.select(wait):
+                    if key.data is None:
+                        self._report(runs)
+                    elif not _read(key.fd, key.data, room):
+                        selector.unregister(key.fd)
+                for number, run in runs.items():
+                    if sum(map(len, run.streams.values())) > room and run.report is None:
+                        self._kill({number: run}, "output")
+            for key in list(selector.get_map().values()):  # what is still in the pipes
+                if key.data is not None:
+                    _read(key.fd, key.data, room)
+        self._walls.empty_tmp()
+
+    def _report(self, runs: dict[int, _Run]) -> None:
+        assert self._walls is not None
+        try:
+            data = self._walls.control.recv(_REPORT_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise self._broken("died")
+        report = json.loads(data)
+        runs[report["job"]].report = report
+
+    def _kill(self, runs: dict[int, _Run], why: str) -> None:
+        assert self._walls is not None
+        for number, run in runs.items():
+            if not run.kills and run.report is None:
+                run.kills = why
+                with contextlib.suppress(OSError):  # it has died: `_report` says so
+                    self._walls.control.send(json.dumps({"kill": number}).encode())
+
+    def _broken(self, how: str) -> Broken:
+        self.close()
+        return Broken(f"the sandbox {how}")
+
+
+def _read(fd: int, run: _Run, room: int) -> bool:
+    """Take what is there, a little above the room at most; False at the end."""
+    try:
+        while sum(map(len, run.streams.values())) <= room:
+            data = os.read(fd, _READ_BYTES)
+            if not data:
+                return False
+            run.streams[fd] += data
+    except BlockingIOError:
+        return True
+    return True
+
+
+def _outcome(run: _Run, out: bytes, err: bytes) -> Outcome:
+    assert run.report is not None
+    why = run.report["why"]
+    if why == "killed":
+        why = "" if run.kills == "done" else run.kills
+    return Outcome(
+        code=run.report["code"],
+        why=why,
+        seconds=run.report["seconds"],
+        peak_bytes=run.report["peak"],
+        stdout=out,
+        stderr=err,
+    )
+
+
+class _Files:
+    """Descriptors of one run."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(*self._open)
+
+    def close(self, *fds: int) -> None:
+        """Some of them, before the end."""
+        for fd in fds:
+            self._open.discard(fd)
+            os.close(fd)
+
+    def pipe(self) -> tuple[int, int]:
+        pair = os.pipe()
+        self._open.update(pair)
+        return pair
+
+    def nothing(self) -> int:
+        fd = os.open(os.devnull, os.O_RDWR)
+        self._open.add(fd)
+        return fd
+
+    def memory(self, text: str) -> int:
+        """A file of this text that nobody can change."""
+        fd = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._open.add(fd)
+        data = memoryview(text.encode("utf-8", "surrogatepass"))
+        while data:
+            data = data[os.write(fd, data) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return fd

@@ -1,0 +1,262 @@
+"""What a process gives up before it runs a stranger's program: the system calls behind it.
+
+Runs inside the sandbox, on the standard library alone. Each function raises OSError where the
+kernel refuses.
+"""
+
+import ctypes
+import os
+import platform
+import resource
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+NOBODY = 65534
+"""User and group that programs run as where we may choose."""
+
+CLONE_NEWPID = 0x20000000
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*: ns, cgroup, uts, ipc, user, pid, net, time
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MNT_DETACH = 2
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP = 4, 22
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_SECCOMP_MODE_FILTER = 2
+_EPERM, _ENOSYS = 1, 38
+_CAPSET_VERSION = 0x20080522
+
+# Numbers from 424 on are the same everywhere.
+_SHARED_CALLS = {
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "open_tree": 428,
+    "move_mount": 429,
+    "fsopen": 430,
+    "fsconfig": 431,
+    "fsmount": 432,
+    "fspick": 433,
+    "pidfd_getfd": 438,
+    "process_madvise": 440,
+    "mount_setattr": 442,
+    "quotactl_fd": 443,
+    "memfd_secret": 447,
+}
+# name: (x86_64, aarch64). Sockets, other processes, mounts, namespaces, memory that no limit
+# counts (System V, memfd), the kernel's keys, clocks, modules and its large attack surfaces.
+_CALLS = {
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "memfd_create": (319, 279),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "vhangup": (153, 58),
+    "personality": (135, 92),
+    "set_mempolicy": (238, 237),
+    "mbind": (237, 235),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
+_CLONE, _CLONE3 = (56, 220), 435
+_ARCHES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_X32 = 0x40000000
+_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_READ_ONLY = 0b1101  # execute, read files, read folders
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _call(name: str, *args: Any) -> int:
+    """A function of the C library; OSError where it returns -1."""
+    found = getattr(_libc, name)(*args)
+    if found == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    _call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), 0)
+
+
+def set_dumpable(is_dumpable: bool) -> None:
+    """Whether other processes of the same user may look into this one."""
+    _prctl(_PR_SET_DUMPABLE, is_dumpable)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parents die become children of this process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class PidNamespaces:
+    """Gives the next child a pid namespace of its own: it is number 1 there, and when it dies all
+    that it started die with it. Needs CAP_SYS_ADMIN, and a process with one thread."""
+
+    def __init__(self) -> None:
+        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def for_next_child(self) -> None:
+        """Each call is good for one fork."""
+        _call("setns", self._own, CLONE_NEWPID)  # a second one is refused until this takes it back
+        _call("unshare", CLONE_NEWPID)
+
+
+def mount_tmp(num_bytes: int, num_files: int) -> None:
+    """An empty /tmp of this size over the one that is there."""
+    options = f"size={num_bytes},nr_inodes={num_files},mode=1777".encode()
+    _call("mount", b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def unmount_tmp() -> None:
+    """Take the uppermost /tmp away, with all that is in it."""
+    _call("umount2", b"/tmp", _MNT_DETACH)
+
+
+def hide_proc() -> None:
+    """Nothing is to be seen in /proc from here on, but through descriptors that are open."""
+    flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    _call("mount", b"tmpfs", b"/proc", b"tmpfs", flags, b"size=4096,nr_inodes=2,mode=0555")
+
+
+def close_from(first: int) -> None:
+    """Close every descriptor from this one on."""
+    os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def drop_privileges(to_nobody: bool) -> None:
+    """No capabilities, now and after any exec; `to_nobody` changes user and group too."""
+    if to_nobody:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    header = struct.pack("Ii", _CAPSET_VERSION, 0)
+    _call("capset", header, struct.pack("6I", 0, 0, 0, 0, 0, 0))
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def limit(seconds: float, memory: int, processes: int, file_bytes: int, files: int) -> None:
+    """rlimits of this process and its children; `memory` is address space, of each process."""
+    cpu = int(seconds) + 2
+    for what, most in (
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_NOFILE, files),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+
+
+# ---- seccomp
+
+
+def seccomp_program() -> bytes:
+    """The filter: the calls above fail with EPERM, clone with namespaces too, clone3 with ENOSYS so
+    that the C library takes clone. b"" on a processor that is not known here."""
+    if platform.machine() not in _ARCHES or struct.calcsize("P") != 8:
+        return b""
+    arch, column = _ARCHES[platform.machine()]
+    denied = [numbers[column] for numbers in _CALLS.values()] + list(_SHARED_CALLS.values())
+    lines = [(_LD, 0, 0, 4), (_JEQ, 1, 0, arch), (_RET, 0, 0, _KILL), (_LD, 0, 0, 0)]
+    lines += [(_JGE, 0, 1, _X32), (_RET, 0, 0, _KILL)]
+    for number in denied:
+        lines += [(_JEQ, 0, 1, number), (_RET, 0, 0, _ERRNO | _EPERM)]
+    lines += [(_JEQ, 0, 1, _CLONE3), (_RET, 0, 0, _ERRNO | _ENOSYS)]
+    lines += [(_JEQ, 0, 3, _CLONE[column]), (_LD, 0, 0, 16)]  # the low half of its flags
+    lines += [(_JSET, 0, 1, _NEW_NAMESPACES), (_RET, 0, 0, _ERRNO | _EPERM)]
+    lines += [(_RET, 0, 0, _ALLOW)]
+    return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def filter_calls(program: bytes) -> None:
+    """Install what `seccomp_program` made, for good."""
+    text = ctypes.create_string_buffer(program)
+    head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(text))
+    mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
+    _call("prctl", _PR_SET_SECCOMP, mode, ctypes.create_string_buffer(head), 0, 0)
+
+
+# ---- Landlock
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; 0 without it."""
+    found = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+    return max(0, found)
+
+
+def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
+    """Nothing of the file system from here on but these folders, no TCP, and no signals to other
+    programs as far as the kernel's Landlock has them. https://docs.kernel.org/userspace-api/landlock.html
+    """
+    version = landlock_version()
+    every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    network = 3 if version >= 4 else 0
+    scoped = 3 if version >= 6 else 0
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    rules = struct.pack("QQQ", every, network, scoped)
+    ruleset = _call("syscall", _LANDLOCK_CREATE, rules, ctypes.c_size_t(size), ctypes.c_uint32(0))
+    try:
+        for allowed, folders in ((_READ_ONLY, readable), (every, writable)):
+            for folder in folders:
+                _allow(ruleset, allowed, folder)
+        _call("syscall", _LANDLOCK_RESTRICT, ruleset, ctypes.c_uint32(0))
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, allowed: int, path: str) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not os.path.isdir(path):
+            allowed &= 0b110 | 1 << 14 | 1 << 15  # what there is for a file: write, read, ioctl
+        rule = struct.pack("=Qi", allowed, fd)
+        _call("syscall", _LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
+    finally:
+        os.close(fd)

@@ -1,0 +1,304 @@
+"""The interpreter that waits inside the sandbox and forks one process for each program.
+
+    python -m rlcore.sandbox.inside CONTROL SETTINGS
+
+CONTROL is a socket, SETTINGS is JSON (`Settings`). An order is JSON with descriptors beside it; a
+program's source and its tests come through those, and are read after the fork: this process never
+sees them, so that no program can find an earlier one's tests in the memory that it inherits.
+
+Runs on the standard library alone.
+"""
+
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NamedTuple
+
+from rlcore.sandbox import confine, judge, program
+
+_WATCH_S = 0.05
+_ORDER_BYTES = 1 << 16
+_MAX_FDS = 8
+_KILL_S = 2.0
+_FILES = 64
+_TMP_BYTES, _TMP_FILES = 128 << 20, 4096
+_CHANNEL = 3
+_PRELOADED = (
+    "bisect cmath collections copy dataclasses datetime decimal fractions functools heapq "
+    "itertools math operator re statistics string typing"
+)
+"""What programs like to import is imported once, before the forks."""
+
+
+class Settings(NamedTuple):
+    """How this sandbox is built; the same for all its programs."""
+
+    has_namespaces: bool
+    """Each program gets a pid namespace of its own, an empty /tmp, and no /proc."""
+    to_nobody: bool
+    """Change to another user."""
+    seccomp: bool
+    readable: list[str]
+    """With Landlock: what programs may read. Empty: Landlock is not used."""
+    tmp: str
+    """Their working folder where there are no namespaces; the client empties it."""
+    spare_processes: int
+    """Processes of the same user that are not ours."""
+
+
+class Order(NamedTuple):
+    """Run one program. Descriptors: source, stdin, stdout, stderr, and with a channel that too."""
+
+    job: int
+    what: str
+    """script, functions or tests"""
+    seconds: float
+    memory: int
+    """Bytes of address space of each process, and of memory of all together."""
+    processes: int
+    file_bytes: int
+
+
+class Job(NamedTuple):
+    """A program that runs."""
+
+    order: Order
+    pid: int
+    pidfd: int
+    start: float
+    tasks: dict[str, Any]
+    """`peak` bytes, `why` it was killed."""
+
+
+class Zygote:
+    """See the module."""
+
+    def __init__(self, control: socket.socket, settings: Settings) -> None:
+        self._control, self._settings = control, settings
+        self._pids = confine.PidNamespaces() if settings.has_namespaces else None
+        self._filter = confine.seccomp_program() if settings.seccomp else b""
+        self._jobs: dict[int, Job] = {}
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if settings.has_namespaces:
+            confine.hide_proc()
+            confine.mount_tmp(_TMP_BYTES, _TMP_FILES)
+
+    def serve(self) -> None:
+        """Take orders until the client goes."""
+        while True:
+            wait_s = _WATCH_S if self._jobs else None
+            ready = self._poll.poll(None if wait_s is None else wait_s * 1000)
+            for fd, _ in ready:
+                if fd == self._control.fileno():
+                    if not self._order():
+                        return
+                else:
+                    self._ended(next(j for j in self._jobs.values() if j.pidfd == fd))
+            if not ready:
+                self._watch()
+
+    def _order(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._control, _ORDER_BYTES, _MAX_FDS)
+        if not data:
+            return False
+        message = json.loads(data)
+        if "kill" in message:
+            self._kill(message["kill"], "killed")
+            return True
+        try:
+            self._start(Order(**message), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _start(self, order: Order, fds: list[int]) -> None:
+        if self._pids is not None:
+            self._pids.for_next_child()
+        start = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            _child(self._settings, order, fds, self._filter)
+        pidfd = os.pidfd_open(pid)
+        self._poll.register(pidfd, select.POLLIN)
+        self._jobs[order.job] = Job(order, pid, pidfd, start, {"peak": 0, "why": ""})
+
+    def _kill(self, number: int, why: str) -> None:
+        job = self._jobs.get(number)
+        if job is not None:  # else it has ended, and its report is on the way
+            job.tasks["why"] = job.tasks["why"] or why
+            signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
+
+    def _ended(self, job: Job) -> None:
+        seconds = time.monotonic() - job.start
+        _, status, usage = os.wait4(job.pid, 0)
+        self._poll.unregister(job.pidfd)
+        os.close(job.pidfd)
+        del self._jobs[job.order.job]
+        if self._pids is None:
+            self._sweep()
+        elif job.order.what != "tests" and os.listdir("/tmp"):
+            confine.unmount_tmp()
+            confine.mount_tmp(_TMP_BYTES, _TMP_FILES)
+        report = {
+            "job": job.order.job,
+            "code": os.waitstatus_to_exitcode(status),
+            "why": job.tasks["why"],
+            "seconds": seconds,
+            "peak": max(job.tasks["peak"], usage.ru_maxrss * 1024),
+        }
+        self._control.send(json.dumps(report).encode())
+
+    def _watch(self) -> None:
+        """Memory of all processes of a program together: a limit of each does not bound many."""
+        tree = self._processes()
+        inherited = tree[os.getpid()][1]  # what every program shares with this process
+        for number, job in list(self._jobs.items()):
+            used = sum(max(0, tree[pid][1] - inherited) for pid in _family(job.pid, tree))
+            job.tasks["peak"] = max(job.tasks["peak"], used)
+            if used > job.order.memory:
+                self._kill(number, "memory")
+
+    def _sweep(self) -> None:
+        """Without pid namespaces: end what ended programs have left, which becomes our children.
+        All are stopped before the first is killed: a fork bomb takes the place of each that dies.
+        """
+        end = time.monotonic() + _KILL_S
+        stopped: set[int] = set()
+        while self._has_strays() and time.monotonic() < end:
+            tree = self._processes()
+            kept = {pid for job in self._jobs.values() for pid in _family(job.pid, tree)}
+            strays = _family(os.getpid(), tree) - kept - {os.getpid()}
+            fresh = strays - stopped
+            for pid in fresh or strays:
+                try:
+                    os.kill(pid, signal.SIGSTOP if fresh else signal.SIGKILL)
+                    if not fresh and tree[pid][0] == os.getpid():
+                        os.waitpid(pid, 0)
+                except (ProcessLookupError, ChildProcessError):
+                    continue
+            stopped |= fresh
+
+    def _has_strays(self) -> bool:
+        """Children of ours are no jobs."""
+        path = f"{os.getpid()}/task/{os.getpid()}/children"
+        with open(path, opener=lambda p, flags: os.open(p, flags, dir_fd=self._proc)) as file:
+            return bool(set(map(int, file.read().split())) - {j.pid for j in self._jobs.values()})
+
+    def _processes(self) -> dict[int, tuple[int, int]]:
+        """Parent and resident bytes of every process that this one sees."""
+        found = {}
+        page = os.sysconf("SC_PAGE_SIZE")
+        for name in os.listdir(self._proc):
+            if name.isdigit():
+                try:
+                    fd = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self._proc)
+                except OSError:  # it has just ended
+                    continue
+                try:
+                    fields = os.read(fd, 4096).rpartition(b") ")[2].split()
+                except OSError:
+                    continue
+                finally:
+                    os.close(fd)
+                found[int(name)] = (int(fields[1]), int(fields[21]) * page)
+        return found
+
+
+def _family(root: int, tree: dict[int, tuple[int, int]]) -> set[int]:
+    """A process and its descendants. Orphans of a pid namespace belong to its first process."""
+    family = {root} & tree.keys()
+    size = 0
+    while len(family) != size:
+        size = len(family)
+        family |= {pid for pid, (parent, _) in tree.items() if parent in family}
+    return family
+
+
+def _child(settings: Settings, order: Order, fds: list[int], filter: bytes) -> None:
+    """The program's process: give everything up, then run it. Does not return."""
+    status = 125
+    try:
+        source = _arrange(fds)
+        _confine(settings, order, filter)
+        status = _run(order.what, source)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:  # a limit that hits before the program begins, or a refusal
+        os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # closed by the program, or the reader has gone
+                continue
+        os._exit(status & 0xFF)
+
+
+def _arrange(fds: list[int]) -> str:
+    """Put the descriptors in their places, close all others, and read the source."""
+    with open(fds[0], "rb", closefd=False) as file:
+        source = file.read().decode("utf-8", "surrogatepass")
+    spare = [os.dup(fd) for fd in fds[1:]]  # all above the places they go to: fds are
+    for place, fd in enumerate(spare):
+        os.dup2(fd, place)
+    confine.close_from(len(spare))
+    for place, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        setattr(sys, name, os.fdopen(place, mode, encoding="utf-8", errors="replace"))
+    return source
+
+
+def _confine(settings: Settings, order: Order, filter: bytes) -> None:
+    os.setsid()
+    processes = order.processes + settings.spare_processes
+    confine.limit(order.seconds, order.memory, processes, order.file_bytes, _FILES)
+    tmp = "/tmp" if settings.has_namespaces else settings.tmp
+    os.chdir("/" if order.what == "tests" else tmp)
+    os.environ["HOME"] = os.environ["TMPDIR"] = tmp
+    confine.drop_privileges(settings.to_nobody)
+    confine.set_dumpable(order.what != "tests")
+    if settings.readable:
+        confine.landlock([*settings.readable, "/dev"], [tmp, "/dev/null"])
+    if filter:
+        confine.filter_calls(filter)
+
+
+def _run(what: str, source: str) -> int:
+    random.seed(0)  # a fork has seeded it anew
+    if what == "script":
+        return program.run_script(source)
+    channel = socket.socket(fileno=_CHANNEL).makefile("rwb")
+    if what == "functions":
+        return program.serve(source, channel)
+    judge.judge(json.loads(source), channel, sys.stdout.buffer)
+    return 0
+
+
+def main() -> None:
+    """See the module."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    settings = Settings(**json.loads(sys.argv[2]))
+    zygote = Zygote(control, settings)
+    confine.set_dumpable(False)  # programs may be of the same user
+    if not settings.has_namespaces:
+        confine.adopt_orphans()
+    for name in _PRELOADED.split():
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a program leaves the shared pages alone
+    control.send(b"{}")
+    zygote.serve()
+
+
+if __name__ == "__main__":
+    main()

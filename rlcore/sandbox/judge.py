@@ -1,0 +1,171 @@
+"""The tests of a program, in a process that the program cannot reach.
+
+A test is Python: `assert f(2) == [4]`. It runs here, and names that the program defines stand for
+it: `f(2)` sends 2 to the program's process, and what comes back is plain data (values.py). The
+expected values never leave this process, no object of the program's comes in, and the verdict goes
+out through a descriptor that the program has not got.
+
+Runs inside the sandbox, on the standard library alone.
+"""
+
+import ast
+import builtins
+import importlib
+import sys
+from typing import Any, BinaryIO
+
+from rlcore.sandbox import values
+
+PASSED, FAILED = b"+", b"-"
+"""One of them for each test, in order, as soon as it is known."""
+
+
+class Gone(BaseException):
+    """The program has ended; no test can pass any more. Tests catch Exception, not this."""
+
+
+class Remote:
+    """Something of the program's that is no plain value: equal to nothing but itself."""
+
+    def __init__(self, link: "Link", number: int) -> None:
+        self._link, self._number = link, number
+
+    def __call__(self, *args: Any, **by_name: Any) -> Any:
+        return self._link.ask("call", self._number, args, by_name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._link.ask("attribute", self._number, (name,))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._link.ask("item", self._number, (key,))
+
+    def __iter__(self) -> Any:
+        return iter(self._link.ask("list", self._number))
+
+    def __len__(self) -> int:
+        return self._link.ask("length", self._number)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return self._link.ask("text", self._number)
+
+
+class Link:
+    """Questions to the program, one at a time."""
+
+    def __init__(self, channel: BinaryIO) -> None:
+        self._channel = channel
+        self._remotes: dict[int, Remote] = {}
+
+    def is_ready(self) -> bool:
+        """The program has run to its end and serves."""
+        try:
+            return values.receive(self._channel).get("ready") is True
+        except (EOFError, ValueError, AttributeError):
+            return False
+
+    def ask(self, do: str, on: Any, args: tuple = (), by_name: dict[str, Any] | None = None) -> Any:
+        """The program's answer; an exception of it is raised here."""
+        question = {
+            "do": do,
+            "on": on,
+            "args": [values.encode(a, self._number) for a in args],
+            "by_name": {k: values.encode(v, self._number) for k, v in (by_name or {}).items()},
+        }
+        try:
+            values.send(self._channel, question)
+            answer = values.receive(self._channel)
+        except (EOFError, OSError) as error:
+            raise Gone from error
+        if "raised" in answer:
+            raise _exception(str(answer["raised"]), str(answer.get("text", "")))
+        return values.decode(answer["value"], self._remote)
+
+    def _remote(self, number: int) -> Remote:
+        return self._remotes.setdefault(number, Remote(self, number))
+
+    def _number(self, value: Any) -> int:
+        if isinstance(value, Remote):
+            return value._number
+        raise TypeError(f"a {type(value).__name__} cannot be sent to the program")
+
+
+def _exception(name: str, text: str) -> Exception:
+    found = getattr(builtins, name, None)
+    if isinstance(found, type) and issubclass(found, Exception):
+        try:
+            return found(text)
+        except TypeError:  # such as UnicodeDecodeError, which wants more
+            pass
+    return RuntimeError(f"{name}: {text}")
+
+
+def judge(tests: list[str], channel: BinaryIO, verdicts: BinaryIO) -> None:
+    """Run the tests in order, and say of each whether it passed."""
+    link = Link(channel)
+    alive = link.is_ready()
+    for test in tests:
+        passed = False
+        if alive:
+            try:
+                passed = _passes(test, link)
+            except Gone:
+                alive = False
+        verdicts.write(PASSED if passed else FAILED)
+        verdicts.flush()
+
+
+def _passes(test: str, link: Link) -> bool:
+    """Whether the test raises nothing."""
+    try:
+        tree = ast.parse(test)
+        names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
+        for name in free_names(tree):
+            names[name] = link.ask("name", name)
+        for name in modules(tree):
+            names[name] = importlib.import_module(name)
+        exec(compile(tree, "<test>", "exec"), names)
+    except Exception:  # AssertionError, and whatever else a test or the program raises
+        return False
+    except SystemExit:
+        return False
+    return True
+
+
+def free_names(tree: ast.AST) -> list[str]:
+    """Names that a test uses and does not make. Builtins are what they are, unless there is nothing
+    else that could be tested (`assert sum(2, 3) == 5` is about a `sum` of the program's). The text
+    of the test alone decides: a program must not choose what `set` or `sorted` means."""
+    used: dict[str, None] = {}
+    made: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                used[node.id] = None
+            else:
+                made.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            made.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            made.update((a.asname or a.name).partition(".")[0] for a in node.names)
+    free = [name for name in used if name not in made and name not in modules(tree)]
+    own = [name for name in free if not hasattr(builtins, name)]
+    return own or free[:1]
+
+
+def modules(tree: ast.AST) -> list[str]:
+    """Modules of the standard library that a test uses as such (`math.pi`), imported or not."""
+    used = [n.value.id for n in ast.walk(tree) if _is_attribute_of_name(n)]
+    return [name for name in dict.fromkeys(used) if name in sys.stdlib_module_names]
+
+
+def _is_attribute_of_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

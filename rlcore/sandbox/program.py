@@ -1,0 +1,100 @@
+"""The stranger's program: as a script, or as functions that a judge calls.
+
+Runs inside the sandbox, on the standard library alone, in a process of its own that has given up
+all it can. Whatever it does here is the program's own affair.
+"""
+
+import atexit
+import builtins
+import sys
+import threading
+import traceback
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from rlcore.sandbox import values
+
+_MODULE = "solution"
+
+
+def run_script(source: str) -> int:
+    """As `python file.py` would; the exit status."""
+    status = _execute("__main__", source)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    return status
+
+
+def _execute(name: str, source: str) -> int:
+    module = ModuleType(name)
+    vars(module)["__builtins__"] = builtins
+    sys.modules[name] = module
+    try:
+        exec(compile(source, f"<{name}>", "exec"), vars(module))
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def serve(source: str, channel: BinaryIO) -> int:
+    """Run the source once, then answer a judge's questions about what it has defined, until the
+    judge goes. The exit status."""
+    status = _execute(_MODULE, source)
+    values.send(channel, {"ready": status == 0})
+    if status:
+        return status
+    names = vars(sys.modules[_MODULE])
+    kept: list[Any] = []
+
+    def refer(value: Any) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
+    while True:
+        try:
+            question = values.receive(channel)
+        except EOFError:
+            return 0
+        try:
+            found = _answer(question, names, kept)
+            answer = {"value": values.encode(found, refer)}
+        except BaseException as error:
+            answer = {"raised": type(error).__name__, "text": _text(error)}
+        try:
+            values.send(channel, answer)
+        except ValueError as error:
+            values.send(channel, {"raised": "ValueError", "text": str(error)})
+
+
+def _answer(question: dict[str, Any], names: dict[str, Any], kept: list[Any]) -> Any:
+    what, on = question["do"], question["on"]
+    arguments = [values.decode(a, kept.__getitem__) for a in question["args"]]
+    if what == "name":
+        return names[on]
+    value = kept[on]
+    if what == "call":
+        by_name = {k: values.decode(v, kept.__getitem__) for k, v in question["by_name"].items()}
+        return value(*arguments, **by_name)
+    if what == "attribute":
+        return getattr(value, *arguments)
+    if what == "item":
+        return value[arguments[0]]
+    if what == "list":
+        return list(value)
+    if what == "length":
+        return len(value)
+    return str(value)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:300]
+    except Exception:  # an exception whose own __str__ fails
+        return ""

@@ -1,0 +1,105 @@
+"""Plain values as JSON lines between a program and its judge: no code, no classes, no references.
+
+Runs inside the sandbox, on the standard library alone. What the judge compares is built here from
+JSON, so that a program can answer with numbers, texts and containers, and with nothing else.
+"""
+
+import json
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, BinaryIO
+
+LARGEST = 16 << 20
+"""Bytes of one line."""
+
+sys.set_int_max_str_digits(0)  # numbers travel in base 16, which is linear
+
+
+def encode(value: Any, refer: Callable[[Any], int]) -> Any:
+    """`value` as JSON. Subclasses become what they are made of; what is no plain value stays where
+    it is, and `refer` numbers it."""
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return ["i", format(int(value), "x")]
+    if isinstance(value, float):
+        return float(value)
+    for kind, tag in _SEQUENCES.items():
+        if isinstance(value, kind):
+            return [tag, [encode(v, refer) for v in value]]
+    if isinstance(value, dict):
+        return ["d", [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
+    if isinstance(value, bytes | bytearray):
+        return ["b", bytes(value).hex()]
+    if isinstance(value, complex):
+        return ["c", [value.real, value.imag]]
+    if isinstance(value, Decimal | Fraction):
+        return ["D" if isinstance(value, Decimal) else "F", str(value)]
+    if isinstance(value, range):
+        return ["range", [value.start, value.stop, value.step]]
+    if isinstance(value, type) and value in _TYPES.values():
+        return ["type", value.__name__]
+    if hasattr(type(value), "__index__"):  # numbers of other libraries
+        return ["i", format(operator.index(value), "x")]
+    return ["ref", refer(value)]
+
+
+_SEQUENCES: dict[type, str] = {
+    list: "l",
+    tuple: "t",
+    set: "s",
+    frozenset: "f",
+    deque: "q",
+}
+_TYPES: dict[str, type] = {
+    t.__name__: t
+    for t in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset, type(None))
+}
+_MAKE: dict[str, Callable[[Any], Any]] = {
+    "i": lambda text: int(text, 16),
+    "b": bytes.fromhex,
+    "c": lambda pair: complex(*pair),
+    "D": Decimal,
+    "F": Fraction,
+    "type": _TYPES.__getitem__,
+    "range": lambda three: range(*three),
+}
+
+
+def decode(data: Any, follow: Callable[[int], Any]) -> Any:
+    """Back from JSON; `follow` says what stands for a reference. ValueError, TypeError or KeyError
+    for what `encode` does not make."""
+    if not isinstance(data, list):
+        return data
+    tag, body = data
+    if tag == "ref":
+        return follow(int(body))
+    if tag == "d":
+        return {decode(k, follow): decode(v, follow) for k, v in body}
+    for kind, own in _SEQUENCES.items():
+        if tag == own:
+            return kind(decode(v, follow) for v in body)
+    return _MAKE[tag](body)
+
+
+def send(stream: BinaryIO, message: Any) -> None:
+    """One line. ValueError where it is too long."""
+    line = json.dumps(message, separators=(",", ":")).encode()
+    if len(line) >= LARGEST:
+        raise ValueError(f"a value of {len(line)} bytes as JSON; {LARGEST} are allowed")
+    stream.write(line + b"\n")
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> Any:
+    """The next line. EOFError at the end, ValueError for a line that is no JSON."""
+    line = stream.readline(LARGEST + 1)
+    if not line.endswith(b"\n"):
+        raise EOFError("the other side has gone, or says too much")
+    return json.loads(line)
