@@ -60,8 +60,9 @@ class Ticket(Protocol):
 class Carrier(Protocol):
     """Brings layers to buffers on the device."""
 
-    def bring(self, number: int, buffer: Buffer) -> Ticket:
-        """Start to fill the buffer, when what was computed with it so far is done."""
+    def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
+        """Start to fill the buffer, when what was computed with it so far is done. `stays`: it will
+        not be asked for again soon."""
 
     def close(self) -> None:
         """Let go of all."""
@@ -74,7 +75,7 @@ class FileCarrier:
         self._reader, self._on_read = reader, on_read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge layers")
 
-    def bring(self, number: int, buffer: Buffer) -> Ticket:
+    def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
         """See `Carrier`. What the CPU was asked to compute is done when the call returns."""
         return _Read(self._thread.submit(read_layer, self._reader, number, buffer, self._on_read))
 
@@ -93,7 +94,7 @@ class _Read:
 
 class PinnedCarrier:
     """From pinned host memory by a stream of its own. A layer is read into it when it is first
-    needed, and stays there."""
+    needed, and is kept there while it streams."""
 
     def __init__(
         self, hf: HFConfig, dtype: torch.dtype, reader: WeightReader, device: torch.device
@@ -102,15 +103,17 @@ class PinnedCarrier:
         self._stream = torch.cuda.Stream(device)
         self._host: dict[int, Buffer] = {}
 
-    def bring(self, number: int, buffer: Buffer) -> Ticket:
+    def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
         """See `Carrier`. The copy is queued, not awaited."""
-        if number not in self._host:
+        host = self._host.pop(number, None)
+        if host is None:
             host = make_buffer(self._hf, self._dtype, torch.device("cpu"), pinned=True)
             read_layer(self._reader, number, host)
-            self._host[number] = host
+        if not stays:
+            self._host[number] = host  # else torch keeps it until it has been copied
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            buffer.flat.copy_(self._host[number].flat, non_blocking=True)
+            buffer.flat.copy_(host.flat, non_blocking=True)
         buffer.flat.record_stream(self._stream)
         return _Copy(self._stream.record_event(), self._device)
 
@@ -196,7 +199,7 @@ class Pipeline:
         for number in coming:
             if number not in self._resident:
                 buffer = make_buffer(self._hf, self._dtype, self._device)
-                self._carrier.bring(number, buffer).wait()
+                self._carrier.bring(number, buffer, stays=True).wait()
                 self._resident[number] = buffer
         while len(self._slots) < min(SLOTS, num_streamed):
             self._slots.append(make_buffer(self._hf, self._dtype, self._device))

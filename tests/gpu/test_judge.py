@@ -1,0 +1,47 @@
+"""The judge's layers on a GPU: copies by a stream of their own, and the same bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlcore.rewards.judge.model import JudgeModel
+from tests.gpu import side
+from tests.kit import ARCHS, tiny_hf_folder
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = 9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_layers_that_stream_from_pinned_memory_give_the_bits_of_a_resident_model(
+    arch: str, dtype: str, tmp_path: Path
+):
+    folder = tiny_hf_folder(tmp_path / "m", arch, num_hidden_layers=LAYERS, hidden_size=256)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 53, (n,), generator=generator).tolist() for n in (90, 17, 60)]
+    found = []
+    for ratio in (1.0, 0.5, 0.0):
+        model = JudgeModel(folder, dtype=dtype, device=side.DEVICE, resident_ratio=ratio)
+        for _ in range(5):  # a copy that came too early or too late would show in one of them
+            found.append((model.probabilities(rows, range(53)), model.generate(rows, 5, ())))
+        model.close()
+    for probabilities, tokens in found[1:]:
+        assert torch.equal(probabilities, found[0][0]) and tokens == found[0][1]
+
+
+def test_layers_leave_the_gpu_when_others_need_it(tmp_path: Path):
+    folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS, hidden_size=1024)
+    free = 1e9
+    model = JudgeModel(
+        folder, dtype="float32", device=side.DEVICE, resident_ratio=1.0, free=lambda: free
+    )
+    before = model.probabilities([[1, 2, 3]], range(53))
+    full = torch.cuda.memory_reserved(side.DEVICE)
+    free = -1e9
+    after = model.probabilities([[1, 2, 3]], range(53))
+    assert model.last.streamed_layers == LAYERS and torch.equal(before, after)
+    assert torch.cuda.memory_reserved(side.DEVICE) < full
+    model.close()
