@@ -15,8 +15,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import httpx
 import msgspec
@@ -44,6 +44,14 @@ class HttpRewardConfig(RewardConfig):
     server's Retry-After is waited for instead."""
 
 
+class Requests(Protocol):
+    """The keys of a section that are read here."""
+
+    workers: int
+    retries: int
+    backoff_s: float
+
+
 class _Refused(Exception):
     """An answer of the server that is no score. `wait_s` is its Retry-After, None where trying
     again is of no use."""
@@ -56,13 +64,26 @@ class _Refused(Exception):
 class HttpReward:
     """A `kind.Runner`: an event loop in a thread."""
 
-    def __init__(self, url: str, config: HttpRewardConfig, host: Host) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: Requests,
+        host: Host,
+        *,
+        write: Callable[[Job], bytes] | None = None,
+        read: Callable[[bytes], RewardResult] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`write` makes the body of a request, `read` the result of an answer; it raises ValueError
+        for what is none. `headers` go with every request."""
         if not config.retries >= 0 or not config.backoff_s >= 0:
             raise ValueError(
                 f"--reward.retries {config.retries}, --reward.backoff_s {config.backoff_s:g}: must "
                 "be 0 or more"
             )
         self._url, self._config, self._host = url, config, host
+        self._write, self._read = write or _request, read or _result
+        self._headers = {"content-type": "application/json", **(headers or {})}
         self._random = random.Random(host.seed)
         self._queue: deque[tuple[Job, bytes]] = deque()  # with its tasks: the loop's thread only
         self._tasks: dict[asyncio.Task[None], RequestId] = {}
@@ -73,7 +94,7 @@ class HttpReward:
 
     def submit(self, job: Job) -> None:
         """See `Runner`."""
-        body = msgspec.json.encode(_request(job))
+        body = self._write(job)
         self._loop.call_soon_threadsafe(self._enqueue, job, body)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
@@ -168,8 +189,7 @@ class HttpReward:
         raise _Refused(f"{refused}{tries}", None)
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> RewardResult:
-        headers = {"content-type": "application/json"}
-        async with client.stream("POST", self._url, content=body, headers=headers) as answer:
+        async with client.stream("POST", self._url, content=body, headers=self._headers) as answer:
             text = b""
             async for piece in answer.aiter_bytes():
                 text += piece
@@ -183,12 +203,16 @@ class HttpReward:
                 f"status {answer.status_code}: {shown}".strip(": "),
                 (float(wait) if wait.isdigit() else 0.0) if may_pass else None,
             )
-        return _result(text)
+        try:
+            return self._read(text)
+        except ValueError as error:
+            shown = text[:_SHOWN_CHARS].decode("utf-8", "replace")
+            raise _Refused(f"{sentence(error)}; the answer was {shown!r}", None) from error
 
 
-def _request(job: Job) -> dict[str, Any]:
+def _request(job: Job) -> bytes:
     prompt, sample = job.prompt, job.sample
-    return {
+    body = {
         "id": sample.id,
         "prompt": prompt.text,
         "response": job.text,
@@ -198,10 +222,11 @@ def _request(job: Job) -> dict[str, Any]:
         "num_tokens": sample.num_tokens,
         "finish": sample.finish,
     }
+    return msgspec.json.encode(body)
 
 
 def _result(text: bytes) -> RewardResult:
-    """The score in an answer. `_Refused` for what is none."""
+    """The score in an answer. ValueError for what is none."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -210,9 +235,8 @@ def _result(text: bytes) -> RewardResult:
         score = number("score", found.get("score"))
         numbers.pop("score", None)
         return to_result(RewardResult(score=score, details=numbers))
-    except (TypeError, ValueError) as error:
-        shown = text[:_SHOWN_CHARS].decode("utf-8", "replace")
-        raise _Refused(f"{sentence(error)}; the answer was {shown!r}", None) from error
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def kind(url: str) -> Kind:

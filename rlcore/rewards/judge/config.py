@@ -15,6 +15,10 @@ class JudgeRewardConfig(RewardConfig):
     url: str = ""
     """An OpenAI-compatible server, such as http://judge0:8000/v1, instead of a model on our own
     devices; `workers` is then how many requests are under way at a time."""
+    retries: int = 4
+    """Further tries of a request to `url` after the first one, within timeout_s."""
+    backoff_s: float = 0.25
+    """Pause before the second try; each further one is twice as long."""
     api_key_env: str = ""
     """Environment variable that holds the key for `url`; empty: none is sent."""
     rubric: str = ""
@@ -84,7 +88,14 @@ class JudgeRewardConfig(RewardConfig):
         for name in ("max_new_tokens", "max_tokens", "batch_rows", "batch_tokens", "threads"):
             if getattr(self, name) < 1:
                 out.append(f"--{key}.{name} {getattr(self, name)}: must be at least 1")
-        for name in ("batch_wait_s", "cache_entries", "device_gb", "mps_gb"):
+        for name in (
+            "batch_wait_s",
+            "cache_entries",
+            "device_gb",
+            "mps_gb",
+            "retries",
+            "backoff_s",
+        ):
             if not getattr(self, name) >= 0:
                 out.append(f"--{key}.{name} {getattr(self, name):g}: must be 0 or more")
         for name in ("start_s", "full_marks"):
