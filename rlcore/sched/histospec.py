@@ -1,14 +1,19 @@
 """When do drafts pay? HistoSpec's two limits on them, from what decode steps were seen to take.
 
-A decode step over n tokens takes about a + b n seconds: `a` to read the weights, `b` a token of
-arithmetic. At the knee, n = a / b tokens, a step takes twice as long as one of no tokens.
+A decode step over n tokens takes about a + b n seconds, and c more where it makes and checks
+drafts: `a` to read the weights, `b` a token of arithmetic. All steps of a replica fit these three
+numbers, older ones counting less and less. At the knee, n = a / b tokens, a step takes twice as
+long as one of no tokens.
 
     cap     drafts of a batch of `running` requests are at most knee // running - 1 long (1 to the
             window), so that a forward stays below the knee: PAPERS.md C1, arXiv:2508.18588.
-    gate    with drafts a step gains e tokens a request and takes v seconds, without it gains one
-            and takes p. Drafts are on while e p > v. Batches of 1, 2 to 3, 4 to 7, ... requests
-            have figures of their own. The one that loses is tried again for a few steps, after 32
-            steps, 64, ... up to 1,024, as long as it goes on losing.
+    gate    with drafts of d tokens a request gains e tokens in a step, so they are on while
+
+                e (a + b running) > a + b running (1 + d) + c
+
+            Batches of 1, 2 to 3, 4 to 7, ... requests have a d and an e of their own. Where drafts
+            lose they are tried again for a few steps, after 32 steps, 64, ... up to 1,024, as long
+            as they go on losing.
 
 Nothing here changes what is sampled: drafts decide how many tokens a forward gives, not which.
 """
@@ -16,166 +21,182 @@ Nothing here changes what is sampled: drafts decide how many tokens a forward gi
 from dataclasses import dataclass, field
 
 _WARM = 6
-"""Steps of each kind before they are compared; also of a later try."""
+"""Steps with drafts before they are judged; also of a later try."""
 _FORGET = 0.1
-"""Weight of a new step in the means."""
+"""Weight of a new step in the means of a batch's size."""
 _WAIT = 32
 _LONGEST_WAIT = 1024
+_PLAIN_EVERY = 64
+"""Where drafts are on, one step in so many goes without, to know what that takes."""
 _FIT_FORGET = 0.01
 _FIT_STEPS = 24
-"""Steps before a knee is believed."""
+"""Steps, and a few of either kind, before the numbers are believed."""
 LARGEST_KNEE = 1 << 16
 
 
-@dataclass(slots=True)
-class _Kind:
-    """Steps with drafts, or steps without."""
+class Cost:
+    """Seconds of a step = a + b tokens + c (with drafts): least squares of relative errors."""
 
-    steps: int = 0
-    seconds: float = 0.0
-    gained: float = 1.0
-    """Tokens of a request in one step."""
+    def __init__(self) -> None:
+        self._sums = [[0.0] * 3 for _ in range(3)]
+        self._right = [0.0] * 3
+        self._steps = [0, 0]  # without drafts, with
 
-    def note(self, seconds: float, gained: float) -> None:
-        self.steps += 1
-        weight = max(1 / self.steps, _FORGET)
-        self.seconds += weight * (seconds - self.seconds)
-        self.gained += weight * (gained - self.gained)
+    def note(self, tokens: int, drafts: bool, seconds: float) -> None:
+        """One step. An outlier counts little, as errors are relative to what was seen."""
+        self._steps[drafts] += 1
+        weight, x = 1 / max(seconds, 1e-9) ** 2, (1.0, float(tokens), float(drafts))
+        for i in range(3):
+            self._right[i] = (1 - _FIT_FORGET) * self._right[i] + weight * x[i] * seconds
+            for j in range(3):
+                self._sums[i][j] = (1 - _FIT_FORGET) * self._sums[i][j] + weight * x[i] * x[j]
+
+    def fit(self) -> tuple[float, float, float] | None:
+        """a, b and c, none of them negative; None while steps are too few or too alike to tell."""
+        if sum(self._steps) < _FIT_STEPS or min(self._steps) < _WARM:
+            return None
+        s, r = self._sums, self._right
+        mean = s[0][1] / s[0][0]
+        if s[1][1] / s[0][0] - mean * mean < (0.2 * mean) ** 2:
+            return None
+        found = _solve(s, r, (0, 1, 2))
+        if found[2] < 0:  # drafts cost nothing that can be seen
+            found = _solve(s, r, (0, 1))
+        if found[1] < 0:
+            found = _solve(s, r, (0,))
+        if found[0] < 0:
+            found = _solve(s, r, (1,))
+        return max(found[0], 0.0), max(found[1], 0.0), max(found[2], 0.0)
+
+
+def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -> list[float]:
+    """The normal equations of the columns in `used`, by elimination; 0 for the others."""
+    rows = [[sums[i][j] for j in used] + [right[i]] for i in used]
+    for k in range(len(rows)):
+        pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        if abs(rows[k][k]) < 1e-300:
+            return [0.0] * len(right)
+        for i in range(len(rows)):
+            if i != k:
+                part = rows[i][k] / rows[k][k]
+                rows[i] = [x - part * y for x, y in zip(rows[i], rows[k], strict=True)]
+    out = [0.0] * len(right)
+    for k, column in enumerate(used):
+        out[column] = rows[k][-1] / rows[k][k]
+    return out
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What is known of batches of about one size."""
+    """What drafts did in batches of about one size."""
 
-    plain: _Kind = field(default_factory=_Kind)
-    drafts: _Kind = field(default_factory=_Kind)
+    steps: int = 0
+    gained: float = 1.0
+    """Tokens of a request in one step."""
+    drafted: float = 0.0
+    """The same of what was drafted."""
+    is_on: bool = True
     wait: int = _WAIT
-    """Steps until the loser is tried again."""
+    """Steps until drafts are tried again."""
     since: int = 0
-    """Steps since it was tried."""
-    trying: int = 0
-    """Steps of the present try that are left."""
-    drafts_win: bool = True
+    """Steps of the kind that is off since there was one that is on, or the other way round."""
 
-    def gain(self) -> float:
-        """Tokens a second with drafts over those without."""
-        if not self.drafts.seconds:
-            return 1.0
-        return self.drafts.gained * self.plain.seconds / self.drafts.seconds
+    def note(self, drafted: float, gained: float) -> None:
+        self.steps += 1
+        weight = max(1 / self.steps, _FORGET)
+        self.drafted += weight * (drafted - self.drafted)
+        self.gained += weight * (gained - self.gained)
+
+    def try_again(self) -> None:
+        self.steps, self.gained, self.drafted, self.since = 0, 1.0, 0.0, 0
 
 
 @dataclass(slots=True)
-class Line:
-    """Least squares of seconds over tokens, older steps counting less and less."""
-
-    count: float = 0.0
-    steps: int = 0
-    n: float = 0.0
-    t: float = 0.0
-    nn: float = 0.0
-    nt: float = 0.0
-
-    def note(self, tokens: int, seconds: float) -> None:
-        self.steps += 1
-        keep = 1 - _FIT_FORGET
-        self.count = keep * self.count + 1
-        self.n = keep * self.n + tokens
-        self.t = keep * self.t + seconds
-        self.nn = keep * self.nn + tokens * tokens
-        self.nt = keep * self.nt + tokens * seconds
-
-    def knee(self) -> float | None:
-        """a / b of seconds = a + b tokens; None while steps are too few or too alike to tell."""
-        if self.steps < _FIT_STEPS:
-            return None
-        n, t = self.n / self.count, self.t / self.count
-        spread = self.nn / self.count - n * n
-        if spread < (0.2 * n) ** 2:
-            return None
-        slope = (self.nt / self.count - n * t) / spread
-        if slope <= 0 or t <= slope * n * 1e-3:
-            return float(LARGEST_KNEE)
-        return min(max((t - slope * n) / slope, 1.0), float(LARGEST_KNEE))
-
-
 class Gate:
     """Of one replica. Without `switches` drafts are always on and never capped: then nothing
     depends on the clock."""
 
-    def __init__(self, *, window: int, start: int, switches: bool = True) -> None:
-        """`window`: the longest draft; `start`: the longest before the knee is known."""
-        self._window, self._start, self._switches = window, start, switches
-        self._batches: dict[int, _Batch] = {}
-        self._line = Line()
-        self.flips = 0
-        """Times that the winner changed."""
+    window: int
+    """The longest draft."""
+    start: int
+    """The longest before the knee is known."""
+    switches: bool = True
+    flips: int = 0
+    """Times that drafts went on or off for a size of batches."""
+    _cost: Cost = field(default_factory=Cost)
+    _fit: tuple[float, float, float] | None = None
+    _batches: dict[int, _Batch] = field(default_factory=dict)
 
     def wants(self, running: int) -> bool:
         """Shall the next step of `running` requests verify drafts?"""
-        if not self._switches:
+        if not self.switches:
             return True
         batch = self._batch(running)
-        if batch.drafts.steps < _WARM:
+        if batch.steps < _WARM:
             return True
-        if batch.plain.steps < _WARM:
-            return False
-        return batch.drafts_win != (batch.trying > 0)
+        if self._fit is None:
+            return batch.since >= _WARM  # a few of either kind
+        return batch.is_on and batch.since < _PLAIN_EVERY
 
     def cap(self, running: int) -> int:
         """The longest draft of one of `running` requests."""
-        if not self._switches:
-            return self._window
-        knee = self._line.knee()
+        if not self.switches:
+            return self.window
+        knee = self.knee
         if knee is None:
-            return self._start
-        return max(1, min(int(knee) // running - 1, self._window))
+            return self.start
+        return max(1, min(int(knee) // running - 1, self.window))
 
     def note(self, running: int, *, drafts: bool, tokens: int, gained: int, seconds: float) -> None:
         """A step of `running` requests is over: `seconds` for a forward over `tokens` tokens, which
         gave `gained`."""
-        if not self._switches:
+        if not self.switches:
             return
-        self._line.note(tokens, seconds)
+        self._cost.note(tokens, drafts, seconds)
+        self._fit = self._cost.fit()
         batch = self._batch(running)
-        (batch.drafts if drafts else batch.plain).note(seconds, gained / running)
-        tried = batch.trying > 0
-        if tried:
-            batch.trying -= 1
-            if batch.trying:
-                return
-        elif min(batch.drafts.steps, batch.plain.steps) < _WARM:
+        if drafts:
+            batch.note(tokens / running - 1, gained / running)
+        gain = self.gain(running)
+        if gain is None:
+            batch.since = 0 if batch.since >= 2 * _WARM else batch.since + (not drafts)
             return
-        won = batch.gain() > 1
-        if won != batch.drafts_win:
+        was_tried, now = drafts and not batch.is_on, gain > 1
+        if now != batch.is_on:
+            if not now and batch.steps < _WARM:
+                return
             self.flips += 1
-            batch.drafts_win, batch.wait, batch.since = won, _WAIT, 0
-        elif tried:
-            batch.wait = min(2 * batch.wait, _LONGEST_WAIT)
-        batch.since += 1
-        if batch.since >= batch.wait:
-            batch.since, batch.trying = 0, _WARM
-            if batch.drafts_win:
-                batch.plain = _Kind()
-            else:
-                batch.drafts = _Kind()
+            batch.is_on, batch.wait, batch.since = now, _WAIT, 0
+        elif was_tried and batch.steps == _WARM:
+            batch.wait, batch.since = min(2 * batch.wait, _LONGEST_WAIT), 0
+        elif batch.is_on:
+            batch.since = batch.since + 1 if drafts else 0
+        else:
+            batch.since += 1
+            if batch.since >= batch.wait:
+                batch.try_again()
 
     def renew(self) -> None:
         """There are histories where there were none: what drafts gained says nothing of them."""
-        for batch in self._batches.values():
-            batch.drafts = _Kind()
-            batch.since, batch.trying, batch.wait = 0, 0, _WAIT
-            batch.drafts_win = True
+        self._batches.clear()
 
     @property
     def knee(self) -> float | None:
         """Tokens of a forward that takes twice as long as one of none; None while unknown."""
-        return self._line.knee()
+        if self._fit is None:
+            return None
+        a, b, _ = self._fit
+        return min(max(a / b, 1.0), LARGEST_KNEE) if b > 0 else float(LARGEST_KNEE)
 
     def gain(self, running: int) -> float | None:
         """Tokens a second with drafts over those without; None while one of them is unknown."""
         batch = self._batch(running)
-        known = min(batch.drafts.steps, batch.plain.steps) >= _WARM
-        return batch.gain() if known else None
+        if self._fit is None or batch.steps < _WARM:
+            return None
+        a, b, c = self._fit
+        plain = a + b * running
+        return batch.gained * plain / (plain + b * running * batch.drafted + c)
 
     def _batch(self, running: int) -> _Batch:
         return self._batches.setdefault(running.bit_length(), _Batch())
