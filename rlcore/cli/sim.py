@@ -3,6 +3,7 @@
 python -m rlcore sim run --gpus 32 --tp 2 --gpu h100 --model 14b --lengths 16k
 python -m rlcore sim rollpacker --figure 11
 python -m rlcore sim rollmux --experiment trace200
+python -m rlcore sim rhymerl
 """
 
 import argparse
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.metrics.jsonl import write_atomic
-from rlcore.sim import report, rollmux, rollpacker, table, user
+from rlcore.sim import report, rhymerl, rollmux, rollpacker, table, user
 from rlcore.sim.cluster import Run, summarize
 from rlcore.sim.cost import GPUS, MODELS
 
@@ -33,9 +34,11 @@ def main(argv: Sequence[str]) -> int:
     _add_run(systems.add_parser("run", help="your cluster, your lengths: seconds of a step"))
     _add_papers(systems.add_parser("rollpacker", help="RollPacker: published against simulated"))
     _add_rollmux(systems.add_parser("rollmux", help="many jobs on two pools, against RollMux"))
+    _add_rhymerl(systems.add_parser("rhymerl", help="RhymeRL: what drafts and turns would save"))
     a = p.parse_args(argv)
+    commands = {"run": _run, "rollpacker": _papers, "rollmux": _rollmux, "rhymerl": _rhymerl}
     try:
-        return {"run": _run, "rollpacker": _papers, "rollmux": _rollmux}[a.system](a)
+        return commands[a.system](a)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -202,6 +205,23 @@ def _rollmux(a: argparse.Namespace) -> int:
         assert found.happened is not None
         report.turns(found.happened, a.turns, made.title)
         print(a.turns)
+    return 0
+
+
+def _add_rhymerl(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--steps", type=int, default=24, help="of every arm")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--json", type=Path)
+
+
+def _rhymerl(a: argparse.Namespace) -> int:
+    if a.steps < 4:
+        raise ValueError(f"--steps {a.steps}: must be at least 4, the first third is not counted")
+    begin = time.monotonic()
+    made = rhymerl.report(a.steps, a.seed, print)
+    print(f"\n{a.steps} steps an arm, seed {a.seed}, {time.monotonic() - begin:.0f} s")
+    if a.json:
+        _write(a.json, {"what": "RhymeRL", "steps": a.steps, "seed": a.seed} | made)
     return 0
 
 
