@@ -9,8 +9,10 @@ usage: bash tools/setup.sh [flags]
 
   --test         also what the tests need
   --sglang       also SGLang: for CUDA, or for the CPU where torch is a CPU build
+  --wandb        also Weights & Biases
   --te           also Transformer Engine (builds against CUDA; minutes)
   --bench        also the peer of tools/bench_judge.py
+  --browser      also Chromium, for the tests of pages (Debian and Ubuntu; needs root)
   --apex SOURCE  also NVIDIA Apex, built from SOURCE: a folder or a git URL (builds; many minutes)
   --cuda         insist on a CUDA build of torch
   --cpu          accept a CPU build of torch on a machine with an NVIDIA GPU
@@ -32,15 +34,16 @@ die() {
   exit 1
 }
 
-EXTRAS=() APEX='' TORCH=auto QUIET=0
+EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0
 while (($#)); do
   case $1 in
-    --test | --te | --sglang | --bench) EXTRAS+=("${1#--}") ;;
+    --test | --te | --sglang | --bench | --wandb) EXTRAS+=("${1#--}") ;;
     --apex)
       APEX=${2:-}
       [[ -n $APEX ]] || die '--apex needs a source: a folder with the Apex sources, or its git URL'
       shift
       ;;
+    --browser) BROWSER=1 ;;
     --cuda | --cpu) TORCH=${1#--} ;;
     --quiet) QUIET=1 ;;
     --help | -h)
@@ -101,12 +104,15 @@ ready() {
     stamped "$part" "$(packages_key "$part")" || return 1
   done
   [[ -z $APEX ]] || stamped apex "$APEX" || return 1
+  ((! BROWSER)) || has_browser || return 1
   sandbox_ready && native_ready
 }
 
 sandbox_ready() { # bubblewrap is there, or it was tried and said
   command -v bwrap >/dev/null || [[ -f $VENV/rlcore-sandbox.stamp ]]
 }
+
+has_browser() { command -v chromium >/dev/null || command -v google-chrome >/dev/null; }
 
 # ---- the parts
 
@@ -228,6 +234,15 @@ install_sandbox() { # programs of code rewards run without namespaces where this
   touch "$VENV/rlcore-sandbox.stamp"
 }
 
+install_browser() {
+  command -v apt-get >/dev/null ||
+    die '--browser: there is no apt-get here; install Chromium by hand, so that chromium is on PATH'
+  ((EUID == 0)) || die '--browser: apt-get needs root; run as root: apt-get install chromium'
+  step 'package lists' apt-get update
+  step 'Chromium' env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y --no-install-recommends chromium
+}
+
 install_native() {
   local said built=python
   step 'rlcore, with its native build' pip_install -v --no-deps --no-build-isolation -e .
@@ -259,5 +274,6 @@ for extra in "${EXTRAS[@]}"; do
 done
 [[ -z $APEX ]] || stamped apex "$APEX" || install_apex
 sandbox_ready || install_sandbox
+((! BROWSER)) || has_browser || install_browser
 native_ready || install_native
 echo "setup: ready after $SECONDS s; the log is build/setup.log"

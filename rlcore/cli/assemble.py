@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,8 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.mcore.layout import layout_of, replicas
 from rlcore.metrics.screen import Screen
-from rlcore.metrics.sinks import MetricsWriter
+from rlcore.metrics.sinks import MetricsWriter, Prometheus, Sink, Wandb
+from rlcore.metrics.trace import RunTrace
 from rlcore.protocols import Engine, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rewards.judge.config import JudgeRewardConfig
@@ -163,8 +165,16 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         memory=residency,
         spans=Spans(listener=watch(cfg, world, screen, on_close)),
         screen=screen,
+        pieces=tokenizer.pieces,
         **data,
     )
+    if cfg.log.trace:
+        record = RunTrace(
+            run.folder, world.rank, socket.gethostname(), collective.clock_offset(), cfg.log.trace
+        )
+        on_close(record.close)
+        agent.observers.append(record.see)
+        run.spans.on_end = lambda name, start, end: record.phase(name, start, end, run.step)
     agent.repair = partial(sync_loop.repair_engines, run)
     if elastic is not None:
         run.elastic, agent.streamer = elastic, stream_loop.Stream(run)
@@ -176,7 +186,10 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
             tell_changes(cfg, run.folder / "config.json")
         resolve.save(cfg, run.folder / "config.json")
         run.writer = MetricsWriter(
-            run.folder, cfg.log.tensorboard, next_step=run.step + 1 if run.step else 0
+            run.folder,
+            cfg.log.tensorboard,
+            next_step=run.step + 1 if run.step else 0,
+            sinks=make_sinks(cfg),
         )
         on_close(run.writer.close)
         rollout.rounds = Rounds(
@@ -188,6 +201,17 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         )
         on_close(rollout.rounds.close)
     return run
+
+
+def make_sinks(cfg: Config) -> list[Sink]:
+    """Where metrics go besides the run's folder. ValueError where one cannot work."""
+    sinks: list[Sink] = []
+    if port := cfg.log.prometheus_port:
+        sinks.append(Prometheus(cfg.log.prometheus_host, port, run_folder(cfg).name))
+        announce("metrics", f"http://{cfg.log.prometheus_host}:{port}/metrics")
+    if cfg.log.wandb:
+        sinks.append(Wandb(cfg.log.wandb, run_folder(cfg), resolve.keys(cfg)))
+    return sinks
 
 
 def watch(

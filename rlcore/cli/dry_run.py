@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlcore.cli.explain import arithmetic, world_size
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config, reward_sections
 from rlcore.hf.config import HFConfig, read_json
@@ -23,8 +24,7 @@ def show(cfg: Config) -> int:
     from rlcore.trainer import memory
 
     # recipes/common.sh tells the size of the real run
-    nodes, per_node = (int(os.environ.get(name, 1)) for name in ("NODES", "GPUS_PER_NODE"))
-    world = nodes * per_node
+    per_node, world = int(os.environ.get("GPUS_PER_NODE", 1)), world_size()
     problems = rules.broken(cfg)
     notes = [] if problems else [f"note         {line}" for line in rules.warnings(cfg)]
     problems += rules.of_world(cfg, world, per_node)
@@ -49,14 +49,9 @@ def show(cfg: Config) -> int:
     except ValueError as e:
         problems.append(str(e))
     print(resolve.to_json(cfg))
-    total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
-    per_update = cfg.train.samples_per_update or total
-    print(
-        f"\nstep         {cfg.data.prompts_per_step} prompts x {cfg.rollout.samples_per_prompt} "
-        f"samples = {total} samples, {max(1, total // per_update)} updates of {per_update}, "
-        f"{cfg.train.epochs} epoch(s); {cfg.run.steps} steps"
-    )
+    print()
     if layout is not None:
+        print("\n".join(arithmetic(cfg, world, layout.dp)))
         tp = cfg.rollout.tp
         print(
             f"world        {world} ranks: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x "
@@ -77,10 +72,34 @@ def show(cfg: Config) -> int:
             problems.append(said)
         elif gpu_bytes:
             print(f"  fits {gpu_bytes / memory.GB:g} GB: {plan.worst.replace('_', '-')} takes most")
+    if hf is not None and not problems:
+        print(expected(cfg, hf, world))
     for line in problems:
         print(f"cannot run: {line}", file=sys.stderr)
     print("dry run: " + ("refused" if problems else "this would run"))
     return 2 if problems else 0
+
+
+def expected(cfg: Config, hf: HFConfig, world: int) -> str:
+    """A sentence on the time of a step, by the simulator; or why there is none."""
+    import torch
+
+    from rlcore.sim import expect
+
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "H100"
+    gpu = expect.gpu_named(name)
+    earlier = Path(cfg.run.dir) / (cfg.run.name or "run") / "rollouts.jsonl"
+    try:
+        if gpu is None:
+            raise ValueError(f"there is no data sheet of {name}")
+        found, said = expect.step(cfg, hf, world, gpu, earlier)
+    except ValueError as error:
+        return f"expected     no estimate of the time of a step: {error}"
+    phases = ", ".join(f"{p} {s:.1f}" for p, s in found.phases.items() if s >= 0.05)
+    return (
+        f"expected     {found.seconds:.1f} s a step on {world} x {gpu.name} ({phases}), by the "
+        f"simulator; lengths {said}; rewards not counted"
+    )
 
 
 def judges(cfg: Config) -> tuple["Beside", list[str]]:

@@ -1,4 +1,4 @@
-"""`python -m rlcore plot RUN...`: the curves of one run, or several runs over each other."""
+"""`python -m rlcore plot RUN...`: the pictures of one run, or several runs over each other."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> int:
-    """One run: `<run>/curve.png`. Several: `compare.png` beside the first, or `--out FILE`."""
+    """One run: `<run>/curve.png` and `<run>/detail.png`, or `--out FILE.png` and `FILE-detail.png`.
+    Several: `compare.png` beside the first, or `--out FILE`."""
     from rlcore.metrics import plots
 
     words = list(argv)
@@ -26,6 +27,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if len(runs) == 1:
         print(plots.curve(runs[0], out))
+        try:
+            print(plots.detail(runs[0], out and out.with_stem(f"{out.stem}-detail")))
+        except ValueError as error:
+            print(f"rlcore plot: {error}", file=sys.stderr)
     else:
         print(plots.compare(runs, out or runs[0].parent / "compare.png"))
     return 0

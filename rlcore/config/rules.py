@@ -180,6 +180,13 @@ def _ranges(cfg: Config) -> list[str]:
             out.append(f"--{key} {_get(cfg, key)}: must be above 0 and at most 1; 1 turns it off")
     if not cfg.rollout.min_p < 1:
         out.append(f"--rollout.min_p {cfg.rollout.min_p}: must be below 1; 0 turns it off")
+    for key in ("log.rollouts", "log.tokens", "log.trace"):
+        if _get(cfg, key) < -1:
+            out.append(f"--{key} {_get(cfg, key)}: a number, or -1 for all")
+    if not 0 <= cfg.log.prometheus_port < 65536:
+        out.append(
+            f"--log.prometheus_port {cfg.log.prometheus_port}: a port has 1 to 65535; 0 for none"
+        )
     return out
 
 

@@ -366,8 +366,21 @@ class ClusterConfig:
 @Section
 class LogConfig:
     rollouts: int = 4
-    """Samples written to rollouts.jsonl per step; -1 writes all."""
+    """Samples of rank 0's engine written to rollouts.jsonl per step; -1 writes all."""
+    tokens: int = 0
+    """Tokens of a step that these samples bring along for `rlcore view`, each with its text,
+    log-prob and version: about 20 bytes and 5 us a token. The first responses have theirs, the
+    last of them is cut; -1: all."""
+    trace: int = 0
+    """Steps from the start of the process of which every rank writes what it did when, for `rlcore
+    trace`: phases, responses, rewards, engine load; about 400 bytes a response. -1: all."""
     tensorboard: bool = True
+    wandb: str = ""
+    """Project of Weights & Biases; empty: none."""
+    prometheus_port: int = 0
+    """Rank 0 shows the last value of every metric at http://HOST:PORT/metrics; 0: it does not."""
+    prometheus_host: str = "127.0.0.1"
+    """Address to listen on: whoever reaches it can read the metrics."""
     picture: bool = True
     """Draw curve.png at the end; `python -m rlcore plot RUN` draws it at any time."""
     progress: bool = True

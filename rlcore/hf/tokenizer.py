@@ -25,6 +25,7 @@ CHATML = (
 
 _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MOST_TOKENS_OF_A_CHARACTER = 8  # more are no character, but bytes that the model got wrong
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -86,6 +87,21 @@ class Tokenizer:
         """Text of ids; special tokens are left out, ids outside the vocabulary too."""
         listed = [int(i) for i in ids]
         return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each token adds, special tokens included; joined they are the decoded
+        whole. A character of several tokens stands at the last of them, the others are empty."""
+        out: list[str] = []
+        start, done = 0, 0  # what the text before depends on; what has been given out
+        for i in range(len(ids)):
+            before = self.decode(ids[start:done], skip_special_tokens=False)
+            text = self.decode(ids[start : i + 1], skip_special_tokens=False)
+            if text.endswith("\ufffd") and i - done < _MOST_TOKENS_OF_A_CHARACTER:
+                out.append("")
+                continue
+            out.append(text[len(before) :])
+            start, done = done, i + 1
+        return out
 
     def decode_batch(
         self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = True

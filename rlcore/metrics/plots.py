@@ -1,27 +1,80 @@
-"""curve.png: a run at a glance, and several runs laid over each other.
+"""curve.png: a run at a glance; detail.png: lengths, policy and speeds; several runs in one figure.
 
 matplotlib is imported only when a figure is drawn, and without pyplot: no display, no global state.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlcore.metrics.jsonl import read_lines
 from rlcore.metrics.names import PHASES
-from rlcore.metrics.sinks import accuracies, read_metrics
+from rlcore.metrics.sinks import ROLLOUTS, accuracies, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, Any]]
+Lengths = Mapping[int, Sequence[int]]
+"""Tokens of the responses of each step."""
 
+ROUNDS = "rounds.jsonl"
+"""The log of rounds (`rollout/rounds.py`): there every response has its length."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 """Okabe and Ito's, which people with colour blindness can tell apart."""
 PHASE_LABELS = {"old_log_prob": "old log-probs", "ref": "reference", "adv": "advantages",
                 "update_actor": "update", "gen": "generate", "sync": "weight sync"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Metrics by step in one picture."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    """The metric of each label."""
+    log: bool = False
+    average: Callable[[np.ndarray], Any] = np.mean
+
+
+PANELS = (
+    Panel(title="Entropy", unit="nats", lines={"": "actor/entropy"}),
+    Panel(title="Gradient norm before clipping", unit="", lines={"": "actor/grad_norm"}, log=True),
+    Panel(
+        title="Sampler against learner",
+        unit="|p_sampler - p_learner|",
+        lines={
+            "largest": "training/rollout_probs_diff_max",
+            "mean": "training/rollout_probs_diff_mean",
+        },
+        log=True,
+    ),
+    Panel(
+        title="Age of trained tokens",
+        unit="policy versions",
+        lines={
+            "largest": "training/off_policy/token_staleness/max",
+            "mean": "training/off_policy/token_staleness/mean",
+        },
+    ),
+    Panel(
+        title="Drafts",
+        unit="share of drafted tokens accepted",
+        lines={"": "spec/acceptance_rate"},
+    ),
+    Panel(
+        title="Speed (running median)",
+        unit="tokens/s",
+        lines={"sampled": "perf/gen_tokens_per_s", "trained": "perf/train_tokens_per_s"},
+        average=np.median,
+    ),
+)
+"""What `detail` draws of a run's metrics, where they were measured."""
 
 
 def curve(run_dir: Path, out: Path | None = None) -> Path:
@@ -34,7 +87,33 @@ def curve(run_dir: Path, out: Path | None = None) -> Path:
         _accuracy(axes[1], points, COLORS[i % len(COLORS)], name)
     _lengths(axes[2], rows)
     _times(axes[3], rows)
+    for ax in axes:
+        ax.set_xlabel("step")
     return _save(figure, axes, out or run_dir / "curve.png")
+
+
+def detail(run_dir: Path, out: Path | None = None) -> Path:
+    """Draw `<run_dir>/detail.png`: what `curve` has no room for, as far as it was measured. Returns
+    its path; ValueError where the run has no metrics."""
+    rows, lengths = _rows(run_dir), _lengths_by_step(run_dir)
+    measured = {name for row in rows for name in row}
+    panels = [p for p in PANELS if measured.intersection(p.lines.values())]
+    ofs = [_histogram, lambda ax, found: _tails(ax, _parts(found)), _quantiles] if lengths else []
+    if not panels and not ofs:
+        raise ValueError(
+            f"{run_dir}: has evaluations alone; there is nothing to draw before step 1"
+        )
+    title = f"{run_dir.name}: {_steps(rows)} steps"
+    figure, axes = _figure(title, len(ofs) + len(panels))
+    for ax, draw in zip(axes, ofs, strict=False):
+        draw(ax, lengths)
+    for ax, panel in zip(axes[len(ofs) :], panels, strict=True):
+        ax.set(title=panel.title, ylabel=panel.unit, xlabel="step")
+        for i, (label, name) in enumerate(panel.lines.items()):
+            _line(ax, rows, name, COLORS[i], label, average=panel.average)
+        if panel.log and all((line.get_ydata() > 0).all() for line in ax.lines):
+            ax.set_yscale("log")
+    return _save(figure, axes, out or run_dir / "detail.png")
 
 
 def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
@@ -44,7 +123,8 @@ def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
     if not named:
         raise ValueError("compare: no runs given; name at least one run folder")
     loaded = {label: _rows(path) for label, path in named.items()}
-    figure, axes = _figure(" against ".join(named) if len(named) < 4 else f"{len(named)} runs")
+    title = " against ".join(named) if len(named) < 4 else f"{len(named)} runs"
+    figure, axes = _figure(title, 6)
     sets = {name for rows in loaded.values() for name in accuracies(rows)}
     for i, (label, rows) in enumerate(loaded.items()):
         color = COLORS[i % len(COLORS)]
@@ -56,6 +136,11 @@ def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
         _line(axes[3], rows, "timing_s/step", color, label, average=np.median)
     axes[2].set(title="Mean response length", ylabel="tokens")
     axes[3].set(title="Time of a step (running median)", ylabel="seconds")
+    for ax in axes[:4]:
+        ax.set_xlabel("step")
+    lengths = {label: _lengths_by_step(path) for label, path in named.items()}
+    _tails(axes[4], {label: _all(found) for label, found in lengths.items() if found})
+    _bars(axes[5], loaded)
     return _save(figure, axes, out)
 
 
@@ -70,24 +155,40 @@ def _steps(rows: Rows) -> int:
     return max(row["step"] for row in rows)
 
 
-def _figure(title: str) -> tuple[Any, list["Axes"]]:
+def _lengths_by_step(run_dir: Path) -> Lengths:
+    """Of all responses that counted (rounds.jsonl), else of those in rollouts.jsonl."""
+    found: dict[int, list[int]] = {}
+    for row in read_lines(run_dir / ROUNDS):
+        found[row["step"]] = [counted[1] for counted in row["counted"]]
+    if not found:
+        for row in read_lines(run_dir / ROLLOUTS):
+            found.setdefault(row["step"], []).append(row["num_tokens"])
+    return found
+
+
+def _figure(title: str, panels: int = 4) -> tuple[Any, list["Axes"]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
+    columns = min(panels, 2 if panels <= 4 else 3)
+    height = math.ceil(panels / columns)
+    figure = Figure(figsize=(6 * columns, 4 * height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    return figure, list(figure.subplots(2, 2).flat)
+    axes = list(figure.subplots(height, columns, squeeze=False).flat)
+    for ax in axes[panels:]:
+        ax.remove()
+    return figure, axes[:panels]
 
 
 def _save(figure: Any, axes: Sequence["Axes"], out: Path) -> Path:
     for ax in axes:
-        ax.set_xlabel("step")
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
         ax.margins(x=0.02)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        if ax.get_xlabel() == "step":
+            ax.xaxis.get_major_locator().set_params(integer=True)
         if ax.get_legend() is None and ax.get_legend_handles_labels()[1]:
             ax.legend(fontsize=9, framealpha=0.8, edgecolor="none")
         if not ax.has_data():
@@ -183,3 +284,84 @@ def _times(ax: "Axes", rows: Rows) -> None:
     ax.stackplot(steps, *shown.values(), labels=labels, colors=COLORS, alpha=0.8, linewidth=0)
     ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # room for the legend
     ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
+
+
+def _all(lengths: Lengths) -> np.ndarray:
+    return np.concatenate([np.asarray(found) for found in lengths.values()])
+
+
+def _parts(lengths: Lengths) -> dict[str, np.ndarray]:
+    """The first and the last third of the steps; all of them where there are few."""
+    steps = sorted(lengths)
+    third = len(steps) // 3
+    if third < 1:
+        return {_span(steps): _all(lengths)} if steps else {}
+    halves = steps[:third], steps[-third:]
+    return {_span(part): _all({s: lengths[s] for s in part}) for part in halves}
+
+
+def _span(steps: Sequence[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+
+
+def _histogram(ax: "Axes", lengths: Lengths) -> None:
+    ax.set(title="Response lengths", xlabel="tokens", ylabel="share of the responses")
+    parts = _parts(lengths)
+    edges = np.histogram_bin_edges(np.concatenate(list(parts.values())), bins=40)
+    for color, (label, values) in zip(COLORS, parts.items(), strict=False):
+        share = np.full(len(values), 1 / len(values))
+        label = f"{label}: mean {values.mean():.0f}"
+        ax.hist(values, edges, weights=share, color=color, alpha=0.45, label=label)
+
+
+def _tails(ax: "Axes", parts: Mapping[str, np.ndarray]) -> None:
+    """How many responses are longer than so much: both axes logarithmic, as tails are."""
+    ax.set(title="Tail of the lengths", xlabel="tokens", ylabel="share of longer responses")
+    for i, (label, found) in enumerate(parts.items()):
+        values = np.sort(found)
+        share = 1 - np.arange(len(values)) / len(values)
+        middle, most = np.median(values), values[-1]
+        label = f"{label}: longest / median {most / max(middle, 1):.1f}"
+        ax.step(values, share, where="pre", color=COLORS[i % len(COLORS)], label=label)
+    if parts:
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+
+
+def _quantiles(ax: "Axes", lengths: Lengths) -> None:
+    ax.set(title="Response lengths by step", ylabel="tokens", xlabel="step")
+    steps = sorted(lengths)
+    for i, (label, q) in enumerate(
+        {"longest": 1.0, "99 %": 0.99, "90 %": 0.9, "median": 0.5}.items()
+    ):
+        values = np.array([np.quantile(lengths[s], q) for s in steps])
+        smooth = [np.median(window) for window in _windows(values)]
+        ax.plot(steps, values, color=COLORS[i], alpha=0.25, linewidth=0.8)
+        ax.plot(steps, smooth, color=COLORS[i], linewidth=1.8, label=label)
+    ax.set_ylim(bottom=0)
+
+
+def _bars(ax: "Axes", loaded: Mapping[str, Rows]) -> None:
+    """Seconds of the median step by phase, a bar a run."""
+    ax.set(title="Time of a step by phase", xlabel="seconds (median over the steps)")
+    names = list(loaded)[::-1]
+    left = np.zeros(len(names))
+    shares = {
+        phase: np.array([_median(loaded[name], f"timing_s/{phase}") for name in names])
+        for phase in PHASES
+    }
+    whole = np.array([_median(loaded[name], "timing_s/step") for name in names])
+    shares["other"] = np.maximum(0.0, whole - sum(shares.values()))
+    seen = [phase for phase, values in shares.items() if np.any(values >= 0.01 * whole.max())]
+    for i, phase in enumerate(seen if whole.max() > 0 else []):
+        label = PHASE_LABELS.get(phase, phase)
+        ax.barh(names, shares[phase], left=left, color=COLORS[i % len(COLORS)], label=label)
+        left = left + shares[phase]
+    if seen:
+        ax.set_ylim(-0.6, 1.4 * len(names) - 0.4)  # room for the legend
+        ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
+
+
+def _median(rows: Rows, name: str) -> float:
+    values = [row.get(name, 0.0) for row in rows if "timing_s/step" in row]
+    return float(np.median(values)) if values else 0.0

@@ -1,14 +1,20 @@
-"""Where a run's numbers go: metrics.jsonl, rollouts.jsonl, TensorBoard, summary.json.
+"""Where a run's numbers go: metrics.jsonl, rollouts.jsonl, summary.json; on request TensorBoard,
+Weights & Biases, Prometheus.
 
-The only importer of TensorBoard. Rank 0 owns one `MetricsWriter`; the others have none.
+The only importer of the last three. Rank 0 owns one `MetricsWriter`; the others have none.
 """
 
+import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlcore.metrics import names
 from rlcore.metrics.jsonl import JsonLines, dumps, read_lines, write_atomic
@@ -25,15 +31,31 @@ RATES = {
 """Rates of a step, each with the seconds that it is taken over."""
 
 
-class MetricsWriter:
-    """Writes a run's folder. `next_step` is the first step that will be written: what the folder
-    holds of that step and later is dropped, so a resumed run has no step twice."""
+class Sink(Protocol):
+    """Takes the metrics of a step."""
 
-    def __init__(self, run_dir: Path, tensorboard: bool = True, next_step: int = 0):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Writes a run's folder and to `sinks`, which it closes. `next_step` is the first step that
+    will be written: what the folder holds of that step and later is dropped, so a resumed run has
+    no step twice."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tensorboard: bool = True,
+        next_step: int = 0,
+        sinks: Sequence[Sink] = (),
+    ):
         self.run_dir = run_dir
         self._metrics = JsonLines(run_dir / METRICS, next_step)
         self._rollouts = JsonLines(run_dir / ROLLOUTS, next_step)
-        self._board = _open_board(run_dir / "tensorboard", next_step) if tensorboard else None
+        boards = [TensorBoard(run_dir / "tensorboard", next_step)] if tensorboard else []
+        self._sinks: list[Sink] = [*boards, *sinks]
         self._last = next_step - 1
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -48,10 +70,8 @@ class MetricsWriter:
         self._last = step
         values = {name: _number(name, value) for name, value in metrics.items()}
         self._metrics.append(step, [values])
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
+        for sink in self._sinks:
+            sink.write(step, values)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Samples of one step for people to read: id, source, prompt, response, score, ..."""
@@ -72,8 +92,8 @@ class MetricsWriter:
         """Safe to call twice."""
         self._metrics.close()
         self._rollouts.close()
-        if self._board is not None:
-            self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -131,9 +151,100 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"metric {name}: {value!r} is not a number") from error
 
 
-def _open_board(folder: Path, next_step: int) -> Any:
-    # TensorBoard looks for TensorFlow when it is imported, which costs seconds where that exists
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from torch.utils.tensorboard import SummaryWriter
+class TensorBoard:
+    """Event files in `folder`; what was written of `next_step` and later is hidden."""
 
-    return SummaryWriter(str(folder), purge_step=next_step if next_step > 0 else None)
+    def __init__(self, folder: Path, next_step: int = 0):
+        # TensorBoard looks for TensorFlow when it is imported, which costs seconds where that is
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder), purge_step=next_step if next_step > 0 else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._board.close()
+
+
+class Wandb:
+    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the run's folder. A resumed run
+    goes on with the same one. ValueError where wandb is not installed."""
+
+    def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]):
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
+                "--wandb, or leave the key out"
+            )
+        import wandb
+
+        file = run_dir / "wandb_id"
+        if not file.exists():
+            write_atomic(file, secrets.token_hex(8) + "\n")
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=file.read_text().strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config),
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._run.finish()
+
+
+class Prometheus:
+    """An endpoint that Prometheus reads: the last value of every metric, `rlcore_actor_loss` for
+    `actor/loss`, with the run's name as a label. ValueError where the port cannot be had."""
+
+    def __init__(self, host: str, port: int, run: str):
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run, self._values, self._changed = run, {}, threading.Lock()
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ValueError(
+                f"--log.prometheus_port {port}: cannot listen on {host} ({error.strerror}); "
+                "choose another port, or another --log.prometheus_host"
+            ) from error
+        self.port = self._server.server_port
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now = {"rlcore_step": ("steps done", float(step))}
+        now["rlcore_last_step_timestamp_seconds"] = ("when it was done", time.time())
+        for name, value in values.items():
+            declared = names.check(name)
+            text = declared.meaning + (f" ({declared.unit})" if declared.unit else "")
+            now["rlcore_" + re.sub(r"\W", "_", name)] = (text, value)
+        with self._changed:
+            self._values |= now
+
+    def collect(self) -> Iterator[Any]:
+        """What a scrape gets."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._changed:
+            values = dict(self._values)
+        for name, (text, value) in values.items():
+            family = GaugeMetricFamily(name, text, labels=["run"])
+            family.add_metric([self._run], value)
+            yield family
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

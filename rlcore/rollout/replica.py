@@ -116,6 +116,8 @@ class Agent:
         """Rows of the round's groups that this replica took part in."""
         self.repair: Callable[[], None] | None = None
         self.streamer: Streamer | None = None
+        self.observers: list[Callable[[AnyCommand | AnyEvent], None]] = []
+        """Hear of every command that is obeyed and of every event that is sent."""
         self._live: set[RequestId] = set()
         self._unscored: set[RequestId] = set()
         self._to_score: deque[RequestId] = deque()
@@ -188,6 +190,8 @@ class Agent:
         self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
 
     def _obey(self, command: AnyCommand) -> None:
+        for see in self.observers:
+            see(command)
         if isinstance(command, Fail):
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
@@ -349,6 +353,9 @@ class Agent:
             self._scorer.submit(id, sample, self.prompts[sample.group], self.texts[id])
 
     def _send(self, events: list[AnyEvent]) -> None:
+        for see in self.observers:
+            for event in events:
+                see(event)
         stamp = {"rank": self._hub.rank, "round": self._round, "time": time.monotonic()}
         self._hub.send(0, "controller", [msgspec.structs.replace(e, **stamp) for e in events])
 

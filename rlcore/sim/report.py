@@ -1,12 +1,11 @@
 """What a simulated run looks like: a table, a picture of the replicas over time, a trace."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlcore.metrics.jsonl import write_atomic
+from rlcore.metrics import trace as traces
 from rlcore.sim.cluster import PHASES, Step, Summary
 from rlcore.sim.mux_world import Trace
 
@@ -274,32 +273,19 @@ def _strength(running: int, most: int) -> float:
 def trace(arms: Mapping[str, Sequence[Step]], path: Path) -> None:
     """A file for ui.perfetto.dev or chrome://tracing: a process an arm, a thread a replica, and one
     for the phases of the whole."""
-    events: list[dict[str, Any]] = []
+    events: list[traces.Event] = []
     for pid, (name, steps) in enumerate(arms.items()):
         replicas = max(len(s.outcome.spans) for s in steps)
-        events.append(_named("process_name", pid, 0, name))
-        events.append(_named("thread_name", pid, 0, "step"))
-        events += [_named("thread_name", pid, r + 1, f"replica {r}") for r in range(replicas)]
+        events += [traces.process(pid, name), traces.row(pid, 0, "step")]
+        events += [traces.row(pid, r + 1, f"replica {r}") for r in range(replicas)]
         for step in steps:
             events += _events(step, pid)
-    write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    traces.save(path, events)
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _events(step: Step, pid: int) -> list[dict[str, Any]]:
-    def bar(name: str, tid: int, start: float, seconds: float, **args: object) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "name": name,
-            "pid": pid,
-            "tid": tid,
-            "ts": round(start * 1e6, 3),
-            "dur": round(seconds * 1e6, 3),
-            "args": {"step": step.number, **args},
-        }
+def _events(step: Step, pid: int) -> list[traces.Event]:
+    def bar(name: str, tid: int, start: float, seconds: float, **facts: object) -> traces.Event:
+        return traces.bar(pid, tid, name, start, seconds, step=step.number, **facts)
 
     outcome = step.outcome
     out, at = [], step.start

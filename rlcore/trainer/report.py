@@ -1,16 +1,19 @@
 """What a step tells the user: metrics of the samples, the step line, rollouts, the end of the
 run."""
 
+import itertools
 import os
 import resource
+import sys
 from collections import Counter
+from typing import Any
 
 import psutil
 import torch
 
 from rlcore.algos import mismatch
 from rlcore.metrics import stats
-from rlcore.records import Group
+from rlcore.records import Group, Sample
 from rlcore.sched.reward import reasons_of
 from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import Plan
@@ -108,26 +111,41 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
     if run.writer is None or run.cfg.log.rollouts == 0:
         return
     agent, rows = run.rollout.agent, []
+    limit, room = run.cfg.log.rollouts, run.cfg.log.tokens
+    room = sys.maxsize if room < 0 else room
     for g in groups:
         for k, (ref, score, error) in enumerate(zip(g.refs, g.scores, g.errors, strict=True)):
-            if ref.owner != run.rank or (run.cfg.log.rollouts > 0 and k > 0):
+            if ref.owner != run.rank or (limit > 0 and k > 0) or 0 < limit <= len(rows):
                 continue
             prompt = agent.prompts[g.id]
-            rows.append(
-                {
-                    "id": ref.id,
-                    "source": g.source,
-                    "prompt": prompt.text,
-                    "answer": prompt.answer,
-                    "response": agent.texts[ref.id],
-                    "score": score,
-                    "error": error,
-                    "num_tokens": g.lengths[k],
-                    "finish": g.finishes[k],
-                }
-            )
-    limit = run.cfg.log.rollouts
-    run.writer.rollouts(run.step, rows if limit < 0 else rows[:limit])
+            row = {
+                "id": ref.id,
+                "source": g.source,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
+                "response": agent.texts[ref.id],
+                "score": score,
+                "error": error,
+                "num_tokens": g.lengths[k],
+                "finish": g.finishes[k],
+            }
+            if room > 0:
+                row["tokens"] = of_tokens(run, agent.samples[ref.id], room)
+                room -= len(row["tokens"]["pieces"])
+            rows.append(row)
+    run.writer.rollouts(run.step, rows)
+
+
+def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
+    """What is known of the first `most` tokens of a response: text, log-prob of the sampler, and
+    [policy version, number of tokens] of each stretch of one version."""
+    assert run.pieces is not None
+    versions = sample.versions[:most].tolist()
+    return {
+        "pieces": run.pieces(sample.tokens[:most].tolist()),
+        "logps": [round(x, 3) for x in sample.logps[:most].tolist()],
+        "versions": [[v, len(list(same))] for v, same in itertools.groupby(versions)],
+    }
 
 
 def evaluation(run: Run) -> None:

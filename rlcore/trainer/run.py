@@ -71,6 +71,8 @@ class Run:
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
     writer: MetricsWriter | None = None
     screen: Screen | None = None
+    pieces: Callable[[Sequence[int]], list[str]] | None = None
+    """The text of each token, on rank 0."""
     step: int = 0
     """Steps done."""
     version: int = 0

@@ -1,5 +1,9 @@
 """Small collectives over the default process group; on a world of one they return at once."""
 
+import statistics
+import time
+import zlib
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -31,6 +35,22 @@ def barrier() -> None:
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set anywhere."""
     return reduce_floats([float(flag)], "max")[0] > 0
+
+
+def clock_offset(rounds: int = 9) -> float:
+    """Seconds that this machine's clock (`time.time`) is behind rank 0's, 0 on rank 0's machine:
+    the median over some barriers, which all ranks leave at about the same moment. Collective."""
+    if is_alone():
+        return 0.0
+    rank = dist.get_rank()
+    here = float(zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes()))
+    same = here == reduce_floats([here if rank == 0 else 0.0])[0]
+    behind = []
+    for _ in range(rounds):
+        barrier()
+        now = time.time()
+        behind.append(reduce_floats([now if rank == 0 else 0.0])[0] - now)
+    return 0.0 if same else statistics.median(behind)
 
 
 def broadcast_text(text: str) -> str:

@@ -17,6 +17,8 @@ class Spans:
     def __init__(self, clock: Clock | None = None, listener: Callable[[str], None] | None = None):
         self._clock = clock or RealClock()
         self._listener = listener
+        self.on_end: Callable[[str, float, float], None] | None = None
+        """Hears of every phase that is over: its name, its start and its end by the clock."""
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
 
@@ -34,9 +36,12 @@ class Spans:
         try:
             yield
         finally:
-            self.add(name, self._clock.now() - start)
+            end = self._clock.now()
+            self.add(name, end - start)
             self._open.pop()
             self._tell()
+            if self.on_end is not None:
+                self.on_end(name, start, end)
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere."""

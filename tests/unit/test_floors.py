@@ -32,6 +32,7 @@ DOORS = {
     "tensorboard": "rlcore/metrics/sinks.py",
     "torch.utils.tensorboard": "rlcore/metrics/sinks.py",
     "wandb": "rlcore/metrics/sinks.py",
+    "prometheus_client": "rlcore/metrics/sinks.py",
 }
 # Packages that may not know torch at all.
 NO_TORCH = ("rlcore/records.py", "rlcore/sched/")

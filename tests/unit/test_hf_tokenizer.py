@@ -56,6 +56,19 @@ def test_special_tokens_and_ids_outside_the_vocabulary_are_left_out(qwen_folder:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "fine<|im_end|>"
 
 
+def test_the_pieces_of_a_text_are_what_each_token_adds(qwen_folder: Path) -> None:
+    tokenizer = load_tokenizer(qwen_folder)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        pieces = tokenizer.pieces(ids)
+        assert len(pieces) == len(ids) and "".join(pieces) == text
+    smile = tokenizer.encode("a\U0001fae0b")
+    assert len(smile) > 3  # the character is several tokens
+    assert [p for p in tokenizer.pieces(smile) if p] == ["a", "\U0001fae0", "b"]
+    broken = smile[1:2] * 12  # bytes that make no character
+    assert "".join(tokenizer.pieces([*broken, 151645])).endswith("<|im_end|>")
+
+
 def test_a_tokenizer_without_a_template_says_so_once_and_uses_chatml(
     qwen_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

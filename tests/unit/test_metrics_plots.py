@@ -56,7 +56,18 @@ def test_runs_are_compared_in_one_figure(tmp_path):
     a = _run(tmp_path / "a", [_step(s) for s in range(1, 5)])
     b = _run(tmp_path / "b", [_step(s) for s in range(1, 9)])
     out = plots.compare([a, b], tmp_path / "new" / "both.png")
-    assert _size(out) == (1200, 800)
+    assert _size(out) == (1800, 800)
+
+
+def test_the_detail_has_a_panel_for_what_was_measured_and_none_for_the_rest(tmp_path):
+    more = {"actor/entropy": 1.0, "perf/gen_tokens_per_s": 9.0}
+    run = _run(tmp_path / "run", [_step(s, **more) for s in range(1, 9)])
+    assert _size(plots.detail(run)) == (1200, 400)  # entropy and speed
+    rounds = [{"step": s, "counted": [["t0.0", 3, 1.0], ["t0.1", 40, 0.0]]} for s in range(1, 9)]
+    (run / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rounds))
+    assert _size(plots.detail(run)) == (1800, 800)  # lengths: histogram, tail, by step
+    with pytest.raises(ValueError, match="nothing to draw before step 1"):
+        plots.detail(_run(tmp_path / "other", [{"step": 0, "val-core/a/acc/mean@1": 0.5}]))
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path):

@@ -1,14 +1,23 @@
 """The log files of a run: whole lines, no step twice after a resume, summaries that add up."""
 
+import importlib.util
 import json
 import math
 import resource
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
 from rlcore.metrics.jsonl import JsonLines, read_lines, write_atomic
-from rlcore.metrics.sinks import MetricsWriter, accuracies, read_metrics, summarise
+from rlcore.metrics.sinks import (
+    MetricsWriter,
+    Prometheus,
+    Wandb,
+    accuracies,
+    read_metrics,
+    summarise,
+)
 
 
 def _steps(path):
@@ -118,6 +127,52 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     events.Reload()
     found = [(event.step, event.value) for event in events.Scalars("actor/lr")]
     assert found == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+def _page(port):
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_prometheus_reads_the_last_value_of_every_metric(tmp_path):
+    sink = Prometheus("127.0.0.1", 0, "tiny")
+    writer = MetricsWriter(tmp_path, tensorboard=False, sinks=[sink])
+    writer.write(1, {"actor/loss": 0.5, "val-core/gsm8k/acc/mean@4": 0.25})
+    writer.write(2, {"actor/loss": math.nan})
+    page = _page(sink.port)
+    writer.close()
+    writer.close()
+    assert 'rlcore_step{run="tiny"} 2.0' in page
+    assert 'rlcore_actor_loss{run="tiny"} NaN' in page
+    assert 'rlcore_val_core_gsm8k_acc_mean_4{run="tiny"} 0.25' in page
+    assert "# HELP rlcore_actor_loss the whole loss" in page
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    first = Prometheus("127.0.0.1", 0, "a")
+    with pytest.raises(ValueError, match=f"--log.prometheus_port {first.port}: cannot listen on"):
+        Prometheus("127.0.0.1", first.port, "b")
+    first.close()
+
+
+def test_without_wandb_the_key_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--log.wandb mine: wandb is not installed"):
+        Wandb("mine", tmp_path, {})
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="needs wandb: bash tools/setup.sh --wandb"
+)
+def test_wandb_gets_every_step_and_a_resumed_run_the_same_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for step in (1, 2):
+        writer = MetricsWriter(tmp_path, False, step, [Wandb("mine", tmp_path, {"a.b": 1})])
+        writer.write(step, {"actor/loss": 0.5})
+        writer.close()
+    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({f.name for f in files}) == 1
+    assert all(b"actor/loss" in f.read_bytes() for f in files)
 
 
 ROWS = [

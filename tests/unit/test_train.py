@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.metrics import names
+from rlcore.metrics import names, trace
 from tests import kit, runs
 
 KEPT = "--checkpoint.every", 2, "--checkpoint.keep", 0
+LOGGED = "--log.rollouts", -1, "--log.tokens", 60, "--log.trace", 2, "--log.picture"
 SAVED = "--checkpoint.no_export_hf", "--eval.no_at_start", "--eval.no_at_end"
 BARE = "--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"
 ONE = *BARE, "--eval.no_at_end", "--run.steps", 1
@@ -53,7 +54,7 @@ class World:
         )
         again = ("--model.path", self.folder / "no_such_folder")
         jobs = [
-            self.job("straight", *KEPT, "--log.rollouts", -1, "--log.picture"),
+            self.job("straight", *KEPT, *LOGGED),
             self.job("resumed", *KEPT, run="killed"),
             self.job("done", *KEPT, run="straight"),
             self.job("shuffled", *ONE, "--debug.shuffle_rewards"),
@@ -147,7 +148,39 @@ def test_a_run_keeps_its_configuration_and_its_samples(world: World) -> None:
     for line in lines:
         assert line["score"] == pytest.approx(len(set(line["response"])) / 34)
         assert 0 < line["num_tokens"] <= 24
+    for step in (1, 2, 3, 4):
+        said = [x for x in lines if x["step"] == step and "tokens" in x]
+        assert sum(len(x["tokens"]["pieces"]) for x in said) == 60
+        for x in said[:-1]:  # the last is cut
+            pieces, n = x["tokens"]["pieces"], x["num_tokens"]
+            letters = [p for p in pieces if not p.startswith("<")]  # no special tokens
+            assert "".join(letters) == x["response"] and len(pieces) == n
+            assert len(x["tokens"]["logps"]) == n and max(x["tokens"]["logps"]) <= 0
+            assert x["tokens"]["versions"] == [[step - 1, n]]
     assert (folder / "curve.png").stat().st_size > 1000
+
+
+def test_the_trace_has_every_phase_and_response_of_its_steps(world: World) -> None:
+    world.rows("straight")
+    path, ranks = trace.merge(world.runs / "straight", world.folder / "trace.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    bars = [e for e in events if e["ph"] == "X"]
+    assert ranks == 1 and min(e["ts"] for e in events if "ts" in e) == 0
+    steps = [e for e in bars if e["name"] == "step"]
+    assert [e["args"]["step"] for e in steps] == [1, 2]
+    for step in steps:
+        inside = [
+            e["name"]
+            for e in bars
+            if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
+        ]
+        assert {"gen", "route", "update_actor", "sync"} < set(inside)
+    for bundle in ("response", "reward"):
+        found = {e["args"]["id"] for e in events if e["ph"] == "b" and e["name"] == bundle}
+        assert {f"t{g}.{k}" for g in range(8) for k in range(4)} <= found
+        assert not {i for i in found if i.startswith("t8.")}  # of step 3
+    by_id = [(e["id"], e["ph"], e["ts"]) for e in events if e["ph"] in "be" and e["id"] == 1]
+    assert [ph for _, ph, _ in by_id] == ["b", "e"] and by_id[0][2] <= by_id[1][2]
 
 
 def test_the_summary_has_accuracy_speed_and_seconds(world: World) -> None:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _FOLDER = "rlcore-sglang-"
 _OWNER = "owner"  # the locked file
-_LOADS = Path("/dev/shm")
+_LOADS = Path("/dev/shm")  # noqa: S108 - where SGLang has them
 _MOST_PATH = 107  # bytes of a socket's path
 _WATCH_S = 0.2  # between two looks at the processes
 _START_S = 3600.0  # whoever starts us gives up earlier

@@ -1,0 +1,77 @@
+"""`python -m rlcore explain`: the arithmetic of a batch, by unit, and how others call its parts."""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlcore.config.schema import Config
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the arithmetic for these keys; NODES and GPUS_PER_NODE are the size of the world. 2
+    where the keys make no configuration."""
+    from rlcore.cli import settings
+    from rlcore.mcore.layout import layout_of
+
+    try:
+        if "--help" in argv or "-h" in argv:
+            print(f"{__doc__}\n\n  python -m rlcore explain [keys of train]")
+            return 0
+        cfg = settings.parse(list(argv))
+        world = world_size()
+        print("\n".join(arithmetic(cfg, world, layout_of(cfg.train, world, 0).dp)))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def world_size() -> int:
+    """Of the run that recipes/common.sh would start."""
+    nodes, per_node = (int(os.environ.get(name, 1)) for name in ("NODES", "GPUS_PER_NODE"))
+    return nodes * per_node
+
+
+def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
+    """A line a unit: prompts, responses, tokens, updates, and what one rank has of them."""
+    prompts, samples = cfg.data.prompts_per_step, cfg.rollout.samples_per_prompt
+    total = prompts * samples
+    per_update = cfg.train.samples_per_update or total
+    updates = max(1, total // per_update)
+    most = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    engines = world // cfg.rollout.tp
+    started = f"{prompts} prompts x {samples} responses"
+    if cfg.select.schedule == "tail_batching":
+        tail = cfg.tail
+        a, b = int(tail.eta_prompts * prompts), int(tail.eta_samples * samples)
+        started = f"{a} prompts x {b} responses are started, the first {started} kept"
+    room = engines * cfg.rollout.max_running
+    waves = math.ceil(total / max(room, 1))
+    return [
+        f"step         {started} = {total} samples",
+        f"update       {updates} of {per_update} samples, {cfg.train.epochs} epoch(s): "
+        f"{updates * cfg.train.epochs} optimizer steps a step",
+        f"rank         {per_update / dp:g} samples of an update on each of {dp} ranks of data, "
+        f"in micro-batches of {cfg.train.tokens_per_micro_batch} tokens",
+        f"tokens       at most {cfg.data.max_prompt_tokens} + {cfg.rollout.max_tokens} = {most} a "
+        f"sample, {_short(total * most)} a step, {_short(per_update / dp * most)} a rank's update",
+        f"decoding     {engines} engine(s) of {cfg.rollout.tp} rank(s), {cfg.rollout.max_running} "
+        f"at a time each: {waves} wave(s) where all are long",
+        f"run          {cfg.run.steps} steps = {_short(cfg.run.steps * prompts)} prompts, "
+        f"{_short(cfg.run.steps * total)} samples, {cfg.run.steps * updates * cfg.train.epochs} "
+        "optimizer steps",
+        f"in verl      data.train_batch_size {prompts}, rollout.n {samples}, "
+        f"actor.ppo_mini_batch_size {per_update / samples:g} (it counts prompts)",
+        f"in slime     --rollout-batch-size {prompts} --n-samples-per-prompt {samples} "
+        f"--global-batch-size {per_update}",
+    ]
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 10 * size:
+            return f"{number / size:.0f} {letter}"
+    return f"{number:g}"

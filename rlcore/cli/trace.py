@@ -1,0 +1,24 @@
+"""`python -m rlcore trace RUN`: what all ranks did when, as one file for ui.perfetto.dev."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write `<run>/trace.json`, or `--out FILE`, from what `--log.trace` made."""
+    from rlcore.metrics import trace
+
+    parser = argparse.ArgumentParser(prog="rlcore trace", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--out", type=Path, help="file to write")
+    args = parser.parse_args(argv)
+    try:
+        path, ranks = trace.merge(args.run, args.out)
+    except (ValueError, OSError) as error:
+        print(f"rlcore trace: {error}", file=sys.stderr)
+        return 2
+    size = path.stat().st_size / 1e6
+    print(f"{path}: {ranks} ranks, {size:.1f} MB; open it in ui.perfetto.dev")
+    return 0

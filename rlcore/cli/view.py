@@ -1,0 +1,27 @@
+"""`python -m rlcore view RUN`: the rollouts of a run as one HTML page."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write `<run>/rollouts.html`, or `--out FILE`."""
+    from rlcore.metrics import view
+
+    parser = argparse.ArgumentParser(prog="rlcore view", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--out", type=Path, help="file to write")
+    parser.add_argument("--last", type=int, default=0, help="only so many steps; 0: all")
+    args = parser.parse_args(argv)
+    try:
+        if args.last < 0:
+            raise ValueError(f"--last {args.last}: 0 for all steps, or a number of steps")
+        path, responses = view.write(args.run, args.out, args.last)
+    except (ValueError, OSError) as error:
+        print(f"rlcore view: {error}", file=sys.stderr)
+        return 2
+    size = path.stat().st_size / 1e6
+    print(f"{path}: {responses} responses, {size:.1f} MB; open it in a browser")
+    return 0

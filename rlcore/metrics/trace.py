@@ -1,0 +1,185 @@
+"""Traces for ui.perfetto.dev and chrome://tracing: the one writer for runs and for the simulator.
+
+A trace is a list of Chrome's trace events: processes (a rank, or an arm of a simulation) with rows
+of bars, with bundles of things that overlap (responses under way, rewards), and with counters. A
+run writes a file a rank, `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` makes one of them.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.metrics.jsonl import dumps, read_lines, write_atomic
+from rlcore.records import (
+    Abort,
+    Aborted,
+    AnyCommand,
+    AnyEvent,
+    Down,
+    Finished,
+    Preempted,
+    Released,
+    Rewarded,
+    Stats,
+    Submit,
+    Trained,
+)
+
+FOLDER = "trace"
+Event = dict[str, Any]
+PHASES_ROW = 0
+MARKS_ROW = 1
+
+
+def process(pid: int, name: str) -> Event:
+    """The name of a process."""
+    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+
+
+def row(pid: int, tid: int, name: str) -> Event:
+    """The name of a row of bars."""
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def bar(pid: int, tid: int, name: str, start: float, seconds: float, **facts: object) -> Event:
+    """Something that took time, seconds from the start of the trace; bars of a row may nest."""
+    at, took = _us(start), _us(seconds)
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": at, "dur": took, "args": facts}
+
+
+def mark(pid: int, tid: int, name: str, at: float, **facts: object) -> Event:
+    """Something that happened."""
+    return {
+        "ph": "i",
+        "s": "t",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": _us(at),
+        "args": facts,
+    }
+
+
+def overlapping(
+    pid: int, name: str, number: int, start: float, end: float, **facts: object
+) -> list[Event]:
+    """One of many that overlap; those of a name are shown in one bundle. `number`: of this one."""
+    both = {"cat": name, "name": name, "id": number, "pid": pid, "tid": 0}
+    first = {"ph": "b", "ts": _us(start), "args": facts}
+    return [both | first, both | {"ph": "e", "ts": _us(end)}]
+
+
+def counter(pid: int, name: str, at: float, **values: float) -> Event:
+    """Numbers that hold from now on, stacked."""
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(at), "args": values}
+
+
+def save(path: Path, events: Iterable[Event]) -> None:
+    """Write a trace."""
+    body = {"traceEvents": list(events), "displayTimeUnit": "ms"}
+    write_atomic(path, json.dumps(body, allow_nan=False) + "\n")
+
+
+def merge(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
+    """Put the ranks' files into `<run_dir>/trace.json`, or `out`, on one axis that starts at 0.
+    Returns its path and the number of ranks; ValueError where there are none."""
+    files = sorted((run_dir / FOLDER).glob("rank*.jsonl"))
+    events: list[Event] = [event for file in files for event in read_lines(file)]
+    start = min((e["ts"] for e in events if "ts" in e), default=None)
+    if start is None:
+        raise ValueError(
+            f"{run_dir}: no trace in it; run with --log.trace 3 to trace three steps, -1 for all"
+        )
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - start, 1)
+    path = out or run_dir / "trace.json"
+    save(path, events)
+    return path, len(files)
+
+
+class RunTrace:
+    """What one rank of a run writes. `phase` and `see` are called by the main thread; nothing is
+    written outside of the traced steps."""
+
+    def __init__(self, run_dir: Path, rank: int, host: str, offset_s: float, steps: int):
+        """`offset_s`: what this machine's clock lags behind rank 0's. `steps`: how many are traced,
+        from the start of this process; -1: all."""
+        path = run_dir / FOLDER / f"rank{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a")
+        self._rank, self._left = rank, steps
+        self._wall = time.time() - time.monotonic() + offset_s
+        self._submitted: dict[str, float] = {}
+        self._finished: dict[str, float] = {}
+        self._number = 0
+        self._write(
+            process(rank, f"rank {rank} ({host})"),
+            row(rank, PHASES_ROW, "phases"),
+            row(rank, MARKS_ROW, "engine"),
+        )
+
+    def phase(self, name: str, start: float, end: float, step: int) -> None:
+        """A phase is over; times of the monotonic clock."""
+        if self._left:
+            self._write(
+                bar(self._rank, PHASES_ROW, name, self._wall + start, end - start, step=step)
+            )
+        if name == "step":
+            self._left -= self._left > 0
+            self._file.flush()
+
+    def see(self, what: AnyCommand | AnyEvent) -> None:
+        """A command that the rank's agent got, or an event that it sent."""
+        now = time.monotonic()
+        if not self._left:
+            return
+        if isinstance(what, Submit):
+            self._submitted |= dict.fromkeys((r.id for r in what.requests), now)
+        elif isinstance(what, Finished | Aborted):
+            start = self._submitted.pop(what.id, now)
+            finish = what.finish if isinstance(what, Finished) else "abort"
+            self._bundle("response", start, now, id=what.id, tokens=what.num_tokens, finish=finish)
+            if isinstance(what, Finished):
+                self._finished[what.id] = now
+        elif isinstance(what, Rewarded):
+            start = self._finished.pop(what.id, now)
+            score = {"score": what.result.score, "error": what.result.error}
+            self._bundle("reward", start, now, id=what.id, **score)
+        elif isinstance(what, Stats):
+            at = self._wall + now
+            load = counter(self._rank, "requests", at, running=what.running, waiting=what.waiting)
+            self._write(load, counter(self._rank, "cache", at, used=what.cache_used))
+        elif isinstance(what, Released):
+            for i in what.partials:
+                self._submitted.pop(i, None)
+            self._mark("released", now, requests=len(what.partials))
+        elif isinstance(what, Down):
+            self._mark("engine down", now, reason=what.reason)
+        elif isinstance(what, Preempted):
+            self._mark("preempted", now, id=what.id)
+        elif isinstance(what, Abort):
+            self._mark("abort", now, requests=len(what.ids))
+        elif isinstance(what, Trained):
+            self._mark("trained", now, seconds=what.seconds)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._file.close()
+
+    def _bundle(self, name: str, start: float, end: float, **facts: object) -> None:
+        self._number += 1
+        span = (self._wall + start, self._wall + end)
+        self._write(*overlapping(self._rank, name, self._number, *span, **facts))
+
+    def _mark(self, name: str, at: float, **facts: object) -> None:
+        self._write(mark(self._rank, MARKS_ROW, name, self._wall + at, **facts))
+
+    def _write(self, *events: Mapping[str, Any]) -> None:
+        self._file.write("".join(dumps(event) + "\n" for event in events))
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)

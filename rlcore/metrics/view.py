@@ -1,0 +1,121 @@
+"""The page of a run's rollouts: one HTML file that needs no network and no server.
+
+What the list shows is a table of columns; texts and tokens are packed in chunks (zlib, base64) that
+the page unpacks when they are looked at, so that ten thousand responses open at once.
+"""
+
+import base64
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rlcore.metrics.jsonl import dumps, read_lines, write_atomic
+from rlcore.metrics.sinks import ROLLOUTS
+
+CHUNK_ROWS = 400
+TAIL = 90
+"""Characters of a response in the list: its end, where the answer is."""
+PARTS = {"texts": ("prompt", "answer", "response"), "tokens": ("tokens",)}
+"""What a chunk is split into, so that the search need not unpack the tokens."""
+
+Row = Mapping[str, Any]
+
+
+def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, int]:
+    """Write `<run_dir>/rollouts.html`, or `out`, of the `last` steps that have rollouts (0: all).
+    Returns its path and the number of responses; ValueError where there are none."""
+    rows = list(read_lines(run_dir / ROLLOUTS))
+    if last:
+        kept = set(sorted({row["step"] for row in rows})[-last:])
+        rows = [row for row in rows if row["step"] in kept]
+    if not rows:
+        raise ValueError(
+            f"{run_dir}: no {ROLLOUTS} with responses in it; is this a run's folder, and was "
+            "--log.rollouts above 0?"
+        )
+    path = out or run_dir / "rollouts.html"
+    write_atomic(path, page(rows, run_dir.resolve().name))
+    return path, len(rows)
+
+
+def page(rows: Sequence[Row], name: str) -> str:
+    """The whole page. `rows` in the order of rollouts.jsonl; those of a group are neighbours."""
+    index, chunks = _index(rows, name), []
+    for number, start in enumerate(index["first"]):
+        stop = [*index["first"], len(rows)][number + 1]
+        for part, keys in PARTS.items():
+            packed = _pack(rows[start:stop], keys)
+            chunks.append(f'<script type="text/plain" id="{part}-{number}">{packed}</script>')
+    template = resources.files("rlcore.metrics").joinpath("view.html").read_text()
+    head, rest = template.split("@INDEX@")
+    middle, end = rest.split("@CHUNKS@")
+    return "".join([head, _inside_html(dumps(index)), middle, "\n".join(chunks), end])
+
+
+def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
+    """What the list, the filters and the chart need: a column per fact."""
+    steps = sorted({row["step"] for row in rows})
+    scores = {step: [r["score"] for r in rows if r["step"] == step] for step in steps}
+    sources, source = _coded(str(row.get("source", "")) for row in rows)
+    finishes, finish = _coded(str(row.get("finish", "")) for row in rows)
+    errors, error = _coded(str(row.get("error", "")) for row in rows)
+    groups, group = _coded(str(row["id"]).rpartition(".")[0] for row in rows)
+    first = [0]
+    for i in range(1, len(rows)):
+        if rows[i]["step"] != rows[i - 1]["step"] or i - first[-1] == CHUNK_ROWS:
+            first.append(i)
+    chunk = [0] * len(rows)
+    for number, start in enumerate(first):
+        for i in range(start, [*first, len(rows)][number + 1]):
+            chunk[i] = number
+    finite = [s for row in rows if (s := _number(row["score"])) is not None]
+    return {
+        "name": name,
+        "steps": steps,
+        "means": [_mean(scores[step]) for step in steps],
+        "scores": [min(finite, default=0.0), max(finite, default=0.0)],
+        "sources": sources,
+        "finishes": finishes,
+        "errors": errors,
+        "ids": [str(row["id"]) for row in rows],
+        "groups": group,
+        "step": [row["step"] for row in rows],
+        "source": source,
+        "score": [_number(row["score"]) for row in rows],
+        "tokens": [row.get("num_tokens", 0) for row in rows],
+        "finish": finish,
+        "error": error,
+        "logp": [_mean(row["tokens"]["logps"]) if "tokens" in row else None for row in rows],
+        "tail": [" ".join(str(row["response"])[-TAIL:].split()) for row in rows],
+        "chunk": chunk,
+        "first": first,
+    }
+
+
+def _coded(values: Iterable[str]) -> tuple[list[str], list[int]]:
+    """The different values in order of appearance, and the number of each row's."""
+    codes: dict[str, int] = {}
+    column = [codes.setdefault(value, len(codes)) for value in values]
+    return list(codes), column
+
+
+def _pack(rows: Sequence[Row], keys: Sequence[str]) -> str:
+    text = dumps([{key: row[key] for key in keys if key in row} for row in rows])
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def _inside_html(text: str) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    return text.replace("<", "\\u003c")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [v for v in values if v is not None]
+    return sum(found) / len(found) if found else None

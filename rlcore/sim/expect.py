@@ -1,0 +1,101 @@
+"""What a step of a training run will take, by the simulator: for `--dry-run`, before anything
+runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import num_parameters
+from rlcore.sim.cluster import Plan, Run, Stream, Summary, summarize
+from rlcore.sim.cost import GPUS, Cost, Gpu, Model, from_data_sheet
+from rlcore.sim.lengths import read_lengths
+from rlcore.sim.phases import training_from_data_sheet, weights_s
+from rlcore.sim.workload import GENERATORS, Workload
+
+STEPS = 5
+LEAST_PARAMETERS = 1e8
+"""Of smaller models the time is not where the data sheet of a GPU says that it is."""
+LEAST_RESPONSES = 64
+"""Lengths of an earlier run that are enough to go by."""
+
+
+def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Summary, str]:
+    """Mean of some simulated steps, and where the lengths are from: `earlier`, the rollouts.jsonl
+    of a run, or a generator cut at rollout.max_tokens. Rewards take no time.
+
+    Raises:
+        ValueError: there is no estimate for such a run; the sentence says why.
+    """
+    made, said = plan(cfg, hf, gpus, gpu, earlier)
+    return summarize(list(Run(made).steps(STEPS))), said
+
+
+def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Plan, str]:
+    """The cluster that the configuration describes; as `step`."""
+    model = model_of(hf)
+    workload, said = lengths(cfg, earlier)
+    rollout = cfg.rollout
+
+    def costs(tp: int) -> Cost:
+        return from_data_sheet(model, gpu, tp, utilization=rollout.gpu_memory_utilization)
+
+    longest = workload.prompt_tokens + workload.cap
+    if (room := costs(rollout.tp).cache_tokens) < longest:
+        raise ValueError(
+            f"an engine over {rollout.tp} x {gpu.name} has room for {room:.0f} tokens, the longest "
+            f"prompt and response have {longest}"
+        )
+    made = Plan(
+        name=cfg.select.schedule,
+        gpus=gpus,
+        tp=rollout.tp,
+        costs=costs,
+        training=training_from_data_sheet(model, gpu, gpus, reference=cfg.algo.needs_reference),
+        workload=workload,
+        num_prompts=cfg.data.prompts_per_step,
+        num_samples=rollout.samples_per_prompt,
+        schedule=cfg.select.schedule,
+        eta_prompts=cfg.tail.eta_prompts,
+        eta_samples=cfg.tail.eta_samples,
+        reshard_s=lambda tp: weights_s(model, gpu, tp),
+        stream=Stream() if cfg.select.mode == "stream" else None,
+        max_running=rollout.max_running,
+        seed=cfg.run.seed,
+    )
+    return made, said
+
+
+def model_of(hf: HFConfig) -> Model:
+    """ValueError where the data sheet says nothing about such a model."""
+    parameters = num_parameters(hf)
+    if hf.num_experts:
+        raise ValueError("the costs of a mixture of experts are not modelled")
+    if parameters < LEAST_PARAMETERS:
+        raise ValueError(f"{parameters / 1e6:.1f} M weights are too few for a GPU's data sheet")
+    return Model(
+        name=hf.arch,
+        parameters=float(parameters),
+        layers=hf.num_layers,
+        kv_bytes=4.0 * hf.num_layers * hf.num_kv_heads * hf.head_dim,
+        hidden=hf.hidden_size,
+    )
+
+
+def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:
+    """Of responses, and where they are from."""
+    if earlier.is_file():
+        found, said = read_lengths(earlier, {})
+        if sum(map(len, getattr(found, "by_prompt", ()))) >= LEAST_RESPONSES:
+            return found, said
+    cap = cfg.rollout.max_tokens
+    base = GENERATORS["32k" if cap > GENERATORS["16k"].cap else "16k"]
+    prompt = min(base.prompt_tokens, cfg.data.max_prompt_tokens)
+    said = f"as in figure 11 of RollPacker, cut at {cap}"
+    return replace(base, cap=cap, prompt_tokens=prompt, seed=cfg.run.seed), said
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """The data sheet of a device as its driver spells it, such as `NVIDIA H100 80GB HBM3`."""
+    words = name.upper().replace("-", " ").split()
+    return next((gpu for key, gpu in GPUS.items() if key in words), None)

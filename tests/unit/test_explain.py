@@ -1,0 +1,83 @@
+"""The arithmetic of a batch, and the expected time of a step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.cli import dry_run, explain, settings
+from rlcore.hf.config import HFConfig
+from rlcore.sim import expect
+from tests import kit
+
+KEYS = "--data.prompts_per_step 32 --rollout.samples_per_prompt 8 --train.samples_per_update 64"
+
+
+def _big(**changes: Any) -> HFConfig:
+    sizes = {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    return HFConfig.from_dict(kit.tiny_config("qwen2", **(sizes | changes)))
+
+
+def test_the_arithmetic_of_a_batch_by_hand(monkeypatch, capsys):
+    monkeypatch.setenv("NODES", "2")
+    monkeypatch.setenv("GPUS_PER_NODE", "4")
+    more = "--train.tp 2 --rollout.max_tokens 1000 --data.max_prompt_tokens 24 --run.steps 10"
+    assert explain.main([*KEYS.split(), *more.split(), "--rollout.max_running", "16"]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert "32 prompts x 8 responses = 256 samples" in lines["step"]
+    assert "4 of 64 samples, 1 epoch(s): 4 optimizer steps" in lines["update"]
+    assert "16 samples of an update on each of 4 ranks of data" in lines["rank"]
+    assert "24 + 1000 = 1024 a sample, 262 k a step, 16 k a rank's" in lines["tokens"]
+    assert "8 engine(s) of 1 rank(s)" in lines["decoding"] and "2 wave(s)" in lines["decoding"]
+    assert "actor.ppo_mini_batch_size 8" in out
+
+
+def test_a_key_that_is_not_there_is_refused(capsys):
+    assert explain.main(["--data.prompt_per_step", "3"]) == 2
+    assert "did you mean --data.prompts_per_step" in capsys.readouterr().err
+
+
+def test_a_step_of_seven_billion_weights_is_estimated_and_more_gpus_are_faster():
+    cfg = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2048"])
+    few, many = (dry_run.expected(cfg, _big(), n) for n in (8, 32))
+    seconds = [float(line.split()[1]) for line in (few, many)]
+    assert "rollout" in few and "cut at 2048" in few and "rewards not counted" in few
+    assert 0 < seconds[1] < seconds[0]
+
+
+def test_lengths_of_an_earlier_run_are_gone_by(tmp_path: Path):
+    rows = [{"step": 1, "id": f"t{i // 8}.{i % 8}", "num_tokens": 10 + i} for i in range(80)]
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = settings.parse(KEYS.split())
+    found, _ = expect.lengths(cfg, file)
+    assert found.cap == 89
+    assert expect.lengths(cfg, tmp_path / "none")[0].cap == cfg.rollout.max_tokens
+
+
+def test_what_cannot_be_estimated_says_why():
+    cfg = settings.parse(KEYS.split())
+    tiny = HFConfig.from_dict(kit.tiny_config())
+    assert "too few for a GPU's data sheet" in dry_run.expected(cfg, tiny, 2)
+    mixture = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
+    assert "mixture of experts" in dry_run.expected(cfg, mixture, 2)
+    one = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2000000"])
+    with pytest.raises(ValueError, match="has room for"):
+        expect.step(one, _big(), 8, expect.GPUS["H100"], Path("none"))
+
+
+def test_a_gpu_is_known_by_the_name_that_its_driver_gives():
+    found = expect.gpu_named("NVIDIA H100 80GB HBM3")
+    assert found is not None and found.name == "H100"
+    assert expect.gpu_named("NVIDIA A100-SXM4-80GB") == expect.GPUS["A100"]
+    assert expect.gpu_named("Tesla T4") is None
