@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gbps", type=float, default=0.25, help="10^9 bytes read in a second")
-    parser.add_argument("--rows", type=int, default=4, help="responses in a batch")
-    parser.add_argument("--tokens", type=int, default=96, help="of each of them")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=2, help="responses in a batch")
+    parser.add_argument("--tokens", type=int, default=80, help="of each of them")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds in which all take turns")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
     parser.add_argument("--no-accelerate", action="store_true")
@@ -90,13 +90,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(one(args)))
+        one(args)
         return
     with tempfile.TemporaryDirectory(prefix="bench_judge") as folder:
         args.model = Path(folder) / "model"
         model_bytes = make_model(args.model, args.seed, args.layers)
         names = [*OURS, *(() if args.no_accelerate else PEERS)]
-        found = {name: child(name, args) for name in names}
+        found = measure(names, args)
     report(found, args, model_bytes)
 
 
@@ -117,23 +117,72 @@ def make_model(folder: Path, seed: int, layers: int) -> int:
     return total
 
 
-def child(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One row in a process of its own."""
-    keys = ("seed", "gbps", "rows", "tokens", "repeats", "threads", "model")
-    words = [w for key in keys for w in (f"--{key}", str(getattr(args, key)))]
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", name, *words], capture_output=True, text=True
-    )
-    if done.returncode:
-        sys.exit(f"{name}: {done.stderr}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    seconds, peak = statistics.median(found["seconds"]), found["peak_bytes"] / 1e9
-    print(f"{name:26} {seconds:6.2f} s   peak {peak:5.2f} GB", flush=True)
-    return found
+class Child:
+    """One row in a process of its own, which works only when it is its turn."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        """Returns when its model is there."""
+        keys = ("seed", "gbps", "rows", "tokens", "threads", "model")
+        words = [w for key in keys for w in (f"--{key}", str(getattr(args, key)))]
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--one", name, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._hear()
+
+    def turn(self) -> float:
+        """Seconds of a batch."""
+        return self._ask("go")
+
+    def end(self) -> dict[str, Any]:
+        """What there is to say about all of them; the process is over then."""
+        found = self._ask("end")
+        self._process.wait(60)
+        return found
+
+    def kill(self) -> None:
+        """End it as it is."""
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, word: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name}: its process ended with status {self._process.wait()}")
+        return json.loads(line)
 
 
-def one(args: argparse.Namespace) -> dict[str, Any]:
-    """A row: seconds of every batch but the first, peak memory, and what the judge said."""
+def measure(names: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """All rows take turns, so that what else this machine does falls on all of them."""
+    children: list[Child] = []
+    try:
+        for name in names:
+            children.append(Child(name, args))
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(args.repeats):
+            for child in children:
+                seconds[child.name].append(child.turn())
+            shown = "  ".join(f"{name} {times[-1]:.2f}" for name, times in seconds.items())
+            print(f"round {number + 1}: {shown}", flush=True)
+        return {c.name: c.end() | {"seconds": seconds[c.name]} for c in children}
+    finally:
+        for child in children:
+            child.kill()
+
+
+def one(args: argparse.Namespace) -> None:
+    """A row: batches when it is told to, two at a time, of which the second counts: its first
+    layers come while the first one ends, as in a run."""
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(args.seed)
     shape = (args.rows, args.tokens)
@@ -146,18 +195,25 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
     before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
     score = make(args.one, args.model, rows, throttle)
-    seconds, probabilities = [], torch.empty(0)
-    for _ in range(args.repeats + 1):
+    say({})
+    probabilities = torch.empty(0)
+    while sys.stdin.readline().strip() == "go":
+        score()
         begin = time.monotonic()
         probabilities = score()
-        seconds.append(time.monotonic() - begin)
-    return {
-        "seconds": seconds[1:],
-        "peak_bytes": resident_bytes("VmHWM") - before,
-        "read_bytes": throttle.total,
-        "says": probabilities.double().tolist(),
-        "is_ours": args.one in OURS,
-    }
+        say(time.monotonic() - begin)
+    say(
+        {
+            "peak_bytes": resident_bytes("VmHWM") - before,
+            "says": probabilities.double().tolist(),
+            "is_ours": args.one in OURS,
+        }
+    )
+
+
+def say(found: Any) -> None:
+    """A line to the parent."""
+    print(json.dumps(found), flush=True)
 
 
 def ours(
@@ -231,24 +287,27 @@ def report(found: dict[str, dict[str, Any]], args: argparse.Namespace, model_byt
         apart = torch.tensor(row["says"]) - torch.tensor(resident["says"])
         if apart.abs().max() > 1e-5:
             sys.exit(f"{name}: says something else than the resident model")
-    seconds = {name: statistics.median(row["seconds"]) for name, row in found.items()}
     rows: list[dict[str, Any]] = [
         {"name": "model", "value": model_bytes / 1e9, "unit": "GB"},
         {"name": "reads", "value": args.gbps, "unit": "GB/s"},
         {"name": "batch", "value": args.rows * args.tokens, "unit": "tokens"},
     ]
+
+    def seconds(name: str, baseline: str) -> dict[str, Any]:
+        """The median, and the median of the ratios of the rounds."""
+        pairs = zip(found[name]["seconds"], found[baseline]["seconds"], strict=True)
+        row = {"name": f"{name}: batch", "value": statistics.median(found[name]["seconds"])}
+        row |= {"unit": "s", "baseline": baseline}
+        return row | {"ratio": statistics.median(a / b for a, b in pairs)}
+
     for name, row in found.items():
-        peak = row["peak_bytes"] / 1e9
-        rows.append(_row(f"{name}: seconds", seconds[name], "s", "resident", seconds["resident"]))
-        rows.append(_row(f"{name}: peak", peak, "GB", "resident", resident["peak_bytes"] / 1e9))
+        rows.append(seconds(name, "resident"))
+        peak, whole = row["peak_bytes"] / 1e9, resident["peak_bytes"] / 1e9
+        rows.append({"name": f"{name}: peak", "value": peak, "unit": "GB"})
+        rows[-1] |= {"baseline": "resident", "ratio": peak / whole}
     for part in ("half", "none"):
-        plain = f"{part}, no overlap"
-        rows.append(
-            _row(f"{part}: overlap", seconds[f"{part}, overlap"], "s", plain, seconds[plain])
-        )
-    for peer in PEERS:
-        if peer in seconds:
-            rows.append(_row("none, overlap", seconds["none, overlap"], "s", peer, seconds[peer]))
+        rows.append(seconds(f"{part}, overlap", f"{part}, no overlap"))
+    rows += [seconds("none, overlap", peer) for peer in PEERS if peer in found]
     for row in rows:
         against = f"   {row['ratio']:.3f} of {row['baseline']}" if "ratio" in row else ""
         print(f"{row['name']:36} {row['value']:8.3f} {row['unit']}{against}")
@@ -257,16 +316,6 @@ def report(found: dict[str, dict[str, Any]], args: argparse.Namespace, model_byt
             k: getattr(args, k) for k in ("seed", "gbps", "rows", "tokens", "repeats", "threads")
         }
         args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
-
-
-def _row(name: str, value: float, unit: str, baseline: str, base: float) -> dict[str, Any]:
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "baseline": baseline,
-        "ratio": value / base,
-    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Not covered: CUDA.
 import dataclasses
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.process import Judge
 from rlcore.rewards.judge.rubric import Rubric
+from rlcore.rewards.judge.runner import ProcessBackend
 from rlcore.rewards.judge.wire import Ask
 from rlcore.rewards.service import RewardService
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
@@ -95,6 +97,32 @@ def test_a_judge_that_hangs_or_dies_costs_no_sample_but_those_it_was_busy_with(f
         for i in range(3):
             service.submit(f"d{i}.0", sample_of(f"d{i}.0"), prompt_of("4"), f">{i}")
         assert [r.error for r in score_all(service).values()] == ["", "", ""]
+
+
+@pytest.mark.slow
+def test_a_batch_in_which_the_judge_dies_is_asked_again_one_by_one(folder):
+    cfg = config(folder, method="generate", max_new_tokens=110, pattern="(.)$", timeout_s=60.0)
+    with RewardService("judge", config=cfg) as service:
+        backend = service._runners[0]._backend
+        for i in range(3):
+            service.submit(f"t{i}.0", sample_of(f"t{i}.0"), prompt_of("4"), f">{i}")
+        kill_in_a_batch(backend, 3)
+        kill_in_a_batch(backend, 1)
+        found = score_all(service)
+    assert found["t0.0"].error == "crash: the judge ended with status -9"
+    for name in ("t1.0", "t2.0"):  # a junk verdict is the model's own fault
+        assert found[name].error.partition(":")[0] in ("", "verdict")
+
+
+def kill_in_a_batch(backend: ProcessBackend, rows: int) -> None:
+    """End the judge while it works on so many requests."""
+    end = time.monotonic() + 60
+    while len(backend._running) != rows:
+        assert time.monotonic() < end, backend._running
+        time.sleep(0.001)
+    os.kill(backend._worker.process.pid, signal.SIGKILL)
+    while backend._running:
+        time.sleep(0.001)
 
 
 def test_a_judge_that_cannot_be_loaded_ends_the_run_with_one_sentence(folder, tmp_path):

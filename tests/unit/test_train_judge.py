@@ -23,7 +23,14 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> runs.Gang:
     def job(name: str, reward: str, key: str) -> runs.Job:
         words = {"model": path, "rubric": path / "rubric.jinja", "good": "*", "bad": "-"}
         keys = [w for k, v in words.items() for w in (f"--{key}.{k}", v)]
-        keys += ["--run.steps", 2, "--reward", reward, f"--{key}.dtype", "float32"]
+        keys += [
+            "--run.steps",
+            2 if name == "alone" else 1,
+            "--reward",
+            reward,
+            f"--{key}.dtype",
+            "float32",
+        ]
         return {"name": name, "argv": runs.arguments(model, folder / "runs", name, *keys)}
 
     jobs = [job("alone", "judge", "reward"), job("sum", "exact:2,judge:0.5", "reward.judge")]
