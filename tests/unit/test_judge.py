@@ -97,6 +97,12 @@ def test_a_judge_that_hangs_or_dies_costs_no_sample_but_those_it_was_busy_with(f
         for i in range(3):
             service.submit(f"d{i}.0", sample_of(f"d{i}.0"), prompt_of("4"), f">{i}")
         assert [r.error for r in score_all(service).values()] == ["", "", ""]
+        pid = backend._worker.process.pid
+        service.submit("e.0", sample_of("e.0"), prompt_of("5"), ">5")
+        service.cancel(["e.0"])
+        time.sleep(cfg.timeout_s + 1)  # a judge that nobody asks is not late
+        service.submit("f.0", sample_of("f.0"), prompt_of("6"), ">6")
+        assert not score_all(service)["f.0"].error and backend._worker.process.pid == pid
 
 
 @pytest.mark.slow
@@ -129,6 +135,8 @@ def test_a_judge_that_cannot_be_loaded_ends_the_run_with_one_sentence(folder, tm
     bad = config(folder, template="none")
     with pytest.raises(ValueError, match="--reward.rubric .*: cannot be used"):
         RewardService("judge", config=dataclasses.replace(bad, rubric=str(tmp_path / "none")))
+    with pytest.raises(ValueError, match="--reward.model nowhere: no such folder"):
+        RewardService("judge", config=dataclasses.replace(bad, model="nowhere"))
     wrong = dataclasses.replace(bad, good=("**",))
     with (
         RewardService("judge", config=wrong) as service,

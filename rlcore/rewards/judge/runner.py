@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -232,6 +233,7 @@ class ProcessBackend:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.sent:
                 gone.append(key)
+        self._hear(is_new=False)  # nothing may be left that it could be late with
         if gone and self._worker is not None:
             self._worker.send(frame(Drop(tuple(gone))))
 
@@ -384,6 +386,11 @@ def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:
 
         announce("judge", f"{cfg.model} at {cfg.url}, {cfg.workers} requests at a time")
         return JudgeRunner(cfg, host, lambda settle: EngineBackend(cfg, host, settle))
+    if not Path(cfg.model).is_dir():
+        raise ValueError(
+            f"--reward.model {cfg.model}: no such folder; give the Hugging Face folder of the judge"
+            " (config.json, *.safetensors, tokenizer)"
+        )
     import torch
 
     device = "cpu"
