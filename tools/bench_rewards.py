@@ -10,8 +10,8 @@ names rows that were read by hand, with what is right about them and why. Rows o
     name, value, unit, baseline (plain math-verify in the same run), ratio
 
 Speed is in answers per second of CPU time of one process: every pair of gold and answer once, after
-a warm-up over other rows. `all`: of every kind. `number`: gold and final answer are plain numbers. `latex`: one of them
-has a backslash. `unmarked`: nothing marks the final answer.
+a warm-up over other rows. `all`: of every kind. `number`: gold and final answer are plain numbers.
+`latex`: one of them has a backslash. `unmarked`: nothing marks the final answer.
 """
 
 import argparse

@@ -18,7 +18,7 @@ _BETWEEN = re.compile(
 _JOINT = re.compile(r"[,;]|\b(?:and|or)\b|\\quad")
 _HASHES = "####"
 _LABEL = re.compile(
-    r"^[\s*#>]*(?:final answer|answer|A)[\s*]*[:=][\s*]*(\S.*)$", re.IGNORECASE | re.MULTILINE
+    r"^[ \t*#>]*(?:final answer|answer|A)[ \t*]*[:=][ \t*]*(\S.*)$", re.IGNORECASE | re.MULTILINE
 )
 _MOST_BOXES = 8
 
@@ -37,9 +37,8 @@ _UNIT = re.compile(
 _SPACES = re.compile(
     r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|[~\s]|\\(?:left|right|displaystyle)(?![a-z])"
 )
-_AND = re.compile(
-    r"\s*,?\s*\\(?:text|mathrm|textbf)\s*\{[\s,]*(?:and|or)\s*\}\s*|\s*,?\s+(?:and|or)\s+"
-)
+_WHITE = re.compile(r"\s+")
+_AND = re.compile(r" ?,? ?\\(?:text|mathrm|textbf) ?\{[ ,]*(?:and|or) ?\} ?|,? (?:and|or) ")
 _SYMBOLS = str.maketrans(
     {
         "\u2212": "-",
@@ -146,9 +145,7 @@ def _closing(text: str, start: int) -> int | None:
 
 def normalise(text: str) -> str:
     """The same answer without white space, delimiters of formulas and spelling variants."""
-    text = text.strip()
-    while text.endswith((".", ",", ":", ";")):
-        text = text[:-1].rstrip()
+    text = _WHITE.sub(" ", text).strip().rstrip(" .,:;")  # what follows is linear in what is left
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)]

@@ -44,6 +44,8 @@ _OVER = ("/", "\\div")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _FUNCTION_NAMES = "fghFGHP"
 _DEEPEST = 40
+_NOTHING = 1e-12
+"""What is smaller may be a rounding error of zero."""
 _EQUAL, _DIFFERENT = 1e-9, 1e-5
 """Relative distances; between them it is left to others."""
 _POSITIVE, _MIXED = (0.7391, 1.6180), (-1.2720, 0.8660, -0.5671)
@@ -87,8 +89,11 @@ def _agree(gold: Formula, answer: Formula, base: float) -> bool | None:
     try:
         a = gold.value(_point(gold.names, base))
         b = answer.value(_point(answer.names, base))
-        distance = abs(a - b) / max(abs(a), abs(b), 1e-3)
-    except (ArithmeticError, ValueError):
+        size = max(abs(a), abs(b))
+        distance = abs(a - b) / size
+    except (ArithmeticError, ValueError, RecursionError):
+        return None
+    if size < _NOTHING:
         return None
     if distance < _EQUAL:
         return True
@@ -110,7 +115,7 @@ def read(text: str) -> Formula | None:
         value = reader.sum(0)
         if reader.at < len(tokens):
             return None
-    except _Unknown:
+    except (_Unknown, RecursionError):
         return None
     return Formula(value, frozenset(reader.names))
 

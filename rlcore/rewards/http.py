@@ -127,6 +127,7 @@ class HttpReward:
             self._client = client
             self._start()
             await self._stop.wait()
+            self._queue.clear()  # or what ends now would start the next
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -166,6 +167,8 @@ class HttpReward:
             result = RewardResult(score=0.0, error=f"timeout after {limit_s:g} s: {last[0]}")
         except _Refused as error:
             result = RewardResult(score=0.0, error=f"http: {error}")
+        except Exception as error:  # the boundary: a server must not end the run
+            result = RewardResult(score=0.0, error=f"http: {sentence(error)}")
         latency_s = time.monotonic() - begin
         self._host.done(job, msgspec.structs.replace(result, latency_s=latency_s), "")
 
@@ -235,10 +238,16 @@ def _result(text: bytes) -> RewardResult:
         score = number("score", found.get("score"))
         numbers.pop("score", None)
         return to_result(RewardResult(score=score, details=numbers))
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(sentence(error)) from error
 
 
 def kind(url: str) -> Kind:
-    """The kind of this address."""
+    """The kind of this address. ValueError where it is none."""
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"--reward {url}: {error}") from error
+    if not address.host:
+        raise ValueError(f"--reward {url}: has no host; give http://host:port/path")
     return Kind(HttpRewardConfig, serve=lambda config, host: HttpReward(url, config, host))

@@ -197,7 +197,9 @@ class RewardService:
         """One reward of the sum has scored one sample."""
         if not result.error:
             try:
-                to_result(result)
+                checked = to_result(result)
+                latency_s = result.latency_s
+                result = msgspec.structs.replace(checked, latency_s=latency_s)
             except (TypeError, ValueError) as error:
                 result = msgspec.structs.replace(result, error=f"{type(error).__name__}: {error}")
         if result.error:

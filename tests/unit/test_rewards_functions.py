@@ -123,11 +123,25 @@ def test_the_final_answer_is_in_the_last_boxes_or_behind_a_label(text, boxed, la
         ("1\\frac{1}{2}", "1.5", None),
         ("2\\pm\\sqrt{3}", "2\\pm\\sqrt 3", None),
         ("9^{9^{9}}", "3", None),
+        ("\\sqrt{2}\\cdot 10^{-13}", "\\sqrt{3}\\cdot 10^{-13}", None),
+        ("+".join("x" * 1500), "x", None),
         ("(" * 300 + "1" + ")" * 300, "2", None),
     ],
 )
 def test_answers_are_compared_without_algebra_or_left_to_it(gold, answer, same):
     assert answers.compare(answers.normalise(gold), answers.normalise(answer)) is same
+
+
+@pytest.mark.parametrize(
+    "piece", [" ", "\n", ".", "(", "\\boxed{", "\\text{ and }", "\\frac", "1,", "$"]
+)
+def test_text_that_repeats_itself_takes_no_time(piece):
+    text = piece * 20_000
+    begin = time.process_time()
+    answers.boxed(text + "x")
+    answers.labelled(text + "x")
+    answers.compare("(1,2)", answers.normalise(text[:4000] + "x"))
+    assert time.process_time() - begin < 5, "seconds of CPU time, where milliseconds are expected"
 
 
 def test_a_number_is_not_answered_by_the_question_and_algebra_has_an_end():

@@ -56,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(500, b"no")
         elif text == "refuse":
             self._send(400, b"I do not know this row")
+        elif text == "huge":
+            self._send(200, b'{"score": 1, "n": 1' + b"0" * 400 + b"}")
         elif text == "junk":
             self._send(200, b"<html>")
         elif text == "drip":  # a byte now and then, for ever
@@ -92,14 +94,14 @@ def server():
 def test_a_server_is_asked_again_when_that_may_help_and_each_failure_is_one_samples(server) -> None:
     url = f"http://127.0.0.1:{server.server_port}/score"
     config = config_class(url)(timeout_s=1.5, retries=2, backoff_s=0.01, workers=4, on_error=-1.0)
-    texts = ["good", "number", "busy twice", "cut once", "down", "refuse", "junk", "drip"]
+    texts = ["good", "number", "busy twice", "cut once", "down", "refuse", "junk", "drip", "huge"]
     texts += [f"more {i}" for i in range(20)]
     with RewardService(url, config=config) as service:
         for i, text in enumerate(texts):
             service.submit(f"t{i}.0", sample_of(f"t{i}.0"), prompt_of("7"), text)
         found = score_all(service)
     results = [found[f"t{i}.0"] for i in range(len(texts))]
-    assert [r.score for r in results] == [1, 0.25, 1, 1, -1, -1, -1, -1] + [1] * 20
+    assert [r.score for r in results] == [1, 0.25, 1, 1, -1, -1, -1, -1, -1] + [1] * 20
     assert results[0].details == {"style": 0.5}
     assert [r.error for r in results[4:6]] == [
         "http: status 500: no, after 3 tries",
@@ -114,6 +116,8 @@ def test_a_server_is_asked_again_when_that_may_help_and_each_failure_is_one_samp
 
 
 def test_nobody_at_the_address_costs_samples_and_closing_does_not_wait() -> None:
+    with pytest.raises(ValueError, match="--reward http://: has no host"):
+        config_class("http://")
     url = "http://127.0.0.1:9/"
     config = config_class(url)(timeout_s=30.0, retries=1, backoff_s=0.01)
     with RewardService(url, config=config) as service:
