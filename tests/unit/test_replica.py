@@ -1,22 +1,27 @@
-"""The agent of a replica whose engine has died."""
+"""The agent of a replica: an engine that has died, requests that are let go, responses that wait
+for their scores."""
 
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
 from rlcore.records import (
     Aborted,
     AnyEvent,
     Down,
     EndRound,
+    Finished,
     Prompt,
     Ready,
     Release,
     Released,
     Repair,
     Request,
+    Rewarded,
+    RewardResult,
     Sample,
     Sampling,
     Submit,
@@ -176,3 +181,77 @@ def test_a_repair_is_told_to_whoever_has_left_without_training_yet() -> None:
         hub.send(0, "agent", command)
     agent.run_round()
     assert (streamer.left, streamer.forgot) == (1, 1)
+
+
+class OneByOne:
+    """An engine that ends a response at every poll."""
+
+    down = ""
+
+    def __init__(self) -> None:
+        self._live: list[str] = []
+
+    def submit(self, requests) -> None:
+        self._live += [r.id for r in requests]
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        if not self._live:
+            return []
+        id = self._live.pop(0)
+        none = np.zeros(0, np.int32)
+        arrays = {"prompt": none, "tokens": none, "logps": none, "versions": none}
+        sample = Sample(id=id, finish="stop", **arrays)
+        return [Finished(id=id, num_tokens=0, finish="stop", sample=sample)]
+
+
+class Narrow(Idle):
+    """A reward service with room for `room` samples; remembers what the engine still had to do
+    when each came."""
+
+    def __init__(self, engine: OneByOne, room: int) -> None:
+        self._engine, self._room = engine, room
+        self._waiting: list[str] = []
+        self.live: list[int] = []
+        self.most = 0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def room(self) -> int:
+        return self._room - len(self._waiting)
+
+    def submit(self, id, sample, prompt, text) -> None:
+        self._waiting.append(id)
+        self.live.append(len(self._engine._live))
+        self.most = max(self.most, len(self._waiting))
+
+    def poll(self, timeout_s: float) -> list:
+        if self._engine._live:  # slower than the engine
+            return []
+        return [(self._waiting.pop(0), RewardResult(score=1.0))] if self._waiting else []
+
+
+@pytest.mark.parametrize(
+    ("room", "barrier", "live"),
+    [(9, False, [2, 1, 0]), (9, True, [0, 0, 0]), (1, False, [2, 0, 0])],
+)
+def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier, live) -> None:
+    hub, engine = LocalHub(), OneByOne()
+    scorer = Narrow(engine, room)
+    agent = Agent(hub, engine, scorer, str, 20.0, reward_barrier=barrier)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(agent.run_round)
+        requests = tuple(submit(id).requests[0] for id in ("t0.0", "t1.0", "t2.0"))
+        prompts = {r.group: submit(r.id).prompts[r.group] for r in requests}
+        hub.send(0, "agent", Submit(rank=0, requests=requests, prompts=prompts))
+        scored: list[str] = []
+        while len(scored) < 3:
+            more = hub.receive("controller", list[AnyEvent], 20.0)
+            assert more is not None, scored
+            scored += [e.id for e in more if isinstance(e, Rewarded)]
+        hub.send(0, "agent", EndRound(rank=0, groups=()))
+        future.result(20)
+    assert scored == ["t0.0", "t1.0", "t2.0"]
+    assert scorer.live == live and scorer.most <= room
