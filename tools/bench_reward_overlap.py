@@ -83,7 +83,7 @@ def step(
     barrier: bool,
 ) -> dict[str, float]:
     """Medians over the steps of one run after the first: `step` and `gen`, in seconds."""
-    words: list[object] = ["--reward", "rewards_wait", "--reward.wait_s", wait_s]
+    words: list[object] = ["--reward", "rewards_wait.score", "--reward.wait_s", wait_s]
     words += ["--run.steps", a.steps, "--run.seed", a.seed, "--rollout.process", "child"]
     words += ["--data.prompts_per_step", PROMPTS, "--rollout.samples_per_prompt", SAMPLES]
     words += ["--rollout.max_running", 16, "--rollout.max_tokens", 48]
