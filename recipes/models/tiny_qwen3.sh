@@ -1,12 +1,14 @@
 # shellcheck shell=bash
-# 0.4 M parameters, Qwen3 architecture, 34 tokens, made here: no download. The first run of a seed
-# warm-starts it by supervised training (rlcore sft) and keeps it in the folder of the runs.
+# 0.4 M parameters, Qwen3 architecture, a token per character of the task TASK, made here: no
+# download. The first run of a seed warm-starts it by supervised training (rlcore sft) and keeps it in
+# the folder of the runs.
+TASK=${TASK:-label}
 SEED=$(option run.seed 0 "$@")
-MODEL_PATH=${MODEL_PATH:-$(option run.dir runs "$@")/models/label-s$SEED}
+MODEL_PATH=${MODEL_PATH:-$(option run.dir runs "$@")/models/$TASK-s$SEED}
 
 prepare_model() {
   [[ $(option model.path "$MODEL_PATH" "$@") == "$MODEL_PATH" ]] || return 0 # the user has another
-  make_once "$MODEL_PATH" sft --seed "$SEED"
+  make_once "$MODEL_PATH" sft --seed "$SEED" --task "$TASK"
 }
 prepare() { prepare_model "$@"; }
 

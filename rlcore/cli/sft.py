@@ -1,8 +1,8 @@
 """`python -m rlcore sft --out FOLDER --seed N`: make the tiny model and warm-start it.
 
-The result is a Hugging Face folder (Qwen3 architecture, a tokenizer of 34 characters) that solves
-the generated task `label` about half of the time, so that reinforcement has something to raise. A
-folder that is complete is left as it is.
+The result is a Hugging Face folder (Qwen3 architecture, a tokenizer of the task's characters) that
+solves the generated task `label`, or that of `--task`, about half of the time, so that there is
+something to raise. A folder that is complete is left as it is.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # the command line should not pay for torch
     from rlcore.cli.world import World
@@ -24,6 +24,8 @@ class SFTConfig:
 
     out: Path
     """Folder of the model."""
+    task: Literal["label", "oneline"] = "label"
+    """The generated task that it begins to learn; its characters are the vocabulary."""
     seed: int = 0
     steps: int = 500
     """Most steps; the learning rate decays to a tenth over them."""
@@ -83,13 +85,14 @@ def run(cfg: SFTConfig) -> int:
 def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -> float:
     """Make the model in `start`, train it, write it to `cfg.out`; returns the probe's accuracy."""
     from rlcore.cli import assemble
-    from rlcore.data import label_task
+    from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.hf.weights import save_folder
     from rlcore.trainer import sft_loop
     from rlcore.utils import collective
     from rlcore.utils.log import log
 
+    task = TASKS[cfg.task]
     if here.rank == 0:
         write_start(cfg, start)
     collective.barrier()
@@ -98,13 +101,13 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
         tokenizer = load_tokenizer(start)
         if here.rank == 0:
             probe = [
-                label_task.to_prompt(label_task.make("probe", cfg.seed, i), i, tokenizer.encode)
+                task.to_prompt(task.make("probe", cfg.seed, i), i, tokenizer.encode)
                 for i in range(cfg.probe_prompts)
             ]
             built.eval_sets = [("probe", probe)]
 
         def demonstrations(index: int) -> tuple[list[int], list[int]]:
-            row = label_task.make("train", cfg.seed, index)
+            row = task.make("train", cfg.seed, index)
             response = tokenizer.encode(row.demonstration)
             return tokenizer.encode(row.prompt), [*response, tokenizer.eos_ids[0]]
 
@@ -139,7 +142,9 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
         TrainConfig,
     )
 
-    base = parse(["--reward", "exact", "--reward.after", ">"])
+    # Programs are compared with the demonstration: a sandbox for every probe would take minutes.
+    marker = ["--reward.after", ">"] if cfg.task == "label" else []
+    base = parse(["--reward", "exact", *marker])
     return replace(
         base,
         run=RunConfig(
@@ -150,7 +155,7 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
             resume="fresh",
         ),
         model=ModelConfig(path=str(start), dtype="float32", random_init=True),
-        data=DataConfig(train=("label",), prompts_per_step=cfg.rows_per_step),
+        data=DataConfig(train=(cfg.task,), prompts_per_step=cfg.rows_per_step),
         rollout=RolloutConfig(samples_per_prompt=1, max_tokens=cfg.max_tokens),
         train=TrainConfig(
             lr=cfg.lr,
@@ -168,15 +173,16 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
 
 def write_start(cfg: SFTConfig, folder: Path) -> None:
     """config.json and tokenizer of the tiny model; its weights come from the seed."""
-    from rlcore.data import label_task
+    from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import make_char_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    make_char_tokenizer(folder, label_task.CHARS)
+    chars = TASKS[cfg.task].CHARS
+    make_char_tokenizer(folder, chars)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(label_task.CHARS) + 2,
+        "vocab_size": len(chars) + 2,
         "hidden_size": cfg.hidden,
         "intermediate_size": cfg.intermediate,
         "num_hidden_layers": cfg.layers,

@@ -61,7 +61,7 @@ class ModelConfig:
 @Section
 class DataConfig:
     train: tuple[str, ...] = ()
-    """Prompt files (.jsonl, .parquet), or the name of a generated task: `label`."""
+    """Prompt files (.jsonl, .parquet), or the name of a generated task: `label`, `oneline`."""
     val: tuple[str, ...] = ()
     """Evaluated at the start, every `eval.every` steps and at the end; reported by file name."""
     prompts_per_step: int = 32

@@ -15,7 +15,8 @@ from typing import Any, Literal, Protocol, overload
 import msgspec
 import numpy as np
 
-from rlcore.data import label_task
+from rlcore.data import label_task, oneline_task
+from rlcore.data.generated import NUM_VAL, Row, Split
 from rlcore.records import Prompt
 from rlcore.utils import net
 from rlcore.utils.log import log
@@ -51,6 +52,22 @@ class Settings(Protocol):
     num_val_prompts: int
 
 
+class Task(Protocol):
+    """A module that makes rows."""
+
+    NAME: str
+    CHARS: str
+    """Of all its texts, in the order of their tokens."""
+
+    def make(self, split: Split, seed: int, index: int) -> Row: ...
+
+    def to_prompt(self, row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt: ...
+
+
+TASKS: dict[str, Task] = {task.NAME: task for task in (label_task, oneline_task)}
+"""Generated tasks by the name that stands for them in data.train and data.val."""
+
+
 class PromptSet(Protocol):
     """Rows by number; one with `is_finite` False goes on for ever and has no length."""
 
@@ -62,10 +79,11 @@ class PromptSet(Protocol):
 
 
 @dataclass(frozen=True)
-class LabelSet:
-    """Rows of the generated task, made when they are asked for."""
+class TaskSet:
+    """Rows of a generated task, made when they are asked for."""
 
-    split: label_task.Split
+    task: Task
+    split: Split
     seed: int
     num_rows: int
     """0 is endless."""
@@ -83,9 +101,8 @@ class LabelSet:
     def __getitem__(self, index: int) -> Prompt:
         if self.num_rows and index >= self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
-        return label_task.to_prompt(
-            label_task.make(self.split, self.seed, index), index, self.encode
-        )
+        row = self.task.make(self.split, self.seed, index)
+        return self.task.to_prompt(row, index, self.encode)
 
 
 @dataclass(frozen=True)
@@ -123,15 +140,18 @@ def load(
     """
     sources = config.train if which == "train" else config.val
     if not sources and which == "train":
-        raise ValueError("--data.train: is empty; give .jsonl or .parquet files, or the task label")
+        raise ValueError(
+            f"--data.train: is empty; give .jsonl or .parquet files, or a task: {', '.join(TASKS)}"
+        )
     cap = config.num_prompts if which == "train" else config.num_val_prompts
     names = _names(sources)
-    if which == "train" and label_task.NAME in sources:
-        return _train_label(config, tokenizer, seed)
+    if which == "train" and TASKS.keys() & set(sources):
+        return _train_task(config, tokenizer, seed)
     sets = []
     for source, name in zip(sources, names, strict=True):
-        if source == label_task.NAME:
-            task = LabelSet("val", 0, cap or label_task.NUM_VAL, _encoder(config, tokenizer))
+        if source in TASKS:
+            encode = _encoder(config, tokenizer)
+            task = TaskSet(TASKS[source], "val", 0, cap or NUM_VAL, encode)
             sets.append((name, RowSet([task[i] for i in range(len(task))])))
         else:
             sets.append((name, RowSet(read_file(Path(source), name, config, tokenizer, cap))))
@@ -250,13 +270,15 @@ class _Report:
         raise ValueError(f"{self._path}: has no rows")
 
 
-def _train_label(config: Settings, tokenizer: Tokens, seed: int) -> LabelSet:
+def _train_task(config: Settings, tokenizer: Tokens, seed: int) -> TaskSet:
     if len(config.train) > 1:
+        name = next(source for source in config.train if source in TASKS)
         raise ValueError(
-            f"--data.train {' '.join(config.train)}: the generated task label stands alone; give "
-            "either label or files"
+            f"--data.train {' '.join(config.train)}: the generated task {name} stands alone; give "
+            f"either {name} or files"
         )
-    return LabelSet("train", seed, config.num_prompts, _encoder(config, tokenizer))
+    task = TASKS[config.train[0]]
+    return TaskSet(task, "train", seed, config.num_prompts, _encoder(config, tokenizer))
 
 
 def _encoder(config: Settings, tokenizer: Tokens) -> Callable[[str], list[int]]:
@@ -282,7 +304,9 @@ def _names(sources: Sequence[str]) -> list[str]:
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(`file:line`, row or the exception that its line raised) of every row."""
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"data file {path}: must end in .jsonl or .parquet, or be the task label")
+        raise ValueError(
+            f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}"
+        )
     if not path.is_file():
         raise ValueError(f"data file {path}: no such file")
     yield from _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)

@@ -145,7 +145,7 @@ def _filters() -> list[str]:
     return [*found, "Landlock" if confine.landlock_version() else "no Landlock in this kernel"]
 
 
-def _interpreters() -> list[str]:
+def interpreters() -> list[str]:
     """Ours outside of any virtual environment, so that programs see the standard library alone, and
     the system's of the same version."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -168,7 +168,7 @@ def _start_plain(
     control: socket.socket, tmp: str, packages: tuple[str, ...], errors: object
 ) -> subprocess.Popen:
     is_root = os.geteuid() == 0
-    python = next((p for p in _interpreters() if not is_root or _anyone_reads(p)), "")
+    python = next((p for p in interpreters() if not is_root or _anyone_reads(p)), "")
     if not python:
         raise RuntimeError(
             f"without namespaces programs run as another user, who cannot read {sys.base_prefix}; "
@@ -230,7 +230,7 @@ def _start_isolated(
         command += ["--setenv", name, value]
     command += [
         "--",
-        _interpreters()[0],
+        interpreters()[0],
         *_OPTIONS,
         str(control.fileno()),
         json.dumps(settings._asdict()),

@@ -34,6 +34,8 @@ WORLDS = {
     "algo_tiny": 1,
     "exp_tis_int8": 1,
     "judge_tiny": 1,
+    "code_tiny": 1,
+    "code_14b": 32,
     "judge_7b": 16,
 }
 # Billions of parameters, as the models' cards say them.

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.data import label_task
-from rlcore.data.label_task import make, split_of
+from rlcore.data.generated import split_of
+from rlcore.data.label_task import make
 
 SPLITS = ("train", "val", "probe")
 splits = st.sampled_from(SPLITS)

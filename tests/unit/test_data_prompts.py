@@ -187,7 +187,7 @@ def test_parquet_rows_are_as_jsonl_rows(tmp_path, write, caplog):
     [
         ((), "--data.train: is empty; give"),
         (("no_such.jsonl",), "data file no_such.jsonl: no such file"),
-        (("labell",), "data file labell: must end in .jsonl or .parquet, or be the task label"),
+        (("labell",), "data file labell: must end in .jsonl or .parquet, or be a task"),
         (("label", "x.jsonl"), "the generated task label stands alone"),
         (("x.jsonl", "./x.jsonl"), "two have this name"),
     ],

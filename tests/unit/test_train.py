@@ -71,6 +71,8 @@ class World:
                 "odd", *ONE, "--reward", "tests.scores.odd", "--reward.timeout_s", 1,
                 "--reward.on_error", -1,
             ),
+            self.job("code", *ONE, "--data.train", "oneline", "--reward", "code",
+                     "--algo.entropy_coef", 0.01),
             self.job("rows", *ONE, "--data.train", rows, "--data.max_prompt_tokens", 64,
                      "--data.template", "none"),
             self.job("no model", *again),
@@ -136,6 +138,13 @@ def test_a_run_writes_a_row_per_step_with_declared_names(world: World) -> None:
     assert "critic/score/mean" not in rows[0]
     assert all(rows[n]["actor/grad_norm"] > 0 for n in (1, 2, 3, 4))
     assert "val-core/label/acc/mean@1" in rows[4]
+
+
+def test_programs_are_tested_in_the_sandbox(world: World) -> None:
+    row = world.rows("code")[1]
+    assert row["reward/errors"] == 0 and row["reward/latency_s/mean"] > 0
+    assert row["reward/passed"] == row["critic/score/max"] == 0  # random weights write no Python
+    assert "sandbox: " in world.gang.text("code")
 
 
 def test_a_run_keeps_its_configuration_and_its_samples(world: World) -> None:

@@ -1,0 +1,66 @@
+"""The tiny code task: a chain of operations, to be written as a function of one line.
+
+    +3*5-2= -> f=lambda x:(x+3)*5-2        assert f(2) == 23
+
+How many brackets open has to be known before the first operation is written, and whatever passes
+the tests is right, such as more brackets than needed. 1 to 8 operations with a geometric tail.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rlcore.data.generated import Row, Split, check, split_of
+from rlcore.records import Prompt
+from rlcore.utils.seed import rng
+
+NAME = "oneline"
+PAD, EOS = 0, 1
+CHARS = "0123456789+-*=():f lambdx"
+"""The tokens after <pad> and <eos>, one for each character."""
+
+_LEAST, _MOST, _STOP = 1, 8, 0.28
+_HEAD = "f=lambda x:"
+_AT = (2, -3, 10)
+
+
+def make(split: Split, seed: int, index: int) -> Row:
+    """The row number `index` of a split: endless, the same for the same three arguments."""
+    check(split, index)
+    random = rng(seed, NAME, split, index)
+    count = _LEAST
+    while count < _MOST and random.random() > _STOP:
+        count += 1
+    while True:
+        steps = [(random.choice("+-*"), random.randint(1, 9)) for _ in range(count)]
+        prompt = "".join(f"{op}{n}" for op, n in steps) + "="
+        if split_of(prompt) == split:
+            body = _body(steps)
+            tests = tuple(f"assert f({x}) == {_value(steps, x)}" for x in _AT)
+            return Row(prompt, _HEAD + body, _HEAD + body, tests)
+
+
+def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
+    """A row as the prompt number `index`; its tests are where `--reward code` looks for them."""
+    tokens = np.array(encode(row.prompt), np.int32)
+    fields = {"test_list": list(row.tests)}
+    return Prompt(
+        index=index, source=NAME, tokens=tokens, answer=row.answer, text=row.prompt, fields=fields
+    )
+
+
+def _body(steps: list[tuple[str, int]]) -> str:
+    """The expression with no more brackets than it needs."""
+    text, is_sum = "x", False
+    for op, n in steps:
+        if op == "*" and is_sum:
+            text, is_sum = f"({text})", False
+        text += f"{op}{n}"
+        is_sum = is_sum or op != "*"
+    return text
+
+
+def _value(steps: list[tuple[str, int]], x: int) -> int:
+    for op, n in steps:
+        x = x + n if op == "+" else x - n if op == "-" else x * n
+    return x
