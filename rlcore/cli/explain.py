@@ -46,7 +46,7 @@ def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
     started = f"{prompts} prompts x {samples} responses"
     if cfg.select.schedule == "tail_batching":
         tail = cfg.tail
-        a, b = int(tail.eta_prompts * prompts), int(tail.eta_samples * samples)
+        a, b = int(tail.eta_prompts * prompts + 1e-9), round(tail.eta_samples * samples)
         started = f"{a} prompts x {b} responses are started, the first {started} kept"
     room = engines * cfg.rollout.max_running
     waves = math.ceil(total / max(room, 1))

@@ -159,7 +159,8 @@ def _lengths_by_step(run_dir: Path) -> Lengths:
     """Of all responses that counted (rounds.jsonl), else of those in rollouts.jsonl."""
     found: dict[int, list[int]] = {}
     for row in read_lines(run_dir / ROUNDS):
-        found[row["step"]] = [counted[1] for counted in row["counted"]]
+        if row["counted"]:
+            found[row["step"]] = [counted[1] for counted in row["counted"]]
     if not found:
         for row in read_lines(run_dir / ROLLOUTS):
             found.setdefault(row["step"], []).append(row["num_tokens"])

@@ -58,7 +58,9 @@ def page(rows: Sequence[Row], name: str) -> str:
 def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
     """What the list, the filters and the chart need: a column per fact."""
     steps = sorted({row["step"] for row in rows})
-    scores = {step: [r["score"] for r in rows if r["step"] == step] for step in steps}
+    scores: dict[int, list[float | None]] = {step: [] for step in steps}
+    for row in rows:
+        scores[row["step"]].append(_number(row["score"]))
     sources, source = _coded(str(row.get("source", "")) for row in rows)
     finishes, finish = _coded(str(row.get("finish", "")) for row in rows)
     errors, error = _coded(str(row.get("error", "")) for row in rows)
