@@ -12,6 +12,7 @@ COMMANDS = {
     "trace": "what all ranks did when, for ui.perfetto.dev: python -m rlcore trace RUN",
     "explain": "the arithmetic of a batch: python -m rlcore explain --data.prompts_per_step 64",
     "sim": "what a cluster would do: python -m rlcore sim run --gpus 32",
+    "mux": "many jobs on the same nodes, phase by phase: mux up, add, status, down",
     "profile": "measure the rollout engine here: the best --rollout.tp, and a table for sim",
     "env": "what is installed here, to paste into a report",
 }

@@ -10,6 +10,7 @@ usage: bash tools/setup.sh [flags]
   --test         also what the tests need
   --sglang       also SGLang: for CUDA, or for the CPU where torch is a CPU build
   --wandb        also Weights & Biases
+  --mux          also a Redis server, for many jobs on the same nodes (Debian and Ubuntu; needs root)
   --te           also Transformer Engine (builds against CUDA; minutes)
   --bench        also the peer of tools/bench_judge.py
   --browser      also Chromium, for the tests of pages (Debian and Ubuntu; needs root)
@@ -34,7 +35,7 @@ die() {
   exit 1
 }
 
-EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0
+EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0 MUX=0
 while (($#)); do
   case $1 in
     --test | --te | --sglang | --bench | --wandb) EXTRAS+=("${1#--}") ;;
@@ -44,6 +45,7 @@ while (($#)); do
       shift
       ;;
     --browser) BROWSER=1 ;;
+    --mux) MUX=1 ;;
     --cuda | --cpu) TORCH=${1#--} ;;
     --quiet) QUIET=1 ;;
     --help | -h)
@@ -105,6 +107,7 @@ ready() {
   done
   [[ -z $APEX ]] || stamped apex "$APEX" || return 1
   ((! BROWSER)) || has_browser || return 1
+  ((! MUX)) || has_redis || return 1
   sandbox_ready && native_ready
 }
 
@@ -113,6 +116,8 @@ sandbox_ready() { # bubblewrap is there, or it was tried and said
 }
 
 has_browser() { command -v chromium >/dev/null || command -v google-chrome >/dev/null; }
+
+has_redis() { command -v redis-server >/dev/null; }
 
 # ---- the parts
 
@@ -234,13 +239,11 @@ install_sandbox() { # programs of code rewards run without namespaces where this
   touch "$VENV/rlcore-sandbox.stamp"
 }
 
-install_browser() {
-  command -v apt-get >/dev/null ||
-    die '--browser: there is no apt-get here; install Chromium by hand, so that chromium is on PATH'
-  ((EUID == 0)) || die '--browser: apt-get needs root; run as root: apt-get install chromium'
+install_debian() { # flag name package
+  command -v apt-get >/dev/null || die "$1: there is no apt-get here; install $2 by hand, on PATH"
+  ((EUID == 0)) || die "$1: apt-get needs root; run as root: apt-get install $3"
   step 'package lists' apt-get update
-  step 'Chromium' env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y --no-install-recommends chromium
+  step "$2" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$3"
 }
 
 install_native() {
@@ -274,6 +277,7 @@ for extra in "${EXTRAS[@]}"; do
 done
 [[ -z $APEX ]] || stamped apex "$APEX" || install_apex
 sandbox_ready || install_sandbox
-((! BROWSER)) || has_browser || install_browser
+((! BROWSER)) || has_browser || install_debian --browser Chromium chromium
+((! MUX)) || has_redis || install_debian --mux Redis redis-server
 native_ready || install_native
 echo "setup: ready after $SECONDS s; the log is build/setup.log"

@@ -191,9 +191,9 @@ def _rollmux(a: argparse.Namespace) -> int:
     print(f"\n{count} rounds, seed {a.seed}, {time.monotonic() - begin:.0f} s")
     if a.json:
         head = {"what": made.title, "rounds": count, "seed": a.seed, "notes": made.notes}
-        _write(a.json, head | {"rows": made.rows, "lines": found.lines})
+        _write(a.json, head | {"rows": made.rows})
     if a.picture and found.lines:
-        is_step = "hours" in found.axes
+        is_step = "hours" in found.axes  # a bill, until it changes
         report.curves(
             found.lines, a.picture, made.title, found.axes, is_log=found.is_log, is_step=is_step
         )

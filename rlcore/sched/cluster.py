@@ -393,15 +393,32 @@ class Cluster:
         del self.groups[group.id]
         return None
 
-    def repack(self, name: str) -> list[Move]:
+    def reprofile(self, job: Job) -> bool:
+        """A job of the cluster takes other times than it was admitted with. True: it may stay, and
+        counts with these from now on; False: somebody of its group would miss the SLO, and nothing
+        is changed. KeyError where there is no such job."""
+        group = self._group_of[job.id]
+        old = group.jobs[job.id]
+        group.jobs[job.id] = job
+        group._refresh()
+        if group.period_s <= group.limit_s * ROUNDING:
+            return True
+        group.jobs[job.id] = old
+        group._refresh()
+        return False
+
+    def repack(self, name: str, fixed: Collection[str] = ()) -> list[Move]:
         """Make the bill smaller around a job: with the groups that cost most for each of their
         jobs and have one that it could share nodes with, up to 12 jobs in all, the cheapest
-        partition is looked for and taken. Jobs whose nodes change must be told.
+        partition is looked for and taken. Jobs whose nodes change must be told; groups that have
+        one of `fixed` stay as they are.
 
         Not in the paper, which never moves a job. KeyError where there is no such job.
         """
-        before = self._around(self._group_of[name])
+        before = self._around(self._group_of[name], set(fixed))
         jobs = [j for g in before for j in g.jobs.values()]
+        if not before:
+            return []
         jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # the order they are pinned in
         builder = _Builder(self)
 
@@ -415,14 +432,17 @@ class Cluster:
         after = builder.settle([[jobs[n] for n in part] for part in parts], before)
         return self._exchange(before, after)
 
-    def _around(self, group: Group) -> list[Group]:
+    def _around(self, group: Group, fixed: Collection[str]) -> list[Group]:
         """A group, and others whose jobs it could do with."""
         mine = list(group.jobs.values())
+        if group.jobs.keys() & fixed or len(mine) > MOST_JOBS:
+            return []
         found = sorted(
             (
                 g
                 for g in self.groups.values()
                 if g is not group
+                and not g.jobs.keys() & fixed
                 and len(g.jobs) + len(mine) <= MOST_JOBS
                 and any(self._could_share(a, b) for a in mine for b in g.jobs.values())
             ),

@@ -54,6 +54,12 @@ class _Going:
     version: int = 0
     worst_s: float = 0.0
 
+    def may_move(self, now: float, move_s: float) -> bool:
+        """It keeps its SLO over its whole life if it loses so much now, whatever comes."""
+        left = self.left - (now - self.at) / self.period_s
+        budget = self.iterations * self.job.limit_s
+        return now - self.came + move_s + left * self.job.limit_s <= budget
+
 
 def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> Job:
     """One of the nine profiles; `sizes` may repeat."""
@@ -91,7 +97,8 @@ def run_trace(
     cluster: Cluster, arrivals: Iterable[Arrival], *, repack: bool = False, move_s: float = 0.0
 ) -> Outcome:
     """Every iteration takes the worst case's period. `move_s`: what a job loses when it is moved
-    by `repack`. RuntimeError where a job finds no place."""
+    by `repack`, which leaves those alone that cannot afford it. RuntimeError where a job finds no
+    place."""
     out = Outcome()
     going: dict[str, _Going] = {}
     events: list[tuple[float, int, str, int, Arrival | None]] = []
@@ -128,7 +135,8 @@ def run_trace(
             groups = [left] if left is not None else []
             seeds = [next(iter(left.jobs))] if left is not None else []
         for seed in seeds if repack else []:
-            for move in cluster.repack(seed):
+            fixed = {n for n, g in going.items() if n != name and not g.may_move(now, move_s)}
+            for move in cluster.repack(seed, fixed):
                 moved[move.job] = move.group
                 out.moves += move.job != name
         touched = {id(g): g for g in groups if cluster.groups.get(g.id) is g}

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from rlcore.sched.cluster import Cluster, Job, Pool
 from rlcore.sched.phase_mux import TAIL, Member
@@ -68,6 +69,7 @@ def finish_times(lengths: Sequence[int], prompt: int, cost: Cost) -> list[float]
     return out
 
 
+@cache
 def rounds(model: Model, column: str, gpu: Gpu, tp: int, count: int, seed: int) -> list[Round]:
     """`count` rollouts on a node of eight GPUs; prompts in epoch order."""
     cost = from_data_sheet(model, gpu, tp)
@@ -225,6 +227,7 @@ def colocated_gain(one: told.Micro, where: str) -> float:
     return gain / bill
 
 
+@cache
 def colocated_rollout(where: str) -> float:
     """Seconds of a rollout there against H20, by the data sheets."""
     model = MODELS[told.MODEL]

@@ -106,7 +106,7 @@ def test_a_trace_keeps_every_promise_and_bills_every_job_once():
     assert hours == pytest.approx(27.9)
     arms = rollmux._arms(arrivals, 0)
     for arm in ("RollMux", "with moves", "solo"):
-        assert arms[arm].promised == 1.0
+        assert arms[arm].promised == arms[arm].kept == 1.0
         assert all(0 <= i <= 1 for i in arms[arm].idle)
     assert arms["RollMux"].bill < arms["solo"].bill
     bill = sum(

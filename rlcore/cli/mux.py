@@ -1,0 +1,276 @@
+"""`python -m rlcore mux`: many jobs on the same nodes, phase by phase.
+
+    python -m rlcore mux up --rollout-pool 4 --train-pool 2     # Redis and the arbiter, once
+    python -m rlcore mux add JOB                                # an address for one job alone
+    python -m rlcore mux status [--json]
+    python -m rlcore mux down
+
+`up` may be given again: it starts what does not run. All that is known is in --dir, so jobs go on
+where they were after a crash of the server or the arbiter.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from rlcore.mux import arbiter, store
+from rlcore.sched.cluster import Pool
+from rlcore.utils import log as logs
+
+START_S = 30.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 2 on a bad argument, 1 where a process cannot be started or reached."""
+    p = argparse.ArgumentParser(
+        prog="python -m rlcore mux",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = p.add_subparsers(dest="command", required=True)
+    up = commands.add_parser("up", help="start Redis and the arbiter, or what of them is missing")
+    for pool in (arbiter.ROLLOUT, arbiter.TRAIN):
+        up.add_argument(f"--{pool}-pool", type=int, required=True, help="nodes")
+        up.add_argument(f"--{pool}-price", type=float, default=1.0, help="of a node for an hour")
+        up.add_argument(f"--{pool}-memory-gb", type=float, default=1500.0, help="of its host")
+        up.add_argument(
+            f"--{pool}-switch-s", type=float, default=6.0, help="to another job's phase"
+        )
+    up.add_argument("--host", default="127.0.0.1", help="where Redis listens")
+    up.add_argument("--port", type=int, default=6390)
+    add = commands.add_parser("add", help="a user of Redis that sees one job alone")
+    add.add_argument("job")
+    status = commands.add_parser("status", help="groups, permits, utilisation, slack")
+    status.add_argument("--json", action="store_true")
+    commands.add_parser("down", help="end both; what is known stays")
+    hidden = commands.add_parser("arbiter", help="the arbiter itself, in the foreground")
+    for command in (up, add, status, commands.choices["down"], hidden):
+        command.add_argument("--dir", type=Path, default=Path("runs/mux"))
+    a = p.parse_args(argv)
+    try:
+        run = {"up": _up, "add": _add, "status": _status, "down": _down, "arbiter": _arbiter}
+        return run[a.command](a)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (RuntimeError, ConnectionError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+# ---- up and down
+
+
+def _up(a: argparse.Namespace) -> int:
+    pools = {}
+    for pool in (arbiter.ROLLOUT, arbiter.TRAIN):
+        nodes = getattr(a, f"{pool}_pool")
+        if nodes < 1:
+            raise ValueError(f"--{pool}-pool {nodes}: at least 1 node")
+        pools[pool] = {
+            "nodes": nodes,
+            **{k: getattr(a, f"{pool}_{k}") for k in ("price", "memory_gb", "switch_s")},
+        }
+    binary = shutil.which("redis-server")
+    if binary is None:
+        raise RuntimeError(
+            "mux up: there is no redis-server here; `bash tools/setup.sh --mux` installs it"
+        )
+    a.dir.mkdir(parents=True, exist_ok=True)
+    a.dir.chmod(0o700)
+    about = _read(a.dir) or {"password": secrets.token_urlsafe(24), "pids": {}}
+    about |= {"host": a.host, "port": a.port, "pools": pools}
+    if not _answers(about):
+        _write(a.dir, about)
+        _configure(a.dir, about)
+        about["pids"]["redis"] = _start([binary, str(a.dir / "redis.conf")], a.dir / "redis.log")
+        _write(a.dir, about)
+        _await(lambda: _answers(about), f"redis-server; see {a.dir / 'redis.log'}")
+    _write(a.dir, about)
+    if not _is_arbiter(about["pids"].get("arbiter")):
+        argv = [sys.executable, "-m", "rlcore", "mux", "arbiter", "--dir", str(a.dir)]
+        about["pids"]["arbiter"] = _start(argv, a.dir / "arbiter.log")
+        _write(a.dir, about)
+    client = store.connect(_url(about))
+    _await(lambda: client.exists(store.ARBITER), f"the arbiter; see {a.dir / 'arbiter.log'}")
+    nodes = " and ".join(f"{values['nodes']} {pool}" for pool, values in pools.items())
+    print(f"up: {store.hide(_url(about))}, {nodes} nodes; `mux add JOB` gives a job its address")
+    return 0
+
+
+def _configure(folder: Path, about: dict[str, Any]) -> None:
+    """Redis as a store that loses nothing it has acknowledged."""
+    (folder / "users.acl").touch(mode=0o600)
+    password = about["password"]
+    text = (folder / "users.acl").read_text()
+    others = [line for line in text.splitlines() if not line.startswith("user default ")]
+    default = f"user default on >{password} ~* &* +@all"
+    (folder / "users.acl").write_text("\n".join([default, *others]) + "\n")
+    lines = [
+        f"bind {about['host']}",
+        f"port {about['port']}",
+        f"dir {folder.resolve()}",
+        "appendonly yes",
+        "appendfsync always",
+        'save ""',
+        f"aclfile {folder.resolve() / 'users.acl'}",
+        "daemonize no",
+    ]
+    (folder / "redis.conf").write_text("\n".join(lines) + "\n")
+
+
+def _down(a: argparse.Namespace) -> int:
+    about = _known(a.dir)
+    for name in ("arbiter", "redis"):
+        pid = about["pids"].pop(name, None)
+        if pid is not None and _is_ours(pid, name):
+            os.kill(pid, signal.SIGTERM)
+            _await(lambda pid=pid, name=name: not _is_ours(pid, name), f"{name} to end, pid {pid}")
+            print(f"{name} has ended")
+    _write(a.dir, about)
+    return 0
+
+
+def _arbiter(a: argparse.Namespace) -> int:
+    about = _known(a.dir)
+    logs.setup(0)
+    pools = {name: Pool(**values) for name, values in about["pools"].items()}
+    one = arbiter.Arbiter(_url(about), pools)
+
+    def stop(signum: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        one.run()
+    finally:
+        one.release()
+    return 0
+
+
+# ---- the rest
+
+
+def _add(a: argparse.Namespace) -> int:
+    about = _known(a.dir)
+    try:
+        password = store.add_job(store.connect(_url(about)), a.job)
+    except redis.RedisError as error:
+        raise ConnectionError(store.why(error, _url(about))) from error
+    print(f"redis://job-{a.job}:{password}@{about['host']}:{about['port']}")
+    return 0
+
+
+def _status(a: argparse.Namespace) -> int:
+    about = _known(a.dir)
+    try:
+        found = arbiter.status(_url(about))
+    except redis.RedisError as error:
+        raise ConnectionError(store.why(error, _url(about))) from error
+    print(json.dumps(found, indent=1) if a.json else "\n".join(show(found)))
+    return 0
+
+
+def show(found: dict[str, Any]) -> list[str]:
+    """A status as lines."""
+    lines = [] if found["arbiter"] else ["no arbiter is at work: `mux up` starts one"]
+    lines.append(
+        ", ".join(f"{pool}: {n['used']} of {n['of']} nodes" for pool, n in found["nodes"].items())
+    )
+    for g in found["groups"]:
+        use = ", ".join(f"{pool} {share:.0%}" for pool, share in g["utilization"].items())
+        lines.append(
+            f"group {g['group']}: rollout {g['rollout']}, train {g['train']}, an iteration at most "
+            f"{g['period_s']:.1f} s, in use at worst: {use}"
+        )
+        for j in g["jobs"]:
+            does = f"holds {'+'.join(j['holds'])}" if j["holds"] else "between phases"
+            if j["waits_s"] is not None:
+                does = f"waits since {j['waits_s']:.1f} s behind {', '.join(j['behind'])}"
+            lines.append(
+                f"  {j['job']}: {does}; {j['phases']} phases done, slack {j['slack']:+.0%}"
+            )
+    lines += [f"{o['job']}: {o['status']}: {o['why']}" for o in found["others"]]
+    return lines
+
+
+def _url(about: dict[str, Any]) -> str:
+    return f"redis://:{about['password']}@{about['host']}:{about['port']}"
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    path = folder / "mux.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    about = _read(folder)
+    if about is None:
+        raise ValueError(f"--dir {folder}: nothing was started there; `mux up` first")
+    return about
+
+
+def _write(folder: Path, about: dict[str, Any]) -> None:
+    path = folder / "mux.json"
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _start(argv: list[str], output: Path) -> int:
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
+        ).pid
+
+
+def _answers(about: dict[str, Any]) -> bool:
+    with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
+        try:
+            return bool(store.connect(_url(about)).ping())
+        except redis.AuthenticationError as error:
+            raise RuntimeError(
+                f"mux up: another Redis server is at {about['host']}:{about['port']}; choose --port"
+            ) from error
+    with socket.socket() as s:
+        s.settimeout(1.0)
+        if s.connect_ex((about["host"], about["port"])) == 0 and not about["pids"].get("redis"):
+            raise RuntimeError(
+                f"mux up: something else listens at {about['host']}:{about['port']}; choose --port"
+            )
+    return False
+
+
+def _is_ours(pid: int, name: str) -> bool:
+    """The process that we started, and not another one that has its number now."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and {"redis": b"redis-server", "arbiter": b"mux"}[name] in command
+
+
+def _is_arbiter(pid: int | None) -> bool:
+    return pid is not None and _is_ours(pid, "arbiter")
+
+
+def _await(ready: Any, what: str) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if ready():
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"mux: waited {START_S:g} s in vain for {what}")

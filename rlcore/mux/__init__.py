@@ -1,0 +1,1 @@
+"""Many jobs on the same nodes, phase by phase: README.md."""

@@ -1,0 +1,470 @@
+"""The one process that decides: reads what jobs say from Redis, asks `sched/cluster.py` and
+`sched/phase_mux.py`, writes places and permits.
+
+All it knows is in Redis. A message is taken out of its inbox in the same transaction that writes
+what became of it, under the arbiter's own token, so an arbiter may die between any two commands and
+another goes on; messages are numbered, so one that a job had to send twice counts once. Jobs hold a
+lease, a key that expires; when it is gone, the job is dead and its permit is somebody else's.
+Redis's clock counts leases, and after the server or the arbiter was away nobody is declared dead
+for one lease more.
+"""
+
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import redis
+
+from rlcore.mux import store
+from rlcore.sched import drift
+from rlcore.sched.cluster import Cluster, Decision, Group, Job, Pool
+from rlcore.sched.phase_mux import Grant, Member, PhaseMux, Todo
+from rlcore.utils.log import log
+
+LOCK_S = 5.0
+"""An arbiter that was not heard of for so long is dead."""
+IDLE_S = 0.2
+"""Without a message, leases and patience are looked at this often."""
+LEAST_PATIENCE_S = 30.0
+"""A job may take at least so long between two phases before its turn passes."""
+ROLLOUT, TRAIN = "rollout", "train"
+
+
+class _Lost(RuntimeError):
+    """The token is gone: what was decided is not written, and Redis knows what is so."""
+
+
+@dataclass(slots=True)
+class Known:
+    """A job that has joined."""
+
+    incarnation: str
+    seen: int = 0
+    """Number of its last message."""
+    status: str = "joined"
+    """`placed`, `queued`, `refused`."""
+    why: str = ""
+    profile: dict[str, Any] = field(default_factory=dict)
+    asked: int = 0
+    """Number of the message that asked for the phase it waits for or runs."""
+    phases: int = 0
+    """That it has done."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By phase: of the last ones."""
+
+
+class Arbiter:
+    """`run` until it is stopped, or `step` by step."""
+
+    def __init__(self, url: str, pools: Mapping[str, Pool] | None = None) -> None:
+        """`pools`: `rollout` and `train`; without them those that Redis knows."""
+        self._url = url
+        self._redis = store.connect(url)
+        self._token = secrets.token_hex(8)
+        self._given = dict(pools) if pools else None
+        self._is_loaded = False
+        self._locked_at = -math.inf
+        self._grace_until = math.inf
+        self._cluster = Cluster(Pool(), Pool())
+        self._mux: dict[int, PhaseMux] = {}
+        self._jobs: dict[str, Known] = {}
+        self._queue: list[str] = []
+        self._measured: dict[str, dict[str, float]] = {}
+        """By job: what it has turned out to take, which its profile did not say."""
+        self._dirty: dict[str, str | None] = {}
+        """Fields of the state that are to be written; None: to be deleted."""
+        self._rings: dict[str, dict[str, str]] = {}
+        """By job: keys that it is told of."""
+
+    def run(self) -> None:
+        """For ever. A server that is away is waited for; beside another arbiter it stands by."""
+        is_away = False
+        while True:
+            try:
+                found = self.step()
+                if found is None:
+                    time.sleep(IDLE_S)
+                elif not found:
+                    self._redis.blpop([store.BELL], timeout=IDLE_S)
+                is_away = False
+            except redis.RedisError as error:
+                if not is_away:
+                    log.error("arbiter: %s; trying again", store.why(error, self._url))
+                is_away, self._is_loaded = True, False
+                time.sleep(IDLE_S)
+
+    def step(self) -> bool | None:
+        """One round over all inboxes; whether there was a message. None: another one decides."""
+        if not self._lock():
+            return None
+        if not self._is_loaded:
+            self._load()
+        try:
+            return self._round()
+        except _Lost as error:
+            log.info("arbiter: %s", error)
+            self._is_loaded, self._locked_at = False, -math.inf
+            return None
+
+    def _round(self) -> bool:
+        self._redis.delete(store.BELL)  # rung from now on: there is something else
+        names = sorted(self._redis.smembers(store.JOBS))
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.lindex(store.key(name, "in"), 0)
+            pipe.exists(store.key(name, "alive"))
+        answers = pipe.execute()
+        found = False
+        for name, text, is_alive in zip(names, answers[::2], answers[1::2], strict=True):
+            now = time.time()
+            if text is not None:
+                found = True
+                self._message(name, text, now)
+                self._commit(pop=name)
+            elif not is_alive and name in self._jobs and now > self._grace_until:
+                log.info("arbiter: job %s is dead: its lease ran out", name)
+                self._leave(name, now)
+                self._commit()
+        now = time.time()
+        for group, mux in self._mux.items():
+            if mux.next_tick(now) < now:
+                self._carry_out(group, mux.tick(now))
+                self._commit()
+        return found
+
+    # ---- the token
+
+    def _lock(self) -> bool:
+        """Have the token, and keep it; False while another one has it."""
+        now = time.monotonic()
+        if now - self._locked_at < LOCK_S / 4:
+            return True
+        milliseconds = int(LOCK_S * 1000)
+        if self._redis.get(store.ARBITER) == self._token:
+            self._redis.set(store.ARBITER, self._token, px=milliseconds)
+        elif self._redis.set(store.ARBITER, self._token, px=milliseconds, nx=True):
+            self._is_loaded = False
+        else:
+            self._locked_at = -math.inf
+            return False
+        self._locked_at = now
+        return True
+
+    def release(self) -> None:
+        """Give the token back, so that the next arbiter need not wait."""
+        with contextlib.suppress(redis.RedisError):  # it expires
+            if self._redis.get(store.ARBITER) == self._token:
+                self._redis.delete(store.ARBITER)
+
+    # ---- state
+
+    def _load(self) -> None:
+        saved = self._redis.hgetall(store.STATE)
+        if self._given is not None:
+            about = {name: asdict(pool) for name, pool in self._given.items()}
+            for pool in about.values():
+                pool["memory_gb"] = min(pool["memory_gb"], 1e12)  # JSON has no infinity
+            saved["pools"] = store.dumps(about)
+            self._redis.hset(store.STATE, "pools", saved["pools"])
+            self._given = None
+        if "pools" not in saved:
+            raise RuntimeError("arbiter: Redis knows no pools; start it with `mux up`")
+        about = store.loads(saved["pools"])
+        self._cluster = Cluster(Pool(**about[ROLLOUT]), Pool(**about[TRAIN]))
+        if "cluster" in saved:
+            self._cluster.restore(store.loads(saved["cluster"]))
+        self._queue = store.loads(saved.get("queue")) or []
+        self._jobs, self._mux, self._measured = {}, {}, {}
+        now = time.time()
+        for name, text in saved.items():
+            kind, _, of = name.partition(":")
+            if kind == "job":
+                self._jobs[of] = Known(**store.loads(text))
+            elif kind == "measured":
+                self._measured[of] = store.loads(text)
+            elif kind == "group":
+                self._mux[int(of)] = PhaseMux()
+                self._mux[int(of)].restore(store.loads(text), now)
+        self._dirty.clear()
+        self._rings.clear()
+        leases = [k.profile.get("lease_s", LOCK_S) for k in self._jobs.values()]
+        self._grace_until = now + max([LOCK_S, *leases])
+        self._is_loaded = True
+        log.info("arbiter: %d jobs in %d groups", len(self._jobs), len(self._cluster.groups))
+
+    def _commit(self, pop: str | None = None) -> None:
+        """Write what has changed, and take the message away, all or nothing."""
+        pipe = self._redis.pipeline(transaction=True)
+        try:
+            pipe.watch(store.ARBITER)
+            if pipe.get(store.ARBITER) != self._token:
+                raise _Lost("its token is gone")
+            pipe.multi()
+            if pop is not None:
+                pipe.lpop(store.key(pop, "in"))
+            gone = [f for f, text in self._dirty.items() if text is None]
+            kept = {f: text for f, text in self._dirty.items() if text is not None}
+            if gone:
+                pipe.hdel(store.STATE, *gone)
+            if kept:
+                pipe.hset(store.STATE, mapping=kept)
+            for job, keys in self._rings.items():
+                for what, text in keys.items():
+                    pipe.set(store.key(job, what), text)
+                pipe.rpush(store.key(job, "bell"), "1")
+                pipe.ltrim(store.key(job, "bell"), -1, -1)
+            pipe.execute()
+        except redis.WatchError as error:
+            raise _Lost("its token has changed hands") from error
+        except redis.RedisError:
+            self._is_loaded = False  # it may have been written or not: Redis knows
+            raise
+        finally:
+            pipe.reset()
+        self._dirty.clear()
+        self._rings.clear()
+
+    def _note(self, *jobs: str) -> None:
+        for name in jobs:
+            known = self._jobs.get(name)
+            self._dirty[f"job:{name}"] = None if known is None else store.dumps(asdict(known))
+
+    def _note_group(self, group: int) -> None:
+        mux = self._mux.get(group)
+        self._dirty[f"group:{group}"] = None if mux is None else store.dumps(mux.state())
+
+    def _note_cluster(self) -> None:
+        self._dirty["cluster"] = store.dumps(self._cluster.state())
+        self._dirty["queue"] = store.dumps(self._queue)
+
+    # ---- what jobs say
+
+    def _message(self, name: str, text: str, now: float) -> None:
+        try:
+            said = store.loads(text)
+            what, incarnation, number = said["what"], said["incarnation"], int(said["n"])
+        except (ValueError, TypeError, KeyError) as error:
+            log.error("arbiter: job %s: a message that makes no sense is dropped: %s", name, error)
+            return
+        known = self._jobs.get(name)
+        if what == "join":
+            if known is None or known.incarnation != incarnation:
+                self._join(name, incarnation, number, said.get("profile"), now)
+            return
+        if known is None or known.incarnation != incarnation:
+            self._tell(name, "place", {"incarnation": incarnation, "status": "lost"})
+            return
+        if number <= known.seen:
+            return  # it was sent twice
+        known.seen = number
+        self._note(name)
+        try:
+            self._do(name, known, what, said, now)
+        except (ValueError, RuntimeError, KeyError, TypeError) as error:
+            log.error("arbiter: job %s: %r is dropped: %s", name, what, error)
+
+    def _do(self, name: str, known: Known, what: str, said: dict[str, Any], now: float) -> None:
+        if what == "leave":
+            log.info("arbiter: job %s leaves after %d phases", name, known.phases)
+            self._leave(name, now)
+            return
+        if known.status != "placed":
+            return
+        group = self._cluster.group_of(name).id
+        if what == "ask":
+            known.asked = known.seen
+            mux = self._mux[group]
+            self._carry_out(group, mux.ask(name, said["pools"], now))
+            if name in mux.waiting():
+                self._permit(name, (), mux.blockers(name))
+        elif what == "done":
+            known.phases += 1
+            self._carry_out(group, self._mux[group].done(name, now))
+            self._drift(name, known, str(said.get("phase")), float(said.get("seconds", 0.0)), now)
+        else:
+            raise ValueError("no such message")
+        if name in self._jobs:
+            self._note(name)
+
+    def _drift(self, name: str, known: Known, phase: str, seconds: float, now: float) -> None:
+        """Where its profile no longer holds a job counts with what it takes; if then somebody would
+        miss the SLO, it has to come again, as what it is."""
+        recent = known.seconds[phase] = [*known.seconds.get(phase, []), seconds][-drift.WINDOW :]
+        field_of = f"{phase}_s"
+        if phase not in (ROLLOUT, TRAIN):
+            return
+        found = drift.drifted(recent, known.profile[field_of])
+        if found is None:
+            return
+        before = known.profile[field_of]
+        profile = known.profile | {field_of: found}
+        said = f"job {name} takes {found:.2f} s for {phase} and was admitted with {before:.2f} s"
+        self._measured[name] = self._measured.get(name, {}) | {field_of: found}
+        self._dirty[f"measured:{name}"] = store.dumps(self._measured[name])
+        if self._cluster.reprofile(_job(profile)):
+            known.profile, known.why = profile, f"{said}; every promise still holds"
+            self._note_cluster()
+            log.info("arbiter: %s", known.why)
+            return
+        said += "; somebody would miss the SLO, so it has to join again"
+        log.info("arbiter: %s", said)
+        self._leave(name, now)
+        self._tell(name, "place", {"incarnation": known.incarnation, "status": "lost", "why": said})
+
+    def _join(self, name: str, incarnation: str, number: int, profile: Any, now: float) -> None:
+        """A new arrival. Where the job was there before, that is over: its permit is free."""
+        if name in self._jobs:
+            log.info("arbiter: job %s has started again", name)
+            self._leave(name, now)
+        known = self._jobs[name] = Known(incarnation, number)
+        try:
+            fields = dict(profile)
+            known.profile = {"lease_s": float(fields.pop("lease_s"))}
+            known.profile |= asdict(Job(id=name, **fields))
+            for what, seconds in self._measured.get(name, {}).items():
+                known.profile[what] = max(known.profile[what], seconds)
+        except (TypeError, ValueError, KeyError) as error:
+            known.status, known.why = "refused", f"its profile makes no sense: {error}"
+            self._say_place(name, known)
+            return
+        self._place(name, now)
+
+    def _place(self, name: str, now: float) -> bool:
+        """Find a place for a job; whether it has one or never will."""
+        known = self._jobs[name]
+        job = _job(known.profile)
+        made = self._cluster.admit(job)
+        known.why = made.explain()
+        if made.group is None:
+            known.status = made.kind
+            if made.kind == "queued" and name not in self._queue:
+                self._queue.append(name)
+        else:
+            known.status = "placed"
+            self._enter(self._cluster.groups[made.group], job, now)
+        log.info("arbiter: %s", known.why)
+        self._note_cluster()
+        self._say_place(name, known, made)
+        return made.kind != "queued"
+
+    def _enter(self, group: Group, job: Job, now: float) -> None:
+        mux = self._mux.setdefault(group.id, PhaseMux())
+        slots = {
+            ROLLOUT: tuple(f"r{n}" for n in group.pinned[job.id]),
+            TRAIN: tuple(f"t{n}" for n in group.train[: job.train_nodes]),
+        }
+        patience = LEAST_PATIENCE_S + job.solo_s
+        mux.join(Member(job=job.id, slots=slots, patience_s=patience), now, group.order())
+        self._note_group(group.id)
+
+    def _say_place(self, name: str, known: Known, made: Decision | None = None) -> None:
+        about: dict[str, Any] = {
+            "incarnation": known.incarnation,
+            "status": known.status,
+            "why": known.why,
+        }
+        if made is not None and made.group is not None:
+            about |= {"group": made.group, "rollout": made.rollout, "train": made.train}
+        self._tell(name, "place", about)
+        self._note(name)
+
+    def _leave(self, name: str, now: float) -> None:
+        known = self._jobs.pop(name)
+        self._note(name)
+        if name in self._queue:
+            self._queue.remove(name)
+        if known.status == "placed":
+            group = self._cluster.group_of(name).id
+            todo = self._mux[group].leave(name, now)
+            if self._cluster.leave(name) is None:
+                del self._mux[group]
+            self._carry_out(group, todo)
+            waiting, self._queue = self._queue, []
+            for other in waiting:  # in the order they came
+                self._place(other, now)
+        self._note_cluster()
+
+    def _carry_out(self, group: int, todo: list[Todo]) -> None:
+        self._note_group(group)
+        for t in todo:
+            assert isinstance(t, Grant), t  # nobody's rollout can move yet
+            self._permit(t.job, t.slots, [])
+
+    def _permit(self, name: str, slots: tuple[str, ...], behind: list[str]) -> None:
+        """Of the phase that a job asked for last; without slots: it waits, behind others."""
+        known = self._jobs[name]
+        about = {"incarnation": known.incarnation, "n": known.asked}
+        self._tell(name, "permit", about | {"slots": slots, "behind": behind})
+
+    def _tell(self, job: str, what: str, value: Any) -> None:
+        self._rings.setdefault(job, {})[what] = store.dumps(value)
+
+
+def _job(profile: Mapping[str, Any]) -> Job:
+    return Job(**{k: v for k, v in profile.items() if k != "lease_s"})
+
+
+def status(url: str) -> dict[str, Any]:
+    """What the state in Redis says, for people and for JSON.
+
+    Raises:
+        redis.RedisError: there is no answer.
+    """
+    client = store.connect(url)
+    saved = client.hgetall(store.STATE)
+    about = store.loads(saved.get("pools")) or {ROLLOUT: asdict(Pool()), TRAIN: asdict(Pool())}
+    cluster = Cluster(Pool(**about[ROLLOUT]), Pool(**about[TRAIN]))
+    if "cluster" in saved:
+        cluster.restore(store.loads(saved["cluster"]))
+    jobs = {f[4:]: Known(**store.loads(t)) for f, t in saved.items() if f.startswith("job:")}
+    now = time.time()
+    groups = []
+    for group in cluster:
+        mux = PhaseMux()
+        mux.restore(store.loads(saved.get(f"group:{group.id}")) or [], now)
+        members = []
+        for name in group.order():
+            job, known = group.jobs[name], jobs[name]
+            waits = mux.waiting().get(name)
+            members.append(
+                {
+                    "job": name,
+                    "holds": list(mux.held(name)),
+                    "waits_s": None if waits is None else now - waits,
+                    "behind": mux.blockers(name) if waits is not None else [],
+                    "phases": known.phases,
+                    "slack": job.limit_s / group.period_s - 1,
+                    "seconds": known.seconds,
+                }
+            )
+        groups.append(
+            {
+                "group": group.id,
+                "rollout": sorted(group.load),
+                "train": list(group.train),
+                "period_s": group.period_s,
+                "utilization": {
+                    ROLLOUT: sum(j.rollout_s * j.rollout_nodes for j in group.jobs.values())
+                    / (group.period_s * len(group.load)),
+                    TRAIN: sum(j.train_s for j in group.jobs.values()) / group.period_s,
+                },
+                "jobs": members,
+            }
+        )
+    return {
+        "arbiter": client.exists(store.ARBITER) == 1,
+        "nodes": {
+            pool: {"used": used, "of": about[pool]["nodes"]}
+            for pool, used in zip((ROLLOUT, TRAIN), cluster.nodes, strict=True)
+        },
+        "groups": groups,
+        "others": [
+            {"job": name, "status": k.status, "why": k.why}
+            for name, k in jobs.items()
+            if k.status != "placed"
+        ],
+    }

@@ -1,0 +1,376 @@
+"""A job's side: its phases wait for their turn on shared nodes. `protocols.PhaseGate`.
+
+    gate = connect("redis://127.0.0.1:6390", Profile(...), job="mine")     # "" : no-op
+    while training:
+        with gate.phase("rollout"):
+            ...
+        with gate.phase("train", resident=learner_states):
+            ...
+    gate.close()
+
+One process of a job has the gate; its other ranks follow in their collectives. A thread renews the
+job's lease. Who cannot, must take it that others have its nodes: the process ends itself (exit code
+75) before the lease is over, and starts again from its last checkpoint as a new arrival. A server
+that is gone altogether gives nobody a permit, so jobs then wait and go on.
+"""
+
+import contextlib
+import errno
+import functools
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import redis
+
+from rlcore.mux import store
+from rlcore.utils.log import log
+
+if TYPE_CHECKING:  # torch takes seconds that a job without it should not pay
+    from rlcore.protocols import PhaseGate
+
+EXIT_LOST = 75
+"""EX_TEMPFAIL: start it again."""
+LOOK_S = 1.0
+"""A waiting job looks for itself this often, whatever it was told."""
+SAY_EVERY_S = 60.0
+"""A job that waits says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """The worst case of a job, as `sched.cluster.Job` has it."""
+
+    rollout_s: float
+    train_s: float
+    rollout_nodes: int = 1
+    train_nodes: int = 1
+    sync_s: float = 0.0
+    slo: float = 2.0
+    rollout_gb: float = 0.0
+    train_gb: float = 0.0
+
+
+@runtime_checkable
+class Resident(Protocol):
+    """What a phase needs on the device; between its phases it is in host memory."""
+
+    def load(self) -> None:
+        """Bring it to the device."""
+
+    def store(self) -> None:
+        """Write it back, and free the device."""
+
+
+class Refused(RuntimeError):
+    """The cluster has no place for this job."""
+
+
+class NoGate:
+    """A job alone: every phase may start."""
+
+    @contextmanager
+    def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Waits:
+    """Seconds of a job, for its metrics."""
+
+    waited_s: dict[str, float] = field(default_factory=dict)
+    start_s: dict[str, float] = field(default_factory=dict)
+    """Of loading the resident set."""
+
+
+class Gate:
+    """Permits of one job, from the arbiter."""
+
+    def __init__(
+        self,
+        url: str,
+        job: str,
+        profile: Profile,
+        *,
+        pools: Mapping[str, tuple[str, ...]] | None = None,
+        lease_s: float = 15.0,
+        wait_s: float = 24 * 3600.0,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            pools: by phase the pools that it uses; else a phase is named after its pool. A job
+                whose engines and learner share nodes takes both for every phase.
+            lease_s: a job that is silent for so long is dead.
+            wait_s: at most so long is waited for a place, and for each permit.
+            on_lost: called with a sentence where the nodes may be somebody else's; it must not
+                return to the phase. Default: the process ends with exit code 75.
+
+        Raises:
+            Refused: there is never a place for it.
+            TimeoutError: no place within `wait_s`.
+            ConnectionError: no answer, wrong password, no permission.
+        """
+        if lease_s < 1:
+            raise ValueError(
+                f"lease_s {lease_s}: at least 1 second, or a slow moment kills the job"
+            )
+        self._url, self._job = url, store.check_name(job)
+        self._pools = dict(pools or {})
+        self._lease_s, self._wait_s = lease_s, wait_s
+        self._incarnation = secrets.token_hex(8)
+        self._on_lost = on_lost or self._end
+        self._redis = store.connect(url)
+        self._count = 0
+        self._is_placed = False
+        self._closed = threading.Event()
+        self.waits = _Waits()
+        self.place: dict[str, Any] = {}
+        try:
+            self._redis.ping()
+            self._renew(self._redis)
+            self._register()
+        except redis.RedisError as error:
+            raise ConnectionError(store.why(error, url)) from error
+        self._thread = threading.Thread(target=self._heartbeat, name="mux lease", daemon=True)
+        self._thread.start()
+        self._say("join", profile=asdict(profile) | {"lease_s": lease_s})
+        self.place = self._placed()
+        self._is_placed = True
+        log.info("mux: %s", self.place["why"])
+
+    @contextmanager
+    def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
+        """Waits for the turn, loads `resident` (a `Resident`) from host memory, runs, writes it
+        back and gives the nodes to the next.
+
+        Raises:
+            TimeoutError: no turn within `wait_s`; it says who is before.
+        """
+        if resident is not None and not isinstance(resident, Resident):
+            raise TypeError(f"phase {name}: {type(resident).__name__} has no load() and store()")
+        begin = time.monotonic()
+        number = self._say("ask", pools=self._pools.get(name, (name,)))
+        self._permitted(name, number)
+        got = time.monotonic()
+        self.waits.waited_s[name] = got - begin
+        try:
+            if resident is not None:
+                resident.load()
+                self.waits.start_s[name] = time.monotonic() - got
+            try:
+                yield
+            finally:
+                if resident is not None:
+                    resident.store()
+        finally:
+            self._say("done", phase=name, seconds=time.monotonic() - got)
+
+    def close(self) -> None:
+        """Leave; safe to call twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(redis.RedisError):  # the lease runs out
+            self._redis.rpush(store.key(self._job, "in"), self._message("leave", {}))
+            self._redis.rpush(store.BELL, self._job)
+        self._thread.join(store.TIMEOUT_S)
+
+    # ---- messages
+
+    def _register(self) -> None:
+        with contextlib.suppress(redis.exceptions.NoPermissionError):  # then `mux add` has
+            self._redis.sadd(store.JOBS, self._job)
+
+    def _say(self, what: str, **more: Any) -> int:
+        """Into the inbox, once: a number tells the arbiter what it has already seen."""
+        text = self._message(what, more)
+        self._try(lambda: self._redis.rpush(store.key(self._job, "in"), text), what)
+        self._try(lambda: self._redis.rpush(store.BELL, self._job), what)
+        return self._count
+
+    def _message(self, what: str, more: Mapping[str, Any]) -> str:
+        self._count += 1
+        about = {"what": what, "incarnation": self._incarnation, "n": self._count}
+        return store.dumps(about | dict(more))
+
+    def _try(self, call: Callable[[], Any], what: str) -> Any:
+        """Again, while the server is away."""
+        end = time.monotonic() + self._wait_s
+        is_away = False
+        while True:
+            try:
+                return call()
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                if isinstance(error, redis.AuthenticationError) or time.monotonic() > end:
+                    raise ConnectionError(store.why(error, self._url)) from error
+                if not is_away:
+                    log.warning("mux: %s; %r waits for it", store.why(error, self._url), what)
+                is_away = True
+                time.sleep(0.2)
+            except redis.RedisError as error:
+                raise ConnectionError(store.why(error, self._url)) from error
+
+    def _wait(self, what: str, ready: Callable[[], Any], missing: Callable[[], str]) -> Any:
+        """What `ready` says, once it says something."""
+        begin = said = time.monotonic()
+        while (found := self._try(ready, what)) is None:
+            now = time.monotonic()
+            if now - begin > self._wait_s:
+                raise TimeoutError(f"job {self._job}: no {what} in {self._wait_s:g} s; {missing()}")
+            if now - said > SAY_EVERY_S:
+                log.info("mux: waits for %s since %.0f s; %s", what, now - begin, missing())
+                said = now
+            bell = store.key(self._job, "bell")
+            self._try(lambda: self._redis.blpop([bell], timeout=LOOK_S), what)  # noqa: B023
+        return found
+
+    def _placed(self) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+
+        def ready() -> dict[str, Any] | None:
+            about = store.loads(self._redis.get(store.key(self._job, "place")))
+            if about is None or about["incarnation"] != self._incarnation:
+                return None
+            if about != last:
+                last.clear()
+                last.update(about)
+                if about["status"] == "queued":
+                    log.info("mux: %s", about["why"])
+            return None if about["status"] == "queued" else about
+
+        def missing() -> str:
+            return last.get("why") or "the arbiter does not answer; is it up? `mux status` says"
+
+        about = self._wait("place", ready, missing)
+        if about["status"] != "placed":
+            self._closed.set()
+            raise Refused(about.get("why") or f"job {self._job}: {about['status']}")
+        return about
+
+    def _permitted(self, name: str, number: int) -> None:
+        behind: list[str] = []
+
+        def ready() -> dict[str, Any] | None:
+            about = store.loads(self._redis.get(store.key(self._job, "permit")))
+            if about is None or about["incarnation"] != self._incarnation or about["n"] != number:
+                return None
+            behind[:] = about["behind"]
+            return about if about["slots"] else None
+
+        def missing() -> str:
+            return f"behind {', '.join(behind)}" if behind else "the arbiter does not answer"
+
+        self._wait(f"permit for {name}", ready, missing)
+
+    # ---- the lease
+
+    def _renew(self, client: redis.Redis) -> None:
+        key = store.key(self._job, "alive")
+        client.set(key, self._incarnation, px=int(self._lease_s * 1000))
+
+    def _heartbeat(self) -> None:
+        client = store.connect(self._url)
+        renewed = time.monotonic()
+        while not self._closed.wait(self._lease_s / 5):
+            begin = time.monotonic()
+            try:
+                self._renew(client)
+                renewed = begin
+                about = store.loads(client.get(store.key(self._job, "place")))
+                if self._is_placed and (
+                    about is None
+                    or about["incarnation"] != self._incarnation
+                    or about["status"] == "lost"
+                ):
+                    reason = "another process has joined as this job, or it was taken for dead"
+                    if about is not None and about["incarnation"] == self._incarnation:
+                        reason = about.get("why") or reason
+                    self._on_lost(reason)
+                    return
+            except redis.RedisError as error:
+                if _is_gone(error):
+                    renewed = begin  # no server, no arbiter: nobody is given our nodes
+            if time.monotonic() - renewed > 0.7 * self._lease_s and not self._closed.is_set():
+                self._on_lost(f"its lease of {self._lease_s:g} s could not be renewed")
+                return
+
+    def _end(self, reason: str) -> None:
+        log.error("mux: job %s ends: %s; start it again, it goes on", self._job, reason)
+        os._exit(EXIT_LOST)
+
+
+def _is_gone(error: redis.RedisError) -> bool:
+    """Nobody listens at the server's port."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def connect(
+    url: str,
+    job: str,
+    profile: Profile | None,
+    *,
+    otherwise: Literal["wait", "solo"] = "wait",
+    **more: Any,
+) -> "PhaseGate":
+    """The gate of a job; without `url` one that lets every phase pass.
+
+    `otherwise`: what a job does that gets no answer or no place: `wait` until it does (a job that
+    can never have one raises), or run `solo`, as if nobody shared its nodes.
+
+    Raises:
+        ValueError: no profile.
+        Refused, TimeoutError, ConnectionError: as `Gate`; with `solo` none of them.
+    """
+    if not url:
+        return NoGate()
+    if profile is None:
+        raise ValueError(
+            f"job {job}: no profile; admission needs rollout_s and train_s of its worst case, "
+            "every response at its limit"
+        )
+    if otherwise == "solo":
+        try:
+            return Gate(url, job, profile, **more)
+        except (ConnectionError, Refused, TimeoutError) as error:
+            log.warning("mux: %s; the job runs solo", error)
+            return NoGate()
+    end = time.monotonic() + more.get("wait_s", math.inf)
+    while True:
+        try:
+            return Gate(url, job, profile, **more)
+        except ConnectionError as error:
+            is_down = isinstance(error.__cause__, redis.ConnectionError | redis.TimeoutError)
+            is_wrong = isinstance(error.__cause__, redis.AuthenticationError)
+            if not is_down or is_wrong or time.monotonic() > end:
+                raise
+            log.warning("mux: %s; the job waits", error)
+            time.sleep(min(LOOK_S, max(0.0, end - time.monotonic()) + 0.01))
+
+
+def phase(gate: "PhaseGate", name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function that is a phase: `@phase(gate, "rollout")`."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with gate.phase(name):
+                return function(*args, **kwargs)
+
+        return inside
+
+    return wrap

@@ -1,0 +1,106 @@
+"""What jobs and the arbiter know of each other, in Redis: its keys, its users. Values are JSON.
+
+A job's keys begin with `mux:job:<name>:`. It may write its inbox and its lease and read its permit
+and its place, nothing of other jobs: with `--mux` users of Redis (ACL) the server refuses more.
+
+    mux:jobs                 set: names
+    mux:bell                 list: somebody has written into an inbox
+    mux:arbiter              the arbiter's token, while it lives
+    mux:state                hash: all that the arbiter knows
+    mux:job:<name>:in        list: what the job says, each numbered
+    mux:job:<name>:alive     its lease; gone: the job is dead
+    mux:job:<name>:place     where it was put, or why not
+    mux:job:<name>:permit    the phase that it may run
+    mux:job:<name>:bell      list: place or permit have changed
+"""
+
+import json
+import re
+import secrets
+from typing import Any
+
+import redis
+
+TIMEOUT_S = 5.0
+"""Of one answer of the server."""
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+JOBS, BELL, ARBITER, STATE = "mux:jobs", "mux:bell", "mux:arbiter", "mux:state"
+COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")
+"""That a job's user may give."""
+
+
+def connect(url: str) -> redis.Redis:
+    """A client, which connects when it is used.
+
+    Raises:
+        ValueError: this is no address of a Redis server.
+    """
+    try:
+        # One retry of the client's own would send a command twice; callers know when they may.
+        return redis.Redis.from_url(
+            url,
+            decode_responses=True,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=None,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"--mux.url {hide(url)}: no address of a Redis server ({error}); for example "
+            "redis://127.0.0.1:6390, or what `python -m rlcore mux add JOB` says"
+        ) from error
+
+
+def hide(url: str) -> str:
+    """An address without its password."""
+    return re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", url)
+
+
+def why(error: redis.RedisError, url: str) -> str:
+    """One sentence on what went wrong with a server, and what to do."""
+    where = f"--mux.url {hide(url)}"
+    if isinstance(error, redis.AuthenticationError):
+        return f"{where}: wrong user or password; ask `python -m rlcore mux add JOB` for an address"
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return f"{where}: this user may not do that ({error}); is it the address of another job?"
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return f"{where}: no answer; is the server up? `python -m rlcore mux up` starts one"
+    return f"{where}: {type(error).__name__}: {error}"
+
+
+def check_name(name: str) -> str:
+    """The name of a job. ValueError for one that is no part of a key."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"job {name!r}: a name has 1 to 64 letters, digits, '_', '.', '-'")
+    return name
+
+
+def key(job: str, what: str) -> str:
+    """Of a job."""
+    return f"mux:job:{job}:{what}"
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def loads(text: str | None) -> Any:
+    """None where there is nothing."""
+    return None if text is None else json.loads(text)
+
+
+def add_job(client: redis.Redis, job: str) -> str:
+    """Make a user of Redis that sees this job's keys alone; its new password."""
+    check_name(job)
+    password = secrets.token_urlsafe(24)
+    client.acl_setuser(
+        f"job-{job}",
+        enabled=True,
+        reset=True,
+        passwords=[f"+{password}"],
+        keys=[key(job, "*"), BELL],
+        commands=[f"+{c}" for c in COMMANDS],
+    )
+    client.acl_save()
+    client.sadd(JOBS, job)
+    return password
