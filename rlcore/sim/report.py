@@ -195,17 +195,22 @@ def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: flo
     for axes, (name, trace) in zip(panels[:, 0], happened.items(), strict=True):
         end = min(e[-1] / len(e) for e in trace.ends.values()) * iterations
         slots = sorted({s.slot for s in trace.spans}, key=lambda s: (s[0] != "r", s))
-        rows = {slot: at for at, slot in enumerate(slots)}
+        tops, bottom = {}, 0.0
+        for slot in slots:  # a train node is one slot, a rollout node one for each GPU
+            tops[slot] = (bottom, 1.0 if slot[0] == "r" else 5.0)
+            bottom += tops[slot][1]
         colours = dict(zip(trace.ends, palette, strict=False))
         for s in trace.spans:
             if s.start < end:
-                at = (rows[s.slot] - 0.5, 1.0)
-                axes.broken_barh([(s.start, min(s.end, end) - s.start)], at, color=colours[s.job])
+                until = min(s.end, end) - s.start
+                axes.broken_barh([(s.start, until)], tops[s.slot], color=colours[s.job])
         first = [slot for n, slot in enumerate(slots) if not n or slot[:2] != slots[n - 1][:2]]
         say = {"r": "rollout", "t": "train"}
         names = [f"{say[slot[0]]} {slot[1]}" for slot in first]
-        axes.set_yticks([rows[slot] for slot in first], names, fontsize=8)
-        axes.set_ylim(len(slots) - 0.5, -0.5)
+        axes.set_yticks([tops[slot][0] for slot in first], names, fontsize=8, va="top")
+        for slot in first[1:]:
+            axes.axhline(tops[slot][0], color="white", linewidth=1.2)
+        axes.set_ylim(bottom, 0)
         axes.set_xlim(0, end)
         axes.set_facecolor("#EEEEEE")
         axes.set_title(name, loc="left", fontsize=9)
