@@ -118,7 +118,7 @@ def make_model(folder: Path, seed: int, layers: int) -> int:
 
 
 class Child:
-    """One row in a process of its own, which works only when it is its turn."""
+    """One row in a process of its own."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         """Returns when its model is there."""
@@ -163,21 +163,25 @@ class Child:
 
 
 def measure(names: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """All rows take turns, so that what else this machine does falls on all of them."""
-    children: list[Child] = []
-    try:
+    """All rows take turns, one process at a time, so that what else this machine does falls on all
+    of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for number in range(args.repeats):
         for name in names:
-            children.append(Child(name, args))
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(args.repeats):
-            for child in children:
-                seconds[child.name].append(child.turn())
-            shown = "  ".join(f"{name} {times[-1]:.2f}" for name, times in seconds.items())
-            print(f"round {number + 1}: {shown}", flush=True)
-        return {c.name: c.end() | {"seconds": seconds[c.name]} for c in children}
-    finally:
-        for child in children:
-            child.kill()
+            child = Child(name, args)
+            try:
+                seconds = child.turn()
+                said = child.end()
+            finally:
+                child.kill()
+            row = found.setdefault(name, said | {"seconds": []})
+            row["seconds"].append(seconds)
+            row["peak_bytes"] = max(row["peak_bytes"], said["peak_bytes"])
+            if row["says"] != said["says"]:
+                sys.exit(f"{name}: other bits than in the round before")
+        shown = "  ".join(f"{name} {row['seconds'][-1]:.2f}" for name, row in found.items())
+        print(f"round {number + 1}: {shown}", flush=True)
+    return found
 
 
 def one(args: argparse.Namespace) -> None:
