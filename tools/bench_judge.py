@@ -96,8 +96,12 @@ def main() -> None:
         args.model = Path(folder) / "model"
         model_bytes = make_model(args.model, args.seed, args.layers)
         names = [*OURS, *(() if args.no_accelerate else PEERS)]
-        found = measure(names, args)
-    report(found, args, model_bytes)
+        rows: list[dict[str, Any]] = []
+        for found in measure(names, args):
+            rows = report(found, args, model_bytes)
+    for row in rows:
+        against = f"   {row['ratio']:.3f} of {row['baseline']}" if "ratio" in row else ""
+        print(f"{row['name']:36} {row['value']:8.3f} {row['unit']}{against}")
 
 
 def make_model(folder: Path, seed: int, layers: int) -> int:
@@ -162,9 +166,9 @@ class Child:
         return json.loads(line)
 
 
-def measure(names: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """All rows take turns, one process at a time, so that what else this machine does falls on all
-    of them."""
+def measure(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]:
+    """What is known after each round. All rows take turns, one process at a time, so that what else
+    this machine does falls on all of them."""
     found: dict[str, dict[str, Any]] = {}
     for number in range(args.repeats):
         for name in names:
@@ -181,7 +185,7 @@ def measure(names: Sequence[str], args: argparse.Namespace) -> dict[str, dict[st
                 sys.exit(f"{name}: other bits than in the round before")
         shown = "  ".join(f"{name} {row['seconds'][-1]:.2f}" for name, row in found.items())
         print(f"round {number + 1}: {shown}", flush=True)
-    return found
+        yield found
 
 
 def one(args: argparse.Namespace) -> None:
@@ -282,8 +286,10 @@ def resident_bytes(field: str = "VmRSS") -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def report(found: dict[str, dict[str, Any]], args: argparse.Namespace, model_bytes: int) -> None:
-    """Check that all say the same, then the ratios as rows."""
+def report(
+    found: dict[str, dict[str, Any]], args: argparse.Namespace, model_bytes: int
+) -> list[dict[str, Any]]:
+    """Rows with ratios, written down; the program ends where not all say the same."""
     resident = found["resident"]
     for name, row in found.items():
         if row["is_ours"] and row["says"] != resident["says"]:
@@ -312,14 +318,12 @@ def report(found: dict[str, dict[str, Any]], args: argparse.Namespace, model_byt
     for part in ("half", "none"):
         rows.append(seconds(f"{part}, overlap", f"{part}, no overlap"))
     rows += [seconds("none, overlap", peer) for peer in PEERS if peer in found]
-    for row in rows:
-        against = f"   {row['ratio']:.3f} of {row['baseline']}" if "ratio" in row else ""
-        print(f"{row['name']:36} {row['value']:8.3f} {row['unit']}{against}")
     if args.json:
         settings = {
             k: getattr(args, k) for k in ("seed", "gbps", "rows", "tokens", "repeats", "threads")
         }
         args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    return rows
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def test_in_a_sum_the_judge_has_its_weight(gang):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # 45 s of CPU time, on a machine that others may use
 def test_the_tiny_judge_learns_its_rule_and_says_it_of_responses(tmp_path: Path):
     from rlcore.rewards.judge.config import JudgeRewardConfig
     from rlcore.rewards.service import RewardService
