@@ -387,8 +387,23 @@ class Alive(Command):
     """The controller is there and waits for others; resets the receiver's deadline."""
 
 
+class Meet(Command):
+    """The ranks that train are through: come to the push."""
+
+
 AnyCommand = (
-    Submit | Remember | Abort | Release | Ship | Train | Drop | Repair | EndRound | Fail | Alive
+    Submit
+    | Remember
+    | Abort
+    | Release
+    | Ship
+    | Train
+    | Drop
+    | Repair
+    | EndRound
+    | Meet
+    | Fail
+    | Alive
 )
 
 

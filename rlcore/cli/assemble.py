@@ -37,7 +37,7 @@ from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.histospec import Library
-from rlcore.rollout.replica import Agent
+from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.rounds import Log, Rounds
 from rlcore.rollout.torch_engine.engine import TorchEngine
@@ -80,7 +80,7 @@ def open_folder(cfg: Config, world: World) -> None:
                 f"--run.dir {cfg.run.dir}: the folder {folder} cannot be made "
                 f"({e.strerror}: {e.filename}); choose another"
             ) from e
-    collective.barrier()
+    collective.barrier(world.everyone)
     log.setup(world.rank, folder / "logs")
     if aside is not None:
         log.log.info("the older run of this name is now %s", aside)
@@ -104,6 +104,8 @@ def assemble(cfg: Config, world: World) -> Run:
 def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]], object]) -> Run:
     """What takes long to start (engine, reward children) starts first and gets ready while the
     learner is built; what may be wrong in the data is found before that."""
+    if world.rollout_ranks:  # engine and learner do not share a device
+        cfg = replace(cfg, train=replace(cfg.train, offload=False))
     hf = model_config(cfg)
     residency = make_residency(cfg, hf, world)
     sizes = make_relayout(cfg, hf, world)
@@ -111,13 +113,21 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = sampling_of(cfg, tokenizer)
     deadlines = make_deadlines(cfg)
-    scorer = make_scorer(cfg, world, deadlines)
-    engine = make_engine(cfg, hf, world)
+    scorer = make_scorer(cfg, world, deadlines) if world.samples else None
+    engine = make_engine(cfg, hf, world) if world.samples else None
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, engine):
-        on_close(part.close)
+        if part is not None:
+            on_close(part.close)
     limits = cfg.rollout.deadline_s, cfg.cluster.timeout_s
-    agent = Agent(hub, engine, scorer, tokenizer.decode, *limits, cfg.debug.reward_barrier)
+    agent = Agent(
+        hub,
+        engine,
+        scorer or NoScorer(deadlines),
+        tokenizer.decode,
+        *limits,
+        cfg.debug.reward_barrier,
+    )
     screen = None
     if world.rank == 0:
         screen = Screen(cfg.run.steps, progress=cfg.log.progress)
@@ -128,6 +138,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         partial(make_controller, cfg, world.size),
         timeout_s=cfg.cluster.timeout_s,
         on_progress=screen.advance if screen else None,
+        samplers=range(world.train_ranks, world.size),
     )
     if cfg.rollout.draft in rules.FROM_HISTORY and world.rank == 0:
         rollout.library = Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
@@ -136,10 +147,11 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
         engine.sleep(["weights", "kv_cache"])
         collective.barrier()  # it is asleep on all its ranks when its first has said so
-    learner = make_learner(cfg, hf, world)
-    on_close(learner.close)
-    critic = None
-    if wants(cfg) == "gae":
+    learner = critic = None
+    if world.trains:
+        learner = make_learner(cfg, hf, world)
+        on_close(learner.close)
+    if world.trains and wants(cfg) == "gae":
         critic = make_critic(cfg, hf, world)
         on_close(critic.close)
     channel = make_weight_channel(cfg, world, isinstance(engine, ChildEngine))
@@ -149,29 +161,29 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         folder=run_folder(cfg),
         rank=world.rank,
         world_size=world.size,
-        replicas=learner.replicas,
-        dp_rank=learner.layout.dp_rank,
+        everyone=world.everyone,
+        replicas=replicas(cfg.train, world.train_ranks),
+        dp_rank=learner.layout.dp_rank if learner is not None else -1,
         algo=algos.module(cfg.select.algo),
         learner=learner,
         critic=critic,
         kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
         engine=engine,
-        engine_ranks=engine_ranks(cfg, world.rank),
+        engine_ranks=engine_ranks(cfg, world.rank) if world.samples else (),
         relayout=sizes,
         channel=channel,
         rollout=rollout,
         sampling=sampling,
         deadlines=deadlines,
         memory=residency,
-        spans=Spans(listener=watch(cfg, world, screen, on_close)),
+        spans=Spans(listener=watch(cfg, world, screen, rollout, on_close)),
         screen=screen,
         pieces=tokenizer.pieces,
         **data,
     )
     if cfg.log.trace:
-        record = RunTrace(
-            run.folder, world.rank, socket.gethostname(), collective.clock_offset(), cfg.log.trace
-        )
+        behind = collective.clock_offset(group=world.everyone)
+        record = RunTrace(run.folder, world.rank, socket.gethostname(), behind, cfg.log.trace)
         on_close(record.close)
         agent.observers.append(record.see)
         run.spans.on_end = lambda name, start, end: record.phase(name, start, end, run.step)
@@ -218,11 +230,13 @@ def watch(
     cfg: Config,
     world: World,
     screen: Screen | None,
+    rollout: Rollout,
     on_close: Callable[[Callable[[], None]], object],
 ) -> Callable[[str], None]:
-    """Listener of the phases: the screen shows them, and a watchdog says where this rank stands
-    still. Under gloo it then ends the rank, since Megatron's gradient reduction waits there without
-    a deadline; NCCL ends its waits itself. Rounds of sampling have a verdict of their own."""
+    """Listener of the phases: the screen shows them, ranks that only sample hear that rank 0 goes
+    on, and a watchdog says where this rank stands still. Under gloo it then ends the rank, since
+    Megatron's gradient reduction waits there without a deadline; NCCL ends its waits itself. Rounds
+    of sampling, and waits for rank 0, have a verdict of their own."""
     ends = world.size > 1 and world.device.type == "cpu"
 
     def end(verdict: str) -> None:
@@ -238,7 +252,8 @@ def watch(
     on_close(dog.close)
 
     def listen(phase: str) -> None:
-        dog.beat("" if phase in ("gen", "eval") else phase)
+        dog.beat("" if phase in ("gen", "eval", "wait") else phase)
+        rollout.alive()
         if screen is not None:
             screen.phase(phase)
 
@@ -304,9 +319,11 @@ def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
 
 def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
     """Holds this rank to its memory plan. ValueError where that cannot work."""
-    plan, gpu_bytes = memory_plan(cfg, hf, world)
-    if problems := [*rules.of_world(cfg, world.size, ranks_per_node(world)), *plan.problems]:
+    if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
         raise ValueError("\n".join(problems))
+    plan, gpu_bytes = memory_plan(cfg, hf, world)
+    if plan.problems:
+        raise ValueError("\n".join(plan.problems))
     if said := memory.too_large(plan, gpu_bytes):
         log.log.warning("%s", said)
     return memory.Residency(plan, world.device)
@@ -316,9 +333,14 @@ def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, i
     """Of this rank, and the bytes of its GPU; 0 where there is none."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
-    layout = layout_of(cfg.train, world.size, world.rank)
-    others = beside(judges_of(cfg)) if cuda else memory.NOBODY
-    plan = memory.make(cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda, beside=others)
+    others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
+    if not world.trains:
+        plan = memory.make_sampler(cfg, hf, world.rank, gpu_bytes=gpu_bytes, beside=others)
+        return plan, gpu_bytes
+    layout = layout_of(cfg.train, world.train_ranks, world.rank)
+    plan = memory.make(
+        cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda, beside=others, has_engine=world.samples
+    )
     return plan, gpu_bytes
 
 
@@ -567,15 +589,25 @@ def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChan
     if cfg.rollout.engine == "sglang" and cuda:
         transport = "cuda_ipc"
     size = cfg.sync.ranks_per_site or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    way = rules.route(cfg)
+    if cfg.sync.route == "auto" and way != "gather":
+        announce("weights", f"{way}, ranks that train are not those that sample")
     return make_channel(
-        cfg.sync.route,
+        way,
         transport=transport,
         tp=cfg.rollout.tp,
         max_bytes=cfg.sync.bucket_mb * 2**20,
         sites=[range(i, min(i + size, world.size)) for i in range(0, world.size, size)],
-        peers=Peers(timeout_s=cfg.cluster.timeout_s),
+        peers=make_peers(cfg, world),
         device=world.device,
     )
+
+
+def make_peers(cfg: Config, world: World) -> Peers:
+    """All ranks, whatever default group each is in."""
+    if world.everyone is None:
+        return Peers(timeout_s=cfg.cluster.timeout_s)
+    return Peers(world.rank, world.size, world.store, timeout_s=cfg.cluster.timeout_s)
 
 
 def make_elastic(
@@ -606,14 +638,15 @@ def make_elastic(
 def make_controller(
     cfg: Config, world_size: int, stop: Stop, elastic: Elastic | None = None
 ) -> Controller:
-    """The controller of one round, which `stop` ends.
+    """The controller of one round, which `stop` ends, over the engines of all ranks or of the last
+    --cluster.rollout_ranks.
 
     Everything goes out at once and what has no room waits in the engines. If the controller filled
     replicas as they get free, the clock would decide which requests are decoded side by side, the
     log-probs would differ in their last bits, and a resumed run would not be the same bit by bit.
     """
-    tp = cfg.rollout.tp
-    leaders = range(0, world_size, tp)
+    tp, apart = cfg.rollout.tp, cfg.cluster.rollout_ranks
+    leaders = range(world_size - apart if apart else 0, world_size, tp)
     return Controller(
         ranks=leaders,
         all_ranks=range(world_size),

@@ -1,5 +1,6 @@
 """`--dry-run`: what would run, without running it. One process, whatever the world size."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -25,12 +26,14 @@ def show(cfg: Config) -> int:
 
     # recipes/common.sh tells the size of the real run
     per_node, world = int(os.environ.get("GPUS_PER_NODE", 1)), world_size()
+    apart = cfg.cluster.rollout_ranks
+    train_ranks = max(world - apart, 1)
     problems = rules.broken(cfg)
     notes = [] if problems else [f"note         {line}" for line in rules.warnings(cfg)]
     problems += rules.of_world(cfg, world, per_node)
     layout = hf = None
     try:
-        layout = layout_of(cfg.train, world, 0)
+        layout = layout_of(cfg.train, train_ranks, 0)
     except ValueError as e:
         problems.append(str(e))
     try:
@@ -55,24 +58,33 @@ def show(cfg: Config) -> int:
         tp = cfg.rollout.tp
         print(
             f"world        {world} ranks: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x "
-            f"dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}; {_count(world // tp, 'engine')} "
-            f"({cfg.rollout.engine}) of {_count(tp, 'rank')}"
+            f"dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}"
+            + (f" on the first {train_ranks}" if apart else "")
+            + f"; {_count((apart or world) // tp, 'engine')} ({cfg.rollout.engine}) of "
+            + _count(tp, "rank")
             + (", or another size after some steps" if rules.changes_size(cfg) else "")
         )
     for line in notes:
         print(line)
     if hf is not None and not problems:
         gpu_bytes = gpu_gb(cfg) * memory.GB
-        plan = memory.worst_of(
-            cfg, hf, world, gpu_bytes=gpu_bytes or GPU_GB * memory.GB, beside=beside
-        )
-        print("\n".join(memory.table(plan, world, per_node)))
-        problems += plan.problems if gpu_bytes else ()
-        if said := memory.too_large(plan, gpu_bytes):
-            problems.append(said)
-        elif gpu_bytes:
-            print(f"  fits {gpu_bytes / memory.GB:g} GB: {plan.worst.replace('_', '-')} takes most")
-    if hf is not None and not problems:
+        most = gpu_bytes or GPU_GB * memory.GB
+        if apart:
+            cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload=False))
+            alone = memory.worst_of(cfg, hf, train_ranks, gpu_bytes=most, has_engine=False)
+            sampler = memory.make_sampler(cfg, hf, train_ranks, gpu_bytes=most, beside=beside)
+            plans = [alone, sampler]
+        else:
+            plans = [memory.worst_of(cfg, hf, world, gpu_bytes=most, beside=beside)]
+        for plan in plans:
+            print("\n".join(memory.table(plan, world, per_node)))
+            problems += plan.problems if gpu_bytes else ()
+            if said := memory.too_large(plan, gpu_bytes):
+                problems.append(said)
+            elif gpu_bytes:
+                where = plan.worst.replace("_", "-")
+                print(f"  fits {gpu_bytes / memory.GB:g} GB: {where} takes most")
+    if hf is not None and not problems and not apart:
         print(expected(cfg, hf, world))
     for line in problems:
         print(f"cannot run: {line}", file=sys.stderr)

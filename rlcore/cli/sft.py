@@ -70,7 +70,7 @@ def run(cfg: SFTConfig) -> int:
         accuracy = warm_start(cfg, settings, start, here)
     except (ValueError, RuntimeError, OSError) as e:
         return failed(settings, here, e, 1)
-    world.leave()  # past it nobody reads the start folder
+    world.leave(here)  # past it nobody reads the start folder
     if here.rank == 0:
         shutil.rmtree(start)
         if accuracy < cfg.target:

@@ -61,7 +61,12 @@ def _run(cfg: "Config") -> int:
     from rlcore.trainer import stream_loop, sync_loop
     from rlcore.utils import collective
 
-    here = world.join(cfg.cluster.timeout_s)
+    try:
+        here = world.join(cfg.cluster.timeout_s, cfg.cluster.rollout_ranks)
+    except ValueError as e:  # every rank finds it
+        if os.environ.get("RANK", "0") == "0":
+            print(e, file=sys.stderr)
+        return 2
     try:
         assemble.open_folder(cfg, here)
         built = assemble.assemble(cfg, here)
@@ -72,12 +77,13 @@ def _run(cfg: "Config") -> int:
     try:
         loops = {"sync": sync_loop, "stream": stream_loop}
         sync_loop.train(built, loops[cfg.select.mode].one_step)
-        collective.barrier()  # an engine over several ranks is in use until its first has done
+        # an engine over several ranks is in use until its first has done
+        collective.barrier(here.everyone)
     except (ValueError, RuntimeError, OSError) as e:  # a TimeoutError is an OSError
         return failed(cfg, here, e, 1)
     finally:
         built.close()
-    world.leave()
+    world.leave(here)
     return 0
 
 

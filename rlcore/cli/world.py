@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlcore.config import rules
 from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
+from rlcore.utils import collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,24 @@ class World:
     device: torch.device
     store: Any
     """torchrun's key-value store under a prefix of this start; None in a world of one."""
+    rollout_ranks: int = 0
+    """The last so many ranks sample and the others train; 0: all do both."""
+    everyone: dist.ProcessGroup | None = None
+    """Of all ranks, where the default group is that of this rank's role."""
+
+    @property
+    def train_ranks(self) -> int:
+        """The first so many ranks train. So they are numbered alike in the world and among
+        themselves, as Megatron numbers them."""
+        return self.size - self.rollout_ranks
+
+    @property
+    def trains(self) -> bool:
+        return self.rank < self.train_ranks
+
+    @property
+    def samples(self) -> bool:
+        return not self.rollout_ranks or not self.trains
 
     def fails_first(self) -> bool:
         """True for the first rank that asks."""
@@ -32,9 +52,10 @@ class World:
             return False
 
 
-def join(timeout_s: float) -> World:
-    """Make the default process group (NCCL and gloo with GPUs, gloo without). Without torchrun a
-    world of one."""
+def join(timeout_s: float, rollout_ranks: int = 0) -> World:
+    """Make the default process group (NCCL and gloo with GPUs, gloo without): of all ranks, or,
+    where the last `rollout_ranks` only sample, of those that train and of those that sample.
+    Without torchrun a world of one. ValueError where nobody would train."""
     has_cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
@@ -44,6 +65,8 @@ def join(timeout_s: float) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
+    if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):
+        raise ValueError(found)
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -53,14 +76,21 @@ def join(timeout_s: float) -> World:
     store.set_timeout(timeout)
     # a restarted gang must not read the addresses of the one that died
     start = "/".join(os.environ.get(f"TORCHELASTIC_{k}", "0") for k in ("RUN_ID", "RESTART_COUNT"))
+    first, count, everyone = 0, size, None  # of the ranks of this one's role
+    if rollout_ranks:
+        split = size - rollout_ranks
+        first, count = (0, split) if rank < split else (split, rollout_ranks)
+        meeting = dist.PrefixStore(f"{start}/everyone", store)
+        everyone = collective.everyone(meeting, rank, size, timeout_s)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"{start}/groups", store),
-        rank=rank,
-        world_size=size,
+        store=dist.PrefixStore(f"{start}/groups{first}", store),
+        rank=rank - first,
+        world_size=count,
         timeout=timeout,
     )
-    return World(rank, size, local_rank, device, dist.PrefixStore(f"{start}/hub", store))
+    hub = dist.PrefixStore(f"{start}/hub", store)
+    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone)
 
 
 def make_hub(world: World, interface: str) -> Hub:
@@ -72,8 +102,8 @@ def make_hub(world: World, interface: str) -> Hub:
     return ZmqHub(world.rank, world.size, world.store, host)
 
 
-def leave() -> None:
+def leave(world: World) -> None:
     """Wait for the others, then close the process group: without it a run may abort at exit."""
     if dist.is_initialized():
-        dist.barrier()
+        collective.barrier(world.everyone)
         dist.destroy_process_group()

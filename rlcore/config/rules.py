@@ -68,6 +68,7 @@ NOT_NEGATIVE = (
     "draft.growth",
     "draft.max_match",
     "sync.ranks_per_site",
+    "cluster.rollout_ranks",
 )
 
 
@@ -85,6 +86,7 @@ def broken(cfg: Config) -> list[str]:
         *_rollout(cfg),
         *_draft(cfg),
         *_train(cfg),
+        *_roles(cfg),
     ]
 
 
@@ -98,12 +100,38 @@ def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
                 f"--{key} {tp}: must divide the {world_size} ranks and the {ranks_per_node} of a "
                 "node, since the ranks of an engine are neighbours on one node; take a smaller one"
             )
+    if problem := of_roles(cfg.cluster.rollout_ranks, world_size):
+        return [problem]
+    apart, tp = cfg.cluster.rollout_ranks, cfg.rollout.tp
+    if apart and (apart % tp or (world_size - apart) % tp):
+        out.append(
+            f"--rollout.tp {tp}: must divide the {apart} rollout ranks and the "
+            f"{world_size - apart} train ranks before them, since an engine begins at a multiple "
+            "of its size; take a divisor of both"
+        )
     if site and world_size % site:
         out.append(
             f"--sync.ranks_per_site {site}: must divide the {world_size} ranks; take a divisor, or "
             "0 for the ranks of a node"
         )
     return out
+
+
+def of_roles(rollout_ranks: int, world_size: int) -> str:
+    """One sentence where nobody would be left to train; "" where somebody is."""
+    if not rollout_ranks or rollout_ranks < world_size:
+        return ""
+    return (
+        f"--cluster.rollout_ranks {rollout_ranks}: leaves nobody of {world_size} ranks to train; "
+        f"start more, or take at most {world_size - 1}, or 0 where every rank does both"
+    )
+
+
+def route(cfg: Config) -> str:
+    """The way of the weights that --sync.route stands for."""
+    if cfg.sync.route != "auto":
+        return cfg.sync.route
+    return "two_stage" if cfg.cluster.rollout_ranks else "gather"
 
 
 def warnings(cfg: Config) -> list[str]:
@@ -146,9 +174,14 @@ def warnings(cfg: Config) -> list[str]:
                 out.append(
                     f"--{name}.{key} {value:g}: has no effect without --{name}.adaptive_timeout"
                 )
-    if cfg.sync.ranks_per_site and cfg.sync.route == "gather":
+    if cfg.sync.ranks_per_site and route(cfg) == "gather":
         out.append(
             f"--sync.ranks_per_site {cfg.sync.ranks_per_site}: has no effect with sync.route gather"
+        )
+    if cfg.train.offload and cfg.cluster.rollout_ranks:
+        out.append(
+            "--train.offload: has no effect with cluster.rollout_ranks, engine and learner are on "
+            "devices of their own"
         )
     if r.fp32_lm_head and (cfg.model.dtype if r.dtype == "auto" else r.dtype) != "bfloat16":
         out.append("--rollout.fp32_lm_head: has no effect, the engine computes in full precision")
@@ -507,6 +540,29 @@ def _sizes(cfg: Config) -> list[str]:
         )
     if r.adaptive_tp and 0 < r.max_tp < r.tp:
         out.append(f"--rollout.max_tp {r.max_tp}: must be at least rollout.tp {r.tp}")
+    return out
+
+
+def _roles(cfg: Config) -> list[str]:
+    """What ranks that only sample rule out."""
+    if not cfg.cluster.rollout_ranks:
+        return []
+    key, out = f"--cluster.rollout_ranks {cfg.cluster.rollout_ranks}", []
+    if cfg.select.mode == "stream":
+        out.append(
+            f"{key}: --mode stream has ranks that sample train before the round is over, and these "
+            "never train; take --mode sync"
+        )
+    if cfg.sync.route == "gather":
+        out.append(
+            "--sync.route gather: reaches only ranks that train, and cluster.rollout_ranks sample; "
+            "take two_stage, or auto"
+        )
+    if changes_size(cfg):
+        out.append(
+            f"{key}: engines of a changing size share their ranks with the learner; leave out "
+            "rollout.adaptive_tp and debug.rollout_tp"
+        )
     return out
 
 

@@ -341,10 +341,11 @@ class CheckpointConfig:
 
 @Section
 class SyncConfig:
-    route: Literal["gather", "intranode", "two_stage"] = "gather"
+    route: Literal["auto", "gather", "intranode", "two_stage"] = "auto"
     """How weights travel between ranks. `gather`: every rank gathers every tensor. `intranode`:
     owners broadcast their shards inside their node. `two_stage`: one copy enters every site, then
-    it is broadcast inside; while all ranks sample, that is the same."""
+    it is broadcast inside; the same mechanism. `auto`: gather where every rank trains and samples,
+    two_stage where cluster.rollout_ranks only sample, which gather cannot reach."""
     bucket_mb: int = 256
     """Size of a bucket in MiB: the unit of a push, and what it holds at a time."""
     ranks_per_site: int = 0
@@ -353,6 +354,8 @@ class SyncConfig:
 
 @Section
 class ClusterConfig:
+    rollout_ranks: int = 0
+    """The last so many ranks sample and the others train. 0: every rank does both, in turn."""
     gpu_gb: float | None = None
     """Memory of a GPU in GB (10^9 bytes) that `--dry-run` holds the plan against. None takes that
     of the GPU here, or 80 where there is none; 0: not checked."""

@@ -4,7 +4,7 @@ to the controller. Tokens stay here until `route` sends them to the rank that tr
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -21,6 +21,8 @@ from rlcore.records import (
     Fail,
     Finished,
     Group,
+    GroupId,
+    Meet,
     Partial,
     Prompt,
     Ready,
@@ -74,6 +76,30 @@ class Scorer(Protocol):
     def cancel(self, ids: Collection[RequestId]) -> None: ...
 
     def learn(self, anchors: Mapping[str, float]) -> None: ...
+
+
+class Learns(Protocol):
+    def learn(self, anchors: Mapping[str, float]) -> None: ...
+
+
+class NoScorer:
+    """Of a rank that only trains; the deadlines that adapt are in the checkpoint of rank 0."""
+
+    def __init__(self, deadlines: Learns | None = None) -> None:
+        self.num_pending, self.room, self._deadlines = 0, 0, deadlines
+
+    def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None:
+        raise AssertionError(f"{id} was sampled on a rank without an engine")
+
+    def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:
+        return []
+
+    def cancel(self, ids: Collection[RequestId]) -> None:
+        """There is none."""
+
+    def learn(self, anchors: Mapping[str, float]) -> None:
+        if self._deadlines is not None:
+            self._deadlines.learn(anchors)
 
 
 class Streamer(Protocol):
@@ -183,6 +209,31 @@ class Agent:
                     f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} has "
                     "heard nothing from the controller on rank 0 in phase rollout"
                 )
+
+    def wait_for_call(self) -> None:
+        """Between rounds, on a rank that only samples: until rank 0 says Meet. It says Alive as it
+        goes from one part of the training to the next; TimeoutError where it says nothing."""
+        heard = time.monotonic()
+        while True:
+            command = self._hub.receive("agent", AnyCommand, POLL_S)
+            if isinstance(command, Meet):
+                return
+            if isinstance(command, Fail):
+                raise RuntimeError(command.reason)
+            if command is not None:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > self._timeout_s:
+                raise TimeoutError(
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} waits "
+                    "for the train ranks to end their step and has heard nothing from rank 0"
+                )
+
+    def read(self, prompts: Mapping[GroupId, Prompt], samples: Iterable[Sample]) -> None:
+        """Samples that others made, as if they were of this rank."""
+        self.prompts.update(prompts)
+        for sample in samples:
+            self.samples[sample.id] = sample
+            self.texts[sample.id] = self._decode(sample.tokens.tolist())
 
     def _enter(self) -> None:
         """Tell the controller that this rank is there; its engine may have died before."""

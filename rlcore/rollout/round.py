@@ -3,14 +3,17 @@ rank."""
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rlcore.records import (
+    Alive,
     AnyEvent,
     Down,
     EndRound,
     Fail,
+    GroupId,
     Histories,
+    Meet,
     Sample,
     Submit,
     Work,
@@ -28,6 +31,7 @@ from rlcore.sched.stop import All
 from rlcore.utils.log import log
 
 TICK_S = 0.25
+ALIVE_S = 5.0
 JOIN_S = 10.0
 
 
@@ -43,10 +47,14 @@ class Rollout:
         make_controller: Callable[[Stop, Elastic | None], Controller],
         timeout_s: float,
         on_progress: Callable[[int, int], None] | None = None,
+        samplers: Sequence[int] = (),
     ) -> None:
+        """`samplers`: the ranks that only sample."""
         self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
+        self._samplers, self._told_alive = samplers, 0.0
         self.make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
+        self._controller: Controller | None = None
         self.rounds: Rounds | None = None
         """Log of the rounds that have a stop, on rank 0."""
         self.library: Library | None = None
@@ -61,10 +69,11 @@ class Rollout:
             return self.agent.run_round()
         self._round += 1
         gone = threading.Event()
+        self._controller = self.make_controller(stop or All(), elastic)
         thread = threading.Thread(
             target=_control,
             args=(
-                self.make_controller(stop or All(), elastic),
+                self._controller,
                 self._hub,
                 work,
                 self._round,
@@ -129,6 +138,26 @@ class Rollout:
             owing.discard(got.rank)
             mine += got.histories
         self.library.add(mine)
+
+    def alive(self) -> None:
+        """Ranks that only sample learn that rank 0 goes on; called often, it says so rarely."""
+        now = time.monotonic()
+        if self._hub.rank == 0 and now - self._told_alive > ALIVE_S:
+            self._told_alive = now
+            for rank in self._samplers:
+                self._hub.send(rank, "agent", Alive(rank=rank))
+
+    def call(self) -> None:
+        """Ranks that only sample are to come to the push."""
+        if self._hub.rank == 0:
+            for rank in self._samplers:
+                self._hub.send(rank, "agent", Meet(rank=rank))
+
+    def read(self, groups: Collection[GroupId], samples: Iterable[Sample]) -> None:
+        """Have the agent of rank 0 know these samples of the last round as if they were its own."""
+        assert self._controller is not None
+        started = self._controller.groups
+        self.agent.read({g: started[g].work.prompt for g in groups}, samples)
 
 
 def _control(

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 
 from rlcore import algos
+from rlcore.config import rules
 from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
@@ -236,7 +237,7 @@ def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
 def push_bytes(cfg: Config, hf: HFConfig) -> int:
     """Of a push, beside the weights of both; an estimate."""
     bucket = bucket_bytes(cfg, hf)
-    if cfg.sync.route == "gather":  # the parts, what is made of them, and the bucket
+    if rules.route(cfg) == "gather":  # the parts, what is made of them, and the bucket
         return 2 * max(bucket, BUNDLE_BYTES) + bucket
     return 2 * bucket
 
@@ -252,9 +253,11 @@ def make(
     gpu_bytes: float,
     cuda: bool = True,
     beside: Beside = NOBODY,
+    has_engine: bool = True,
 ) -> Plan:
     """The plan of `layout.rank`. `gpu_bytes` is the memory of a GPU, 0 where it does not matter;
-    without `cuda` it is that of a run on the CPU, whose learner stays in part.
+    without `cuda` it is that of a run on the CPU, whose learner stays in part; without an engine it
+    is that of a rank that only trains.
 
     `problems` says what cannot work whatever the size of the GPU is.
     """
@@ -282,10 +285,13 @@ def make(
     grows = cfg.rollout.engine == "torch"  # SGLang takes it all when it wakes
     cache = Item("KV cache", cache_bytes(cfg, hf, gpu_bytes), comes_later=grows)
     weights = Item("engine weights", engine_weight_bytes(cfg, hf))
-    context = [Item("contexts", TRAINER_CONTEXT + ENGINE_CONTEXT, True)] if cuda else []
+    contexts = TRAINER_CONTEXT + (ENGINE_CONTEXT if has_engine else 0)
+    context = [Item("contexts", contexts, True)] if cuda else []
     context = [*beside.always, *context]
 
     def engine(*items: Item) -> list[Item]:
+        if not has_engine:
+            return []
         return [weights, cache] if not train.offload else list(items)
 
     def later(part: str, num_bytes: int) -> list[Item]:
@@ -305,7 +311,7 @@ def make(
         "generate": [
             *learners(()),
             *engine(weights, cache),
-            *later("engine's work", engine_work_bytes(cfg, hf)),
+            *later("engine's work", engine_work_bytes(cfg, hf) if has_engine else 0),
             *beside.generate,
         ],
         "hand_over": [*learners(PARTS), *engine()],
@@ -327,7 +333,7 @@ def make(
             for name, items in phases.items()
         },
         host=(*_host(cfg, hf, states, cuda), *beside.host),
-        problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)),
+        problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)) if has_engine else (),
     )
 
 
@@ -361,14 +367,42 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
     return out
 
 
-def worst_of(
-    cfg: Config, hf: HFConfig, world_size: int, *, gpu_bytes: float, beside: Beside = NOBODY
+def make_sampler(
+    cfg: Config, hf: HFConfig, rank: int, *, gpu_bytes: float, beside: Beside = NOBODY
 ) -> Plan:
-    """The plan of the rank that takes most; ranks differ by their pipeline stage alone."""
+    """The plan of a rank that only samples."""
+    cache = cache_bytes(cfg, hf, gpu_bytes)
+    work = Item("engine's work", engine_work_bytes(cfg, hf), True, True)
+    weights, held = Item("engine weights", engine_weight_bytes(cfg, hf)), Item("KV cache", cache)
+    always = (weights, held, *beside.always, Item("contexts", ENGINE_CONTEXT, True))
+    buckets = Item("buckets", push_bytes(cfg, hf), True, True)
+    phases = {"generate": (*always, work, *beside.generate), "push": (*always, buckets)}
+    return Plan(
+        rank=rank,
+        phases=phases,
+        learner=dict.fromkeys(phases, 0),
+        host=(Item("bucket", bucket_bytes(cfg, hf)), *beside.host),
+        problems=tuple(_problems(cfg, hf, cache, gpu_bytes)),
+    )
+
+
+def worst_of(
+    cfg: Config,
+    hf: HFConfig,
+    world_size: int,
+    *,
+    gpu_bytes: float,
+    beside: Beside = NOBODY,
+    has_engine: bool = True,
+) -> Plan:
+    """The plan of the train rank that takes most; they differ by their pipeline stage alone."""
     first = layout_of(cfg.train, world_size, 0)
     stage = world_size // first.pp
     ranks = [layout_of(cfg.train, world_size, p * stage) for p in range(first.pp)]
-    plans = [make(cfg, hf, layout, gpu_bytes=gpu_bytes, beside=beside) for layout in ranks]
+    plans = [
+        make(cfg, hf, layout, gpu_bytes=gpu_bytes, beside=beside, has_engine=has_engine)
+        for layout in ranks
+    ]
     return max(plans, key=lambda plan: plan.total(plan.worst))
 
 
@@ -377,7 +411,7 @@ def worst_of(
 
 def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
     """The plan for people: GB of every part in every phase."""
-    order = [i.part for name in ("hand_over", *plan.phases) for i in plan.phases[name]]
+    order = [i.part for name in ("hand_over", *plan.phases) for i in plan.phases.get(name, ())]
     parts = list(dict.fromkeys([p for p in order if p != "contexts"] + order))
     guessed = {i.part for items in plan.phases.values() for i in items if i.is_estimate}
 
@@ -411,7 +445,8 @@ def too_large(plan: Plan, gpu_bytes: float) -> str:
     largest = sorted(plan.phases[phase], key=lambda item: -item.num_bytes)[:3]
     named = ", ".join(f"{item.part} {_gb(item.num_bytes)}" for item in largest)
     hints = dict.fromkeys(_remedy(item.part) for item in largest)
-    if plan.learner["generate"]:  # nobody leaves
+    shared = any(item.part == "engine weights" for item in plan.phases["generate"])
+    if shared and plan.learner["generate"]:  # nobody leaves
         hints = {"turn train.offload on": None} | hints
     return (
         f"--cluster.gpu_gb {gpu_bytes / GB:g}: phase {phase} takes {_gb(plan.total(phase))} GB on "

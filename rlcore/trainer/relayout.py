@@ -43,7 +43,7 @@ class Relayout:
 def note(run: Run, kind: str, stats: Mapping[str, float]) -> None:
     """A round of training is over: what the policy learns from it. Collective; kind and stats are
     rank 0's to know."""
-    (used,) = collective.reduce_floats([run.rollout.agent.cache_used], "max")
+    (used,) = collective.reduce_floats([run.rollout.agent.cache_used], "max", run.everyone)
     if run.rank == 0:
         run.pending["sched/cache_used"] = used
     if run.relayout is None or run.relayout.policy is None:

@@ -107,7 +107,7 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
-    """Some samples of the step for people to read: those whose responses rank 0 holds."""
+    """Some samples of the step for people to read: those whose responses rank 0 has read."""
     if run.writer is None or run.cfg.log.rollouts == 0:
         return
     agent, rows = run.rollout.agent, []
@@ -115,7 +115,8 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
     room = sys.maxsize if room < 0 else room
     for g in groups:
         for k, (ref, score, error) in enumerate(zip(g.refs, g.scores, g.errors, strict=True)):
-            if ref.owner != run.rank or (limit > 0 and k > 0) or 0 < limit <= len(rows):
+            read = ref.id in agent.texts
+            if not read or (limit > 0 and k > 0) or 0 < limit <= len(rows):
                 continue
             prompt = agent.prompts[g.id]
             row = {

@@ -41,7 +41,7 @@ def choose(run: Run) -> Path | None:
             found = str(newest(run.folder) or "")
         elif wanted != "fresh":
             found = wanted
-    found = collective.broadcast_text(found)
+    found = collective.broadcast_text(found, run.everyone)
     if found:
         read_step(Path(found))
     return Path(found) if found else None
@@ -60,8 +60,10 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the step just done. Collective. A full disk is one sentence, and the
-    checkpoints that exist stay."""
+    """Write a checkpoint of the step just done. Collective over the train ranks; the others have
+    nothing to keep. A full disk is one sentence, and the checkpoints that exist stay."""
+    if run.learner is None:
+        return
     final = folder_of(run.folder) / f"step_{run.step:06d}"
     aside = final.with_suffix(".partial")
     error = ""
@@ -132,13 +134,17 @@ def read_step(path: Path) -> int:
 
 
 def load(run: Run, path: Path) -> None:
-    """Restore everything. Collective."""
+    """Restore everything. Collective over the train ranks; a rank that only samples takes the
+    step."""
     state = json.loads((path / "state.json").read_text())
     if state["format"] != FORMAT:
         raise ValueError(
             f"--run.resume {path}: is of format {state['format']}, this version reads {FORMAT}; "
             "go on with the version that wrote it, or start anew with --run.resume fresh"
         )
+    run.step = state["step"]
+    if run.learner is None:
+        return
     run.learner.load(path / "learner")
     if run.critic is not None:
         if not (path / "critic").is_dir():
@@ -148,7 +154,6 @@ def load(run: Run, path: Path) -> None:
             )
         run.critic.load(path / "critic")
     run.kl.restore(state["kl"])
-    run.step = state["step"]
     if run.deadlines is not None and state.get("deadlines"):
         run.deadlines.restore(state["deadlines"])
     if run.source is not None and run.sampler is not None:
@@ -189,6 +194,8 @@ def set_later_aside(run: Run) -> None:
 def export_hf(run: Run) -> None:
     """Write the weights as a Hugging Face folder, `<run>/hf`. Collective. RuntimeError on every
     rank in one sentence where it cannot be written; the checkpoints hold the same weights."""
+    if run.learner is None:
+        return
     target, error = run.folder / "hf", ""
     try:
         save_folder(

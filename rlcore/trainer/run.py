@@ -6,6 +6,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch.distributed import ProcessGroup
+
 from rlcore.algos.kl import AdaptiveController
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
@@ -34,7 +36,7 @@ class Sampler(Protocol):
 @dataclass(kw_only=True)
 class Run:
     """One rank of one run. `source`, `elastic`, `sampler`, `eval_sets`, `writer`, `screen` are rank
-    0's alone."""
+    0's alone, which always trains."""
 
     cfg: Config
     hf: HFConfig
@@ -45,14 +47,20 @@ class Run:
     replicas: Sequence[Sequence[int]]
     """Global ranks of every data-parallel rank's model replica."""
     dp_rank: int
+    """-1 on a rank that only samples."""
     algo: ModuleType
-    learner: Learner
+    learner: Learner | None
+    """None on a rank that only samples."""
     engine: Engine | None
-    """This rank's engine, or its part of one over `engine_ranks`."""
+    """This rank's engine, or its part of one over `engine_ranks`; None on a rank that only
+    trains."""
     channel: WeightChannel
     rollout: Rollout
     sampling: Sampling
     spans: Spans
+    everyone: ProcessGroup | None = None
+    """Of all ranks, where the default group is that of the ranks that train, or of those that
+    sample."""
     critic: Learner | None = None
     """The value model, where the advantages need one."""
     kl: AdaptiveController = field(default_factory=lambda: AdaptiveController(0.0, 1))
@@ -84,7 +92,12 @@ class Run:
     @property
     def learners(self) -> list[Learner]:
         """Every model in training."""
-        return [self.learner] if self.critic is None else [self.learner, self.critic]
+        return [model for model in (self.learner, self.critic) if model is not None]
+
+    @property
+    def trains(self) -> bool:
+        """This rank has a learner; else it only samples."""
+        return self.learner is not None
 
     @property
     def trains_actor(self) -> bool:

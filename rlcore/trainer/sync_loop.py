@@ -1,15 +1,17 @@
 """The synchronous loop: rollout, reward, log-probs, update, sync. Strictly on-policy.
 
-Every rank runs this program; lines marked C are collective over the train ranks. The phases have
-the papers' names, and the metrics `timing_s/<phase>` are their seconds.
+Every rank runs this program; lines marked C are collective over the train ranks, W over all. The
+phases have the papers' names, and the metrics `timing_s/<phase>` are their seconds. With
+--cluster.rollout_ranks some ranks have an engine and no learner and the others a learner and no
+engine: each leaves out what it has nothing for, the steps are the same.
 """
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlcore.config import rules
-from rlcore.records import EndRound, Group
+from rlcore.records import EndRound, Group, RequestId, Sample
 from rlcore.rollout.replica import COUNTS
 from rlcore.trainer import credit, evaluate, learn, phases, plan, relayout, report, resume
 from rlcore.trainer.run import Run
@@ -62,10 +64,13 @@ def one_step(run: Run) -> None:
     with spans.phase("route"):
         todo = plan_of(run, groups, len(run.replicas))
         samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
-        batches = phases.batches(run, todo, samples)
+        batches = phases.batches(run, todo, samples) if run.trains else []
+        show_samples(run, groups, samples)
         learn_histories(run)
-    phases.engine_sleeps(run)
-    learn.all_models(run, todo, batches, baselines)
+    if run.trains:
+        phases.engine_sleeps(run)
+        learn.all_models(run, todo, batches, baselines)
+    meet(run)
     relayout.before_push(run)  # C
     with spans.phase("sync"):
         push_weights(run, run.step)
@@ -106,12 +111,30 @@ def next_groups(run: Run) -> EndRound:
     return end
 
 
+def show_samples(run: Run, groups: Sequence[Group], samples: Mapping[RequestId, Sample]) -> None:
+    """Rank 0 shows people what it sampled; where it does not sample, what it trains."""
+    if run.rank == 0 and run.engine is None:
+        run.rollout.read([g.id for g in groups], samples.values())
+
+
+def meet(run: Run) -> None:
+    """Before a push: ranks that only sample wait until the others have trained, however long that
+    takes, as long as rank 0 is heard of."""
+    if run.everyone is None:
+        return
+    if run.trains:
+        run.rollout.call()
+        return
+    with run.spans.phase("wait"):
+        run.rollout.agent.wait_for_call()
+
+
 def push_weights(run: Run, version: int) -> None:
     """The learner's weights to every engine. Their version is the number of steps behind them."""
     run.version = version
     phases.engine_revives(run)
     phases.engine_takes_weights(run)
-    moved = run.channel.push(run.learner, run.engine, version)  # C
+    moved = run.channel.push(run.learner, run.engine, version)  # W
     run.pending |= {f"sync/{name}": value for name, value in moved.items()}
     phases.engine_wakes(run)
 
@@ -126,7 +149,7 @@ def rollout_metrics(
 ) -> None:
     """Everything that is known of the samples of this step and of the engines. Collective."""
     counts = run.rollout.agent.counts
-    sums = collective.reduce_floats(list(counts.values()))  # C
+    sums = collective.reduce_floats(list(counts.values()), group=run.everyone)  # W
     if run.rank == 0:
         run.pending |= report.of_groups(run, groups, todo) | stats
         totals = dict(zip(counts, sums, strict=True))

@@ -1,67 +1,89 @@
-"""Small collectives over the default process group; on a world of one they return at once."""
+"""Small collectives over the default process group, which is that of the ranks of one role, or over
+a group that is given, such as that of all ranks (`everyone`); on a world of one they return at
+once."""
 
 import statistics
 import time
 import zlib
+from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 Op = Literal["sum", "max", "min"]
+Group = dist.ProcessGroup | None
+"""None is the default group."""
 
 
-def is_alone() -> bool:
+def everyone(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+    """A group of all ranks beside default groups that have some of them, on the host. Collective.
+
+    Args:
+        store: the launcher's, under a prefix of its own.
+        timeout_s: of every wait in it.
+    """
+    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+
+
+def is_alone(group: Group = None) -> bool:
     """No other rank to talk to."""
+    if group is not None:
+        return group.size() == 1
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def reduce_floats(values: list[float], op: Op = "sum") -> list[float]:
+def reduce_floats(values: list[float], op: Op = "sum", group: Group = None) -> list[float]:
     """Element-wise over all ranks, in float64, on the CPU."""
-    if is_alone() or not values:
+    if is_alone(group) or not values:
         return values
     t = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(t, op=getattr(dist.ReduceOp, op.upper()))
+    dist.all_reduce(t, op=getattr(dist.ReduceOp, op.upper()), group=group)
     return t.tolist()
 
 
-def barrier() -> None:
+def barrier(group: Group = None) -> None:
     """Wait for every rank; the process group's deadline applies."""
-    if not is_alone():
-        reduce_floats([0.0])
+    if not is_alone(group):
+        reduce_floats([0.0], group=group)
 
 
-def any_rank(flag: bool) -> bool:
+def any_rank(flag: bool, group: Group = None) -> bool:
     """Whether the flag is set anywhere."""
-    return reduce_floats([float(flag)], "max")[0] > 0
+    return reduce_floats([float(flag)], "max", group)[0] > 0
 
 
-def clock_offset(rounds: int = 9) -> float:
-    """Seconds that this machine's clock (`time.time`) is behind rank 0's, 0 on rank 0's machine:
-    the median over some barriers, which all ranks leave at about the same moment. Collective."""
-    if is_alone():
+def clock_offset(rounds: int = 9, group: Group = None) -> float:
+    """Seconds that this machine's clock (`time.time`) is behind the first rank's, 0 on that one's
+    machine: the median over some barriers, which all ranks leave at about the same moment.
+    Collective."""
+    if is_alone(group):
         return 0.0
-    rank = dist.get_rank()
+    first = _rank(group) == 0
     here = float(zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes()))
-    same = here == reduce_floats([here if rank == 0 else 0.0])[0]
+    same = here == reduce_floats([here if first else 0.0], group=group)[0]
     behind = []
     for _ in range(rounds):
-        barrier()
+        barrier(group)
         now = time.time()
-        behind.append(reduce_floats([now if rank == 0 else 0.0])[0] - now)
+        behind.append(reduce_floats([now if first else 0.0], group=group)[0] - now)
     return 0.0 if same else statistics.median(behind)
 
 
-def broadcast_text(text: str) -> str:
-    """Rank 0's text on every rank."""
-    if is_alone():
+def _rank(group: Group) -> int:
+    return dist.get_rank() if group is None else group.rank()
+
+
+def broadcast_text(text: str, group: Group = None) -> str:
+    """The first rank's text on every rank."""
+    if is_alone(group):
         return text
-    mine = dist.get_rank() == 0
+    mine = _rank(group) == 0
     data = text.encode() + b"." if mine else b""  # never empty: an empty tensor cannot be sent
-    size = int(reduce_floats([float(len(data))], "max")[0])
+    size = int(reduce_floats([float(len(data))], "max", group)[0])
     buffer = torch.zeros(size, dtype=torch.uint8)
     if mine:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
+    dist.broadcast(buffer, group=group, group_src=0)
     return bytes(buffer.tolist()).decode()[:-1]

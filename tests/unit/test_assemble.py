@@ -84,7 +84,7 @@ def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
 
     closed: list[bool] = []
     built = SimpleNamespace(close=lambda: closed.append(True))
-    monkeypatch.setattr(world, "join", lambda timeout_s: ALONE)
+    monkeypatch.setattr(world, "join", lambda *given: ALONE)
     monkeypatch.setattr(assemble, "assemble", lambda cfg, here: built)
     monkeypatch.setattr(sync_loop, "train", refuse)
     assert train.run(config(tmp_path)) == 1

@@ -69,6 +69,7 @@ def run_of(sizes: Relayout | None, *, offload: bool = False, engine: Any = None)
         rollout=SimpleNamespace(agent=SimpleNamespace(cache_used=0.0)),
         rank=0,
         world_size=1,
+        everyone=None,
         step=1,
         engine_ranks=(0,),
         pending={},

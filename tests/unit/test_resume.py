@@ -32,6 +32,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
         folder=folder,
         rank=0,
         step=0,
+        everyone=None,
         learner=SimpleNamespace(load=lambda path: None),
         critic=None,
         relayout=None,
