@@ -15,7 +15,7 @@ from rlcore.sandbox import judge
 from rlcore.sandbox.walls import Walls
 
 _GRACE_S = 5.0
-_LOOK_S = 0.1
+_LOOK_S, _KILLED_S = 0.1, 0.01
 _REPORT_BYTES = 4096
 _READ_BYTES = 1 << 16
 _SCRIPT, _JUDGE = 1, 2
@@ -206,7 +206,7 @@ class Sandbox:
                     given_up = min(given_up, now + _GRACE_S)
                 if now > given_up:
                     raise self._broken(f"does not end a program within {_GRACE_S:g} s")
-                wait = min(max(0.0, deadline() - now), _LOOK_S)
+                wait = min(max(_KILLED_S, deadline() - now), _LOOK_S)
                 for key, _ in selector.select(wait):
                     if key.data is None:
                         self._report(runs)

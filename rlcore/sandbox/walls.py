@@ -159,6 +159,7 @@ def _environment(path: str, packages: tuple[str, ...]) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONPATH": os.pathsep.join([path, *packages]),
         "PYTHONHASHSEED": "0",
+        "MALLOC_ARENA_MAX": "1",  # one for each thread would use the address space up
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

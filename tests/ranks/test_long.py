@@ -153,13 +153,14 @@ def test_the_tiny_recipe_learns(tmp_path):
     assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.1
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_tiny_code_recipe_learns(tmp_path):
     root = Path(__file__).resolve().parents[2]
-    command = ["bash", "recipes/code_tiny.sh", "--run.dir", str(tmp_path), "--run.steps", "60"]
-    subprocess.run(command, cwd=root, check=True, env=os.environ | {"CI": "1"}, timeout=800)
+    command = ["bash", "recipes/code_tiny.sh", "--run.dir", str(tmp_path), "--eval.every", "0"]
+    command += ["--data.num_val_prompts", "1024"]  # one standard error of a difference is 0.02
+    subprocess.run(command, cwd=root, check=True, env=os.environ | {"CI": "1"}, timeout=1700)
     summary = json.loads((tmp_path / "code_tiny" / "summary.json").read_text())
-    assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.1
+    assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.06
 
 
 @pytest.mark.timeout(300)
