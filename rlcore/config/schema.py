@@ -151,7 +151,8 @@ class DraftConfig:
     window: int = 32
     """Longest draft."""
     start: int = 2
-    """A request's first drafts are this long, and those after a wrong one."""
+    """A request's first drafts are this long, and those after a wrong one; with the gate, in small
+    batches up to a quarter of the window."""
     growth: int = 2
     """They get this much longer whenever all of one was right. `start` = `window`: of fixed
     length."""

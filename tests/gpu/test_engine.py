@@ -8,16 +8,20 @@ import torch
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.hf.model import Model, Step
-from rlcore.records import Sample
+from rlcore.records import Sample, Stats
+from rlcore.rollout.histospec import history_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import push
 from tests import kit
 from tests.contracts.engine_contract import (
     HF,
     assert_tie,
+    collect,
+    ended,
     full_logits,
     requests,
     run,
+    samples,
     weights,
 )
 from tests.gpu import side
@@ -144,6 +148,20 @@ def test_a_small_cache_preempts_and_changes_no_token() -> None:
     roomy = run(engine(side.DEVICE, "float64"), todo)
     tight = run(engine(side.DEVICE, "float64", cache_tokens=400, max_running=16), todo)
     assert not parted(tight, roomy)
+
+
+def test_drafts_change_no_token() -> None:
+    """Verified in forwards of many widths, with histories that are half right."""
+    todo = requests(16, group=4)
+    plain = run(engine(side.DEVICE, "float64"), todo)
+    settings = {"gate": False, "wait": True}
+    drafting = engine(side.DEVICE, "float64", draft="history", draft_settings=settings)
+    told = [history_of(s.id, s.prompt, s.tokens[: len(s.tokens) // 2], 1.0) for s in plain.values()]
+    drafting.submit(todo)
+    drafting.remember(told)
+    events = collect(drafting, ended(len(todo)))
+    assert not parted(samples(events), plain)
+    assert sum(e.accepted_tokens for e in events if isinstance(e, Stats)) > len(todo)
 
 
 def test_bfloat16_log_probs_are_near_those_of_float64() -> None:

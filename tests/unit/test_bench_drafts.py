@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import bench_drafts as bench  # noqa: E402
-from drafts import equal, ngram, ref_sam, replay, show, workload  # noqa: E402
+from drafts import equal, ngram, real, ref_sam, replay, show, workload  # noqa: E402
 from drafts.drafter import Drafter  # noqa: E402
 
 SMALL = {"prompts": 2, "group": 2, "min_len": 40, "max_len": 90, "prompt_len": 16}
@@ -65,6 +65,27 @@ def test_a_workload_is_read_back_as_it_was_saved(small, tmp_path):
         assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.rewards, b.rewards)
         assert np.array_equal(a.response_offsets, b.response_offsets)
         assert np.array_equal(a.prompt_offsets, b.prompt_offsets)
+
+
+def test_a_real_response_has_those_of_the_checkpoints_before_it_as_its_history(tmp_path):
+    from rlcore.data import label_task
+    from rlcore.hf.tokenizer import make_char_tokenizer
+
+    make_char_tokenizer(tmp_path, label_task.CHARS)
+    rows = [
+        {"idx": i, "checkpoint": 20 * k, "question": f"a{i}=", "response": f"b{k}=1{i};>{k}"}
+        | {"correct": k == 2}
+        for k in (3, 1, 2)
+        for i in (0, 1)
+    ]
+    w = real.make(rows, tmp_path, history=2)  # of three checkpoints the last has two before it
+    assert w.truth.num_prompts == 2 and len(w.prompts[0]) == real.PROMPT
+    assert w.history.rewards.tolist() == [0, 1, 0, 1] and w.truth.rewards.tolist() == [0, 0]
+    first, second = w.history.responses(0)
+    assert len(first) == len(second) == len(w.truth.of(0)) and (first != second).sum() == 2
+    assert len(real.make(rows, tmp_path, history=1).truth.rewards) == 4
+    with pytest.raises(ValueError, match="--history 3: no prompt has so many"):
+        real.make(rows, tmp_path, history=3)
 
 
 # --- rules of peers that are written here
