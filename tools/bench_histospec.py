@@ -8,7 +8,7 @@ The same recipe (`grpo_tiny.sh`, one process, so few prompts that they come agai
     none, ngram, history, history_reward   as --rollout.draft has them, with the gate
     ... always        the same without the gate: drafts at every step and of any batch
     fixed 8           history, drafts of 8 tokens instead of the window that adapts
-    3 epochs          history of the last three epochs
+    3 epochs          history of the last three epochs (the default, --paper takes one)
 
 The primary figure is what a request gains in one forward (1 without drafts) where the batch has 1
 to 7 requests, which is the tail of a round, and over all batches; then acceptance, tokens a second
@@ -50,6 +50,11 @@ ARMS: dict[str, tuple[str, ...]] = {
     ),
     "3 epochs": ("--rollout.draft", "history", "--draft.no_gate", "--draft.epochs", "3"),
 }
+PAPER = (
+    *("--draft.min_match", "3", "--draft.max_match", "7"),
+    *("--draft.factor", "0", "--draft.epochs", "1"),
+)
+"""What the paper has and our defaults have otherwise."""
 TAIL = (1, 2, 4)
 """Batches of 1 to 7 requests."""
 UNITS = {
@@ -75,6 +80,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0])
     p.add_argument("--epochs", type=int, default=7)
     p.add_argument("--prompts", type=int, default=64, help="of the task; 32 make a step")
+    p.add_argument("--paper", action="store_true", help="its settings instead of our defaults")
     p.add_argument("--decode-floor-ms", type=float, default=0.0)
     p.add_argument("--dir", type=Path, default=ROOT / "runs")
     p.add_argument("--json", type=Path, required=True)
@@ -91,11 +97,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def run(a: argparse.Namespace, arm: str, seed: int) -> Path:
     """The folder of one run; it is made where it is not there."""
     name = f"histospec_{arm.replace(' ', '')}_{seed}_{a.epochs}x{a.prompts}_{a.decode_floor_ms:g}"
+    name += "_paper" * a.paper
     folder = a.dir / name
     if (folder / "summary.json").is_file():
         return folder
     steps = a.epochs * a.prompts // 32
-    command = ["bash", str(ROOT / "recipes/grpo_tiny.sh"), *ARMS[arm]]
+    command = ["bash", str(ROOT / "recipes/grpo_tiny.sh")]
+    command += [*(PAPER if a.paper and ARMS[arm] else ()), *ARMS[arm]]
     command += ["--run.dir", str(a.dir), "--run.name", name, "--run.seed", str(seed)]
     command += ["--run.steps", str(steps), "--data.num_prompts", str(a.prompts)]
     command += ["--eval.every", "0", "--eval.no_at_start", "--eval.no_at_end"]
@@ -255,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         "epochs": a.epochs,
         "prompts": a.prompts,
         "decode_floor_ms": a.decode_floor_ms,
+        "paper": a.paper,
         "load_before": load,
     }
     text = {"what": __doc__.splitlines()[0], "settings": head, "machine": env.report()}

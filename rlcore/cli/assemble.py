@@ -449,7 +449,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
 def draft_settings(cfg: Config) -> dict[str, Any]:
     """How an engine drafts. With --debug.deterministic nothing of it depends on the clock: an index
     of histories is waited for, and drafts are always on."""
-    names = ("window", "start", "growth", "min_match", "max_match", "min_prob")
+    names = ("window", "start", "growth", "min_match", "max_match", "factor", "min_prob")
     steady = cfg.debug.deterministic
     return {name: getattr(cfg.draft, name) for name in names} | {
         "gate": cfg.draft.gate and not steady,

@@ -67,6 +67,7 @@ NOT_NEGATIVE = (
     "debug.decode_floor_ms",
     "draft.growth",
     "draft.max_match",
+    "draft.factor",
     "sync.ranks_per_site",
     "cluster.rollout_ranks",
 )

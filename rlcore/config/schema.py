@@ -156,17 +156,20 @@ class DraftConfig:
     growth: int = 2
     """They get this much longer whenever all of one was right. `start` = `window`: of fixed
     length."""
-    min_match: int = 3
-    """Tokens at the end of a text that must have occurred before to draft what followed there."""
-    max_match: int = 7
-    """Most that are looked at; 0: no limit."""
+    min_match: int = 1
+    """Tokens at the end of a text that must have occurred before to draft what followed there; the
+    paper has 3."""
+    max_match: int = 0
+    """Most that are looked at; 0: no limit. The paper has 7."""
+    factor: float = 4.0
+    """A draft is at most this many times as long as what matched; 0: no limit, as in the paper."""
     min_prob: float = 0.3
     """A draft ends before it is rarer than this among what followed; 0: it does not."""
     gate: bool = True
     """Measure what steps with and without drafts take, and draft only where it pays; drafts of a
     large batch are cut. Without it drafts are always on."""
-    epochs: int = 1
-    """So many of a prompt's last epochs are drafted from."""
+    epochs: int = 3
+    """So many of a prompt's last epochs are drafted from; the paper has 1."""
     max_tokens: int = 64_000_000
     """Of all histories, 4 bytes each in the memory of rank 0; the oldest go first."""
 

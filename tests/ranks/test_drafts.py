@@ -30,7 +30,7 @@ class Worlds:
             argv = runs.arguments(model, self.runs, name, *words, *keys)
             return {"name": name, "argv": [*argv, "--checkpoint.no_export_hf"]}
 
-        drafts = "--rollout.draft", "history", "--draft.min_match", 1
+        drafts = "--rollout.draft", "history"
         self.gang = runs.run(
             2,
             [job("none"), job("history", *drafts), job("steady", *drafts, "--draft.no_gate")],

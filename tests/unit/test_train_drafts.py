@@ -14,10 +14,7 @@ EPOCHS = (
     *("--checkpoint.no_export_hf", "--eval.every", 2, "--eval.no_at_start"),
 )
 """Three epochs of two steps; the engine is exact."""
-STEADY = (
-    *("--rollout.draft", "history_reward", "--draft.min_match", 1),
-    "--debug.deterministic",
-)
+STEADY = "--rollout.draft", "history_reward", "--debug.deterministic"
 
 
 class Found:

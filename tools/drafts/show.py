@@ -1,5 +1,6 @@
 """Tables and pictures of the rows of tools/bench_drafts.py."""
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def _axes(rows: list[Row], title: str) -> tuple[Any, Any, Callable[[str], Any]]:
     from matplotlib import pyplot as plt
 
     fig, ax = plt.subplots(figsize=(8, 5))
-    ax.set_title(title, fontsize=9, loc="left")
+    ax.set_title(textwrap.fill(title, 110), fontsize=9, loc="left")
     ax.set_ylabel("tokens per verify step")
     ax.grid(alpha=0.3)
     names = list(dict.fromkeys(row["peer"] for row in rows))

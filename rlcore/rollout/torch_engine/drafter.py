@@ -30,8 +30,9 @@ class DraftSettings:
     window: int = 32
     start: int = 2
     growth: int = 2
-    min_match: int = 3
-    max_match: int = 7
+    min_match: int = 1
+    max_match: int = 0
+    factor: float = 4.0
     min_prob: float = 0.3
     threads: int = 2
     """That build an index."""
@@ -56,6 +57,8 @@ class Drafter:
         self._forest = Forest(
             limit=s.max_match,
             min_match=s.min_match,
+            live_match=s.min_match,
+            factor=s.factor,
             min_prob=s.min_prob,
             max_window=s.window,
             start_window=min(s.start, s.window),
