@@ -275,6 +275,8 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
     for path in _FILES:
         out += ["--ro-bind-try", path, path]
     for path in (sys.base_prefix, *packages):
+        if path.startswith("/tmp/"):
+            raise RuntimeError(f"{path} is under /tmp, which programs have for themselves; move it")
         if not path.startswith("/usr/") and path != "/usr":
             for parent in reversed(Path(path).parents[:-1]):
                 out += ["--perms", "0755", "--dir", str(parent)]

@@ -113,6 +113,12 @@ def test_several_slots_work_at_a_time_and_a_cancelled_program_ends():
     # closing took no 600 s: the endless one has ended
 
 
+def test_packages_of_the_environment_are_there_where_they_are_asked_for():
+    jobs = [(row(test_list=ADD_TESTS), f"import msgspec\n{ADD}")]
+    assert [r.score for r in scores(jobs)] == [0]
+    assert [r.score for r in scores(jobs, packages=True)] == [1]
+
+
 def test_it_refuses_to_run_without_isolation_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(code.walls.shutil, "which", lambda name: None)
     with (
