@@ -2,15 +2,28 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rlcore.hf.model import Step
-from rlcore.records import Aborted, Partial, Preempted, Request, Sampling, Stats
-from rlcore.rollout.histospec import Library, history_of, prompt_key
+from rlcore.records import (
+    Aborted,
+    AnyCommand,
+    Partial,
+    Preempted,
+    Prompt,
+    Remember,
+    Request,
+    Sampling,
+    Stats,
+)
+from rlcore.rollout.histospec import Library, Teacher, history_of, prompt_key
+from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.rollout.transport import ZmqHub
 from rlcore.sched.histospec import Gate
 from rlcore.sync.pack import push
 from tests.contracts.engine_contract import (
@@ -320,3 +333,44 @@ def test_the_order_in_which_responses_came_does_not_matter():
     two.add(some[::-1])
     key = some[0].key
     assert [h.id for h in one.of([key])] == [h.id for h in two.of([key])]
+
+
+def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once():
+    """Over real sockets. The baseline of a group is no answer of training."""
+    store: dict[str, str] = {}
+    store_of = SimpleNamespace(set=store.__setitem__, get=store.__getitem__)
+    hubs = [ZmqHub(rank, 2, store_of, "127.0.0.1") for rank in (0, 1)]
+    prompt = np.array([3, 4, 5], np.int32)
+
+    def rollout(hub, timeout_s=10.0):
+        ids = [f"t{hub.rank}.0", f"t{hub.rank}.1", f"bt{hub.rank}.0"]
+        done = {i: SimpleNamespace(prompt=prompt, tokens=np.array([7, 1], np.int32)) for i in ids}
+        agent = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5))
+        return Rollout(hub, agent, None, timeout_s)
+
+    try:
+        first = rollout(hubs[0])
+        first.library = Library(max_tokens=1000)
+        rollout(hubs[1]).learn_histories()
+        first.learn_histories()
+        known = first.library.of([prompt_key(prompt)])
+        assert [h.id for h in known] == ["t0.0", "t0.1", "t1.0", "t1.1"]
+        assert known[3].tokens.tolist() == [3, 4, 5, 7, 1] and known[3].score == 0.5
+
+        teacher = Teacher(first.library)
+        prompts = {"t9": Prompt(index=0, source="s", tokens=prompt)}
+        told = teacher.before(1, prompts)
+        hubs[0].send(1, "agent", told)
+        got = hubs[1].receive("agent", AnyCommand, 10.0)
+        assert isinstance(got, Remember) and [h.id for h in got.histories] == [h.id for h in known]
+        assert teacher.before(1, prompts) is None and teacher.before(0, prompts) is not None
+        teacher.lost(1)  # its engine is another one now
+        assert teacher.before(1, prompts) is not None
+
+        late = rollout(hubs[0], timeout_s=0.05)
+        late.library = first.library
+        with pytest.raises(TimeoutError, match=r"rank 0 waits .* histories of ranks \[1\]"):
+            late.learn_histories()
+    finally:
+        for hub in hubs:
+            hub.close()
