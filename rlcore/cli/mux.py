@@ -92,6 +92,11 @@ def _up(a: argparse.Namespace) -> int:
     a.dir.mkdir(parents=True, exist_ok=True)
     a.dir.chmod(0o700)
     about = _read(a.dir) or {"password": secrets.token_urlsafe(24), "pids": {}}
+    if _is_arbiter(about["pids"].get("arbiter")) and about["pools"] != pools:
+        raise ValueError(
+            f"mux up: an arbiter in {a.dir} works with other pools, {about['pools']}; "
+            "`mux down` first, jobs wait meanwhile"
+        )
     about |= {"host": a.host, "port": a.port, "pools": pools}
     if not _answers(about):
         _write(a.dir, about)

@@ -323,7 +323,7 @@ class Arbiter:
         known = self._jobs[name] = Known(incarnation, number)
         try:
             fields = dict(profile)
-            known.profile = {"lease_s": float(fields.pop("lease_s"))}
+            known.profile = {"lease_s": min(float(fields.pop("lease_s")), store.MOST_LEASE_S)}
             known.profile |= asdict(Job(id=name, **fields))
             for what, seconds in self._measured.get(name, {}).items():
                 known.profile[what] = max(known.profile[what], seconds)

@@ -143,8 +143,12 @@ class Gate:
             raise ConnectionError(store.why(error, url)) from error
         self._thread = threading.Thread(target=self._heartbeat, name="mux lease", daemon=True)
         self._thread.start()
-        self._say("join", profile=asdict(profile) | {"lease_s": lease_s})
-        self.place = self._placed()
+        try:
+            self._say("join", profile=asdict(profile) | {"lease_s": lease_s})
+            self.place = self._placed()
+        except BaseException:
+            self.close()  # or it would be placed later, and nobody there
+            raise
         self._is_placed = True
         log.info("mux: %s", self.place["why"])
 
@@ -253,7 +257,6 @@ class Gate:
 
         about = self._wait("place", ready, missing)
         if about["status"] != "placed":
-            self._closed.set()
             raise Refused(about.get("why") or f"job {self._job}: {about['status']}")
         return about
 

@@ -1,7 +1,8 @@
 """What jobs and the arbiter know of each other, in Redis: its keys, its users. Values are JSON.
 
 A job's keys begin with `mux:job:<name>:`. It may write its inbox and its lease and read its permit
-and its place, nothing of other jobs: with `--mux` users of Redis (ACL) the server refuses more.
+and its place, nothing of other jobs: the server refuses more to a user of Redis that `mux add` made
+(ACL).
 
     mux:jobs                 set: names
     mux:bell                 list: somebody has written into an inbox
@@ -23,6 +24,8 @@ import redis
 
 TIMEOUT_S = 5.0
 """Of one answer of the server."""
+MOST_LEASE_S = 600.0
+"""After the server was away, nobody is declared dead for as long as the longest lease."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 JOBS, BELL, ARBITER, STATE = "mux:jobs", "mux:bell", "mux:arbiter", "mux:state"
 COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")

@@ -222,7 +222,10 @@ def test_a_job_that_takes_longer_than_its_profile_joins_again_as_what_it_is(up: 
     capsys.readouterr()
     with pytest.raises(TimeoutError, match="job B is queued"):
         Gate(up.url, "B", slow, lease_s=30, wait_s=2)
+    _until(lambda: not up.status(capsys)["others"])  # who gave up is not placed later
     a.close()
+    assert cli.main([*up.argv, "--rollout-pool", "2"]) == 2
+    assert "an arbiter in" in capsys.readouterr().err
 
 
 @needs_redis
