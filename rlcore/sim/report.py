@@ -200,10 +200,11 @@ def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: flo
             tops[slot] = (bottom, 1.0 if slot[0] == "r" else 5.0)
             bottom += tops[slot][1]
         colours = dict(zip(trace.ends, palette, strict=False))
-        for s in trace.spans:
-            if s.start < end:
-                until = min(s.end, end) - s.start
-                axes.broken_barh([(s.start, until)], tops[s.slot], color=colours[s.job])
+        shown = [s for s in trace.spans if s.start < end]
+        for slot in slots:
+            mine = [s for s in shown if s.slot == slot]
+            bars_of = [(s.start, min(s.end, end) - s.start) for s in mine]
+            axes.broken_barh(bars_of, tops[slot], color=[colours[s.job] for s in mine])
         first = [slot for n, slot in enumerate(slots) if not n or slot[:2] != slots[n - 1][:2]]
         say = {"r": "rollout", "t": "train"}
         names = [f"{say[slot[0]]} {slot[1]}" for slot in first]
