@@ -23,6 +23,9 @@ GroupId = str
 Version = Annotated[int, Meta(ge=0)]
 """Number of training steps (rounds) behind the weights: 0 is the model that was loaded."""
 Finish = Literal["stop", "length", "abort"]
+HoldMode = Literal["in_place", "recompute", "release"]
+"""What becomes of requests while weights change: the engine keeps tokens and cache, or tokens alone
+and prefills them again, or it lets go of them, and the controller has the tokens."""
 
 
 BASELINE = "b"
@@ -210,6 +213,8 @@ class Finished(Event):
     num_tokens: int
     finish: Finish
     sample: Sample | None = None
+    version: Version = 0
+    """Of its first token; known to the controller of an endless round alone."""
 
 
 class Aborted(Event):
@@ -287,8 +292,34 @@ class Trained(Event):
     seconds: float = 0.0
 
 
+class Held(Event):
+    """The replica has stopped decoding, as it was told, and has nothing more to report."""
+
+
+class Wanted(Event):
+    """The learner waits for the groups of its next update."""
+
+
+class Holding(Event):
+    """The learner has new weights: all are to stop for the push."""
+
+    mode: HoldMode
+
+
 AnyEvent = (
-    Ready | Progress | Finished | Aborted | Rewarded | Preempted | Stats | Down | Released | Trained
+    Ready
+    | Progress
+    | Finished
+    | Aborted
+    | Rewarded
+    | Preempted
+    | Stats
+    | Down
+    | Released
+    | Trained
+    | Held
+    | Wanted
+    | Holding
 )
 
 
@@ -366,6 +397,23 @@ class EndRound(Command):
     stats: dict[str, float] = {}
 
 
+class Batch(Command):
+    """What the learner trains next, in an endless round."""
+
+    groups: tuple[Group, ...]
+    stats: dict[str, float] = {}
+
+
+class Hold(Command):
+    """Stop decoding for a push, keep what is under way, and say `Held`; the samples of the groups
+    `forget` are of no more use."""
+
+    mode: HoldMode
+    forget: tuple[GroupId, ...] = ()
+    anchors: dict[str, float] = {}
+    """As in `EndRound`."""
+
+
 class Fail(Command):
     """The round cannot end; `reason` is the sentence that every rank raises."""
 
@@ -401,6 +449,8 @@ AnyCommand = (
     | Drop
     | Repair
     | EndRound
+    | Batch
+    | Hold
     | Meet
     | Fail
     | Alive

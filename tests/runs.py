@@ -172,6 +172,8 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
         "sched/decode_s",
         "spec/draft_s",
         "spec/verify_s",
+        "sched/trainer_idle",
+        "sched/rollout_idle",
     )
     return {name: value for name, value in row.items() if not name.startswith(loose)}
 

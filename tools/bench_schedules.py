@@ -124,8 +124,24 @@ def at_time(curve: list[tuple[float, int, float]], seconds: float) -> float:
     return before[2]
 
 
-def rows_of(found: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per arm and figure, means over seeds, against `all`."""
+UNITS = {
+    "step_s": "s",
+    "gen_s": "s",
+    "decode_steps": "decode steps",
+    "decode_tokens": "tokens",
+    "end": "accuracy",
+    "end_equal_time": "accuracy",
+    "length": "tokens",
+    "surplus": "",
+    "length_shift": "",
+    "long_share": "",
+}
+
+
+def rows_of(
+    found: dict[tuple[str, int], dict[str, Any]], units: dict[str, str] = UNITS
+) -> list[dict[str, Any]]:
+    """A row per arm and figure, means over seeds, against the first arm."""
     rows = []
     arms = list(dict.fromkeys(arm for arm, _ in found))
     seeds = list(dict.fromkeys(seed for _, seed in found))
@@ -135,18 +151,6 @@ def rows_of(found: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]
             own = found[arm, seed]
             own["end"] = own["curve"][-1][2]
             own["end_equal_time"] = at_time(own["curve"], least)
-    units = {
-        "step_s": "s",
-        "gen_s": "s",
-        "decode_steps": "decode steps",
-        "decode_tokens": "tokens",
-        "end": "accuracy",
-        "end_equal_time": "accuracy",
-        "length": "tokens",
-        "surplus": "",
-        "length_shift": "",
-        "long_share": "",
-    }
     for name, unit in units.items():
         for arm in arms:
             values = [found[arm, seed][name] for seed in seeds]

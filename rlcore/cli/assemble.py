@@ -34,19 +34,22 @@ from rlcore.records import Prompt, Sampling
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.residency import footprint
 from rlcore.rewards.service import RewardService
+from rlcore.rollout.async_controller import AsyncController
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
+from rlcore.rollout.flow import Flow
 from rlcore.rollout.histospec import Library
 from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.rounds import Log, Rounds
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.rollout.transport import free_port
+from rlcore.rollout.transport import Hub, free_port
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.roles import Elastic, Sizes, Stop
 from rlcore.sched.source import EpochOrder
+from rlcore.sched.staleness import SampleBuffer
 from rlcore.sched.stream import Lengths, StreamWindow, cells
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.sync.channel import make_channel
@@ -142,11 +145,15 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     )
     if cfg.rollout.draft in rules.FROM_HISTORY and world.rank == 0:
         rollout.library = Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
+    flow = None
     replay = Log(Path(cfg.debug.replay)) if cfg.debug.replay and world.rank == 0 else None
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
         engine.sleep(["weights", "kv_cache"])
         collective.barrier()  # it is asleep on all its ranks when its first has said so
+    if cfg.select.mode == "async":
+        flow = make_flow(cfg, world, hub, agent, data.get("source"), sampling)
+        on_close(flow.close)
     learner = critic = None
     if world.trains:
         learner = make_learner(cfg, hf, world)
@@ -173,6 +180,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         relayout=sizes,
         channel=channel,
         rollout=rollout,
+        flow=flow,
         sampling=sampling,
         deadlines=deadlines,
         memory=residency,
@@ -635,27 +643,70 @@ def make_elastic(
     )
 
 
+def make_place(cfg: Config) -> LeastLoaded:
+    """Where requests go.
+
+    Without --rollout.queue everything goes out at once and what has no room waits in the engines.
+    Where the controller fills replicas as they get free, the clock decides which requests are
+    decoded side by side, the log-probs differ in their last bits, and a resumed run is not the same
+    bit by bit.
+    """
+    r = cfg.rollout
+    return LeastLoaded(r.max_running if r.queue else sys.maxsize, spread=r.place == "response")
+
+
 def make_controller(
     cfg: Config, world_size: int, stop: Stop, elastic: Elastic | None = None
 ) -> Controller:
     """The controller of one round, which `stop` ends, over the engines of all ranks or of the last
-    --cluster.rollout_ranks.
-
-    Everything goes out at once and what has no room waits in the engines. If the controller filled
-    replicas as they get free, the clock would decide which requests are decoded side by side, the
-    log-probs would differ in their last bits, and a resumed run would not be the same bit by bit.
-    """
+    --cluster.rollout_ranks."""
     tp, apart = cfg.rollout.tp, cfg.cluster.rollout_ranks
     leaders = range(world_size - apart if apart else 0, world_size, tp)
     return Controller(
         ranks=leaders,
         all_ranks=range(world_size),
         members={first: range(first + 1, first + tp) for first in leaders},
-        place=LeastLoaded(sys.maxsize),
+        place=make_place(cfg),
         stop=stop,
         deadline_s=cfg.rollout.deadline_s,
         by_tokens=cfg.debug.deterministic,
         elastic=elastic,
+    )
+
+
+def make_flow(
+    cfg: Config,
+    world: World,
+    hub: Hub,
+    agent: Agent,
+    source: EpochOrder | None,
+    sampling: Sampling,
+) -> Flow:
+    """This rank's part of `--mode async`. `source`: on rank 0, which has the controller."""
+    tp, controller = cfg.rollout.tp, None
+    samplers = range(world.train_ranks, world.size)
+    if source is not None:
+        leaders = samplers[::tp]
+        controller = AsyncController(
+            buffer=SampleBuffer(
+                cfg.data.prompts_per_step, cfg.async_.alpha, cfg.async_.extra_prompts
+            ),
+            issue=lambda count: source.issue(count, sampling),
+            trainers=range(world.train_ranks),
+            samplers=samplers,
+            ranks=leaders,
+            members={first: range(first + 1, first + tp) for first in leaders},
+            place=make_place(cfg),
+            deadline_s=cfg.rollout.deadline_s,
+            dynamic=cfg.async_.dynamic,
+        )
+    return Flow(
+        hub,
+        agent,
+        controller,
+        samplers=samplers,
+        timeout_s=cfg.cluster.timeout_s,
+        deadline_s=cfg.rollout.deadline_s,
     )
 
 

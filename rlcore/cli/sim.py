@@ -4,6 +4,7 @@ python -m rlcore sim run --gpus 32 --tp 2 --gpu h100 --model 14b --lengths 16k
 python -m rlcore sim rollpacker --figure 11
 python -m rlcore sim rollmux --experiment trace200
 python -m rlcore sim rhymerl
+python -m rlcore sim roll_flash staleness
 """
 
 import argparse
@@ -16,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.metrics.jsonl import write_atomic
-from rlcore.sim import report, rhymerl, rollmux, rollpacker, table, user
+from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, table, user
 from rlcore.sim.cluster import Run, summarize
 from rlcore.sim.cost import GPUS, MODELS
 
@@ -35,8 +36,15 @@ def main(argv: Sequence[str]) -> int:
     _add_papers(systems.add_parser("rollpacker", help="RollPacker: published against simulated"))
     _add_rollmux(systems.add_parser("rollmux", help="many jobs on two pools, against RollMux"))
     _add_rhymerl(systems.add_parser("rhymerl", help="RhymeRL: what drafts and turns would save"))
+    _add_flash(systems.add_parser("roll_flash", help="ROLL Flash: published against simulated"))
     a = p.parse_args(argv)
-    commands = {"run": _run, "rollpacker": _papers, "rollmux": _rollmux, "rhymerl": _rhymerl}
+    commands = {
+        "run": _run,
+        "rollpacker": _papers,
+        "rollmux": _rollmux,
+        "rhymerl": _rhymerl,
+        "roll_flash": _flash,
+    }
     try:
         return commands[a.system](a)
     except ValueError as error:
@@ -157,6 +165,11 @@ def _papers(a: argparse.Namespace) -> int:
         raise ValueError(f"--rounds {a.rounds}: must be at least 1")
     begin = time.monotonic()
     made = rollpacker.TABLES[asked[0]](a.rounds, a.seed, a.data)
+    return _show(made, a, begin)
+
+
+def _show(made: table.Made, a: argparse.Namespace, begin: float) -> int:
+    """A table on the screen, and in the files that were asked for."""
     print("\n".join(table.show(made)))
     print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")
     if a.json:
@@ -223,6 +236,21 @@ def _rhymerl(a: argparse.Namespace) -> int:
     if a.json:
         _write(a.json, {"what": "RhymeRL", "steps": a.steps, "seed": a.seed} | made)
     return 0
+
+
+def _add_flash(p: argparse.ArgumentParser) -> None:
+    p.add_argument("what", choices=list(roll_flash.TABLES))
+    p.add_argument("--rounds", type=int, default=8, help="updates of every cell")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--picture", type=Path, help="PNG: published against simulated")
+    p.add_argument("--json", type=Path)
+
+
+def _flash(a: argparse.Namespace) -> int:
+    if a.rounds < 1:
+        raise ValueError(f"--rounds {a.rounds}: must be at least 1")
+    begin = time.monotonic()
+    return _show(roll_flash.TABLES[a.what](a.rounds, a.seed), a, begin)
 
 
 def _write(path: Path, what: dict[str, object]) -> None:

@@ -58,7 +58,7 @@ def run(cfg: "Config") -> int:
 
 def _run(cfg: "Config") -> int:
     from rlcore.cli import assemble, world
-    from rlcore.trainer import stream_loop, sync_loop
+    from rlcore.trainer import async_loop, stream_loop, sync_loop
     from rlcore.utils import collective
 
     try:
@@ -75,7 +75,7 @@ def _run(cfg: "Config") -> int:
     except (RuntimeError, OSError) as e:
         return failed(cfg, here, e, 1)
     try:
-        loops = {"sync": sync_loop, "stream": stream_loop}
+        loops = {"sync": sync_loop, "stream": stream_loop, "async": async_loop}
         sync_loop.train(built, loops[cfg.select.mode].one_step)
         # an engine over several ranks is in use until its first has done
         collective.barrier(here.everyone)

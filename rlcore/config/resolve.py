@@ -43,15 +43,15 @@ def keys(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every key of the configuration with its value: {"run.seed": 0, ...}."""
     flat = {}
     for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        is_section = dataclasses.is_dataclass(value)
-        flat |= keys(value, f"{prefix}{f.name}.") if is_section else {prefix + f.name: value}
+        value, name = getattr(config, f.name), prefix + f.name.rstrip("_")
+        flat |= keys(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
     return flat
 
 
 def to_json(config: Config) -> str:
     """The resolved configuration, one section an object."""
-    return json.dumps(dataclasses.asdict(config), indent=2)
+    sections = dataclasses.asdict(config)
+    return json.dumps({name.rstrip("_"): part for name, part in sections.items()}, indent=2)
 
 
 def save(config: Config, path: Path) -> None:
@@ -165,7 +165,7 @@ def help_text(default: Config) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         _cli(["--help"], default)
-    return out.getvalue()
+    return out.getvalue().replace("async_", "async")
 
 
 def _cli(argv: list[str], default: Config) -> Config:
@@ -173,7 +173,7 @@ def _cli(argv: list[str], default: Config) -> Config:
 
     return tyro.cli(
         Config,
-        args=argv,
+        args=[re.sub(r"^--async\.", "--async_.", a) for a in argv],  # a word of Python's own
         default=default,
         prog="rlcore train",
         use_underscores=True,
@@ -207,6 +207,7 @@ def _negations(argv: list[str]) -> list[str]:
 def _sentence(screen: str, argv: list[str]) -> str:
     """tyro's box without its frame, its title and its reference to --help."""
     text = " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", screen).split())
+    text = text.replace("--async_.", "--async.")
     text = text.partition("Argument helptext:")[0].partition("For full helptext")[0]
     text = re.sub(r"^(Parsing|Value) error|^Invalid choice|^Missing argument", "", text).strip()
     named = [

@@ -8,6 +8,7 @@ from pathlib import Path
 from rlcore import algos
 from rlcore.algos import correction, fused
 from rlcore.config.schema import (
+    AsyncConfig,
     Config,
     DraftConfig,
     StreamConfig,
@@ -70,6 +71,8 @@ NOT_NEGATIVE = (
     "draft.factor",
     "sync.ranks_per_site",
     "cluster.rollout_ranks",
+    "async_.alpha",
+    "async_.extra_prompts",
 )
 
 
@@ -88,6 +91,7 @@ def broken(cfg: Config) -> list[str]:
         *_draft(cfg),
         *_train(cfg),
         *_roles(cfg),
+        *_async(cfg),
     ]
 
 
@@ -179,6 +183,13 @@ def warnings(cfg: Config) -> list[str]:
         out.append(
             f"--sync.ranks_per_site {cfg.sync.ranks_per_site}: has no effect with sync.route gather"
         )
+    stale = cfg.select.mode == "async" and cfg.async_.alpha > 0
+    weighs = a.bypass_mode or a.rollout_rs or getattr(a, "behave", "none") != "none"
+    if stale and a.rollout_is == "none" and not weighs:
+        out.append(
+            "--algo.rollout_is none: samples of --mode async are of earlier versions, and nothing "
+            "weighs that; take --algo.rollout_is token, or --algo.bypass_mode"
+        )
     if cfg.train.offload and cfg.cluster.rollout_ranks:
         out.append(
             "--train.offload: has no effect with cluster.rollout_ranks, engine and learner are on "
@@ -208,7 +219,7 @@ def _ranges(cfg: Config) -> list[str]:
             out.append(f"--{key} {_get(cfg, key)}: must be above 0")
     for key in NOT_NEGATIVE:
         if not _get(cfg, key) >= 0:
-            out.append(f"--{key} {_get(cfg, key)}: must be 0 or more")
+            out.append(f"--{key.replace('_.', '.')} {_get(cfg, key)}: must be 0 or more")
     for key in ("rollout.top_p", "eval.top_p"):
         if not 0 < _get(cfg, key) <= 1:
             out.append(f"--{key} {_get(cfg, key)}: must be above 0 and at most 1; 1 turns it off")
@@ -564,6 +575,44 @@ def _roles(cfg: Config) -> list[str]:
             f"{key}: engines of a changing size share their ranks with the learner; leave out "
             "rollout.adaptive_tp and debug.rollout_tp"
         )
+    return out
+
+
+def _async(cfg: Config) -> list[str]:
+    """What --mode async needs, and what has no place in it."""
+    found, usual = cfg.async_, AsyncConfig()
+    if cfg.select.mode != "async":
+        changed = [
+            f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)
+        ]
+        return [f"--async.{name}: has no effect without --mode async" for name in changed]
+    out = []
+    if not cfg.cluster.rollout_ranks:
+        out.append(
+            "--cluster.rollout_ranks 0: --mode async needs ranks that only sample; say how many, "
+            "such as half of them"
+        )
+    if cfg.select.schedule != "all":
+        out.append(
+            f"--schedule {cfg.select.schedule}: --mode async has no rounds that prompts could be "
+            "late for, slow ones simply go on; take --schedule all"
+        )
+    if cfg.algo.adv_estimator == "remax":
+        out.append(
+            "--algo.adv_estimator remax: its greedy answers would be of other versions than the "
+            "samples; take grpo, or --mode sync"
+        )
+    if cfg.rollout.draft in FROM_HISTORY:
+        out.append(
+            f"--rollout.draft {cfg.rollout.draft}: learns from whole rounds, and --mode async has "
+            "no rounds; take ngram, or none"
+        )
+    for key in ("deterministic", "replay"):
+        if getattr(cfg.debug, key):
+            out.append(
+                f"--debug.{key}: is for --mode sync, where a step's samples are from one version; "
+                "--async.alpha 0 is that mode"
+            )
     return out
 
 

@@ -22,9 +22,10 @@ class SelectConfig:
     reward: str = "exact"
     """A name in `rewards/`, a dotted path or an http address; or a weighted sum of them, such as
     `math:1,judge:0.5`."""
-    mode: Literal["sync", "stream"] = "sync"
+    mode: Literal["sync", "stream", "async"] = "sync"
     """The loop. `sync`: sample, then train, strictly on-policy. `stream`: the same, but half of the
-    ranks train what is complete while the others decode the last answers."""
+    ranks train what is complete while the others decode the last answers. `async`: ranks that only
+    sample never wait for the optimizer; samples are at most async.alpha policy versions old."""
     schedule: Literal["all", "tail_batching"] = "all"
     """When a round is over. `all`: every response is finished and rewarded. `tail_batching`: the
     first of more prompts than are needed are; the others wait for a round of their own."""
@@ -116,6 +117,13 @@ class RolloutConfig:
     """Further stop tokens; the tokenizer's end of sequence always stops."""
     max_running: int = 256
     """Requests that one engine decodes at a time."""
+    place: Literal["group", "response"] = "group"
+    """`group`: the responses to a prompt go to one engine, which prefills it once. `response`: each
+    goes to the engine that has the fewest, wherever the others are."""
+    queue: bool = False
+    """Requests wait at the controller for the first engine with a place free; else all go out at
+    once, those of an engine wait there, and who is decoded beside whom does not hang on the
+    clock."""
     cache_tokens: int = 0
     """Tokens of KV cache per engine; 0 sizes it for max_running full-length requests, at most what
     the memory allows. Both are of an engine of `tp` ranks: where sizes change, one of twice the
@@ -319,6 +327,23 @@ class StreamConfig:
 
 
 @Section
+class AsyncConfig:
+    """Of `--mode async`; sched/staleness.py."""
+
+    alpha: float = 2.0
+    """Most policy versions between the first token of a sample and its training. Fractions are
+    allowed; 0 is the synchronous mode. (1 + alpha) x data.prompts_per_step prompts are running or
+    finished at most."""
+    update: Literal["recompute", "in_place"] = "recompute"
+    """Requests go on under new weights from the tokens that they have. `recompute`: their cache is
+    made anew; `in_place`: it stays as the old weights made it, which is faster."""
+    extra_prompts: int = 0
+    """So many prompts run besides, and the slowest are dropped when they are too old."""
+    dynamic: bool = False
+    """A group of equal rewards does not count: another prompt is started in its place (DAPO)."""
+
+
+@Section
 class EvalConfig:
     every: int = 20
     """Steps between evaluations; 0: only at the start and at the end."""
@@ -431,6 +456,8 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     tail: TailConfig = field(default_factory=TailConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
+    """On the command line `async`, which is no name in Python."""
     reward: Any = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

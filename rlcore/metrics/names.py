@@ -36,6 +36,7 @@ PHASES = {
     "update_critic": "forward, backward and optimizer steps of the critic",
     "update_actor": "forward, backward and optimizer steps",
     "relayout": "ending rollout engines and starting those of another size",
+    "hold": "stopping the engines for a push, with mode async",
     "sync": "pushing weights to the engines",
 }
 """The phases of a step in order; they do not overlap. `timing_s/step` is their sum and the rest."""
@@ -210,6 +211,16 @@ METRICS = [
     Metric("sched/migrated", "requests", "that went on at another replica"),
     Metric("sched/migrated_tokens", "tokens", "that they had, prefilled there"),
     Metric("sched/<name>", "", "counter of the round's policies, see sched/"),
+    Metric("sched/trainer_idle", "", "share of the step in which the train ranks wait for samples"),
+    Metric(
+        "sched/rollout_idle", "", "share of the step in which engines do nothing, mean over them"
+    ),
+    Metric("async/running_groups", "groups", "under way when the batch was taken"),
+    Metric("async/finished_groups", "groups", "complete then and left for later batches"),
+    Metric("async/carried", "requests", "under way at the push, which went on under new weights"),
+    Metric("async/stale_groups", "groups", "dropped since they were older than async.alpha"),
+    Metric("async/stale_tokens", "tokens", "that these had"),
+    Metric("async/equal_groups", "groups", "dropped since their rewards are equal, async.dynamic"),
     Metric("sync/bytes", "bytes", "weights that one push carried to one engine"),
     Metric("sync/slow_bytes", "bytes", "weights that crossed between sites in one push, all links"),
     Metric("sync/time_s", "s", "time of one push"),

@@ -119,7 +119,7 @@ class Controller:
         self._stats: dict[str, float] = {}
         self._last_finish = 0.0
         self.done = False
-        self._num_requests = 0
+        self._num_requests = self._num_started = 0
         self.num_done = 0
         """Responses that have their score."""
         self.counted: list[RequestState] = []
@@ -223,7 +223,8 @@ class Controller:
         for w in work:
             state = GroupState(work=w)
             for k in range(w.num_samples):
-                request = RequestState(id=f"{w.id}.{k}", order=len(self._requests))
+                request = RequestState(id=f"{w.id}.{k}", order=self._num_started)
+                self._num_started += 1
                 state.requests[request.id] = request
                 self._requests[request.id] = request
                 self._waiting.append(request)
@@ -478,18 +479,19 @@ class Controller:
             groups=groups,
             dropped=self._dropped,
             streamed=tuple(self._streamed),
-            anchors=self._anchors(),
+            anchors=self._anchors(self._groups),
             stats=self._stats,
         )
         return [*aborts, *(structs.replace(end, rank=r) for r in self._all_ranks)]
 
-    def _anchors(self) -> dict[str, float]:
-        """What the right answers of this round took at most, where deadlines adapt."""
+    def _anchors(self, groups: Iterable[GroupId]) -> dict[str, float]:
+        """What the right answers of these groups took at most, where deadlines adapt."""
         found: dict[str, float] = {}
-        for r in self._requests.values():
-            if r.result is not None and r.result.anchor_s:
-                key = key_of(self._groups[group_of(r.id)].work.prompt)
-                found[key] = max(r.result.anchor_s, found.get(key, 0.0))
+        for state in (self._groups[g] for g in groups):
+            for r in state.requests.values():
+                if r.result is not None and r.result.anchor_s:
+                    key = key_of(state.work.prompt)
+                    found[key] = max(r.result.anchor_s, found.get(key, 0.0))
         return found
 
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:

@@ -5,7 +5,7 @@ to the controller. Tokens stay here until `route` sends them to the rank that tr
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,6 +15,7 @@ from rlcore.records import (
     Aborted,
     AnyCommand,
     AnyEvent,
+    Batch,
     Down,
     Drop,
     EndRound,
@@ -22,6 +23,8 @@ from rlcore.records import (
     Finished,
     Group,
     GroupId,
+    Held,
+    Hold,
     Meet,
     Partial,
     Prompt,
@@ -39,6 +42,7 @@ from rlcore.records import (
     Submit,
     Train,
     Trained,
+    group_of,
 )
 from rlcore.rollout.transport import Hub
 
@@ -150,7 +154,13 @@ class Agent:
         """Of those, the ones that the reward service has no room for yet."""
         self._down = ""
         """Why the engine is dead; empty while it lives."""
-        self._round = 0
+        self._round = self._rounds = 0
+        self.is_endless = False
+        """In `--mode async`: what is finished outlives the rounds of evaluations."""
+        self._paused = False
+        """The engine was told to keep its requests and not to decode."""
+        self._lost = False
+        """It has died since, with them."""
         self.samples: dict[RequestId, Sample] = {}
         """Finished samples of the round, by id."""
         self.texts: dict[RequestId, str] = {}
@@ -175,16 +185,52 @@ class Agent:
     def run_round(self) -> EndRound:
         """Serve the controller until it ends the round. Raises RuntimeError with the controller's
         reason, TimeoutError when the controller is silent."""
-        self._round += 1
-        self.samples.clear()
-        self.texts.clear()
-        self.prompts.clear()
+        self._rounds += 1
+        self._round = self._rounds
+        aside = self.samples, self.texts, self.prompts
+        self.samples, self.texts, self.prompts = {}, {}, {}
         self.received.clear()
         self.scores.clear()
-        self.counts, self.cache_used = _no_counts(), 0.0
         self._partials.clear()  # the last round may have ended before all were let go
         self._releasing = False
+        self._begin()
+        end = self._serve()
+        if self.is_endless:
+            self.samples, self.texts, self.prompts = aside
+        assert isinstance(end, EndRound), end
+        return end
+
+    def go_on(self) -> Hold:
+        """`--mode async`, on a rank that samples: take part in the round that does not end, from
+        one push to the next. Finished samples stay here until the controller says `forget`. Raises
+        as `run_round`."""
+        self._round = 0
+        if self._paused:
+            self._resume()
+        if self._lost:
+            self._send([Released(partials=self._partials)])
+            self._partials, self._lost = {}, False
+        self._begin()
+        end = self._serve()
+        assert isinstance(end, Hold), end
+        return end
+
+    def next_batch(self) -> Batch:
+        """`--mode async`, on a rank that trains: wait for the groups of the next update. Raises as
+        `run_round`."""
+        self._round = 0
+        self.texts.clear()
+        self.prompts.clear()
+        end = self._serve()
+        assert isinstance(end, Batch), end
+        return end
+
+    def _begin(self) -> None:
+        self.counts, self.cache_used = _no_counts(), 0.0
         self._enter()
+
+    def _serve(self) -> EndRound | Hold | Batch:
+        """Obey the controller until it says that this part is over."""
         heard = time.monotonic()
         while True:
             # Then there may be more to train, or these are waited for below.
@@ -195,8 +241,11 @@ class Agent:
                 if isinstance(command, EndRound):
                     self._train_all()
                     self._drain()
-                    if command.anchors:
-                        self._scorer.learn(command.anchors)
+                if isinstance(command, Hold):
+                    self._hold(command)
+                if isinstance(command, EndRound | Hold) and command.anchors:
+                    self._scorer.learn(command.anchors)
+                if isinstance(command, EndRound | Hold | Batch):
                     return command
                 self._obey(command)
                 command = self._hub.receive("agent", AnyCommand, 0.0)
@@ -209,6 +258,76 @@ class Agent:
                     f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} has "
                     "heard nothing from the controller on rank 0 in phase rollout"
                 )
+
+    # ---- a round that does not end
+
+    def _hold(self, command: Hold) -> None:
+        """Stop decoding and tell everything that there is to tell. A release waits for the rewards,
+        too: then all that is known of the samples is with the controller."""
+        if not self._down and self._live:
+            if command.mode == "release":
+                self._engine_does("abort", list(self._live))
+            else:
+                self._engine_does("pause", command.mode)
+                self._paused = True
+        self._releasing = command.mode == "release"
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            events = self._engine_events() + self._reward_events()
+            if events:
+                self._send(events)
+            if not (self._releasing and (self._live or self._unscored)):
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} "
+                    f"waits in phase hold for {len(self._live)} requests of its engine and "
+                    f"{len(self._unscored)} rewards"
+                )
+        self._forget(command.forget)
+        self._release()
+        self._send([Held()])
+
+    def _engine_does(self, method: str, *args: Any) -> None:
+        """A call that the engine may die of, which is found by the next poll."""
+        try:
+            getattr(self._engine, method)(*args)
+        except RuntimeError:
+            if not (isinstance(self._engine, Mortal) and self._engine.down):
+                raise
+
+    def _resume(self) -> None:
+        self._paused = False
+        if not self._down:
+            self._engine_does("resume")
+
+    def _forget(self, groups: Collection[GroupId]) -> None:
+        gone = set(groups)
+        unscored = {i for i in self._unscored if group_of(i) in gone}
+        if unscored:
+            self._scorer.cancel(unscored)
+            self._unscored -= unscored
+            self._to_score = deque(i for i in self._to_score if i not in unscored)
+        for found in (self.samples, self.texts, self.scores):
+            for i in [i for i in found if group_of(i) in gone]:
+                del found[i]
+        for group in gone:
+            self.prompts.pop(group, None)
+
+    def revive(self) -> None:
+        """Start the dead engine again. What it still had to say is dropped; of requests that it
+        held between two parts of a round the controller hears when the next one begins."""
+        assert isinstance(self._engine, Mortal)
+        self._engine.restart()
+        assert self._engine is not None
+        words = self._engine.poll(0.0)
+        self._paused = False
+        if self._live:
+            for event in words:
+                if isinstance(event, Down):
+                    self._partials |= event.partials
+            self._lost = True
+            self._live.clear()
 
     def wait_for_call(self) -> None:
         """Between rounds, on a rank that only samples: until rank 0 says Meet. It says Alive as it
@@ -356,11 +475,13 @@ class Agent:
                 assert sample is not None, event.id
                 self._live.discard(event.id)
                 self.samples[event.id] = sample
+                version = int(sample.versions[0]) if len(sample.versions) else 0
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
-                self._unscored.add(event.id)
-                self._to_score.append(event.id)
-                event = msgspec.structs.replace(event, sample=None)
+                if sample.group in self.prompts:  # else it was forgotten meanwhile
+                    self._unscored.add(event.id)
+                    self._to_score.append(event.id)
+                event = msgspec.structs.replace(event, sample=None, version=version)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)
                 if self._releasing and event.sample is not None:

@@ -82,6 +82,9 @@ class Place(Protocol):
         """The rank that takes the next request of `group`; None makes it wait. `load` counts the
         live requests of every replica that is up."""
 
+    def forget(self, group: GroupId) -> None:
+        """It has no more requests; called where rounds do not end."""
+
     def clear(self) -> None:
         """All replicas start again, and have nothing."""
 

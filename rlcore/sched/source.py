@@ -30,8 +30,12 @@ class EpochOrder:
 
     def next_round(self, sampling: Sampling) -> Round:
         """The work of one synchronous round: all of it is waited for."""
+        return Round(work=self.issue(self._num_prompts, sampling), stop=All())
+
+    def issue(self, count: int, sampling: Sampling) -> list[Work]:
+        """The work of the next `count` prompts."""
         work = []
-        for prompt in self._next_prompts(self._num_prompts):
+        for prompt in self._next_prompts(count):
             work.append(
                 Work(
                     id=f"t{self.issued}",
@@ -51,7 +55,7 @@ class EpochOrder:
                     )
                 )
             self.issued += 1
-        return Round(work=work, stop=All())
+        return work
 
     def next_kind(self) -> Kind:
         """All rounds are alike."""

@@ -65,6 +65,12 @@ class Replica:
     def live(self) -> int:
         return len(self._running) + len(self._waiting)
 
+    @property
+    def begun(self) -> list[RequestId]:
+        """Requests that have a token."""
+        ids = [job.id for job in self._running.values() if job.have or job.start < self._step]
+        return ids + [job.id for job in self._waiting if job.have]
+
     # ---- requests
 
     def submit(self, jobs: list[Job], time: float) -> None:

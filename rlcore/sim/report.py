@@ -119,10 +119,12 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.3 * len(rows)), layout="constrained")
     for at, r in enumerate(rows):
         hatch = "///" if r["fitted"] else None
-        axes.barh(at - 0.19, r["published"], 0.36, color="#B0B7BF")
+        told = r["published"] or 0.0
+        axes.barh(at - 0.19, told, 0.36, color="#B0B7BF")
         axes.barh(at + 0.19, r["simulated"], 0.36, color="#3B6FA0", hatch=hatch, edgecolor="white")
-        most = max(r["published"], r["simulated"])
-        axes.text(most, at, f"  {r['error']:+.3g}", va="center", fontsize=7, color="#555555")
+        most = max(told, r["simulated"])
+        text = f"  {r['error']:+.3g}" if r["published"] is not None else ""
+        axes.text(most, at, text, va="center", fontsize=7, color="#555555")
     axes.set_yticks(range(len(rows)), [str(r["cell"]) for r in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.08)

@@ -35,7 +35,7 @@ from rlcore.records import (
 )
 from rlcore.rollout.controller import Controller
 from rlcore.sched.place import LeastLoaded
-from rlcore.sched.roles import Elastic, Round
+from rlcore.sched.roles import Elastic, Place, Round
 from rlcore.sim.cost import Cost
 from rlcore.sim.replica import Job, Replica, Span
 from rlcore.sim.rewards import UNLIMITED, Rewards
@@ -109,9 +109,11 @@ class World:
         elastic: Elastic | None = None,
         train_s: Callable[[Sequence[int]], float] = lambda lengths: 0.0,
         trains_once: bool = False,
+        place: Callable[[], Place] = lambda: LeastLoaded(UNLIMITED),
     ) -> None:
         """
         Args:
+            place: makes the policy of a round that says where requests go.
             lengths: how many tokens a request will have.
             elastic: which replicas train while the others decode; rank r is replica r.
             train_s: what samples of these lengths, prompt included, take one of them.
@@ -121,58 +123,131 @@ class World:
         self._elastic, self._train_s, self._once = elastic, train_s, trains_once
         self._rewards = rewards or Rewards()
         self._max_running, self._deadline_s = max_running, deadline_s
+        self._place = place
 
     def run(self, round_: Round) -> Outcome:
         """One round. RuntimeError where the controller gives it up."""
         return _Run(self, round_).outcome()
 
 
-class _Run:
-    def __init__(self, world: World, round_: Round) -> None:
-        self._world, self._kind = world, round_.kind
-        world._rewards.clear()
+class Engines:
+    """Virtual replicas under a controller, and the queue of what happens when."""
+
+    def __init__(self, world: World, controller: Controller, first: int = 0) -> None:
+        """`first`: the rank of the first replica; the others follow it."""
+        self._world, self._controller, self._first = world, controller, first
         self._replicas = [Replica(cost, world._max_running) for cost in world._costs]
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
         self._planned: list[int] = [0] * len(self._replicas)  # the newest plan of each replica
-        self._end: EndRound | None = None
         self._now = self._last_finish = 0.0
-        ranks = range(len(self._replicas))
-        self._controller = Controller(
+        self.is_over = False
+
+    def _obey(self, commands: Sequence[AnyCommand]) -> None:
+        raise NotImplementedError
+
+    def _happens(self, what: str, who: int, it: Any) -> None:
+        """Something that the replicas have no part in."""
+        raise NotImplementedError
+
+    def _next(self) -> None:
+        """Up to the next event, and what follows from it."""
+        while True:
+            if not self._queue:
+                raise RuntimeError("it has stopped: nothing is under way and it is not over")
+            time, _, (what, who, it) = heapq.heappop(self._queue)
+            if what != "replica" or it == self._planned[who - self._first]:
+                break  # else it was made for a state that has changed
+        self._now = time
+        if what == "replica":
+            self._step(who)
+        elif what == "aborted":
+            self._tell(Aborted(rank=who, id=it.id, num_tokens=it.have))
+        elif what == "reward":
+            id, took = it
+            self._tell(Rewarded(rank=who, id=id, result=self._result(id, took)))
+        else:
+            self._happens(what, who, it)
+
+    def _result(self, id: str, seconds: float) -> RewardResult:
+        score = self._world._rewards.score(self._requests[id], self._length[id], seconds)
+        return RewardResult(score=score, latency_s=seconds)
+
+    def _tell(self, event: AnyEvent) -> None:
+        self._events += 1
+        self._obey(self._controller.handle(event, self._now))
+
+    def _submit(self, command: Submit) -> None:
+        jobs = []
+        for request in command.requests:
+            self._requests[request.id] = request
+            length = self._length.get(request.id)
+            if length is None:
+                length = self._length[request.id] = self._world._lengths(request)
+            have = len(request.resume.tokens) if request.resume else 0  # it comes from elsewhere
+            prompt = len(request.prompt)
+            jobs.append(Job(id=request.id, prompt=prompt, length=length, have=have))
+        self._replicas[command.rank - self._first].submit(jobs, self._now)
+        self._plan(command.rank)
+
+    def _abort(self, command: Abort) -> None:
+        for job in self._replicas[command.rank - self._first].abort(list(command.ids), self._now):
+            self._push(self._now, ("aborted", command.rank, job))
+        self._plan(command.rank)
+
+    def _step(self, rank: int) -> None:
+        replica = self._replicas[rank - self._first]
+        preempted = replica.preemptions
+        ended = replica.step_to_event()
+        self._plan(rank)
+        if replica.preemptions > preempted:
+            self._tell(Preempted(rank=rank, id=""))
+        for job in ended:
+            self._last_finish = self._now
+            self._tell(Finished(rank=rank, id=job.id, num_tokens=job.length, finish="stop"))
+            if self.is_over:
+                return
+            request = self._requests[job.id]
+            at, took = self._world._rewards.done_at(self._now, request, job.length)
+            self._push(at, ("reward", rank, (job.id, took)))
+
+    def _plan(self, rank: int) -> None:
+        """When this replica will have something to say."""
+        self._planned[rank - self._first] += 1
+        time = self._replicas[rank - self._first].next_event()
+        if time is not None:
+            self._push(max(time, self._now), ("replica", rank, self._planned[rank - self._first]))
+
+    def _push(self, time: float, what: Any) -> None:
+        self._number += 1
+        heapq.heappush(self._queue, (time, self._number, what))
+
+
+class _Run(Engines):
+    def __init__(self, world: World, round_: Round) -> None:
+        ranks = range(len(world._costs))
+        controller = Controller(
             ranks=ranks,
-            place=LeastLoaded(UNLIMITED),
+            place=world._place(),
             stop=round_.stop,
             deadline_s=world._deadline_s,
             elastic=world._elastic,
         )
+        super().__init__(world, controller)
+        self._kind = round_.kind
+        world._rewards.clear()
+        self._end: EndRound | None = None
         self._trains: list[list[Span]] = [[] for _ in ranks]
         self._streamed: set[str] = set()
-        self._obey(self._controller.start(round_.work, 0.0))
+        self._obey(controller.start(round_.work, 0.0))
         for rank in ranks:
             self._tell(Ready(rank=rank))
 
     def outcome(self) -> Outcome:
         while self._end is None:
-            if not self._queue:
-                raise RuntimeError("the round has stopped: nothing is under way and it is not over")
-            time, _, (what, who, number) = heapq.heappop(self._queue)
-            if what == "replica" and number != self._planned[who]:
-                continue  # it was made for a state that has changed
-            self._now = time
-            if what == "replica":
-                self._step(who)
-            elif what == "aborted":
-                job: Job = number
-                self._tell(Aborted(rank=who, id=job.id, num_tokens=job.have))
-            elif what == "released":
-                self._tell(Released(rank=who, partials=number))
-            elif what == "trained":
-                self._tell(Trained(rank=who, seconds=number))
-            else:
-                id, took = number
-                self._tell(Rewarded(rank=who, id=id, result=self._result(id, took)))
+            self._next()
         for replica in self._replicas:
             replica.advance(self._now)
         end = self._end
@@ -204,19 +279,17 @@ class _Run:
             stats=end.stats,
         )
 
+    def _happens(self, what: str, who: int, it: Any) -> None:
+        if what == "released":
+            self._tell(Released(rank=who, partials=it))
+        else:
+            self._tell(Trained(rank=who, seconds=it))
+
     def _reward_s(self, kept: Sequence[str]) -> float:
         rewards = self._world._rewards
         if not rewards.after:
             return 0.0
         return rewards.all_at_once([(self._requests[i], self._length[i]) for i in kept])
-
-    def _result(self, id: str, seconds: float) -> RewardResult:
-        score = self._world._rewards.score(self._requests[id], self._length[id], seconds)
-        return RewardResult(score=score, latency_s=seconds)
-
-    def _tell(self, event: AnyEvent) -> None:
-        self._events += 1
-        self._obey(self._controller.handle(event, self._now))
 
     def _obey(self, commands: Sequence[AnyCommand]) -> None:
         for command in commands:
@@ -229,27 +302,9 @@ class _Run:
             elif isinstance(command, Train):
                 self._train(command)
             elif isinstance(command, EndRound):
-                self._end = command
+                self._end, self.is_over = command, True
             elif isinstance(command, Fail):
                 raise RuntimeError(command.reason)
-
-    def _submit(self, command: Submit) -> None:
-        jobs = []
-        for request in command.requests:
-            self._requests[request.id] = request
-            length = self._length.get(request.id)
-            if length is None:
-                length = self._length[request.id] = self._world._lengths(request)
-            have = len(request.resume.tokens) if request.resume else 0  # it comes from elsewhere
-            prompt = len(request.prompt)
-            jobs.append(Job(id=request.id, prompt=prompt, length=length, have=have))
-        self._replicas[command.rank].submit(jobs, self._now)
-        self._plan(command.rank)
-
-    def _abort(self, command: Abort) -> None:
-        for job in self._replicas[command.rank].abort(list(command.ids), self._now):
-            self._push(self._now, ("aborted", command.rank, job))
-        self._plan(command.rank)
 
     def _release(self, rank: int) -> None:
         """Its requests leave with the tokens that they have; another replica prefills them."""
@@ -271,30 +326,3 @@ class _Run:
         spans.append(Span(begin, begin + seconds, len(command.groups)))
         self._streamed.update(group.id for group in command.groups)
         self._push(begin + seconds, ("trained", command.rank, seconds))
-
-    def _step(self, rank: int) -> None:
-        replica = self._replicas[rank]
-        preempted = replica.preemptions
-        ended = replica.step_to_event()
-        self._plan(rank)
-        if replica.preemptions > preempted:
-            self._tell(Preempted(rank=rank, id=""))
-        for job in ended:
-            self._last_finish = self._now
-            self._tell(Finished(rank=rank, id=job.id, num_tokens=job.length, finish="stop"))
-            if self._end is not None:
-                return
-            request = self._requests[job.id]
-            at, took = self._world._rewards.done_at(self._now, request, job.length)
-            self._push(at, ("reward", rank, (job.id, took)))
-
-    def _plan(self, rank: int) -> None:
-        """When this replica will have something to say."""
-        self._planned[rank] += 1
-        time = self._replicas[rank].next_event()
-        if time is not None:
-            self._push(max(time, self._now), ("replica", rank, self._planned[rank]))
-
-    def _push(self, time: float, what: Any) -> None:
-        self._number += 1
-        heapq.heappush(self._queue, (time, self._number, what))

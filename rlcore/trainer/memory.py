@@ -431,6 +431,8 @@ def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
         name = part + " *" if part in guessed else part
         lines.append(row(name, [cell(phase, part) for phase in plan.phases]))
     lines.append(row("sum", [_gb(plan.total(phase)) for phase in plan.phases]))
+    if not plan.host:
+        return [*lines, "  host memory of a node: nothing to speak of"]
     held = " + ".join(f"{item.part} {_gb(item.num_bytes)}" for item in plan.host)
     total = sum(item.num_bytes for item in plan.host) * ranks_per_node
     lines.append(f"  host memory of a node: {ranks_per_node} x ({held}) = {_gb(total)} GB")

@@ -101,8 +101,7 @@ def engine_revives(run: Run) -> None:
         log.warning("rank %d: %s; it is started again", run.rank, why)
         for learner in run.learners if offload else ():
             learner.offload()
-        run.engine.restart()
-        run.engine.poll(0.0)
+        run.rollout.agent.revive()
     if offload and anywhere:
         engine_turns(run, "sleep", ["weights", "kv_cache"], here=bool(why))
 

@@ -168,7 +168,7 @@ def step(run: Run) -> None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
     metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # phases do not overlap
-    metrics |= speeds(run, metrics)
+    metrics |= speeds(run, metrics) | idle(run, metrics)
     metrics["training/global_step"] = float(run.step)
     metrics["training/version"] = float(run.step)
     if run.sampler is not None:
@@ -186,12 +186,13 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
     samples *= run.cfg.rollout.samples_per_prompt
     sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
+    gen_s = m["timing_s/gen"] if run.flow is None else seconds  # beside training, not before it
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
         "perf/throughput": m["perf/total_num_tokens"] / seconds / run.world_size,
-        "perf/gen_tokens_per_s": sampled / m["timing_s/gen"],
-        "timing_per_token_ms/gen": 1000 * m["timing_s/gen"] / sampled,
+        "perf/gen_tokens_per_s": sampled / gen_s,
+        "timing_per_token_ms/gen": 1000 * gen_s / sampled,
         "perf/cpu_memory_gb": memory_gb(),
     }
     if trained and "timing_s/update_actor" in m:  # a critic may be learning alone
@@ -201,6 +202,18 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         out["perf/max_memory_allocated_gb"] = highest_bytes() / 1e9
         out["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
     return out
+
+
+def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
+    """Where some ranks sample and others train: how long either wait for the other."""
+    engines = run.cfg.cluster.rollout_ranks // run.cfg.rollout.tp
+    if not engines:
+        return {}
+    seconds = m["timing_s/step"]
+    return {
+        "sched/trainer_idle": (m["timing_s/gen"] + m["timing_s/route"]) / seconds,
+        "sched/rollout_idle": max(0.0, 1 - m["sched/busy_s"] / (engines * seconds)),
+    }
 
 
 def memory_gb() -> float:

@@ -1,7 +1,7 @@
 """Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed,
 so a kill at any moment leaves the previous one whole.
 
-    <run>/checkpoints/step_000040/{learner/, critic/, histories.npz, state.json}
+    <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json}
 """
 
 import errno
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.hf.weights import save_folder
+from rlcore.rollout.flow import FOLDER as FLOW
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
@@ -60,21 +61,24 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the step just done. Collective over the train ranks; the others have
-    nothing to keep. A full disk is one sentence, and the checkpoints that exist stay."""
-    if run.learner is None:
-        return
+    """Write a checkpoint of the step just done. Collective over all ranks. A full disk is one
+    sentence, and the checkpoints that exist stay."""
     final = folder_of(run.folder) / f"step_{run.step:06d}"
     aside = final.with_suffix(".partial")
     error = ""
     if run.rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-    collective.barrier()
+        if run.flow is not None:
+            (aside / FLOW).mkdir()
+    collective.barrier(run.everyone)
     try:
-        run.learner.save(aside / "learner")
+        if run.learner is not None:
+            run.learner.save(aside / "learner")
         if run.critic is not None:
             run.critic.save(aside / "critic")
+        if run.flow is not None:
+            run.flow.save(aside / FLOW)
         if run.rank == 0:
             if run.rollout.library is not None:
                 run.rollout.library.save(aside / HISTORIES)
@@ -83,7 +87,7 @@ def save(run: Run) -> None:
         error = e.strerror or str(e)
         if e.errno == errno.ENOSPC:
             error = "the disk is full"
-    if collective.any_rank(bool(error)):
+    if collective.any_rank(bool(error), run.everyone):
         if run.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise RuntimeError(
@@ -97,7 +101,7 @@ def save(run: Run) -> None:
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
         prune(run)
-    collective.barrier()
+    collective.barrier(run.everyone)
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -143,6 +147,8 @@ def load(run: Run, path: Path) -> None:
             "go on with the version that wrote it, or start anew with --run.resume fresh"
         )
     run.step = state["step"]
+    if run.flow is not None and (path / FLOW).is_dir():  # else all that is wanted is started anew
+        run.flow.load(path / FLOW)
     if run.learner is None:
         return
     run.learner.load(path / "learner")

@@ -15,6 +15,7 @@ from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Engine, Learner, WeightChannel
 from rlcore.records import Prompt, Sampling
+from rlcore.rollout.flow import Flow
 from rlcore.rollout.round import Rollout
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.roles import Elastic, Source
@@ -56,6 +57,8 @@ class Run:
     trains."""
     channel: WeightChannel
     rollout: Rollout
+    flow: Flow | None = None
+    """Sampling beside training, with --mode async."""
     sampling: Sampling
     spans: Spans
     everyone: ProcessGroup | None = None

@@ -38,21 +38,36 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         run.step += 1
         with run.spans.phase("step"):
             one_step(run)
-        last = run.step == cfg.run.steps
-        if (cfg.eval.at_end and last) or (cfg.eval.every and run.step % cfg.eval.every == 0):
+        if evaluates(run):
             with run.spans.phase("eval"):
                 evaluate.run(run)
         report.step(run)
-        every = cfg.checkpoint.every
-        if (cfg.checkpoint.at_end and last) or (every and run.step % every == 0):
+        if saves(run):
             with run.spans.phase("save"), phases.learner_here(run, WRITTEN):
-                resume.save(run)  # C
+                resume.save(run)  # W
         if cfg.debug.die_at_step == run.step and run.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     report.end(run)
     if cfg.checkpoint.export_hf:
         with phases.learner_here(run, ["weights"]):
             resume.export_hf(run)  # C
+
+
+def evaluates(run: Run) -> bool:
+    """An evaluation follows this step."""
+    cfg = run.cfg.eval
+    return _is_due(run, cfg.every, cfg.at_end)
+
+
+def saves(run: Run) -> bool:
+    """A checkpoint follows this step."""
+    cfg = run.cfg.checkpoint
+    return _is_due(run, cfg.every, cfg.at_end)
+
+
+def _is_due(run: Run, every: int, at_end: bool) -> bool:
+    last = run.step == run.cfg.run.steps
+    return bool((at_end and last) or (every and run.step % every == 0))
 
 
 def one_step(run: Run) -> None:
@@ -148,11 +163,16 @@ def rollout_metrics(
     run: Run, groups: tuple[Group, ...], stats: dict[str, float], todo: plan.Plan
 ) -> None:
     """Everything that is known of the samples of this step and of the engines. Collective."""
+    counts = engine_counts(run)  # W
+    if run.rank == 0:
+        run.pending |= report.of_groups(run, groups, todo) | stats | counts
+        report.write_rollouts(run, groups)
+
+
+def engine_counts(run: Run) -> dict[str, float]:
+    """What all engines did in this step. Collective over all ranks."""
     counts = run.rollout.agent.counts
     sums = collective.reduce_floats(list(counts.values()), group=run.everyone)  # W
-    if run.rank == 0:
-        run.pending |= report.of_groups(run, groups, todo) | stats
-        totals = dict(zip(counts, sums, strict=True))
-        run.pending |= {f"sched/{name}": totals[name] for name in COUNTS}
-        run.pending |= report.of_drafts(run, totals)
-        report.write_rollouts(run, groups)
+    totals = dict(zip(counts, sums, strict=True))
+    found = {f"sched/{name}": totals[name] for name in COUNTS}
+    return found | report.of_drafts(run, totals)

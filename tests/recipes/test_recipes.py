@@ -30,7 +30,9 @@ WORLDS = {
     "grpo_32b": 64,
     "dapo_32b": 64,
     "grpo_30b_a3b": 32,
+    "async_8b": 40,
     "grpo_tiny": 2,
+    "async_tiny": 2,
     "algo_tiny": 1,
     "exp_tis_int8": 1,
     "judge_tiny": 1,
@@ -42,6 +44,7 @@ WORLDS = {
 BILLIONS = {
     "qwen2_5_0_5b": 0.49,
     "qwen2_5_7b": 7.61,
+    "qwen3_8b": 8.19,
     "qwen2_5_14b": 14.7,
     "qwen2_5_32b": 32.5,
     "qwen3_30b_a3b": 30.5,

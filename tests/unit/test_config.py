@@ -184,6 +184,51 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
     assert any(line.startswith(key) for line in found) if key else found == []
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--mode async --cluster.rollout_ranks 2 --async.alpha 0.5 --async.update in_place", ""),
+        ("--mode async", "--cluster.rollout_ranks 0: --mode async needs ranks that only sample"),
+        ("--async.alpha 3", "--async.alpha: has no effect without --mode async"),
+        ("--async.alpha -1 --mode async --cluster.rollout_ranks 2", "--async.alpha -1.0: must be"),
+        (
+            "--mode async --cluster.rollout_ranks 2 --schedule tail_batching",
+            "--schedule tail_batching: --mode async has no rounds",
+        ),
+        (
+            "--mode async --cluster.rollout_ranks 2 --debug.deterministic",
+            "--debug.deterministic: is for --mode sync",
+        ),
+        ("--cluster.rollout_ranks 2 --mode stream", "--cluster.rollout_ranks 2: --mode stream has"),
+        (
+            "--cluster.rollout_ranks 2 --sync.route gather",
+            "--sync.route gather: reaches only ranks that train",
+        ),
+    ],
+)
+def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
+    argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *words.split()]
+    found = rules.broken(parse(argv))
+    assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "said"),
+    [
+        (3, 1, ""),
+        (4, 2, ""),
+        (6, 1, "--cluster.rollout_ranks 6: leaves nobody of 6 ranks to train"),
+        (3, 3, ""),
+        (2, 4, "--rollout.tp 4: must divide the 6 ranks"),
+        (3, 2, "--rollout.tp 2: must divide the 3 rollout ranks and the 3 train ranks"),
+    ],
+)
+def test_ranks_are_left_to_train_and_engines_are_whole(ranks, tp, said):
+    words = f"--rollout.engine sglang --rollout.tp {tp} --cluster.rollout_ranks {ranks}"
+    found = rules.of_world(parse(words.split()), 6, 6)
+    assert found[0].startswith(said) if said else found == []
+
+
 def test_every_key_has_a_meaning_or_a_plain_name():
     assert len(resolve.keys(good())) > 80
 

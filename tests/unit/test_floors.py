@@ -21,7 +21,7 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split(
 SHARED = ["records", "tensors", "protocols", "utils"]  # floor 0 is one floor: they know each other
 
 # importer -> what it may import on its own floor
-ALLOWED = {"sim": ["rlcore.rollout.controller"]}
+ALLOWED = {"sim": ["rlcore.rollout.controller", "rlcore.rollout.async_controller"]}
 
 # Outside packages that only one place may import.
 DOORS = {

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlcore.rollout.replica import Agent, NoScorer
+from rlcore.rollout.transport import LocalHub
 from rlcore.trainer import phases
 
 
@@ -105,6 +107,8 @@ def test_a_new_engine_starts_on_an_empty_device() -> None:
     said: list[str] = []
     run = run_of(said, offload=True)
     run.engine = Returning("engine", said, "was killed")
+    agent = Agent(LocalHub(), run.engine, NoScorer(), str, deadline_s=1.0)
+    run.rollout = SimpleNamespace(agent=agent)
     phases.engine_revives(run)
     phases.engine_takes_weights(run)
     assert said == [

@@ -34,6 +34,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
         ),
         replicas=[[0]],
         world_size=1,
+        flow=None,
     )
     algo = GRPOConfig(equal_reward_groups="drop")
     todo = plan.make(groups, algo, num_updates=1, num_ranks=1, seed=0)

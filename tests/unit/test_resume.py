@@ -33,6 +33,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
         rank=0,
         step=0,
         everyone=None,
+        flow=None,
         learner=SimpleNamespace(load=lambda path: None),
         critic=None,
         relayout=None,

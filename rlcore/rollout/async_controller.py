@@ -1,0 +1,282 @@
+"""The controller of a round that does not end: `--mode async`, ROLL Flash, PAPERS.md D2.
+
+A `Controller` whose responses outlive a change of the weights. What differs is said by three
+events and three commands; everything else, placing, rewards, engines that die, is the base's.
+
+    go(version) -> [Abort]  the engines have these weights; requests go out when all are Ready
+    Wanted      -> Batch    to the train ranks, as soon as the buffer has what they need
+    Holding     -> Hold     nobody decodes until the next `go`: Held of every rollout rank
+
+The buffer (`sched/staleness.py`) says what may start, what is trained next and what is too old. A
+group leaves with the batch that it is part of, or when it is dropped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, structs
+
+from rlcore.records import (
+    AnyCommand,
+    AnyEvent,
+    Batch,
+    Finished,
+    GroupId,
+    Held,
+    Hold,
+    Holding,
+    Preempted,
+    Progress,
+    Prompt,
+    Released,
+    RequestId,
+    Rewarded,
+    Version,
+    Wanted,
+    Work,
+    group_of,
+)
+from rlcore.rollout.controller import Controller
+from rlcore.sched.roles import GroupState, Place, RequestState
+from rlcore.sched.staleness import Refill, SampleBuffer
+from rlcore.sched.stop import EQUAL_REWARDS
+
+
+class SavedGroup(Struct, frozen=True):
+    """A group of a checkpoint: what its requests had produced is in their `resume`."""
+
+    work: Work
+    requests: tuple[RequestState, ...]
+    counted: tuple[RequestId, ...]
+    is_closed: bool
+
+
+class Saved(Struct, frozen=True):
+    """An `AsyncController` that holds. Finished samples are not in it: their owners have them."""
+
+    buffer: dict[str, Any]
+    groups: tuple[SavedGroup, ...]
+    order: int
+
+
+class AsyncController(Controller):
+    """`trainers` are the ranks that get the batches, `samplers` all others; `ranks` those of the
+    latter that speak for an engine."""
+
+    def __init__(
+        self,
+        *,
+        buffer: SampleBuffer,
+        issue: Callable[[int], list[Work]],
+        trainers: Sequence[int],
+        samplers: Sequence[int],
+        ranks: Sequence[int],
+        place: Place,
+        deadline_s: float,
+        members: Mapping[int, Sequence[int]] | None = None,
+        dynamic: bool = False,
+    ) -> None:
+        """`issue`, `dynamic`: as in `Refill`."""
+        self._refill = Refill(buffer, issue, dynamic)
+        super().__init__(
+            ranks=ranks,
+            all_ranks=[*trainers, *samplers],
+            members=members,
+            place=place,
+            stop=self._refill,
+            deadline_s=deadline_s,
+        )
+        self.buffer = buffer
+        self._learners, self._samplers = tuple(trainers), tuple(samplers)
+        self._wants = False
+        """The learner waits for a batch."""
+        self._holds = True
+        self._version = 0
+        """That is decoded with."""
+        self._held: set[int] = set()
+        self._forget: list[GroupId] = []
+        """Groups that have left since the last hold."""
+        self.prompts: dict[GroupId, Prompt] = {}
+        """Of the last batch."""
+        self._found: dict[str, float] = {}
+        """Anchors of rewards, see `EndRound`."""
+
+    # ---- the interface
+
+    def go(self, version: Version, now: float) -> list[AnyCommand]:
+        """The engines have the weights of `version`; they decode when they have said Ready. What is
+        too old for it is aborted."""
+        self.done = self._holds = False
+        self._version = version
+        self._held.clear()
+        self._repairs = 0
+        self._ready = set(self._learners)
+        self._seen = dict.fromkeys(self._all_ranks, now)
+        self._heard = dict(self._seen)
+        self._last_alive, self._look_at = now, now + self._deadline_s
+        self._up = dict.fromkeys(self._ranks, 0)
+        for request in self._requests.values():
+            if request.rank in self._up and not request.finish:
+                self._up[request.rank] += 1
+        aborts = self._drop(self.buffer.advance(version))
+        live = [r for r in self._requests.values() if not r.finish]
+        self._count("async/carried", sum(r.num_tokens > 0 for r in live))
+        self._add(self._refill.fill())
+        return aborts
+
+    def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
+        """What to do about one event. Of a request whose group has left only its place counts."""
+        self._heard[event.rank] = now
+        if isinstance(event, Wanted | Holding | Held):
+            self._seen[event.rank] = now
+            return self._told(event)
+        if isinstance(event, Progress):
+            event = self._known(event)
+            for i, length in zip(event.ids, event.lengths, strict=True):
+                if length:
+                    self.buffer.decoded(group_of(i), self._version)
+        elif isinstance(event, Finished):
+            self.buffer.decoded(group_of(event.id), event.version)
+        if isinstance(event, Finished | Rewarded | Preempted) and event.id not in self._requests:
+            if isinstance(event, Finished) and event.rank in self._up:
+                self._up[event.rank] -= 1
+            return self._submit()
+        commands = super().handle(event, now)
+        return [*commands, *self._give()]
+
+    def take_stats(self) -> dict[str, float]:
+        """Counters since the last call."""
+        found, self._stats = self._stats, {}
+        found.pop("timing_s/reward", None)  # nobody waits for the last one
+        return found
+
+    # ---- what the learner asks
+
+    def _told(self, event: Wanted | Holding | Held) -> list[AnyCommand]:
+        if self.done:
+            return []
+        if isinstance(event, Holding):
+            return self._hold(event)
+        if isinstance(event, Wanted):
+            self._wants = True
+            return self._give()
+        self._held.add(event.rank)
+        self.done = self._held.issuperset(self._samplers)
+        return []
+
+    def _give(self) -> list[AnyCommand]:
+        """The next batch, if it is wanted and there. Its groups are in the order of their start, as
+        those of a synchronous round are."""
+        if not self._wants or self._holds or self.done:
+            return []
+        if not self._up:
+            return self._go_on()
+        chosen = self.buffer.take()
+        if chosen is None:
+            return []
+        self._wants = False
+        groups = tuple(self._group(self._groups[g]) for g in sorted(chosen, key=self._place_of))
+        self.prompts = {g: self._groups[g].work.prompt for g in chosen}
+        stats = self._reward_stats(groups) | self.buffer.metrics()
+        self._found |= self._anchors(chosen)
+        for group in chosen:
+            self._leave(group)
+        return [Batch(rank=r, groups=groups, stats=stats) for r in self._learners]
+
+    def _hold(self, event: Holding) -> list[AnyCommand]:
+        """Stop everybody, and say which groups have gone."""
+        equal = [g for g, why in self._dropped.items() if why == EQUAL_REWARDS]
+        self._count("async/equal_groups", len(equal))
+        self._count("async/stale_groups", len(self._dropped) - len(equal))
+        for group in self._dropped:
+            self._leave(group)
+        self._dropped = {}
+        self._holds = True
+        self._ready.clear()
+        forget, self._forget = tuple(self._forget), []
+        anchors, self._found = self._found, {}
+        return [
+            Hold(rank=rank, mode=event.mode, forget=forget, anchors=anchors)
+            for rank in self._samplers
+        ]
+
+    def _drop(self, late: Sequence[GroupId]) -> list[AnyCommand]:
+        """These are too old."""
+        lost = [r for g in late for r in self._groups[g].requests.values()]
+        self._count("async/stale_groups", len(late))
+        self._count("async/stale_tokens", sum(r.num_tokens for r in lost))
+        aborts = self._close(late)
+        for group in late:
+            self._leave(group)
+        return aborts
+
+    def _leave(self, group: GroupId) -> None:
+        """Nothing more is known of it here."""
+        for request in self._groups.pop(group).requests:
+            del self._requests[request]
+        self._place.forget(group)
+        self._forget.append(group)
+        self.counted.clear()
+
+    def _place_of(self, group: GroupId) -> int:
+        """Among all that were started."""
+        return min(r.order for r in self._groups[group].requests.values())
+
+    def _known(self, event: Progress) -> Progress:
+        """Without requests whose groups have left."""
+        pairs = [
+            (i, n) for i, n in zip(event.ids, event.lengths, strict=True) if i in self._requests
+        ]
+        return structs.replace(
+            event, ids=tuple(i for i, _ in pairs), lengths=tuple(n for _, n in pairs), tails=()
+        )
+
+    # ---- engines that let go or die
+
+    def _released(self, event: Released) -> list[AnyCommand]:
+        """A replica has let go of what it had, for a push, or because it died in one."""
+        self._requeue(event.rank, event.partials)
+        if event.rank in self._up:
+            self._up[event.rank] = 0
+        return self._submit()
+
+    def _go_on(self) -> list[AnyCommand]:
+        """A replica has gone. The push that comes starts it again; only where the learner waits and
+        no other is left do all come to a push of their own."""
+        if self._up or self._holds or not self._wants:
+            return self._submit()
+        return super()._go_on()
+
+    # ---- checkpoints
+
+    def save(self) -> Saved:
+        """Everything, between a hold with release and the next `go`."""
+        assert self.done, "the controller runs"
+        groups = tuple(
+            SavedGroup(
+                work=state.work,
+                requests=tuple(state.requests.values()),
+                counted=tuple(r.id for r in state.counted),
+                is_closed=state.is_closed,
+            )
+            for state in self._groups.values()
+        )
+        return Saved(buffer=self.buffer.state(), groups=groups, order=self._num_started)
+
+    def restore(self, saved: Saved, owner_of: Callable[[int], int]) -> None:
+        """Go on from there. `owner_of`: the rank that has the samples of a former rank."""
+        self.buffer.restore(saved.buffer)
+        self._num_started = saved.order
+        for group in saved.groups:
+            requests = {r.id: r for r in group.requests}
+            for r in requests.values():
+                if r.finish and r.rank >= 0:
+                    r.rank = owner_of(r.rank)
+            self._groups[group.work.id] = GroupState(
+                work=group.work,
+                requests=requests,
+                counted=[requests[i] for i in group.counted],
+                is_closed=group.is_closed,
+            )
+            self._requests |= requests
+            self._waiting += [r for r in requests.values() if not r.finish]

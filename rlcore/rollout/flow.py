@@ -1,0 +1,192 @@
+"""Sampling that does not stop at the end of a step, over all ranks: `--mode async`.
+
+Rank 0 has the controller in a thread from one push to the next. Train ranks `take` the groups of an
+update and `fetch` their samples; meanwhile ranks that sample are in `Agent.go_on`, which ends when
+the controller `hold`s them for the push.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rlcore.records import (
+    AnyCommand,
+    AnyEvent,
+    Batch,
+    Down,
+    Fail,
+    Holding,
+    HoldMode,
+    RequestId,
+    Sample,
+    Ship,
+    Version,
+    Wanted,
+)
+from rlcore.rollout.async_controller import AsyncController, Saved
+from rlcore.rollout.replica import Agent
+from rlcore.rollout.transport import Hub, gather_by_owner
+from rlcore.utils.log import log
+from rlcore.utils.net import decode, encode
+
+TICK_S = 0.25
+FOLDER = "buffer"
+"""Of a checkpoint."""
+
+
+class Flow:
+    """One rank's part. `controller` is rank 0's alone."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        agent: Agent,
+        controller: AsyncController | None,
+        *,
+        samplers: Sequence[int],
+        timeout_s: float,
+        deadline_s: float,
+    ) -> None:
+        """`timeout_s`: of samples on their way; `deadline_s`: of a hold."""
+        self._hub, self._agent, self._samplers = hub, agent, samplers
+        agent.is_endless = True
+        self.controller = controller
+        self._timeout_s, self._deadline_s = timeout_s, deadline_s
+        self._thread: threading.Thread | None = None
+        self._gone = threading.Event()
+        self._error = ""
+
+    # ---- train ranks
+
+    def take(self, version: Version) -> Batch:
+        """The groups that policy `version` trains, the same on every train rank. From here on the
+        engines decode with its weights, until `hold`. Raises as `Agent.run_round`."""
+        if self.controller is not None:
+            self._start(self.controller, version)
+            self._hub.send(0, "controller", [Wanted()])
+        return self._agent.next_batch()
+
+    def fetch(
+        self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
+    ) -> dict[RequestId, Sample]:
+        """The samples that this rank trains, by id. `destination` and `owners` are the same on
+        every train rank; rank 0 has the owners send."""
+        if self._hub.rank == 0:
+            parts: dict[tuple[int, tuple[int, ...]], list[RequestId]] = {}
+            for i, ranks in destination.items():
+                parts.setdefault((owners[i], tuple(ranks)), []).append(i)
+            for (owner, ranks), ids in parts.items():
+                self._hub.send(owner, "agent", Ship(rank=owner, ids=tuple(ids), to=ranks))
+        mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
+        return gather_by_owner(self._hub, Sample, mine, self._timeout_s, owners)
+
+    def read(self, samples: Iterable[Sample]) -> None:
+        """On rank 0: have its agent know these samples of the last batch, to show them."""
+        assert self.controller is not None
+        self._agent.read(self.controller.prompts, samples)
+
+    def hold(self, mode: HoldMode) -> dict[str, float]:
+        """On rank 0: nobody decodes from here on, and weights may be pushed. Returns the counters
+        since the last hold.
+
+        Raises:
+            RuntimeError: the controller has failed meanwhile.
+            TimeoutError: a rank does not stop.
+        """
+        assert self.controller is not None and self._thread is not None
+        self._hub.send(0, "controller", [Holding(mode=mode)])
+        # The controller names a silent rank after this deadline; past it nobody is there to do so.
+        self._thread.join(timeout=2 * self._deadline_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"--rollout.deadline_s {self._deadline_s:g} is over: the controller did not stop"
+            )
+        self._thread = None
+        if self._error:
+            raise RuntimeError(self._error)
+        return self.controller.take_stats()
+
+    def close(self) -> None:
+        """End the thread, whatever it is at."""
+        self._gone.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10 * TICK_S)
+
+    # ---- the controller's thread
+
+    def _start(self, controller: AsyncController, version: Version) -> None:
+        args = controller, version
+        self._thread = threading.Thread(target=self._control, args=args, daemon=True)
+        self._thread.start()
+
+    def _control(self, controller: AsyncController, version: Version) -> None:
+        """An error here ends the run on every rank with its reason."""
+        try:
+            self._serve(controller, version)
+        except Exception as e:
+            log.exception("the controller failed")
+            self._error = f"the controller failed: {e!r}"
+            for rank in range(self._hub.world_size):
+                self._hub.send(rank, "agent", Fail(rank=rank, reason=self._error))
+        finally:
+            self._hub.release()
+
+    def _serve(self, controller: AsyncController, version: Version) -> None:
+        """Until all ranks that sample have stopped."""
+        self._send(controller.go(version, time.monotonic()))
+        while not controller.done and not self._gone.is_set():
+            commands = []
+            events = self._hub.receive("controller", list[AnyEvent], TICK_S)
+            now = time.monotonic()
+            for event in events or []:
+                if event.round:  # of an evaluation
+                    continue
+                if isinstance(event, Down):
+                    log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
+                commands += controller.handle(event, now)
+            self._send([*commands, *controller.tick(now)])
+
+    def _send(self, commands: Sequence[AnyCommand]) -> None:
+        for command in commands:
+            if isinstance(command, Fail):
+                self._error = command.reason
+            self._hub.send(command.rank, "agent", command)
+
+    # ---- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part: the controller's state, or finished samples. After a hold with
+        release. `folder` is there."""
+        if self.controller is not None:
+            saved = self.controller.save()
+            (folder / "controller.msgpack").write_bytes(encode(saved))
+        if self._hub.rank in self._samplers:
+            name = f"samples{self._hub.rank}.msgpack"
+            (folder / name).write_bytes(encode(list(self._agent.samples.values())))
+
+    def load(self, folder: Path) -> None:
+        """Read it again; ranks that sample may be more or fewer than there were.
+
+        Raises:
+            ValueError: the buffer was filled under other settings.
+        """
+        if self.controller is not None:
+            data = (folder / "controller.msgpack").read_bytes()
+            self.controller.restore(decode(data, Saved), self._owner_now(folder))
+        if self._hub.rank in self._samplers:
+            owner_now = self._owner_now(folder)
+            for rank in _owners(folder):
+                if owner_now(rank) == self._hub.rank:
+                    data = (folder / f"samples{rank}.msgpack").read_bytes()
+                    self._agent.samples |= {s.id: s for s in decode(data, list[Sample])}
+
+    def _owner_now(self, folder: Path):
+        """From the rank that wrote samples to the one that has them from now on."""
+        place = {rank: i for i, rank in enumerate(_owners(folder))}
+        return lambda rank: self._samplers[place[rank] % len(self._samplers)]
+
+
+def _owners(folder: Path) -> list[int]:
+    """Ranks that wrote samples."""
+    return sorted(int(p.stem.removeprefix("samples")) for p in folder.glob("samples*.msgpack"))

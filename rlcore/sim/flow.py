@@ -1,0 +1,198 @@
+"""The asynchronous loop over virtual replicas: the shipped controller and sample buffer, with a
+learner that takes a time of its own for each batch.
+
+Messages take no time. Weights change when the learner has trained a batch: nobody decodes for
+`sync_s`, and what was under way goes on, prefilled again unless its cache is kept.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.records import (
+    Abort,
+    AnyCommand,
+    AnyEvent,
+    Batch,
+    Fail,
+    Finished,
+    Held,
+    Hold,
+    Holding,
+    HoldMode,
+    Ready,
+    Request,
+    Submit,
+    Wanted,
+    Work,
+)
+from rlcore.rollout.async_controller import AsyncController
+from rlcore.sched.place import LeastLoaded
+from rlcore.sched.roles import Place
+from rlcore.sched.staleness import SampleBuffer
+from rlcore.sim.cost import Cost
+from rlcore.sim.replica import Job
+from rlcore.sim.rewards import UNLIMITED, Rewards
+from rlcore.sim.world import Engines, World
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One batch."""
+
+    seconds: float
+    """From the batch before it to this one."""
+    waited: float
+    """Of these, the learner for samples."""
+    trained: float
+    """Of these, the learner at work on the batch before."""
+    lengths: tuple[int, ...]
+    ages: tuple[int, ...]
+    """Versions between the first token of each response and this batch."""
+
+
+class Flow(Engines):
+    """`steps` updates, as `trainer/async_loop.py` makes them."""
+
+    def __init__(
+        self,
+        costs: Sequence[Cost],
+        lengths: Callable[[Request], int],
+        *,
+        issue: Callable[[int], list[Work]],
+        batch: int,
+        alpha: float,
+        train_s: Callable[[Sequence[int]], float],
+        sync_s: float = 0.0,
+        extra: int = 0,
+        mode: HoldMode = "recompute",
+        rewards: Rewards | None = None,
+        place: Place | None = None,
+        max_running: int = UNLIMITED,
+    ) -> None:
+        """
+        Args:
+            lengths: how many tokens a request will have.
+            issue: the work of the next n prompts.
+            batch, alpha, extra: of the sample buffer.
+            train_s: seconds of the learner for samples of these lengths, prompt included.
+            sync_s: of a push.
+        """
+        world = World(costs, lengths, rewards=rewards, max_running=max_running)
+        ranks = range(1, 1 + len(costs))
+        controller = AsyncController(
+            buffer=SampleBuffer(batch, alpha, extra),
+            issue=issue,
+            trainers=[0],
+            samplers=ranks,
+            ranks=ranks,
+            place=place or LeastLoaded(UNLIMITED),
+            deadline_s=1e12,
+        )
+        super().__init__(world, controller, first=1)
+        self._flow, self._train_s, self._sync_s, self._mode = controller, train_s, sync_s, mode
+        self._born: dict[str, int] = {}
+        self._late: list[AnyEvent] = []
+        """What happened while all held."""
+        self._version = 0
+        self._asked = self._last = self._training = 0.0
+        self._steps = 0
+        self.updates: list[Update] = []
+
+    def run(self, steps: int) -> list[Update]:
+        """So many more updates."""
+        self._steps += steps
+        self.is_over = False
+        if not self.updates and self._version == 0:
+            self._go(0)
+        while len(self.updates) < self._steps:
+            self._next()
+        return self.updates[-steps:]
+
+    @property
+    def busy(self) -> float:
+        """Share of the time in which replicas worked, mean over them."""
+        for replica in self._replicas:
+            replica.advance(self._now)
+        return sum(r.busy_s for r in self._replicas) / (self._now * len(self._replicas))
+
+    # ---- what happens
+
+    def _happens(self, what: str, who: int, it: Any) -> None:
+        if what == "go":
+            self._go(it)
+        else:
+            self._tell(Holding(rank=0, mode=self._mode))
+
+    def _go(self, version: int) -> None:
+        self._version = version
+        for rank, replica in enumerate(self._replicas, 1):
+            replica.now = max(replica.now, self._now)  # it stood still
+            if self._mode != "in_place":
+                jobs = replica.release(self._now)
+                again = [Job(id=j.id, prompt=j.prompt, length=j.length, have=j.have) for j in jobs]
+                replica.submit(again, self._now)
+            self._plan(rank)
+        self._obey(self._flow.go(version, self._now))
+        for rank in range(1, 1 + len(self._replicas)):
+            self._tell(Ready(rank=rank))
+        late, self._late = self._late, []
+        for event in late:
+            self._tell(event)
+        self._asked = self._now
+        self._tell(Wanted(rank=0))
+
+    def _tell(self, event: Any) -> None:
+        if self._flow.done:  # who holds says nothing before it goes on
+            self._late.append(event)
+            return
+        if isinstance(event, Finished):
+            version = self._born.setdefault(event.id, self._version)
+            event = Finished(
+                rank=event.rank,
+                id=event.id,
+                num_tokens=event.num_tokens,
+                finish=event.finish,
+                version=version,
+            )
+        super()._tell(event)
+
+    def _obey(self, commands: Sequence[AnyCommand]) -> None:
+        for command in commands:
+            if isinstance(command, Submit):
+                self._submit(command)
+            elif isinstance(command, Abort):
+                self._abort(command)
+            elif isinstance(command, Batch):
+                self._train(command)
+            elif isinstance(command, Hold):
+                self._hold(command.rank)
+            elif isinstance(command, Fail):
+                raise RuntimeError(command.reason)
+
+    def _hold(self, rank: int) -> None:
+        replica = self._replicas[rank - 1]
+        replica.advance(self._now)
+        for id in replica.begun:
+            self._born.setdefault(id, self._version)
+        self._planned[rank - 1] += 1  # it does nothing until it goes on
+        self._tell(Held(rank=rank))
+        if self._flow.done:
+            self._push(self._now + self._sync_s, ("go", 0, self._version + 1))
+
+    def _train(self, batch: Batch) -> None:
+        refs = [ref.id for group in batch.groups for ref in group.refs]
+        lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
+        self.updates.append(
+            Update(
+                seconds=self._now - self._last,
+                waited=self._now - self._asked,
+                trained=self._training,
+                lengths=tuple(self._length[i] for i in refs),
+                ages=tuple(self._version - self._born[i] for i in refs),
+            )
+        )
+        self._last, self._training = self._now, self._train_s(lengths)
+        for i in refs:
+            del self._requests[i], self._length[i], self._born[i]
+        self._push(self._now + self._training, ("trained", 0, None))

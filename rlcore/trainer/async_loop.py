@@ -1,0 +1,60 @@
+"""The asynchronous loop: the train ranks take the next batch while the others go on sampling. ROLL
+Flash, arXiv:2510.11345; PAPERS.md D2.
+
+A step trains policy version n on samples of which no token is older than n - alpha, then stops the
+engines for as long as a push takes. What is under way keeps its tokens and their log-probs and goes
+on under the new weights. With alpha 0 nothing is under way then: the step is that of the
+synchronous loop. `sync_loop.train` is the frame of both; lines marked C are collective over the
+train ranks, W over all.
+"""
+
+from rlcore.records import Batch, Group, HoldMode
+from rlcore.trainer import learn, phases, relayout, sync_loop
+from rlcore.trainer.plan import Plan
+from rlcore.trainer.run import Run
+
+
+def one_step(run: Run) -> None:
+    """On a rank that trains: one update. On a rank that samples: from one push to the next."""
+    groups, stats, todo = (), {}, None
+    if run.trains:
+        groups, stats, todo = update(run)
+    else:
+        with run.spans.phase("gen"):
+            run.rollout.agent.go_on()
+    with run.spans.phase("sync"):
+        sync_loop.push_weights(run, run.step)  # W
+    relayout.note(run, "all", stats)  # W
+    if todo is not None:
+        sync_loop.rollout_metrics(run, groups, stats, todo)  # W
+    else:
+        sync_loop.engine_counts(run)  # W
+
+
+def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], Plan]:
+    """One batch from the buffer, everything that is learned from it, and the halt of the engines:
+    groups, counters, plan."""
+    spans, flow = run.spans, run.flow
+    assert flow is not None
+    with spans.phase("gen"):
+        batch: Batch = flow.take(run.step - 1)
+    with spans.phase("route"):
+        todo = sync_loop.plan_of(run, batch.groups, len(run.replicas))
+        samples = flow.fetch(todo.destination(run.replicas), todo.owners())
+        batches = phases.batches(run, todo, samples)
+        if run.rank == 0:
+            flow.read(samples.values())
+    learn.all_models(run, todo, batches, {})  # C
+    stats = dict(batch.stats)
+    if run.rank == 0:
+        with spans.phase("hold"):
+            stats |= flow.hold(hold_mode(run))
+    return batch.groups, stats, todo
+
+
+def hold_mode(run: Run) -> HoldMode:
+    """What becomes of requests in the push that follows. Before an evaluation and a checkpoint the
+    engines let go of them: the first needs idle engines, the second all tokens."""
+    if sync_loop.evaluates(run) or sync_loop.saves(run):
+        return "release"
+    return run.cfg.async_.update

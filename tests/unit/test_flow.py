@@ -1,0 +1,294 @@
+"""Sampling that does not stop at the end of a step, with real parts: the controller and its buffer,
+agents, ZeroMQ, the torch engine, the reward service. Rank 0 trains, the others sample; ranks are
+threads of this process.
+
+All versions have the same weights here, so every response has to be the one that an engine gives
+that is never interrupted (invariant I6).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.config.schema import RewardConfig
+from rlcore.data import label_task
+from rlcore.hf.tokenizer import load_tokenizer
+from rlcore.records import Batch, Down, HoldMode, Sample, Sampling, Work
+from rlcore.rewards.service import RewardService
+from rlcore.rollout.async_controller import AsyncController
+from rlcore.rollout.controller import Controller
+from rlcore.rollout.flow import Flow
+from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.replica import Agent, NoScorer
+from rlcore.rollout.round import Rollout
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.rollout.transport import ZmqHub
+from rlcore.sched.place import LeastLoaded
+from rlcore.sched.staleness import SampleBuffer
+from rlcore.sync.pack import push
+from tests import runs
+from tests.unit.test_rollout import Store, checked, torch_engine, weights
+
+BATCH, GROUP, ALPHA = 2, 2, 2
+SAMPLING = Sampling(max_tokens=24, stop_ids=(label_task.EOS,))
+
+
+class Doomed:
+    """A torch engine that dies when it is told to, and can be started again."""
+
+    def __init__(self, model: Path, rank: int) -> None:
+        self._make = lambda: torch_engine(model, rank)
+        self._engine = self._make()
+        self._rank, self._said = rank, True
+        self.down = ""
+
+    def die(self) -> None:
+        self.down, self._said = "was killed", False
+
+    def fail(self, reason: str) -> None:
+        self.down = reason
+
+    def is_starting(self, timeout_s: float) -> bool:
+        return False
+
+    def restart(self) -> None:
+        self._engine, self.down = self._make(), ""
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        if not self._said:
+            self._said = True
+            return [Down(rank=self._rank, reason="was killed")]
+        return [] if self.down else self._engine.poll(timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        if self.down:
+            raise EngineGoneError(self.down)
+        return getattr(self._engine, name)
+
+
+class World:
+    """`engines` are those of ranks 1, 2, ..."""
+
+    def __init__(self, model: Path, engines: list[Any]) -> None:
+        self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
+        self.tokenizer, store = load_tokenizer(model), Store()
+        self.threads, self.barrier = ThreadPoolExecutor(n), threading.Barrier(n)
+        self.hubs = list(self.threads.map(lambda r: ZmqHub(r, n, store, "127.0.0.1"), range(n)))
+        self.scorers = [RewardService("tests.scores.variety", config=RewardConfig())]
+        self.scorers += [
+            RewardService("tests.scores.variety", config=RewardConfig()) for _ in engines[1:]
+        ]
+        samplers, self.issued = range(1, n), 0
+        self.controller = AsyncController(
+            buffer=SampleBuffer(BATCH, ALPHA),
+            issue=self.issue,
+            trainers=[0],
+            samplers=samplers,
+            ranks=samplers,
+            place=LeastLoaded(10**6),
+            deadline_s=60.0,
+        )
+        self.agents = [
+            Agent(hub, engine, scorer, self.tokenizer.decode, 60.0)
+            for hub, engine, scorer in zip(
+                self.hubs, self.engines, [NoScorer(), *self.scorers], strict=True
+            )
+        ]
+        self.flows = [
+            Flow(
+                hub,
+                agent,
+                None if r else self.controller,
+                samplers=samplers,
+                timeout_s=30,
+                deadline_s=60,
+            )
+            for r, (hub, agent) in enumerate(zip(self.hubs, self.agents, strict=True))
+        ]
+        self.rollouts = [
+            Rollout(
+                hub,
+                agent,
+                lambda stop, elastic: Controller(
+                    ranks=samplers,
+                    all_ranks=range(n),
+                    place=LeastLoaded(10**6),
+                    stop=stop,
+                    deadline_s=60.0,
+                ),
+                timeout_s=30,
+            )
+            for hub, agent in zip(self.hubs, self.agents, strict=True)
+        ]
+        self.version = 5  # that of `torch_engine`
+        self.batches: list[tuple[int, Batch, dict[str, Sample]]] = []
+
+    def work(self, i: int, tag: str = "t") -> Work:
+        row = label_task.make("train", 0, i)
+        prompt = label_task.to_prompt(row, i, self.tokenizer.encode)
+        return Work(id=f"{tag}{i}", prompt=prompt, num_samples=GROUP, sampling=SAMPLING)
+
+    def issue(self, count: int) -> list[Work]:
+        self.issued += count
+        return [self.work(i) for i in range(self.issued - count, self.issued)]
+
+    def everywhere(self, do: Callable[[int], Any]) -> list[Any]:
+        futures = [self.threads.submit(do, rank) for rank in range(len(self.hubs))]
+        errors = [error for f in futures if (error := f.exception(90))]
+        assert not errors, errors
+        return [f.result() for f in futures]
+
+    def step(self, mode: HoldMode, while_held: Callable[[int], None] = lambda rank: None) -> None:
+        """An update, as `trainer/async_loop.py` has it; the push goes to the engine at once."""
+        version = self.version
+
+        def one(rank: int) -> None:
+            if rank == 0:
+                batch = self.flows[0].take(version)
+                owners = {ref.id: ref.owner for g in batch.groups for ref in g.refs}
+                samples = self.flows[0].fetch(dict.fromkeys(owners, (0,)), owners)
+                self.batches.append((version, batch, samples))
+                self.flows[0].hold(mode)
+            else:
+                self.agents[rank].go_on()
+            self.barrier.wait(60)
+            while_held(rank)
+            if rank:
+                if getattr(self.engines[rank], "down", ""):
+                    self.agents[rank].revive()
+                new = ((n, t.double()) for n, t in weights(self.model))
+                push(self.engines[rank], new, version + 1)
+            self.barrier.wait(60)
+
+        self.everywhere(one)
+        self.version += 1
+
+    def check(self, wanted: dict[str, np.ndarray]) -> None:
+        """Every trained sample is that of an engine which is never interrupted, none is too old,
+        none is trained twice."""
+        seen: set[str] = set()
+        for version, batch, samples in self.batches:
+            assert len(batch.groups) == BATCH
+            for i, sample in samples.items():
+                assert i not in seen
+                seen.add(i)
+                np.testing.assert_array_equal(sample.tokens, wanted[i])
+                assert len(sample.logps) == len(sample.versions) == len(sample.tokens)
+                assert (np.diff(sample.versions) >= 0).all()
+                assert version - ALPHA <= sample.versions[0] <= sample.versions[-1] <= version
+
+    def close(self) -> None:
+        self.flows[0].close()
+        for part in (*self.hubs, *self.scorers):
+            part.close()
+        self.threads.shutdown()
+
+
+@contextmanager
+def world(model: Path, engines: list[Any]) -> Iterator[World]:
+    made = World(model, engines)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.tiny_model(tmp_path_factory.mktemp("flow") / "model")
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> dict[str, np.ndarray]:
+    """Responses without any interruption."""
+    with world(model, [torch_engine(model, 1)]) as one:
+        work = [one.work(i) for i in range(40)]
+        one.agents[1].is_endless = False  # or the samples would go with their round
+        checked(one.everywhere(lambda r: one.rollouts[r].run(work if r == 0 else [])))
+        return {i: s.tokens for i, s in one.agents[1].samples.items()}
+
+
+def spans(world: World) -> int:
+    return max(len(set(s.versions.tolist())) for _, _, ss in world.batches for s in ss.values())
+
+
+@pytest.mark.parametrize("mode", ["in_place", "recompute", "release"])
+def test_responses_outlive_pushes_and_are_those_of_an_uninterrupted_engine(
+    model: Path, wanted: dict[str, np.ndarray], mode: HoldMode
+) -> None:
+    floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
+    engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
+    with world(model, engines) as three:
+        for _ in range(6):
+            three.step(mode)
+        three.check(wanted)
+        assert spans(three) > 1
+        held = {ref.split(".")[0] for agent in three.agents for ref in agent.samples}
+        assert held <= three.controller.groups.keys() | set(three.controller._forget)
+        for agent in three.agents[1:]:
+            assert agent.prompts.keys() <= three.controller.groups.keys() | held
+
+
+def test_an_evaluation_in_between_changes_nothing(
+    model: Path, wanted: dict[str, np.ndarray]
+) -> None:
+    with world(model, [torch_engine(model, 1)]) as two:
+        two.step("recompute")
+        two.step("release")
+        before = dict(two.agents[1].samples)
+        work = [two.work(i, "e") for i in range(3)]
+        end = checked(two.everywhere(lambda r: two.rollouts[r].run(work if r == 0 else [])))
+        assert [g.id for g in end.groups] == ["e0", "e1", "e2"]
+        assert two.agents[1].samples.keys() == before.keys()
+        two.step("recompute")
+        two.check(wanted)
+
+
+def test_a_checkpoint_keeps_prefixes_and_finished_samples(
+    model: Path, wanted: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """Two engines before, one after."""
+    floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
+    engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
+    with world(model, engines) as before:
+        before.step("recompute")
+        before.step("release")
+        before.everywhere(lambda rank: before.flows[rank].save(tmp_path))
+        held = set(before.controller.groups)
+        assert len(held) == ALPHA * BATCH
+        issued, version, done = before.issued, before.version, before.batches
+    engine = torch_engine(model, 1)
+    push(engine, ((n, t.double()) for n, t in weights(model)), version)
+    with world(model, [engine]) as after:
+        after.issued, after.version = issued, version
+        after.everywhere(lambda rank: after.flows[rank].load(tmp_path))
+        for _ in range(3):
+            after.step("recompute")
+        trained = {g.id for _, batch, _ in after.batches for g in batch.groups}
+        assert held <= trained
+        after.batches = [*done, *after.batches]
+        after.check(wanted)
+
+
+@pytest.mark.parametrize("when", ["decoding", "held"])
+def test_an_engine_that_dies_costs_no_sample(
+    model: Path, wanted: dict[str, np.ndarray], when: str
+) -> None:
+    engines = [Doomed(model, 1), Doomed(model, 2)]
+    with world(model, engines) as three:
+        three.step("in_place")
+        if when == "decoding":
+            engines[0].die()
+            three.step("in_place")
+        else:
+            three.step("in_place", lambda rank: engines[0].die() if rank == 1 else None)
+        for _ in range(3):
+            three.step("in_place")
+        three.check(wanted)
+        assert isinstance(engines[0]._engine, TorchEngine) and not engines[0].down
