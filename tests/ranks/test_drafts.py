@@ -28,7 +28,10 @@ class Worlds:
             }
             words = [word for key, value in settings.items() for word in (f"--{key}", value)]
             argv = runs.arguments(model, self.runs, name, *words, *keys)
-            return {"name": name, "argv": [*argv, "--checkpoint.no_export_hf"]}
+            return {
+                "name": name,
+                "argv": [*argv, "--checkpoint.no_export_hf", "--eval.no_at_start"],
+            }
 
         drafts = "--rollout.draft", "history"
         self.gang = runs.run(
