@@ -12,6 +12,8 @@ from rlcore.cli.world import World
 from rlcore.config.schema import Config, DebugConfig, RolloutConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.replica import Agent, NoScorer
+from rlcore.rollout.transport import LocalHub
 from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.trainer import phases, relayout
 from rlcore.trainer.relayout import Relayout
@@ -165,6 +167,7 @@ def test_a_child_that_dies_as_it_starts_is_started_again_before_the_push(tmp_pat
         run.cfg.cluster.timeout_s = 60
         relayout.before_push(run)
         assert "ended with code 7" in engine.down
+        run.rollout.agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
         phases.engine_revives(run)
         engine.begin_load(1)  # as the push does
         assert not engine.down
