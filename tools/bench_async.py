@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from bench_schedules import figures, rows_of, table  # noqa: E402
+from bench_schedules import figures, rows_of, table, train  # noqa: E402
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.metrics.plots import COLORS  # noqa: E402
@@ -84,24 +83,7 @@ def run(a: argparse.Namespace, arm: str, words: tuple[str, ...], seed: int) -> P
     """The folder of one run; it is made where it is not there."""
     update = "" if a.update == "recompute" else "_in_place"
     name = f"async_{arm.replace(' ', '')}{update}_{seed}_{a.steps}_{a.decode_floor_ms:g}"
-    folder = a.dir / name
-    if not (folder / "summary.json").is_file():
-        command = ["bash", str(ROOT / "recipes/async_tiny.sh"), *words]
-        command += ["--run.dir", str(a.dir), "--run.name", name, "--run.seed", str(seed)]
-        command += ["--run.steps", str(a.steps)]
-        command += ["--debug.decode_floor_ms", f"{a.decode_floor_ms:g}", *a.rest]
-        print(" ".join(command), flush=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "screen.txt", "w") as screen:
-            done = subprocess.run(
-                command,
-                stdout=screen,
-                stderr=subprocess.STDOUT,
-                env={"PYTHON": sys.executable} | os.environ | {"GPUS_PER_NODE": "2"},
-            )
-        if done.returncode:
-            raise SystemExit(f"{name} ended with {done.returncode}: {folder / 'screen.txt'}")
-    return folder
+    return train(a, name, "async_tiny.sh", words, seed)
 
 
 def figures_of(folder: Path) -> dict[str, Any]:

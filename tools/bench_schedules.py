@@ -26,6 +26,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -63,11 +64,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def run(a: argparse.Namespace, arm: str, seed: int) -> Path:
     """The folder of one run; it is made where it is not there."""
     name = f"schedule_{arm.replace(' ', '')}_{seed}_{a.steps}_{a.decode_floor_ms:g}"
+    return train(a, name, "grpo_tiny.sh", [*ARMS[arm], "--train.samples_per_update", "0"], seed)
+
+
+def train(a: argparse.Namespace, name: str, recipe: str, keys: Sequence[str], seed: int) -> Path:
+    """The folder of the run `name` of a recipe on two processes; it is made where it is not there.
+    SystemExit, naming the screen's file, where the recipe fails."""
     folder = a.dir / name
     if not (folder / "summary.json").is_file():
-        command = ["bash", str(ROOT / "recipes/grpo_tiny.sh"), *ARMS[arm]]
+        command = ["bash", str(ROOT / "recipes" / recipe), *keys]
         command += ["--run.dir", str(a.dir), "--run.name", name, "--run.seed", str(seed)]
-        command += ["--run.steps", str(a.steps), "--train.samples_per_update", "0"]
+        command += ["--run.steps", str(a.steps)]
         command += ["--debug.decode_floor_ms", f"{a.decode_floor_ms:g}", *a.rest]
         print(" ".join(command), flush=True)
         folder.mkdir(parents=True, exist_ok=True)

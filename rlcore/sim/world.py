@@ -6,6 +6,7 @@ served.
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -130,8 +131,9 @@ class World:
         return _Run(self, round_).outcome()
 
 
-class Engines:
-    """Virtual replicas under a controller, and the queue of what happens when."""
+class Engines(ABC):
+    """Virtual replicas under a controller, and the queue of what happens when. What the controller
+    orders beside requests, and what replicas have no part in, is the subclass's."""
 
     def __init__(self, world: World, controller: Controller, first: int = 0) -> None:
         """`first`: the rank of the first replica; the others follow it."""
@@ -145,12 +147,13 @@ class Engines:
         self._now = self._last_finish = 0.0
         self.is_over = False
 
+    @abstractmethod
     def _obey(self, commands: Sequence[AnyCommand]) -> None:
-        raise NotImplementedError
+        """Carry out what the controller orders."""
 
+    @abstractmethod
     def _happens(self, what: str, who: int, it: Any) -> None:
         """Something that the replicas have no part in."""
-        raise NotImplementedError
 
     def _next(self) -> None:
         """Up to the next event, and what follows from it."""
