@@ -10,6 +10,7 @@ COMMANDS = {
     "plot": "draw runs: python -m rlcore plot RUN...",
     "view": "a page of a run's rollouts, to read in a browser: python -m rlcore view RUN",
     "trace": "what all ranks did when, for ui.perfetto.dev: python -m rlcore trace RUN",
+    "doctor": "why a run stands or ended, from its flight records: python -m rlcore doctor RUN",
     "explain": "the arithmetic of a batch: python -m rlcore explain --data.prompts_per_step 64",
     "sim": "what a cluster would do: python -m rlcore sim run --gpus 32",
     "mux": "many jobs on the same nodes, phase by phase: mux up, add, status, down",

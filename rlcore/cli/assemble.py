@@ -109,6 +109,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     learner is built; what may be wrong in the data is found before that."""
     if world.rollout_ranks:  # engine and learner do not share a device
         cfg = replace(cfg, train=replace(cfg.train, offload=False))
+    world.phase("start: engine")
     hf = model_config(cfg)
     residency = make_residency(cfg, hf, world)
     sizes = make_relayout(cfg, hf, world)
@@ -148,6 +149,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     flow = None
     replay = Log(Path(cfg.debug.replay)) if cfg.debug.replay and world.rank == 0 else None
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
+    world.phase("start: learner")
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
         engine.sleep(["weights", "kv_cache"])
         collective.barrier()  # it is asleep on all its ranks when its first has said so
@@ -198,6 +200,10 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     agent.repair = partial(sync_loop.repair_engines, run)
     if elastic is not None:
         run.elastic, agent.streamer = elastic, stream_loop.Stream(run)
+    if world.gang is not None:
+        world.gang.flight.step = lambda: run.step
+        agent.observers.append(world.gang.flight.see)
+    world.phase("start: checkpoint")
     checkpoint = resume.choose(run)
     if checkpoint is not None:
         resume.load(run, checkpoint)
@@ -220,6 +226,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
             replay=replay,
         )
         on_close(rollout.rounds.close)
+    world.phase("")
     return run
 
 
@@ -241,27 +248,34 @@ def watch(
     rollout: Rollout,
     on_close: Callable[[Callable[[], None]], object],
 ) -> Callable[[str], None]:
-    """Listener of the phases: the screen shows them, ranks that only sample hear that rank 0 goes
-    on, and a watchdog says where this rank stands still. Under gloo it then ends the rank, since
-    Megatron's gradient reduction waits there without a deadline; NCCL ends its waits itself. Rounds
-    of sampling, and waits for rank 0, have a verdict of their own."""
-    ends = world.size > 1 and world.device.type == "cpu"
+    """Listener of the phases: the screen shows them, the flight record has them, ranks that only
+    sample hear that rank 0 goes on, and a watchdog raises the alarm where this rank stands still.
+    Under gloo the rank then ends, since Megatron's gradient reduction waits there without a
+    deadline; NCCL ends its waits itself. Rounds of sampling, and waits for rank 0, have a verdict
+    of their own."""
+    ends, gang = world.size > 1 and world.device.type == "cpu", world.gang
 
-    def end(verdict: str) -> None:
-        logging.shutdown()
-        os._exit(1)
+    def alarm(verdict: str) -> None:
+        if gang is not None:
+            gang.alarm(verdict, ends=ends)
+            return
+        log.log.error(verdict)
+        if ends:
+            logging.shutdown()
+            os._exit(1)
 
     dog = Watchdog(
         cfg.cluster.timeout_s,
         run_folder(cfg) / "logs" / f"stacks{world.rank}.txt",
         describe=lambda: f"the {world.size - 1} other ranks, seen from rank {world.rank}",
-        on_overrun=end if ends else None,
+        on_overrun=alarm,
     )
     on_close(dog.close)
 
     def listen(phase: str) -> None:
         dog.beat("" if phase in ("gen", "eval", "wait") else phase)
         rollout.alive()
+        world.phase(phase)
         if screen is not None:
             screen.phase(phase)
 

@@ -64,12 +64,19 @@ def run(cfg: SFTConfig) -> int:
 
     start = cfg.out.with_name(cfg.out.name + ".start")
     settings = settings_of(cfg, start)
-    here = world.join(settings.cluster.timeout_s)
+    try:
+        here = world.join(settings.cluster.timeout_s, 0, assemble.run_folder(settings))
+    except (RuntimeError, OSError) as e:
+        print(str(e).partition("\n")[0], file=sys.stderr)
+        return 1
     try:
         assemble.open_folder(settings, here)
         accuracy = warm_start(cfg, settings, start, here)
     except (ValueError, RuntimeError, OSError) as e:
         return failed(settings, here, e, 1)
+    finally:
+        if here.gang is not None:
+            here.gang.close()
     world.leave(here)  # past it nobody reads the start folder
     if here.rank == 0:
         shutil.rmtree(start)

@@ -58,15 +58,29 @@ def run(cfg: "Config") -> int:
 
 def _run(cfg: "Config") -> int:
     from rlcore.cli import assemble, world
-    from rlcore.trainer import async_loop, stream_loop, sync_loop
-    from rlcore.utils import collective
 
     try:
-        here = world.join(cfg.cluster.timeout_s, cfg.cluster.rollout_ranks)
+        folder = assemble.run_folder(cfg)
+        here = world.join(cfg.cluster.timeout_s, cfg.cluster.rollout_ranks, folder)
     except ValueError as e:  # every rank finds it
         if os.environ.get("RANK", "0") == "0":
             print(e, file=sys.stderr)
         return 2
+    except (RuntimeError, OSError) as e:
+        print(str(e).partition("\n")[0], file=sys.stderr)
+        return 1
+    try:
+        return _train(cfg, here)
+    finally:
+        if here.gang is not None:
+            here.gang.close()
+
+
+def _train(cfg: "Config", here: "World") -> int:
+    from rlcore.cli import assemble, world
+    from rlcore.trainer import async_loop, stream_loop, sync_loop
+    from rlcore.utils import collective
+
     try:
         assemble.open_folder(cfg, here)
         built = assemble.assemble(cfg, here)
@@ -100,6 +114,12 @@ def failed(cfg: "Config", here: "World", error: Exception, code: int) -> int:
         reason = f"{reason.splitlines()[0]} (where: {file})"
     if here.rank:
         reason = f"rank {here.rank}: {reason}"
-    log.log(logging.ERROR if here.fails_first() else logging.DEBUG, "%s", reason)
+    first = here.fails_first()
+    log.log(logging.ERROR if first else logging.DEBUG, "%s", reason)
     log.debug("where it was raised", exc_info=error)
+    if code == 1 and here.gang is not None:
+        if first:
+            here.gang.alarm(f"failed: {reason}")
+        else:
+            here.gang.hear()
     return code

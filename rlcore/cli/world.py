@@ -1,8 +1,11 @@
 """Joining torchrun's world and leaving it in order."""
 
 import os
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ import torch.distributed as dist
 from rlcore.config import rules
 from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
 from rlcore.utils import collective
+from rlcore.utils.flight import Flight
+from rlcore.utils.gang import Gang, meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,8 @@ class World:
     """The last so many ranks sample and the others train; 0: all do both."""
     everyone: dist.ProcessGroup | None = None
     """Of all ranks, where the default group is that of this rank's role."""
+    gang: Gang | None = None
+    """Signs of life of all ranks, and the flight record of this one."""
 
     @property
     def train_ranks(self) -> int:
@@ -42,6 +49,11 @@ class World:
     def samples(self) -> bool:
         return not self.rollout_ranks or not self.trains
 
+    def phase(self, name: str) -> None:
+        """The flight record's, before there are `Spans`."""
+        if self.gang is not None:
+            self.gang.flight.phase(name)
+
     def fails_first(self) -> bool:
         """True for the first rank that asks."""
         if self.store is None:
@@ -52,10 +64,15 @@ class World:
             return False
 
 
-def join(timeout_s: float, rollout_ranks: int = 0) -> World:
+def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -> World:
     """Make the default process group (NCCL and gloo with GPUs, gloo without): of all ranks, or,
     where the last `rollout_ranks` only sample, of those that train and of those that sample.
-    Without torchrun a world of one. ValueError where nobody would train."""
+    Without torchrun a world of one. `folder`: of the run, for flight records.
+
+    Raises:
+        ValueError: nobody would train.
+        TimeoutError: some ranks have not come; the sentence names them.
+    """
     has_cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
@@ -63,34 +80,71 @@ def join(timeout_s: float, rollout_ranks: int = 0) -> World:
         # Megatron orders its kernels by it, and CUDA reads it when the first context is made.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
+    # torch then remembers the last collectives of every process group, for the flight record
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):
         raise ValueError(found)
     if "WORLD_SIZE" not in os.environ:
+        gang = _gang(Flight(0, 1, folder), None)
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
-        return World(0, 1, 0, device, None)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
+        return World(0, 1, 0, device, None, gang=gang)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store(rank, timeout_s)
     # a restarted gang must not read the addresses of the one that died
     start = "/".join(os.environ.get(f"TORCHELASTIC_{k}", "0") for k in ("RUN_ID", "RESTART_COUNT"))
-    first, count, everyone = 0, size, None  # of the ranks of this one's role
-    if rollout_ranks:
-        split = size - rollout_ranks
-        first, count = (0, split) if rank < split else (split, rollout_ranks)
-        meeting = dist.PrefixStore(f"{start}/everyone", store)
-        everyone = collective.everyone(meeting, rank, size, timeout_s)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"{start}/groups{first}", store),
-        rank=rank - first,
-        world_size=count,
-        timeout=timeout,
-    )
+    flight = Flight(rank, size, folder)
+    gang = _gang(flight, dist.PrefixStore(f"{start}/gang", store.clone()))
     hub = dist.PrefixStore(f"{start}/hub", store)
-    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone)
+    first, count, everyone = 0, size, None  # of the ranks of this one's role
+    try:
+        gang.known = meet(hub, flight.at, size, timeout_s, time.monotonic)
+        if rollout_ranks:
+            split = size - rollout_ranks
+            first, count = (0, split) if rank < split else (split, rollout_ranks)
+            meeting = dist.PrefixStore(f"{start}/everyone", store)
+            everyone = collective.everyone(meeting, rank, size, timeout_s)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"{start}/groups{first}", store),
+            rank=rank - first,
+            world_size=count,
+            timeout=timeout,
+        )
+    except (RuntimeError, OSError) as error:
+        gang.alarm(f"failed: {error}")
+        gang.close()
+        raise
+    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, gang)
+
+
+def _gang(flight: Flight, store: Any) -> Gang:
+    on_main = threading.current_thread() is threading.main_thread()
+    return Gang(flight, store).start(signals=on_main)
+
+
+def _store(rank: int, timeout_s: float) -> dist.TCPStore:
+    """torchrun's store, without waiting for anybody: who is missing is said by `meet`."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=rank == 0 and not agent,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=not agent,
+        )
+    except dist.DistNetworkError as error:
+        raise TimeoutError(
+            f"start-up: rank {rank} gets no answer from MASTER_ADDR {host}, port {port} within "
+            f"--cluster.timeout_s {timeout_s:g}: is torchrun of node 0 there, and can this node "
+            "reach it?"
+        ) from error
 
 
 def make_hub(world: World, interface: str) -> Hub:

@@ -45,12 +45,12 @@ class Deadline:
 
 
 class Watchdog:
-    """A thread that speaks when a phase of this process stands still: it logs one sentence and
-    writes the stacks of all threads to `path`.
+    """A thread that speaks when a phase of this process stands still: it writes one sentence and
+    the stacks of all threads to `path`, and logs the sentence or hands it to `on_overrun`.
 
     `beat(phase)` starts the time again, with "" nothing is watched; it fits `Spans(listener=...)`.
     `describe()` is called in the watchdog's thread and says what the process waits for.
-    `on_overrun(verdict)` may end the process; without it the watchdog only speaks, once per beat.
+    `on_overrun(verdict)` may end the process. Either happens once per beat.
     A phase that holds the interpreter lock cannot be described; its stacks are written all the
     same, by faulthandler's own timer, `grace_s` later.
     """
@@ -124,7 +124,8 @@ class Watchdog:
             f"phase {phase} has stood still for {self._timeout_s:g} s, waiting for {waiting_for}; "
             f"stacks of all threads: {self._path}"
         )
-        log.error(verdict)
+        if self._on_overrun is None:
+            log.error(verdict)
         self._file.write(f"\n{verdict}\n")
         self._file.flush()
         faulthandler.dump_traceback(file=self._file, all_threads=True)

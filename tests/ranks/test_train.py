@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlcore.metrics import trace
 from tests import kit, runs
 
 pytestmark = pytest.mark.ranks(2)
@@ -37,7 +38,7 @@ class Worlds:
             self.job("tp2", *tp2, *SLOW, "--log.rollouts", -1),
             self.job("bereft", *KEPT, *SLOW, "--rollout.progress_s", 0.05),
             self.job("onward", *KEPT, "--run.resume", saved) | {"ranks": 1},
-            self.job("straight", *KEPT),
+            self.job("straight", *KEPT, "--log.trace", 1),
             self.job("resumed", *KEPT, run="killed"),
             self.job("alone", *KEPT) | {"ranks": 1},
             self.job("heads", "--train.tp", 2, "--model.path", odd),
@@ -103,6 +104,17 @@ def test_four_steps_equal_two_a_kill_of_rank_0_and_two_bit_by_bit(worlds: Worlds
     assert ours.pop("common") == theirs.pop("common")
     assert ours.pop("state") == theirs.pop("state")
     kit.assert_bitwise(ours, theirs)
+
+
+def test_the_trace_shows_both_ranks_on_one_axis(worlds: Worlds) -> None:
+    worlds.gang.check("straight", 2)
+    path, ranks = trace.merge(worlds.runs / "straight")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert ranks == 2
+    for phase in ("gen", "sync"):  # both ranks are in it at the same time
+        bars = [e for e in events if e.get("name") == phase and e["args"]["step"] == 1]
+        assert sorted(e["pid"] for e in bars) == [0, 1], phase
+        assert max(e["ts"] for e in bars) < min(e["ts"] + e["dur"] for e in bars), phase
 
 
 def test_the_number_of_ranks_changes_no_sample_and_no_update(worlds: Worlds) -> None:

@@ -1,0 +1,94 @@
+"""`python -m rlcore doctor RUN`: why a run stands or has ended, from what its ranks wrote."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+EVENTS = 6
+"""Last events of a rank that are shown."""
+ERRORS = 5
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verdict, then where each suspect stood; `--stacks` all threads of all ranks. 2 where
+    there is no such run."""
+    parser = argparse.ArgumentParser(prog="rlcore doctor", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--stacks", action="store_true", help="all threads of all ranks")
+    args = parser.parse_args(argv)
+    if not args.run.is_dir():
+        print(f"rlcore doctor: there is no folder {args.run}", file=sys.stderr)
+        return 2
+    print("\n".join(examine(args.run, args.stacks)))
+    return 0
+
+
+def examine(run: Path, stacks: bool = False) -> list[str]:
+    """What there is to say of a run, as lines."""
+    from rlcore.utils import verdict
+    from rlcore.utils.flight import FOLDER
+    from rlcore.utils.gang import VERDICT
+
+    lines, records = _state(run), verdict.read(run)
+    if not records:
+        none = "no flight record: no rank has raised an alarm, or all were killed at once"
+        return [*lines, none, *_errors(run)]
+    suspects: list[int] = []
+    file = run / FOLDER / VERDICT
+    if file.exists():
+        told = json.loads(file.read_text())
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["time"]))
+        suspects = told["suspects"]
+        lines += [f"alarm of {when}", "", *told["lines"][:-1]]
+    shown = sorted(records, key=lambda r: (r not in suspects, r))
+    for rank in shown if stacks else shown[:4]:
+        lines += ["", *_of_rank(records[rank], stacks)]
+    if not stacks:
+        lines += ["", "all threads of all ranks, and child processes: --stacks"]
+    return [*lines, *_errors(run)]
+
+
+def _of_rank(record: Mapping[str, Any], stacks: bool) -> list[str]:
+    seconds = record["time"] - record["since"]
+    lines = [
+        f"rank {record['rank']} (process {record['pid']} on {record['host']}, "
+        f"{record['memory_gb']:.1f} GB): phase {record['phase'] or 'none'} of step "
+        f"{record['step']} for {seconds:.0f} s; {record['reason']}",
+        f"  at {record['where']}",
+    ]
+    last = record["collectives"].get("last", [])
+    if last:
+        lines.append(f"  last collective {last[-1]}")
+    for when, text in record["events"][-EVENTS:]:
+        lines.append(f"  {when - record['time']:+8.1f} s  {text}")
+    if not stacks:
+        return lines
+    for name, stack in (record["stacks"] | record.get("children", {})).items():
+        lines += [f"  -- {name}", *(f"  {line}" for line in stack.splitlines())]
+    return lines
+
+
+def _state(run: Path) -> list[str]:
+    """How far the run is, and since when it has said nothing."""
+    from rlcore.metrics.sinks import METRICS, SUMMARY, read_metrics
+
+    rows = read_metrics(run)
+    if not rows:
+        return [f"{run}: no step has been done"]
+    ago = time.time() - (run / METRICS).stat().st_mtime
+    end = "finished" if (run / SUMMARY).exists() else "not finished"
+    return [f"{run}: step {rows[-1]['step']} was the last, {ago:.0f} s ago; {end}"]
+
+
+def _errors(run: Path) -> list[str]:
+    """The last errors in the ranks' logs."""
+    found = []
+    for log in sorted((run / "logs").glob("rank*.log")):
+        lines = log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if " ERROR " in line]
+        found += [f"{log.stem}: {line}" for line in errors[-1:]]
+    return ["", "last errors in the logs", *found[:ERRORS]] if found else []

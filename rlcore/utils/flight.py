@@ -1,0 +1,237 @@
+"""The flight record of a rank: what it did last, what it waits for, and where its threads stand.
+
+`Flight` collects while the run goes on, at the cost of some list entries; it is written to
+`<run>/flight/rank<r>.json` when something is wrong (`utils/gang.py`), and `utils/verdict.py` reads
+the records of all ranks.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from rlcore.records import (
+    Aborted,
+    AnyCommand,
+    AnyEvent,
+    Down,
+    EndRound,
+    Finished,
+    Progress,
+    Released,
+    Rewarded,
+    Stats,
+    Submit,
+)
+
+FOLDER = "flight"
+KEPT_EVENTS = 200
+KEPT_COLLECTIVES = 20
+MOST_REQUESTS = 500
+PY_SPY_S = 10.0
+
+Record = dict[str, Any]
+
+
+class Flight:
+    """Of one rank. `phase` fits `Spans(listener=...)`, `see` fits `Agent.observers`; both are
+    called by the main thread, the rest by any."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path | None):
+        """`folder`: of the run; None: nothing is written."""
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.step: Callable[[], int] = lambda: 0
+        self.host, self.pid = socket.gethostname(), os.getpid()
+        self.changed: Callable[[], None] = lambda: None
+        """Hears of a new phase."""
+        self._phase, self._since = "start", time.time()
+        self._events: deque[tuple[float, str]] = deque(maxlen=KEPT_EVENTS)
+        self._open: dict[str, tuple[str, float]] = {}
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """Where the rank is, in few bytes."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "pid": self.pid,
+            "time": time.time(),
+            "phase": self._phase,
+            "since": self._since,
+            "step": self.step(),
+        }
+
+    def phase(self, name: str) -> None:
+        """The run is now in this phase, "" for none. A phase told again goes on."""
+        if name != self._phase:
+            self._phase, self._since = name, time.time()
+            self.note(f"phase {name or 'none'}")
+            self.changed()
+
+    def note(self, text: str) -> None:
+        """Something happened."""
+        self._events.append((time.time(), text))
+
+    def see(self, what: AnyCommand | AnyEvent) -> None:
+        """A command that the agent obeys or an event that it sends."""
+        now = time.time()
+        if isinstance(what, Submit):
+            self._open |= dict.fromkeys((r.id for r in what.requests), ("decoding", now))
+            self.note(f"{len(what.requests)} requests such as {what.requests[0].id}")
+        elif isinstance(what, Finished):
+            self._open[what.id] = ("reward", now)
+        elif isinstance(what, Aborted | Rewarded):
+            self._open.pop(what.id, None)
+        elif isinstance(what, Released | EndRound):
+            self._open.clear()
+            self.note(type(what).__name__)
+        elif isinstance(what, Down):
+            self._open.clear()
+            self.note(f"engine down: {what.reason}")
+        elif not isinstance(what, Progress | Stats):
+            self.note(type(what).__name__)
+
+    def record(self, reason: str) -> Record:
+        """Everything that is known here. `reason`: why it is asked."""
+        frames, threads = sys._current_frames(), {}
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            if frame is not None:
+                threads[thread.name] = "".join(traceback.format_stack(frame))
+        main = frames.get(threading.main_thread().ident or 0)
+        opened = list(self._open.items())[:MOST_REQUESTS]
+        return self.at | {
+            "world_size": self.world_size,
+            "reason": reason,
+            "where": _where(main),
+            "waits": _waits(main),
+            "open": [[i, what, since] for i, (what, since) in opened],
+            "num_open": len(self._open),
+            "events": list(self._events),
+            "collectives": collectives(),
+            "stacks": threads,
+            "memory_gb": psutil.Process().memory_info().rss / 1e9,
+        }
+
+    def write(self, reason: str, found: Record | None = None) -> Path | None:
+        """Write the record, or the one that is given; the path, None without a folder."""
+        if self.folder is None:
+            return None
+        path = record_path(self.folder, self.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(found or self.record(reason), default=str))
+        os.replace(part, path)
+        return path
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Of the record of a rank, in the run's folder."""
+    return folder / FOLDER / f"rank{rank}.json"
+
+
+def children_stacks() -> dict[str, str]:
+    """Where this rank's child processes (engine, rewards) stand, by py-spy where there is one."""
+    py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    found, end = {}, time.monotonic() + PY_SPY_S
+    for child in psutil.Process().children():
+        try:
+            name = f"{child.pid} {' '.join(child.cmdline())[-60:]} ({child.status()})"
+        except psutil.NoSuchProcess:
+            continue
+        if not Path(py_spy).exists():
+            found[name] = "py-spy is not installed: tools/setup.sh --test"
+            continue
+        try:
+            done = subprocess.run(
+                [py_spy, "dump", "--nonblocking", "--pid", str(child.pid)],
+                capture_output=True,
+                text=True,
+                timeout=max(0.1, end - time.monotonic()),
+            )
+            found[name] = done.stdout or done.stderr
+        except subprocess.TimeoutExpired:
+            found[name] = f"py-spy was not done in {PY_SPY_S:g} s for all children"
+    return found
+
+
+def collectives() -> dict[str, Any]:
+    """What torch's own flight recorder knows: how many collectives this rank has entered in each
+    process group, and the last of them. Empty where it is off (TORCH_FR_BUFFER_SIZE)."""
+    c10d = sys.modules.get("torch._C._distributed_c10d") or _c10d()
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump(True, False) or "{}").get("entries", [])
+    groups: dict[str, dict[str, Any]] = {}
+    for e in entries:
+        group = ":".join(map(str, e.get("process_group", ["?"])))
+        entered = groups.setdefault(group, {"entered": 0})
+        entered["entered"] = max(entered["entered"], int(e.get("collective_seq_id", 0)))
+    last = [
+        f"#{e.get('collective_seq_id')} {e.get('profiling_name')} {e.get('input_sizes')} "
+        f"in group {':'.join(map(str, e.get('process_group', [])))}"
+        for e in entries[-KEPT_COLLECTIVES:]
+    ]
+    return {"groups": groups, "last": last}
+
+
+def _c10d() -> Any:
+    torch = sys.modules.get("torch")  # a rank that has not come so far has no collectives
+    return getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+
+
+def _where(frame: FrameType | None) -> str:
+    """The innermost line that is not of a library, and what it calls."""
+    innermost = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        library = name.startswith(("<frozen", os.path.dirname(os.__file__)))
+        if not (library or "site-packages" in name or os.path.basename(name) in OURS):
+            break
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return ""
+    file = "/".join(Path(found.f_code.co_filename).parts[-3:])
+    return f"{file}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+WAITS = {
+    "distributed_c10d.py": "a collective",
+    "collective.py": "a collective",
+    "transport.py": "a message of another rank",
+    "child.py": "its engine process",
+    "rendezvous.py": "the start of the others",
+    "peers.py": "a message of another rank",
+    "_store_based_barrier": "the start of the others",
+}
+
+
+OURS = ("flight.py", "gang.py")  # a rank that failed asks for its own record
+
+
+def _waits(frame: FrameType | None) -> str:
+    """What the main thread waits for, "" where it does not seem to wait: told from the innermost
+    frames."""
+    for _ in range(4):
+        if frame is None:
+            break
+        file = os.path.basename(frame.f_code.co_filename)
+        if file in WAITS:
+            return WAITS[file]
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,329 @@
+"""The ranks of a run know of each other: signs of life over torchrun's store, and an alarm of one
+that all hear. On an alarm every rank writes its flight record, and the first that can speak says
+who is stuck (`utils/verdict.py`).
+
+A thread of its own does it, with a connection of its own: the main thread may be stuck in a
+collective, the store's connection in a wait.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlcore.utils import verdict
+from rlcore.utils.flight import FOLDER, Flight, Record, children_stacks, record_path
+from rlcore.utils.log import log
+
+BEAT_S = 2.0
+STORE_S = 5.0
+"""What the store may take for an answer."""
+GRACE_S = 6.0
+"""What the records of the others may take."""
+SPEAKERS = 3
+"""Ranks that may have to speak."""
+VERDICT = "verdict.json"
+"""Beside the records: what was said, and the ranks that it names."""
+EXIT_TERM = 128 + signal.SIGTERM
+
+
+class Gang:
+    """This rank among the others. `store`: a connection that nobody else uses, None in a world of
+    one."""
+
+    def __init__(self, flight: Flight, store: Any | None, beat_s: float = BEAT_S):
+        self.flight, self._store, self._beat_s = flight, store, beat_s
+        if store is not None:
+            store.set_timeout(timedelta(seconds=STORE_S))
+        self._alarm: dict[str, Any] | None = None
+        self._answered = threading.Event()
+        """The alarm has been answered: there is a verdict, or nobody to give one."""
+        self._lock = threading.Lock()
+        self._told = 0.0
+        self.known: dict[int, dict[str, Any]] = {}
+        """Where the ranks were at the start: what is left when the store does not answer."""
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._closed = False
+        self._old_term: Any = None
+        flight.changed = self._poke
+        self._thread = threading.Thread(target=self._live, name="gang", daemon=True)
+
+    def start(self, signals: bool = True) -> "Gang":
+        """Begin to beat. `signals`: a SIGTERM writes the flight record, wherever the main thread
+        is; only from the main thread."""
+        if signals:
+            os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+            self._old_term = signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def alarm(self, reason: str, *, ends: bool = False) -> None:
+        """Something is wrong here: all ranks write their records and one says who is stuck.
+        Returns when that is done, at most some seconds later; with `ends` the rank ends then. A
+        second alarm waits for the first."""
+        first = False
+        with self._lock:
+            if self._alarm is None:
+                self._alarm, first = self._new_alarm(reason), True
+                self._answered.clear()
+        if first:
+            self._call(self._alarm)
+            self._answer(self._alarm)
+        else:
+            self._answered.wait(3 * GRACE_S)
+        if ends:
+            logging.shutdown()
+            os._exit(1)
+
+    def hear(self) -> None:
+        """Another rank has raised an alarm: return when it is answered, or some seconds later."""
+        self._poke()
+        self._answered.wait(2 * GRACE_S)
+
+    def close(self) -> None:
+        """Stop; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._poke()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2 * STORE_S)
+        if self._old_term is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, self._old_term)
+        self._wake.close()
+        self._woken.close()
+        self._store = None  # rank 0's holds the server
+
+    # ---- the thread
+
+    def _live(self) -> None:
+        while not self._closed:
+            self._beat()
+            self._woken.settimeout(self._beat_s)
+            try:
+                heard = self._woken.recv(64)
+            except TimeoutError:
+                continue
+            except OSError:  # closed
+                return
+            if signal.SIGTERM in heard:
+                self._terminated()
+
+    def _beat(self) -> None:
+        """Say where this rank is, hear an alarm."""
+        if self._store is None or self._alarm is not None:
+            return
+        try:
+            self._store.set(f"beat/{self.flight.rank}", json.dumps(self.flight.at))
+            if not self._store.check(["alarm"]):
+                return
+            alarm = json.loads(self._store.get("alarm"))
+        except Exception as error:  # torch raises several; without a store each speaks for itself
+            log.debug("the store does not answer: %s", error)
+            return
+        with self._lock:
+            # what another rank says at about the same time is of the same trouble
+            if self._alarm is not None or alarm["number"] <= self._told + 2 * GRACE_S:
+                return
+            self._alarm = alarm
+            self._answered.clear()
+        self._answer(alarm)
+
+    def _terminated(self) -> None:
+        """SIGTERM: from torchrun when another rank has gone, or from whoever ends the run."""
+        with self._lock:
+            known = self._alarm is not None
+            if not known:
+                self._alarm = self._new_alarm("ended by SIGTERM")
+                self._answered.clear()
+        if known:
+            self._answered.wait(2 * GRACE_S)
+        else:
+            self._answer(self._alarm)
+        logging.shutdown()
+        os._exit(EXIT_TERM)
+
+    # ---- an alarm
+
+    def _new_alarm(self, reason: str) -> dict[str, Any]:
+        return {"number": time.time(), "from": self.flight.rank, "reason": reason}
+
+    def _call(self, alarm: Mapping[str, Any]) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.set("alarm", json.dumps(dict(alarm)))
+        except Exception as error:  # as above
+            log.debug("the store does not take the alarm: %s", error)
+
+    def _answer(self, alarm: Mapping[str, Any]) -> None:
+        """Write the record, wait for the others', and speak if this is the first that can."""
+        try:
+            self._answer_now(alarm)
+        except Exception:  # in trouble already: the reason of the alarm must not be lost in it
+            log.exception("the flight record could not be made")
+        finally:
+            self._told = float(alarm["number"])
+            self._answered.set()
+            with self._lock:
+                self._alarm = None
+
+    def _answer_now(self, alarm: Mapping[str, Any]) -> None:
+        flight, begin = self.flight, float(alarm["number"])
+        mine = alarm["from"] == flight.rank
+        why = str(alarm["reason"]) if mine else f"heard of rank {alarm['from']}"
+        record = flight.record(why)
+        if flight.write(why, record) is None:
+            return
+        log.debug("flight record written: %s", why)
+        if flight.world_size == 1 and why.startswith("failed"):  # nobody else to blame
+            return
+        told = flight.folder / FOLDER / VERDICT
+        # Rank 0 speaks. Where it cannot, the next does, a while later; many need not look at all.
+        if flight.rank and (
+            flight.rank >= SPEAKERS or _appears(told, begin, flight.rank * GRACE_S)
+        ):
+            _appears(told, begin, GRACE_S)
+        else:
+            records, beats, states = self._gather(begin)
+            if min(records, default=flight.rank) == flight.rank:
+                self._speak(alarm, record, records, beats, states)
+        flight.write(why, record | {"children": children_stacks()})
+
+    def _speak(
+        self,
+        alarm: Mapping[str, Any],
+        mine: Record,
+        records: Mapping[int, Record],
+        beats: Mapping[int, Mapping[str, Any]],
+        states: Mapping[int, str],
+    ) -> None:
+        """Say who is stuck, and write it beside the records."""
+        flight = self.flight
+        assert flight.folder is not None
+        found = verdict.suspects(records, beats, flight.world_size, states)
+        reason = f"rank {alarm['from']}: {alarm['reason']}"
+        lines = verdict.table(records, beats, flight.world_size, found, reason)
+        lines.append(f"  stacks and last events: python -m rlcore doctor {flight.folder}")
+        facts = {"time": alarm["number"], "lines": lines, "suspects": [s.rank for s in found]}
+        (flight.folder / FOLDER / VERDICT).write_text(json.dumps(facts))
+        if _is_plain(alarm, states, records, flight.world_size):
+            at = mine["phase"] or "none", mine["step"]
+            log.error("%s, in phase %s of step %d", alarm["reason"], *at)
+        else:
+            log.error("%s", "\n".join(lines))
+
+    def _gather(
+        self, begin: float
+    ) -> tuple[dict[int, Record], dict[int, dict[str, Any]], dict[int, str]]:
+        """The records that are of this alarm, the last signs of life, and which of the processes
+        that do not answer are dead or stopped."""
+        flight = self.flight
+        assert flight.folder is not None
+        end = time.monotonic() + GRACE_S
+        beats, states = self._last_beats(), {}
+        while True:
+            fresh = [
+                r
+                for r in range(flight.world_size)
+                if (path := record_path(flight.folder, r)).exists()
+                and path.stat().st_mtime >= begin - 2 * self._beat_s
+            ]
+            missing = [r for r in range(flight.world_size) if r not in fresh]
+            states = {r: s for r in missing if (s := _state(beats.get(r), flight.host))}
+            if len(states) == len(missing) or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        found = verdict.read(flight.folder)
+        return {r: found[r] for r in fresh if r in found}, beats, states
+
+    def _last_beats(self) -> dict[int, dict[str, Any]]:
+        beats = self.known | {self.flight.rank: self.flight.at}
+        if self._store is None:
+            return beats
+        for r in range(self.flight.world_size):
+            try:
+                if self._store.check([f"beat/{r}"]):
+                    beats[r] = json.loads(self._store.get(f"beat/{r}"))
+            except Exception as error:  # as above
+                log.debug("the store does not answer: %s", error)
+                break
+        return beats
+
+    def _poke(self) -> None:
+        try:
+            self._wake.send(b"\0")
+        except OSError:  # full or closed: it wakes by itself
+            return
+
+
+def _appears(file: Path, begin: float, seconds: float) -> bool:
+    """Whether a file of this alarm is there within so many seconds."""
+    end = time.monotonic() + seconds
+    while not (file.exists() and file.stat().st_mtime >= begin - BEAT_S):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _forget(gang: "weakref.ref[Gang]") -> None:
+    """In a forked child, such as a writer of checkpoints: its signals are not the rank's."""
+    found = gang()
+    if found is not None and not found._closed:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_plain(
+    alarm: Mapping[str, Any], states: Mapping[int, str], records: Mapping[int, Record], size: int
+) -> bool:
+    """All ranks were told to end and none has gone: nobody is stuck."""
+    return "SIGTERM" in alarm["reason"] and not states and len(records) == size
+
+
+def _state(at: Mapping[str, Any] | None, host: str) -> str:
+    """`dead` or `stopped`, of a process on this machine; "" where it is neither, or not known."""
+    if at is None or at["host"] != host:
+        return ""
+    try:
+        status = psutil.Process(at["pid"]).status()
+    except psutil.NoSuchProcess:
+        return "dead"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "dead"
+    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
+
+
+def meet(
+    store: Any, at: Mapping[str, Any], size: int, timeout_s: float, clock: Callable[[], float]
+) -> dict[int, dict[str, Any]]:
+    """Wait until every rank is there: where each is, as `Flight.at`. `store` as torch's; `at`: of
+    this rank. TimeoutError names the ranks that have not come."""
+    keys = [f"here/{r}" for r in range(size)]
+    store.set(keys[at["rank"]], json.dumps(dict(at)))
+    end = clock() + timeout_s
+    while not store.check(keys):
+        if clock() > end:
+            missing = [r for r in range(size) if not store.check([keys[r]])]
+            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise TimeoutError(
+                f"start-up: rank {names} of {size} has not come within --cluster.timeout_s "
+                f"{timeout_s:g}; see what its node says, and that all were started with one command"
+            )
+        time.sleep(0.02)
+    return {r: json.loads(value) for r, value in enumerate(store.multi_get(keys))}
