@@ -64,7 +64,14 @@ class Gang:
         """Begin to beat. `signals`: a SIGTERM writes the flight record, wherever the main thread
         is; only from the main thread."""
         if signals:
-            os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+            # A signal that a child hears before it has forgotten would be read here as the rank's.
+            os.register_at_fork(
+                before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+                after_in_parent=partial(
+                    signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]
+                ),
+                after_in_child=partial(_forget, weakref.ref(self)),
+            )
             self._old_term = signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread.start()
@@ -287,6 +294,7 @@ def _forget(gang: "weakref.ref[Gang]") -> None:
     if found is not None and not found._closed:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def _is_plain(

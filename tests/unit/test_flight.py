@@ -177,6 +177,7 @@ Gang(flight, None).start()
 child = os.fork()
 if child == 0:
     time.sleep(60)
+    os._exit(0)
 os.kill(child, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 time.sleep(0.5)  # the child's signal has not ended this process
