@@ -1,13 +1,8 @@
-"""What the tests share: gangs of ranks, comparisons, tiny model folders.
-
-As a program it is one rank: `python -m tests.kit <module>:<function> <folder>`.
-"""
+"""What the tests share: gangs of ranks, comparisons, tiny model folders."""
 
 import importlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.forks import Fork
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -146,16 +143,8 @@ def run_ranks(
         env |= {"WORLD_SIZE": str(n), "CUDA_VISIBLE_DEVICES": ""}  # one GPU makes no NCCL world
         gang = []
         for rank in range(n):
-            with open(folder / f"log{rank}", "wb") as output:
-                gang.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.kit", target, name],
-                        env=env | {"RANK": str(rank)},
-                        cwd=ROOT,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            of_rank = env | {"RANK": str(rank)}
+            gang.append(Fork(_rank, (target, name), of_rank, folder / f"log{rank}"))
         try:
             failed = _wait(gang, timeout_s)
         finally:
@@ -169,7 +158,7 @@ def run_ranks(
         return [torch.load(folder / f"result{r}", weights_only=True) for r in range(n)]
 
 
-def _wait(gang: Sequence[subprocess.Popen], timeout_s: float) -> tuple[int, str] | None:
+def _wait(gang: Sequence[Fork], timeout_s: float) -> tuple[int, str] | None:
     """The first rank that failed, and how; None when all went well."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -184,8 +173,7 @@ def _wait(gang: Sequence[subprocess.Popen], timeout_s: float) -> tuple[int, str]
     return silent, f"was not done after {timeout_s:.0f} s"
 
 
-def main(target: str, name: str) -> None:
-    """One rank."""
+def _rank(target: str, name: str) -> None:
     import torch.distributed as dist
 
     folder, rank, world = Path(name), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -205,7 +193,3 @@ def main(target: str, name: str) -> None:
 def state(named: Any) -> dict[str, Tensor]:
     """Named tensors copied into a dict."""
     return {name: tensor.detach().clone() for name, tensor in named}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

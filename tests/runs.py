@@ -1,7 +1,5 @@
 """Runs of the whole program, for tests: many runs after each other in one process per rank, since
 to start a process takes longer than to run a tiny model.
-
-As a program it is one rank: `python -m tests.runs <folder>`.
 """
 
 import json
@@ -16,6 +14,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.forks import Fork
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -109,16 +109,8 @@ class Running:
         env["CUDA_VISIBLE_DEVICES"] = ""  # n ranks of one GPU make no NCCL world
         self.processes = []
         for rank in range(n):
-            with open(folder / f"start.{rank}.txt", "wb") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.runs", str(folder)],
-                        env=env | {"GANG_RANK": str(rank)},
-                        cwd=ROOT,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            of_rank = env | {"GANG_RANK": str(rank)}
+            self.processes.append(Fork(_rank, (folder,), of_rank, folder / f"start.{rank}.txt"))
 
     def wait(self, timeout_s: float = 280.0) -> Gang:
         """The end of all ranks; AssertionError past the time. When one dies the others are ended,
@@ -200,7 +192,7 @@ def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
 # ---- one rank
 
 
-def main(folder: Path) -> None:
+def _rank(folder: Path) -> None:
     from rlcore.cli import train
 
     rank, codes = int(os.environ["GANG_RANK"]), {}
@@ -245,7 +237,3 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

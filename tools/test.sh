@@ -63,8 +63,8 @@ fi
 cores=$(nproc)
 workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
 export OMP_NUM_THREADS=1
-# A file stays on one worker: its fixtures are made once.
-check python -m pytest -q -n "$workers" --dist loadfile -m "$MARKS" "$@"
+# A file stays on one worker: its fixtures are made once. tests/conftest.py says which goes first.
+check python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$MARKS" "$@"
 
 if ((${#failed[@]})); then
   printf 'tools/test.sh: failed: %s\n' "${failed[@]}" >&2
