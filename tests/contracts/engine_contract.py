@@ -71,6 +71,8 @@ class Lab:
     exact: bool = True
     tolerance: float = 1e-9
     """Of log-probs, which travel as float32, beyond that rounding."""
+    draws: int = 3000
+    """That a law is tested with."""
     known: dict = field(default_factory=dict)
 
 
@@ -383,8 +385,8 @@ def test_filters_sample_only_what_they_keep_with_renormalised_log_probs(lab):
     "settings", [{}, {"temperature": 0.6}, {"top_k": 5, "top_p": 0.9}], ids=["plain", "cold", "cut"]
 )
 def test_frequencies_follow_the_law(lab, settings):
-    """Chi-square over 3,000 draws of one token, at 1e-4; the seed is fixed, so it never flakes."""
-    draws, prompt = 3000, np.array([3, 9, 4], np.int32)
+    """Chi-square over draws of one token, at 1e-4; the seed is fixed, so it never flakes."""
+    draws, prompt = lab.draws, np.array([3, 9, 4], np.int32)
     sampling = Sampling(max_tokens=1, **settings)
     todo = [Request(id=f"law.{k}", prompt=prompt, sampling=sampling) for k in range(draws)]
     got = run(lab.make(), todo)

@@ -139,7 +139,7 @@ def lab(children):
         push(engine, weights(HF, 0).items(), 0)
         return engine
 
-    return Lab(make=child, exact=False, tolerance=TOLERANCE)
+    return Lab(make=child, exact=False, tolerance=TOLERANCE, draws=1000)
 
 
 # ---- the other engine
