@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +30,7 @@ from rlcore.mcore.layout import layout_of, replicas
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter, Prometheus, Sink, Wandb
 from rlcore.metrics.trace import RunTrace
+from rlcore.mux.profile import Profile, Profiler
 from rlcore.protocols import Engine, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rewards.judge.config import JudgeRewardConfig
@@ -54,12 +56,17 @@ from rlcore.sched.stream import Lengths, StreamWindow, cells
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers
-from rlcore.trainer import memory, relayout, resume, stream_loop, sync_loop
+from rlcore.sync.shelf import Shelf
+from rlcore.trainer import memory, relayout, resume, stream_loop, sync_loop, turns
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
 from rlcore.utils.deadline import Watchdog
 from rlcore.utils.log import announce
 from rlcore.utils.spans import Spans
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    from rlcore.mux.gate import Gate, NoGate
+    from rlcore.mux.ranks import RanksGate
 
 
 def run_folder(cfg: Config) -> Path:
@@ -99,12 +106,26 @@ def assemble(cfg: Config, world: World) -> Run:
     """One rank's `Run`, restored from its newest checkpoint where there is one. ValueError where
     the configuration cannot work; what was started is ended then."""
     with ExitStack() as started:
-        run = _assemble(cfg, world, started.callback)
+        gate = make_gate(cfg, world)
+        if gate is None:
+            run = _assemble(cfg, world, started.callback)
+        else:
+            started.callback(gate.close)
+            world.phase("start: turn")
+            with gate.phase("start"):
+                run = _assemble(cfg, world, started.callback, gate)
+                for state in (turns.EngineState(run), turns.LearnerState(run)):
+                    state.store()
         run.on_close = [started.pop_all().close]
     return run
 
 
-def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]], object]) -> Run:
+def _assemble(
+    cfg: Config,
+    world: World,
+    on_close: Callable[[Callable[[], None]], object],
+    gate: "RanksGate | None" = None,
+) -> Run:
     """What takes long to start (engine, reward children) starts first and gets ready while the
     learner is built; what may be wrong in the data is found before that."""
     if world.rollout_ranks:  # engine and learner do not share a device
@@ -163,7 +184,8 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
     if world.trains and wants(cfg) == "gae":
         critic = make_critic(cfg, hf, world)
         on_close(critic.close)
-    channel = make_weight_channel(cfg, world, isinstance(engine, ChildEngine))
+    in_child, to_shelf = isinstance(engine, ChildEngine), gate is not None
+    channel = make_weight_channel(cfg, world, in_child, to_shelf=to_shelf)
     run = Run(
         cfg=cfg,
         hf=hf,
@@ -181,6 +203,7 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         engine_ranks=engine_ranks(cfg, world.rank) if world.samples else (),
         relayout=sizes,
         channel=channel,
+        gate=gate,
         rollout=rollout,
         flow=flow,
         sampling=sampling,
@@ -191,6 +214,15 @@ def _assemble(cfg: Config, world: World, on_close: Callable[[Callable[[], None]]
         pieces=tokenizer.pieces,
         **data,
     )
+    if gate is not None:
+        gate.alive, gate.tell = run.spans.alive, lambda found: run.pending.update(found)
+        if world.rank == 0:
+            run.on_step.append(gate.see)
+        if world.samples:
+            run.shelf = Shelf(cfg.rollout.tp)
+            on_close(run.shelf.close)
+    elif cfg.cluster.rollout_ranks and cfg.select.mode == "sync" and world.rank == 0:
+        run.on_step.append(make_profiler(cfg, world).see)
     if cfg.log.trace:
         behind = collective.clock_offset(group=world.everyone)
         record = RunTrace(run.folder, world.rank, socket.gethostname(), behind, cfg.log.trace)
@@ -329,13 +361,14 @@ def tell_changes(cfg: Config, file: Path) -> None:
 def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
     """How training samples are drawn."""
     r = cfg.rollout
+    stops = tuple(dict.fromkeys([*tokenizer.eos_ids, *r.stop_ids]))
     return Sampling(
         temperature=r.temperature,
         top_k=r.top_k,
         top_p=r.top_p,
         min_p=r.min_p,
         max_tokens=r.max_tokens,
-        stop_ids=tuple(dict.fromkeys([*tokenizer.eos_ids, *r.stop_ids])),
+        stop_ids=() if cfg.debug.full_length else stops,
     )
 
 
@@ -604,12 +637,16 @@ def make_relayout(cfg: Config, hf: HFConfig, world: World) -> relayout.Relayout 
     )
 
 
-def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChannel:
-    """The way of the weights from the learner to this rank's engine."""
+def make_weight_channel(
+    cfg: Config, world: World, in_child: bool, *, to_shelf: bool = False
+) -> WeightChannel:
+    """The way of the weights from the learner to this rank's engine, or to its shelf."""
     cuda = world.device.type == "cuda"
     transport = "shm" if in_child else "bytes"
     if cfg.rollout.engine == "sglang" and cuda:
         transport = "cuda_ipc"
+    if to_shelf:
+        transport = "bytes"
     size = cfg.sync.ranks_per_site or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     way = rules.route(cfg)
     if cfg.sync.route == "auto" and way != "gather":
@@ -622,6 +659,57 @@ def make_weight_channel(cfg: Config, world: World, in_child: bool) -> WeightChan
         sites=[range(i, min(i + size, world.size)) for i in range(0, world.size, size)],
         peers=make_peers(cfg, world),
         device=world.device,
+    )
+
+
+POOLS = {"start": ("rollout", "train"), "eval": ("rollout",), "save": ("train",)}
+"""That a phase uses where it is not named after its pool."""
+
+
+def make_gate(cfg: Config, world: World) -> "RanksGate | None":
+    """This rank's gate in the cluster of --mux.url; None for a job that is alone, or decides to be.
+    Collective. ValueError where what is asked for cannot be, on every rank."""
+    mux = cfg.mux
+    if not mux.url:
+        return None
+    from rlcore.mux import gate as gates
+    from rlcore.mux import ranks
+
+    if judges_of(cfg):
+        raise ValueError(
+            "--mux.url: a judge of the run's own stays on the nodes between its phases; give "
+            "--reward.url the address of a server, or take another reward"
+        )
+
+    def connect() -> "Gate | NoGate":
+        profile = None
+        if mux.profile:
+            profile = replace(Profile.read(Path(mux.profile)), slo=mux.slo)
+        return gates.connect(
+            mux.url,
+            mux.job or run_folder(cfg).name,
+            profile,
+            otherwise=mux.otherwise,
+            slo=mux.slo,
+            pools=POOLS,
+            lease_s=mux.lease_s,
+            wait_s=mux.wait_s,
+        )
+
+    first = world.rank == 0
+    return ranks.join(
+        connect if first else None, world.everyone, run_folder(cfg) if first else None
+    )
+
+
+def make_profiler(cfg: Config, world: World) -> Profiler:
+    """Writes what other jobs' schedulers have to know of this one."""
+    per_node = ranks_per_node(world)
+    return Profiler(
+        run_folder(cfg),
+        max_tokens=cfg.rollout.max_tokens,
+        rollout_nodes=math.ceil(world.rollout_ranks / per_node),
+        train_nodes=math.ceil(world.train_ranks / per_node),
     )
 
 

@@ -1,7 +1,7 @@
 """`python -m rlcore mux`: many jobs on the same nodes, phase by phase.
 
     python -m rlcore mux up --rollout-pool 4 --train-pool 2     # Redis and the arbiter, once
-    python -m rlcore mux add JOB                                # an address for one job alone
+    python -m rlcore mux add JOB --profile runs/JOB/mux_profile.json    # an address for one job
     python -m rlcore mux status [--json]
     python -m rlcore mux down
 
@@ -17,18 +17,22 @@ import secrets
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import redis
 
 from rlcore.mux import arbiter, store
+from rlcore.mux.profile import Profile
 from rlcore.sched.cluster import Pool
 from rlcore.utils import log as logs
+from rlcore.utils.secret import hide
 
 START_S = 30.0
 
@@ -53,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     up.add_argument("--port", type=int, default=6390)
     add = commands.add_parser("add", help="a user of Redis that sees one job alone")
     add.add_argument("job")
+    add.add_argument("--profile", type=Path, help="mux_profile.json of a run of it that was alone")
     status = commands.add_parser("status", help="groups, permits, utilisation, slack")
     status.add_argument("--json", action="store_true")
     commands.add_parser("down", help="end both; what is known stays")
@@ -112,7 +117,7 @@ def _up(a: argparse.Namespace) -> int:
     client = store.connect(_url(about))
     _await(lambda: client.exists(store.ARBITER), f"the arbiter; see {a.dir / 'arbiter.log'}")
     nodes = " and ".join(f"{values['nodes']} {pool}" for pool, values in pools.items())
-    print(f"up: {store.hide(_url(about))}, {nodes} nodes; `mux add JOB` gives a job its address")
+    print(f"up: {hide(_url(about))}, {nodes} nodes; `mux add JOB` gives a job its address")
     return 0
 
 
@@ -171,8 +176,12 @@ def _arbiter(a: argparse.Namespace) -> int:
 
 def _add(a: argparse.Namespace) -> int:
     about = _known(a.dir)
+    profile = Profile.read(a.profile) if a.profile is not None else None
+    client = store.connect(_url(about))
     try:
-        password = store.add_job(store.connect(_url(about)), a.job)
+        password = store.add_job(client, a.job)
+        if profile is not None:
+            client.set(store.key(a.job, "profile"), store.dumps(asdict(profile)))
     except redis.RedisError as error:
         raise ConnectionError(store.why(error, _url(about))) from error
     print(f"redis://job-{a.job}:{password}@{about['host']}:{about['port']}")
@@ -199,7 +208,11 @@ def show(found: dict[str, Any]) -> list[str]:
         use = ", ".join(f"{pool} {share:.0%}" for pool, share in g["utilization"].items())
         lines.append(
             f"group {g['group']}: rollout {g['rollout']}, train {g['train']}, an iteration at most "
-            f"{g['period_s']:.1f} s, in use at worst: {use}"
+            f"{g['period_s']:.1f} s, in use at worst: {use}; host memory of a node: "
+            + ", ".join(
+                f"{pool} {gb:.1f} of {found['nodes'][pool]['host_gb']:g} GB"
+                for pool, gb in g["host_gb"].items()
+            )
         )
         for j in g["jobs"]:
             does = f"holds {'+'.join(j['holds'])}" if j["holds"] else "between phases"
@@ -207,6 +220,10 @@ def show(found: dict[str, Any]) -> list[str]:
                 does = f"waits since {j['waits_s']:.1f} s behind {', '.join(j['behind'])}"
             lines.append(
                 f"  {j['job']}: {does}; {j['phases']} phases done, slack {j['slack']:+.0%}"
+                + "".join(
+                    f", {phase} {statistics.median(seconds):.2f} s"
+                    for phase, seconds in sorted(j["seconds"].items())
+                )
             )
     lines += [f"{o['job']}: {o['status']}: {o['why']}" for o in found["others"]]
     return lines

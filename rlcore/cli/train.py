@@ -61,6 +61,8 @@ def _run(cfg: "Config") -> int:
 
     try:
         folder = assemble.run_folder(cfg)
+        c = cfg.cluster
+        world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
         here = world.join(cfg.cluster.timeout_s, cfg.cluster.rollout_ranks, folder)
     except ValueError as e:  # every rank finds it
         if os.environ.get("RANK", "0") == "0":

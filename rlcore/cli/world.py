@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -62,6 +63,21 @@ class World:
             return self.store.add("failed", 1) == 1
         except dist.DistError:  # the store went with the rank that held it: that one was first
             return False
+
+
+def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
+    """Keep this rank, and all that it starts, on the CPU cores of its role; without any they run
+    where they like. Before anything is started. ValueError where there is no such core."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    allowed = os.sched_getaffinity(0)
+    for key, cores in (("rollout_cores", rollout_cores), ("train_cores", train_cores)):
+        if not allowed.issuperset(cores):
+            raise ValueError(
+                f"--cluster.{key} {' '.join(map(str, cores))}: this process may use the cores "
+                f"{', '.join(map(str, sorted(allowed)))}; choose among them"
+            )
+    if cores := rollout_cores if rank >= size - rollout_ranks else train_cores:
+        os.sched_setaffinity(0, cores)
 
 
 def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -> World:

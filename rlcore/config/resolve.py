@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import Config, SelectConfig
+from rlcore.utils.secret import hide
 
+ADDRESS = "mux.url"
+"""May hold a password."""
 SELECTORS = tuple(f.name for f in dataclasses.fields(SelectConfig))
 
 
@@ -40,17 +43,20 @@ def parse(argv: Sequence[str], sections: dict[str, Callable[[str], type]]) -> Co
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every key of the configuration with its value: {"run.seed": 0, ...}."""
+    """Every key of the configuration with its value, without passwords: {"run.seed": 0, ...}."""
     flat = {}
     for f in dataclasses.fields(config):
         value, name = getattr(config, f.name), prefix + f.name.rstrip("_")
+        value = hide(value) if name == ADDRESS else value
         flat |= keys(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
     return flat
 
 
 def to_json(config: Config) -> str:
-    """The resolved configuration, one section an object."""
+    """The resolved configuration, one section an object, without passwords."""
     sections = dataclasses.asdict(config)
+    section, key = ADDRESS.split(".")
+    sections[section][key] = hide(sections[section][key])
     return json.dumps({name.rstrip("_"): part for name, part in sections.items()}, indent=2)
 
 

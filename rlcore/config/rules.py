@@ -11,6 +11,7 @@ from rlcore.config.schema import (
     AsyncConfig,
     Config,
     DraftConfig,
+    MuxConfig,
     StreamConfig,
     TailConfig,
     reward_sections,
@@ -39,6 +40,7 @@ POSITIVE = (
     "draft.start",
     "draft.epochs",
     "draft.max_tokens",
+    "mux.wait_s",
 )
 NOT_NEGATIVE = (
     "run.steps",
@@ -92,6 +94,7 @@ def broken(cfg: Config) -> list[str]:
         *_train(cfg),
         *_roles(cfg),
         *_async(cfg),
+        *_mux(cfg),
     ]
 
 
@@ -613,6 +616,38 @@ def _async(cfg: Config) -> list[str]:
                 f"--debug.{key}: is for --mode sync, where a step's samples are from one version; "
                 "--async.alpha 0 is that mode"
             )
+    return out
+
+
+def _mux(cfg: Config) -> list[str]:
+    """What a job among others needs, and what has no place in it."""
+    found, usual, out = cfg.mux, MuxConfig(), []
+    for key in ("rollout_cores", "train_cores"):
+        cores = getattr(cfg.cluster, key)
+        if cores and not cfg.cluster.rollout_ranks:
+            out.append(
+                f"--cluster.{key} {' '.join(map(str, cores))}: has no effect without "
+                "cluster.rollout_ranks, where every rank does both"
+            )
+    if not found.url:
+        changed = [
+            f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)
+        ]
+        return out + [f"--mux.{name}: has no effect without --mux.url" for name in changed]
+    if cfg.select.mode != "sync":
+        out.append(
+            f"--mode {cfg.select.mode}: with --mux.url rollout and training take turns with those "
+            "of other jobs, one after the other; take --mode sync"
+        )
+    if not cfg.cluster.rollout_ranks:
+        out.append(
+            "--cluster.rollout_ranks 0: with --mux.url some ranks sample and others train, so that "
+            "other jobs have the nodes of the ones meanwhile; say how many, such as half of them"
+        )
+    if not found.slo >= 1:
+        out.append(f"--mux.slo {found.slo:g}: must be at least 1, which is as fast as alone")
+    if not found.lease_s >= 1:
+        out.append(f"--mux.lease_s {found.lease_s:g}: must be at least 1, or a slow moment kills")
     return out
 
 

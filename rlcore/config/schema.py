@@ -393,6 +393,32 @@ class ClusterConfig:
     interface: str = ""
     """Network interface to listen on between nodes, such as eth0; empty: the one that reaches the
     master."""
+    rollout_cores: tuple[int, ...] = ()
+    """CPU cores of the ranks that only sample, of their engines and rewards; empty: any. Of a node,
+    as the system numbers them."""
+    train_cores: tuple[int, ...] = ()
+    """The same of the ranks that train."""
+
+
+@Section
+class MuxConfig:
+    """Of `--mux.url`: the run takes turns with other jobs on the same nodes; rlcore/mux."""
+
+    url: str = ""
+    """The cluster's Redis server, as `rlcore mux add JOB` says it; empty: nobody else is here."""
+    job: str = ""
+    """The job's name there; empty takes that of the run."""
+    profile: str = ""
+    """The mux_profile.json of a run that had its nodes alone; empty takes the one that `rlcore mux
+    add --profile` was given."""
+    slo: float = 2.0
+    """An iteration may take this many times what it takes alone, at worst."""
+    otherwise: Literal["wait", "solo"] = "wait"
+    """Without an answer of the server, or without a place: wait for it, or run as if alone."""
+    lease_s: float = 15.0
+    """A job that is silent for so long is dead, and its permits are another's."""
+    wait_s: float = 86400.0
+    """At most so long is waited for a place, and for each turn."""
 
 
 @Section
@@ -439,6 +465,9 @@ class DebugConfig:
     see what the overlap saves."""
     decode_floor_ms: float = 0.0
     """Every decode step lasts at least this long, as on a memory-bound GPU."""
+    full_length: bool = False
+    """No token ends a response: all have rollout.max_tokens, the worst case of a step, to write a
+    job's mux_profile.json."""
 
 
 @Section
@@ -463,5 +492,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    mux: MuxConfig = field(default_factory=MuxConfig)
     log: LogConfig = field(default_factory=LogConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

@@ -142,6 +142,7 @@ class MegatronLearner:
         self._compared: set[bool] = set()
         """Where the fused op was seen to be the loss: with old log-probs of its own, with given."""
         self._accumulated = False
+        self._has_told = False
         self._parts: dict[Part, Parked] = {
             "weights": Parked(lambda: (p.data for p in self._parameters())),
             "optimizer": Parked(self._optimizer_tensors),
@@ -324,7 +325,8 @@ class MegatronLearner:
                 "offload between accumulate and apply: the gradients would be lost; apply or "
                 "discard them first"
             )
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self._has_told:
+            self._has_told = True
             announce("offload", "of the gradients alone, the learner is on the CPU")
         for part in parts:
             self._parts[part].park()

@@ -37,6 +37,7 @@ PHASES = {
     "update_actor": "forward, backward and optimizer steps",
     "relayout": "ending rollout engines and starting those of another size",
     "hold": "stopping the engines for a push, with mode async",
+    "turn": "waiting for a turn on shared nodes, loading what it needs and storing it again",
     "sync": "pushing weights to the engines",
 }
 """The phases of a step in order; they do not overlap. `timing_s/step` is their sum and the rest."""
@@ -160,6 +161,10 @@ METRICS = [
     Metric("perf/max_memory_reserved_gb", "GB", "most accelerator memory reserved, any rank"),
     Metric("perf/max_rss_gb_rank0", "GB", "most resident memory of rank 0; summary.json only"),
     Metric("perf/cpu_memory_gb", "GB", "resident memory of rank 0 and its children"),
+    Metric(
+        "perf/rollout_node_gb", "GB", "host memory of a node's rollout ranks with their children"
+    ),
+    Metric("perf/train_node_gb", "GB", "the same of its train ranks; of the node that has most"),
     Metric("global_seqlen/minmax_diff", "tokens", "most minus fewest tokens of a train rank"),
     *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in (PHASES | BETWEEN).items()],
     Metric("timing_s/step", "s", "one step from rollout to sync, without eval and save"),
@@ -243,7 +248,11 @@ METRICS = [
     Metric("spec/history_prompts", "prompts", "whose earlier responses are known"),
     Metric("spec/history_tokens", "tokens", "of them"),
     Metric("judge/<name>", "", "counter of the judge service"),
-    Metric("mux/<name>", "", "counter of the multiplexed job"),
+    Metric("mux/wait_s/<phase>", "s", "waiting for the turn of a rollout, training, eval or save"),
+    Metric("mux/load_s/<phase>", "s", "warm start: what the phase needs, from host memory"),
+    Metric("mux/store_s/<phase>", "s", "giving the device back after the phase"),
+    Metric("mux/start_s", "s", "cold start: engine and learner from nothing, in the first row"),
+    Metric("mux/resident_gb/<phase>", "GB", "that were loaded, of the rank that has most"),
     Metric("env/<name>", "", "number of the environments"),
     # the end of a run: summary.json only
     Metric("val/accuracy_start", "", "mean@k before training, mean over data sets"),

@@ -284,36 +284,55 @@ class Arbiter:
         elif what == "done":
             known.phases += 1
             self._carry_out(group, self._mux[group].done(name, now))
-            self._drift(name, known, str(said.get("phase")), float(said.get("seconds", 0.0)), now)
+            self._drift(name, known, said, now)
         else:
             raise ValueError("no such message")
         if name in self._jobs:
             self._note(name)
 
-    def _drift(self, name: str, known: Known, phase: str, seconds: float, now: float) -> None:
+    def _drift(self, name: str, known: Known, said: Mapping[str, Any], now: float) -> None:
         """Where its profile no longer holds a job counts with what it takes; if then somebody would
-        miss the SLO, it has to come again, as what it is."""
-        recent = known.seconds[phase] = [*known.seconds.get(phase, []), seconds][-drift.WINDOW :]
-        field_of = f"{phase}_s"
-        if phase not in (ROLLOUT, TRAIN):
+        miss the SLO, or a node's memory were too small, it has to come again, as what it is."""
+        phase = str(said.get("phase"))
+        recent = known.seconds[phase] = _last(known.seconds.get(phase), said.get("seconds"))
+        if switch_s := float(said.get("switch_s", 0.0)):
+            switch = f"{phase} switch"
+            known.seconds[switch] = _last(known.seconds.get(switch), switch_s)
+        found: dict[str, float] = {}
+        why = []
+        if phase in (ROLLOUT, TRAIN):
+            key, before = f"{phase}_s", known.profile[f"{phase}_s"]
+            if (seconds := drift.drifted(recent, before)) is not None:
+                found[key] = seconds
+                why.append(
+                    f"takes {seconds:.2f} s for {phase} and was admitted with {before:.2f} s"
+                )
+        for pool, gb in dict(said.get("gb", {})).items():
+            key, before = f"{pool}_gb", known.profile[f"{pool}_gb"]
+            if (more := drift.grown(float(gb), before)) is not None:
+                found[key] = more
+                why.append(
+                    f"has {gb:.2f} GB in the memory of a {pool} node and was admitted with "
+                    f"{before:.2f} GB"
+                )
+        if not found:
             return
-        found = drift.drifted(recent, known.profile[field_of])
-        if found is None:
-            return
-        before = known.profile[field_of]
-        profile = known.profile | {field_of: found}
-        said = f"job {name} takes {found:.2f} s for {phase} and was admitted with {before:.2f} s"
-        self._measured[name] = self._measured.get(name, {}) | {field_of: found}
+        text = f"job {name} {' and '.join(why)}"
+        self._measured[name] = self._measured.get(name, {}) | found
         self._dirty[f"measured:{name}"] = store.dumps(self._measured[name])
+        profile = known.profile | found
         if self._cluster.reprofile(_job(profile)):
-            known.profile, known.why = profile, f"{said}; every promise still holds"
+            known.profile, known.why = profile, f"{text}; every promise still holds"
             self._note_cluster()
             log.info("arbiter: %s", known.why)
             return
-        said += "; somebody would miss the SLO, so it has to join again"
-        log.info("arbiter: %s", said)
+        broken = "somebody would miss the SLO"
+        if not any(key.endswith("_s") for key in found):
+            broken = "a node would have to hold more than its host memory"
+        text += f"; {broken}, so it has to join again"
+        log.info("arbiter: %s", text)
         self._leave(name, now)
-        self._tell(name, "place", {"incarnation": known.incarnation, "status": "lost", "why": said})
+        self._tell(name, "place", {"incarnation": known.incarnation, "status": "lost", "why": text})
 
     def _join(self, name: str, incarnation: str, number: int, profile: Any, now: float) -> None:
         """A new arrival. Where the job was there before, that is over: its permit is free."""
@@ -404,6 +423,11 @@ class Arbiter:
         self._rings.setdefault(job, {})[what] = store.dumps(value)
 
 
+def _last(before: list[float] | None, seconds: Any) -> list[float]:
+    """With one more, the last ones."""
+    return [*(before or []), float(seconds or 0.0)][-drift.WINDOW :]
+
+
 def _job(profile: Mapping[str, Any]) -> Job:
     return Job(**{k: v for k, v in profile.items() if k != "lease_s"})
 
@@ -447,6 +471,7 @@ def status(url: str) -> dict[str, Any]:
                 "rollout": sorted(group.load),
                 "train": list(group.train),
                 "period_s": group.period_s,
+                "host_gb": dict(zip((ROLLOUT, TRAIN), group.host_gb, strict=True)),
                 "utilization": {
                     ROLLOUT: sum(j.rollout_s * j.rollout_nodes for j in group.jobs.values())
                     / (group.period_s * len(group.load)),
@@ -458,7 +483,7 @@ def status(url: str) -> dict[str, Any]:
     return {
         "arbiter": client.exists(store.ARBITER) == 1,
         "nodes": {
-            pool: {"used": used, "of": about[pool]["nodes"]}
+            pool: {"used": used, "of": about[pool]["nodes"], "host_gb": about[pool]["memory_gb"]}
             for pool, used in zip((ROLLOUT, TRAIN), cluster.nodes, strict=True)
         },
         "groups": groups,

@@ -24,12 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import redis
 
 from rlcore.mux import store
+from rlcore.mux.profile import Profile
 from rlcore.utils.log import log
 
 if TYPE_CHECKING:  # torch takes seconds that a job without it should not pay
@@ -41,20 +42,6 @@ LOOK_S = 1.0
 """A waiting job looks for itself this often, whatever it was told."""
 SAY_EVERY_S = 60.0
 """A job that waits says so."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    """The worst case of a job, as `sched.cluster.Job` has it."""
-
-    rollout_s: float
-    train_s: float
-    rollout_nodes: int = 1
-    train_nodes: int = 1
-    sync_s: float = 0.0
-    slo: float = 2.0
-    rollout_gb: float = 0.0
-    train_gb: float = 0.0
 
 
 @runtime_checkable
@@ -134,6 +121,10 @@ class Gate:
         self._is_placed = False
         self._closed = threading.Event()
         self.waits = _Waits()
+        self.host_gb: dict[str, float] = {}
+        """By pool: host memory that the job has on a node, where somebody measures it."""
+        self._inside = ""
+        """The phase that runs."""
         self.place: dict[str, Any] = {}
         try:
             self._redis.ping()
@@ -162,31 +153,57 @@ class Gate:
         """
         if resident is not None and not isinstance(resident, Resident):
             raise TypeError(f"phase {name}: {type(resident).__name__} has no load() and store()")
-        begin = time.monotonic()
-        number = self._say("ask", pools=self._pools.get(name, (name,)))
-        self._permitted(name, number)
-        got = time.monotonic()
-        self.waits.waited_s[name] = got - begin
+        self.enter(name)
+        got = begin = time.monotonic()
         try:
             if resident is not None:
                 resident.load()
-                self.waits.start_s[name] = time.monotonic() - got
+                begin = time.monotonic()
+                self.waits.start_s[name] = begin - got
+            end = begin
             try:
                 yield
             finally:
+                end = time.monotonic()
                 if resident is not None:
                     resident.store()
         finally:
-            self._say("done", phase=name, seconds=time.monotonic() - got)
+            self.leave(name, end - begin, begin - got + time.monotonic() - end)
+
+    def enter(self, name: str) -> None:
+        """Wait for the turn of this phase.
+
+        Raises:
+            TimeoutError: no turn within `wait_s`; it says who is before.
+            ConnectionError: the server refuses this job.
+        """
+        begin = time.monotonic()
+        number = self._say("ask", pools=self._pools.get(name, (name,)))
+        self._permitted(name, number)
+        self.waits.waited_s[name] = time.monotonic() - begin
+        self._inside = name
+
+    def leave(self, name: str, seconds: float, switch_s: float = 0.0) -> None:
+        """The nodes are the next job's.
+
+        Args:
+            seconds: that the phase took, to be held against the profile.
+            switch_s: that loading and storing took, to be held against the pool's.
+        """
+        self._inside = ""
+        more = {"gb": self.host_gb} if self.host_gb else {}
+        self._say("done", phase=name, seconds=seconds, switch_s=switch_s, **more)
 
     def close(self) -> None:
-        """Leave; safe to call twice."""
+        """Leave; safe to call twice. A job that ends inside of a phase keeps its permit until its
+        lease runs out: its other ranks may be on the nodes still."""
         if self._closed.is_set():
             return
         self._closed.set()
-        with contextlib.suppress(redis.RedisError):  # the lease runs out
-            self._redis.rpush(store.key(self._job, "in"), self._message("leave", {}))
-            self._redis.rpush(store.BELL, self._job)
+        if not self._inside:
+            with contextlib.suppress(redis.RedisError):  # the lease runs out
+                self._redis.rpush(store.key(self._job, "in"), self._message("leave", {}))
+                self._redis.rpush(store.BELL, self._job)
         self._thread.join(store.TIMEOUT_S)
 
     # ---- messages
@@ -328,12 +345,14 @@ def connect(
     profile: Profile | None,
     *,
     otherwise: Literal["wait", "solo"] = "wait",
+    slo: float = 2.0,
     **more: Any,
-) -> "PhaseGate":
+) -> "Gate | NoGate":
     """The gate of a job; without `url` one that lets every phase pass.
 
     `otherwise`: what a job does that gets no answer or no place: `wait` until it does (a job that
-    can never have one raises), or run `solo`, as if nobody shared its nodes.
+    can never have one raises), or run `solo`, as if nobody shared its nodes. Without `profile` it
+    is the one that `mux add` was given, with this `slo`.
 
     Raises:
         ValueError: no profile.
@@ -341,28 +360,45 @@ def connect(
     """
     if not url:
         return NoGate()
-    if profile is None:
-        raise ValueError(
-            f"job {job}: no profile; admission needs rollout_s and train_s of its worst case, "
-            "every response at its limit"
-        )
     if otherwise == "solo":
         try:
-            return Gate(url, job, profile, **more)
+            return Gate(url, job, profile or stored(url, job, slo), **more)
         except (ConnectionError, Refused, TimeoutError) as error:
             log.warning("mux: %s; the job runs solo", error)
             return NoGate()
-    end = time.monotonic() + more.get("wait_s", math.inf)
+    end, said = time.monotonic() + more.get("wait_s", math.inf), -math.inf
     while True:
         try:
-            return Gate(url, job, profile, **more)
+            return Gate(url, job, profile or stored(url, job, slo), **more)
         except ConnectionError as error:
             is_down = isinstance(error.__cause__, redis.ConnectionError | redis.TimeoutError)
             is_wrong = isinstance(error.__cause__, redis.AuthenticationError)
             if not is_down or is_wrong or time.monotonic() > end:
                 raise
-            log.warning("mux: %s; the job waits", error)
+            if time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                log.warning("mux: %s; the job waits", error)
             time.sleep(min(LOOK_S, max(0.0, end - time.monotonic()) + 0.01))
+
+
+def stored(url: str, job: str, slo: float) -> Profile:
+    """The profile that `mux add --profile` was given.
+
+    Raises:
+        ValueError: it was given none.
+        ConnectionError: no answer, wrong password, no permission.
+    """
+    try:
+        found = store.loads(store.connect(url).get(store.key(store.check_name(job), "profile")))
+    except redis.RedisError as error:
+        raise ConnectionError(store.why(error, url)) from error
+    if found is None:
+        raise ValueError(
+            f"job {job}: no profile; admission needs what its phases take at worst: run it once "
+            "with --debug.full_length and without --mux.url, and give the mux_profile.json of that "
+            "run to `rlcore mux add --profile`, or as --mux.profile"
+        )
+    return replace(Profile.of(found), slo=slo)
 
 
 def phase(gate: "PhaseGate", name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -9,6 +9,7 @@ and its place, nothing of other jobs: the server refuses more to a user of Redis
     mux:arbiter              the arbiter's token, while it lives
     mux:state                hash: all that the arbiter knows
     mux:job:<name>:in        list: what the job says, each numbered
+    mux:job:<name>:profile   what `mux add --profile` was given
     mux:job:<name>:alive     its lease; gone: the job is dead
     mux:job:<name>:place     where it was put, or why not
     mux:job:<name>:permit    the phase that it may run
@@ -21,6 +22,8 @@ import secrets
 from typing import Any
 
 import redis
+
+from rlcore.utils.secret import hide
 
 TIMEOUT_S = 5.0
 """Of one answer of the server."""
@@ -52,11 +55,6 @@ def connect(url: str) -> redis.Redis:
             f"--mux.url {hide(url)}: no address of a Redis server ({error}); for example "
             "redis://127.0.0.1:6390, or what `python -m rlcore mux add JOB` says"
         ) from error
-
-
-def hide(url: str) -> str:
-    """An address without its password."""
-    return re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", url)
 
 
 def why(error: redis.RedisError, url: str) -> str:

@@ -238,6 +238,12 @@ class Group:
         return self.load_s >= self.cycle_s
 
     @property
+    def host_gb(self) -> tuple[float, float]:
+        """Host memory of the jobs that are pinned to a node: the rollout node and the train node
+        that have most."""
+        return max((gb for _, _, gb in self.load.values()), default=0.0), self._train_gb
+
+    @property
     def cost(self) -> float:
         """An hour."""
         return len(self.load) * self.pools[0].price + len(self.train) * self.pools[1].price
@@ -394,18 +400,24 @@ class Cluster:
         return None
 
     def reprofile(self, job: Job) -> bool:
-        """A job of the cluster takes other times than it was admitted with. True: it may stay, and
-        counts with these from now on; False: somebody of its group would miss the SLO, and nothing
-        is changed. KeyError where there is no such job."""
+        """A job of the cluster takes other times, or more memory, than it was admitted with. True:
+        it may stay, and counts with these from now on; False: somebody of its group would miss the
+        SLO, or a node has not so much memory, and nothing is changed. KeyError where there is no
+        such job."""
         group = self._group_of[job.id]
         old = group.jobs[job.id]
         group.jobs[job.id] = job
         group._refresh()
-        if group.period_s <= group.limit_s * ROUNDING:
+        if group.period_s <= group.limit_s * ROUNDING and self._has_memory(group):
             return True
         group.jobs[job.id] = old
         group._refresh()
         return False
+
+    def _has_memory(self, group: Group) -> bool:
+        """All that is pinned to the group's nodes fits into their hosts."""
+        rollout_gb, train_gb = group.host_gb
+        return rollout_gb <= self.pools[0].memory_gb and train_gb <= self.pools[1].memory_gb
 
     def repack(self, name: str, fixed: Collection[str] = ()) -> list[Move]:
         """Make the bill smaller around a job: with the groups that cost most for each of their

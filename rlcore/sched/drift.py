@@ -1,4 +1,4 @@
-"""Whether a job still is what it was admitted as: its phases against its profile.
+"""Whether a job still is what it was admitted as: its phases and its memory against its profile.
 
 RollMux has this; how much is too much is not published.
 """
@@ -25,3 +25,9 @@ def drifted(seconds: Sequence[float], promised_s: float) -> float | None:
     if sum(s > TOLERANCE * promised_s for s in recent) < TOO_MANY:
         return None
     return max(recent)
+
+
+def grown(gb: float, promised_gb: float) -> float | None:
+    """What the profile should say where a job has more in host memory than it promised: that and a
+    tenth, or it would be asked again for every page; else None."""
+    return TOLERANCE * gb if gb > promised_gb else None

@@ -1,7 +1,7 @@
 """The phases of a step between rollout and update: batches, log-probs and values before the update,
 the turns of engine and learner on shared memory."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -9,7 +9,7 @@ import torch
 
 from rlcore.algos import correction, reduce
 from rlcore.data.packing import pack_samples, per_token
-from rlcore.protocols import Mortal, Part, Tag
+from rlcore.protocols import Engine, Mortal, Part, Tag
 from rlcore.records import Sample
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
@@ -86,10 +86,11 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
 def engine_revives(run: Run) -> None:
     """A dead engine is started again, for the push that follows. What it held was given to others
     or is no longer waited for, so its last words are dropped. An engine that starts takes all that
-    it may have, so with --train.offload the learner makes room until it sleeps. An engine over
-    several ranks is started again on all of them (C)."""
+    it may have, so with --train.offload the learner makes room until it sleeps, as it does where
+    phases have turns (--mux.url). An engine over several ranks is started again on all of them
+    (C)."""
     why = run.engine.down if isinstance(run.engine, Mortal) else ""
-    offload, anywhere = run.cfg.train.offload, bool(why)
+    offload, anywhere = run.cfg.train.offload or run.gate is not None, bool(why)
     if len(run.engine_ranks) > 1:
         down = collective.reduce_floats(
             [float(r == run.rank and bool(why)) for r in range(run.world_size)]
@@ -109,8 +110,7 @@ def engine_revives(run: Run) -> None:
 def engine_turns(
     run: Run, way: Literal["sleep", "wake"], tags: Collection[Tag], *, here: bool = True
 ) -> None:
-    """Send this rank's engine to sleep or wake it, if it lives and is meant (`here`). One that dies
-    of it is as one that was dead before: the round that follows hears of it.
+    """Send this rank's engine to sleep or wake it, if it lives and is meant (`here`).
 
     Of an engine over several ranks the first alone speaks with it, for the memory of all: every
     rank is through with its own memory before, and none goes on until it is done (C).
@@ -118,16 +118,24 @@ def engine_turns(
     spread = len(run.engine_ranks) > 1
     if spread:
         collective.barrier()
-    engine = run.engine if here else None
-    if engine is not None and not (isinstance(engine, Mortal) and engine.down):
-        try:
-            (engine.sleep if way == "sleep" else engine.wake)(tags)
-        except RuntimeError as error:
-            if not (isinstance(engine, Mortal) and engine.down):
-                raise
-            log.warning("rank %d: the engine died at its %s: %s", run.rank, way, error)
+    if here:
+        engine_does(run, way, lambda e: (e.sleep if way == "sleep" else e.wake)(tags))
     if spread:
         collective.barrier()
+
+
+def engine_does(run: Run, what: str, call: Callable[[Engine], None]) -> None:
+    """Ask this rank's engine, if it lives. One that dies of it is as one that was dead before: the
+    round that follows hears of it."""
+    engine = run.engine
+    if engine is None or (isinstance(engine, Mortal) and engine.down):
+        return
+    try:
+        call(engine)
+    except RuntimeError as error:
+        if not (isinstance(engine, Mortal) and engine.down):
+            raise
+        log.warning("rank %d: the engine died at its %s: %s", run.rank, what, error)
 
 
 def engine_sleeps(run: Run, *, has_left: bool = False) -> None:

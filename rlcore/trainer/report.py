@@ -2,6 +2,7 @@
 run."""
 
 import itertools
+import math
 import os
 import resource
 import sys
@@ -18,6 +19,7 @@ from rlcore.sched.reward import reasons_of
 from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
+from rlcore.utils import collective
 
 
 def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
@@ -176,6 +178,8 @@ def step(run: Run) -> None:
         if state["num_rows"]:
             metrics["training/epoch"] = state["position"] / state["num_rows"]
     run.writer.write(run.step, metrics)
+    for hear in run.on_step:
+        hear(metrics)
     run.screen.step(run.step, metrics, note=mismatch.unhealthy(metrics))
     if any(name.startswith("val-core/") for name in metrics):
         run.screen.evaluation(run.step, metrics)
@@ -214,6 +218,20 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
         "sched/trainer_idle": (m["timing_s/gen"] + m["timing_s/route"]) / seconds,
         "sched/rollout_idle": max(0.0, 1 - m["sched/busy_s"] / (engines * seconds)),
     }
+
+
+def of_nodes(run: Run) -> dict[str, float]:
+    """Where some ranks sample and others train: host memory of a node's ranks of either kind, of
+    the node that has most. Pages that several processes share count several times. Collective over
+    all ranks."""
+    if not run.cfg.cluster.rollout_ranks:
+        return {}
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size))
+    nodes = math.ceil(run.world_size / per_node)
+    sizes = [0.0] * (2 * nodes)  # by node: of those that sample, of those that train
+    sizes[2 * (run.rank // per_node) + run.trains] = memory_gb()
+    sums = collective.reduce_floats(sizes, group=run.everyone)
+    return {"perf/rollout_node_gb": max(sums[::2]), "perf/train_node_gb": max(sums[1::2])}
 
 
 def memory_gb() -> float:

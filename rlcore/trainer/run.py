@@ -13,12 +13,13 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
-from rlcore.protocols import Engine, Learner, WeightChannel
+from rlcore.protocols import Engine, Learner, PhaseGate, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rollout.flow import Flow
 from rlcore.rollout.round import Rollout
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.roles import Elastic, Source
+from rlcore.sync.shelf import Shelf
 from rlcore.trainer.memory import Residency
 from rlcore.utils.spans import Spans
 
@@ -73,6 +74,10 @@ class Run:
     engine_ranks: Sequence[int] = ()
     relayout: "Relayout | None" = None
     """Where the engines may change their size between steps."""
+    gate: PhaseGate | None = None
+    """Where other jobs have the same nodes: phases wait for their turn."""
+    shelf: Shelf | None = None
+    """With `gate`, on a rank that samples: the weights while its engine is away."""
     memory: Residency | None = None
     """Measures at every switch of the device between engine and learner."""
     source: Source | None = None
@@ -90,6 +95,8 @@ class Run:
     """Of the weights that the engines have."""
     pending: dict[str, float] = field(default_factory=dict)
     """Metrics of the current step so far."""
+    on_step: list[Callable[[dict[str, float]], None]] = field(default_factory=list)
+    """On rank 0: hear the metrics of every step."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property

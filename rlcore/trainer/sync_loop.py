@@ -3,7 +3,8 @@
 Every rank runs this program; lines marked C are collective over the train ranks, W over all. The
 phases have the papers' names, and the metrics `timing_s/<phase>` are their seconds. With
 --cluster.rollout_ranks some ranks have an engine and no learner and the others a learner and no
-engine: each leaves out what it has nothing for, the steps are the same.
+engine: each leaves out what it has nothing for, the steps are the same. With --mux.url each `turn`
+waits until other jobs have left the nodes that it needs.
 """
 
 import os
@@ -15,6 +16,7 @@ from rlcore.records import EndRound, Group, RequestId, Sample
 from rlcore.rollout.replica import COUNTS
 from rlcore.trainer import credit, evaluate, learn, phases, plan, relayout, report, resume
 from rlcore.trainer.run import Run
+from rlcore.trainer.turns import EngineState, turn
 from rlcore.utils import collective
 from rlcore.utils import seed as seeds
 
@@ -27,10 +29,10 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
     `one_step` is one rollout and what is learned from it."""
     cfg = run.cfg
     relayout.before_push(run)  # C
-    with run.spans.phase("sync"):
+    with turn(run, "train"), run.spans.phase("sync"):  # W
         push_weights(run, run.step)
     if run.step == 0 and cfg.eval.at_start:
-        with run.spans.phase("eval"):
+        with turn(run, "eval"), run.spans.phase("eval"):
             evaluate.run(run)
         report.evaluation(run)
     run.spans.take()  # what came before the first step is not of it
@@ -39,17 +41,17 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         with run.spans.phase("step"):
             one_step(run)
         if evaluates(run):
-            with run.spans.phase("eval"):
+            with turn(run, "eval"), run.spans.phase("eval"):
                 evaluate.run(run)
         report.step(run)
         if saves(run):
-            with run.spans.phase("save"), phases.learner_here(run, WRITTEN):
+            with turn(run, "save"), run.spans.phase("save"), phases.learner_here(run, WRITTEN):
                 resume.save(run)  # W
         if cfg.debug.die_at_step == run.step and run.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     report.end(run)
     if cfg.checkpoint.export_hf:
-        with phases.learner_here(run, ["weights"]):
+        with turn(run, "save"), phases.learner_here(run, ["weights"]):
             resume.export_hf(run)  # C
 
 
@@ -73,22 +75,23 @@ def _is_due(run: Run, every: int, at_end: bool) -> bool:
 def one_step(run: Run) -> None:
     """One rollout and everything that is learned from it."""
     spans = run.spans
-    with spans.phase("gen"):
+    with turn(run, "rollout"), spans.phase("gen"):
         end = next_groups(run)
         groups, baselines = credit.split_baselines(run, end.groups)
-    with spans.phase("route"):
-        todo = plan_of(run, groups, len(run.replicas))
-        samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
-        batches = phases.batches(run, todo, samples) if run.trains else []
-        show_samples(run, groups, samples)
-        learn_histories(run)
-    if run.trains:
-        phases.engine_sleeps(run)
-        learn.all_models(run, todo, batches, baselines)
-    meet(run)
-    relayout.before_push(run)  # C
-    with spans.phase("sync"):
-        push_weights(run, run.step)
+    with turn(run, "train"):
+        with spans.phase("route"):
+            todo = plan_of(run, groups, len(run.replicas))
+            samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
+            batches = phases.batches(run, todo, samples) if run.trains else []
+            show_samples(run, groups, samples)
+            learn_histories(run)
+        if run.trains:
+            phases.engine_sleeps(run)
+            learn.all_models(run, todo, batches, baselines)
+        meet(run)
+        relayout.before_push(run)  # C
+        with spans.phase("sync"):
+            push_weights(run, run.step)
     rollout_metrics(run, groups, end.stats, todo)
 
 
@@ -145,18 +148,24 @@ def meet(run: Run) -> None:
 
 
 def push_weights(run: Run, version: int) -> None:
-    """The learner's weights to every engine. Their version is the number of steps behind them."""
+    """The learner's weights to every engine, or to its shelf where it is away. Their version is the
+    number of steps behind them."""
     run.version = version
-    phases.engine_revives(run)
-    phases.engine_takes_weights(run)
-    moved = run.channel.push(run.learner, run.engine, version)  # W
+    if run.gate is None:
+        phases.engine_revives(run)
+        phases.engine_takes_weights(run)
+    moved = run.channel.push(run.learner, run.shelf or run.engine, version)  # W
     run.pending |= {f"sync/{name}": value for name, value in moved.items()}
-    phases.engine_wakes(run)
+    if run.gate is None:
+        phases.engine_wakes(run)
 
 
 def repair_engines(run: Run) -> None:
     """In the middle of a round no engine is left: all start again with the weights of the round."""
-    push_weights(run, run.version)
+    if run.gate is None:
+        push_weights(run, run.version)
+    else:  # the learner is away, and its weights are on the shelf
+        EngineState(run).load()
 
 
 def rollout_metrics(
@@ -170,9 +179,9 @@ def rollout_metrics(
 
 
 def engine_counts(run: Run) -> dict[str, float]:
-    """What all engines did in this step. Collective over all ranks."""
+    """What all engines did in this step, and the memory of nodes. Collective over all ranks."""
     counts = run.rollout.agent.counts
     sums = collective.reduce_floats(list(counts.values()), group=run.everyone)  # W
     totals = dict(zip(counts, sums, strict=True))
     found = {f"sched/{name}": totals[name] for name in COUNTS}
-    return found | report.of_drafts(run, totals)
+    return found | report.of_drafts(run, totals) | report.of_nodes(run)

@@ -204,6 +204,15 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
             "--cluster.rollout_ranks 2 --sync.route gather",
             "--sync.route gather: reaches only ranks that train",
         ),
+        ("--cluster.train_cores 1", "--cluster.train_cores 1: has no effect without"),
+        ("--mux.slo 3", "--mux.slo: has no effect without --mux.url"),
+        ("--mux.url redis://h", "--cluster.rollout_ranks 0: with --mux.url some ranks sample"),
+        ("--mux.url redis://h --cluster.rollout_ranks 1 --mux.slo 1.5", ""),
+        ("--mux.url redis://h --cluster.rollout_ranks 1 --mux.slo 0.5", "--mux.slo 0.5: must be"),
+        (
+            "--mux.url redis://h --cluster.rollout_ranks 1 --mode async",
+            "--mode async: with --mux.url rollout and training take turns",
+        ),
     ],
 )
 def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
@@ -227,6 +236,14 @@ def test_ranks_are_left_to_train_and_engines_are_whole(ranks, tp, said):
     words = f"--rollout.engine sglang --rollout.tp {tp} --cluster.rollout_ranks {ranks}"
     found = rules.of_world(parse(words.split()), 6, 6)
     assert found[0].startswith(said) if said else found == []
+
+
+def test_a_password_in_an_address_is_not_written_down():
+    url = "redis://job-a:secret@host:6390"
+    cfg = parse(["--mux.url", url])
+    assert cfg.mux.url == url
+    assert json.loads(resolve.to_json(cfg))["mux"]["url"] == "redis://job-a:***@host:6390"
+    assert resolve.keys(cfg)["mux.url"] == "redis://job-a:***@host:6390"
 
 
 def test_every_key_has_a_meaning_or_a_plain_name():

@@ -3,13 +3,13 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,46 +21,11 @@ from rlcore.mux import store
 from rlcore.mux.gate import Gate, NoGate, Profile, Refused, connect, phase
 from rlcore.protocols import PhaseGate
 from rlcore.rollout.transport import free_port
+from tests.mux_cluster import Up, needs_redis
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_redis = pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="no redis-server; tools/setup.sh --mux installs it"
-)
 ENOUGH_S = 90
 PROFILE = Profile(rollout_s=1.0, train_s=1.0, slo=10.0)
-
-
-class Up:
-    """Redis and an arbiter in a folder."""
-
-    def __init__(self, folder: Path, rollout: int, train: int) -> None:
-        self.folder = folder
-        pools = ["--rollout-pool", str(rollout), "--train-pool", str(train)]
-        self.argv = ["up", *pools, "--port", str(free_port()), "--dir", str(folder)]
-        self.argv += ["--rollout-switch-s", "1", "--train-switch-s", "1"]
-        self.up()
-
-    def up(self) -> None:
-        assert cli.main(self.argv) == 0
-
-    @property
-    def about(self) -> dict:
-        return json.loads((self.folder / "mux.json").read_text())
-
-    @property
-    def url(self) -> str:
-        return cli._url(self.about)
-
-    def kill(self, what: str) -> None:
-        """As the machine would; it is our own child."""
-        pid = self.about["pids"][what]
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-    def status(self, capsys) -> dict:
-        capsys.readouterr()
-        assert cli.main(["status", "--json", "--dir", str(self.folder)]) == 0
-        return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -147,8 +112,6 @@ def test_without_a_server_a_job_runs_solo_or_says_so(caplog):
         connect(url, "A", PROFILE, wait_s=0.5)
     with pytest.raises(ValueError, match="for example redis://127.0.0.1:6390"):
         connect("http://here", "A", PROFILE)
-    with pytest.raises(ValueError, match="job A: no profile"):
-        connect(url, "A", None)
     with pytest.raises(ValueError, match="a name has 1 to 64"):
         connect(url, "A:B", PROFILE)
 
@@ -163,6 +126,49 @@ def test_without_an_address_phases_are_free():
         return n + 1
 
     assert sample(1) == 2 and seen == [1]
+
+
+@needs_redis
+def test_a_profile_that_was_added_is_what_a_job_joins_with(up: Up, tmp_path: Path, capsys):
+    file = tmp_path / "mux_profile.json"
+    file.write_text('{"rollout_s": 3.0, "train_s": 2.0, "rollout_gb": 1.5, "steps": 4}')
+    capsys.readouterr()
+    assert cli.main(["add", "A", "--profile", str(file), "--dir", str(up.folder)]) == 0
+    url = capsys.readouterr().out.strip()
+    gate = connect(url, "A", None, slo=3.0, lease_s=30)
+    assert isinstance(gate, Gate)
+    with gate.phase("rollout"):
+        status = up.status(capsys)
+    assert status["groups"][0]["period_s"] == 5.0
+    assert status["groups"][0]["host_gb"] == {"rollout": 1.5, "train": 0.0}
+    assert status["groups"][0]["jobs"][0]["slack"] == pytest.approx(2.0)
+    gate.close()
+    with pytest.raises(ValueError, match="job B: no profile; .* with --debug.full_length"):
+        connect(up.url, "B", None)
+    file.write_text('{"rollout_s": "long"}')
+    assert cli.main(["add", "A", "--profile", str(file), "--dir", str(up.folder)]) == 2
+    assert "rollout_s, train_s: must be there, and be numbers" in capsys.readouterr().err
+
+
+@needs_redis
+def test_a_job_whose_memory_grows_counts_with_it_and_leaves_where_a_node_has_no_more(
+    tmp_path: Path, capsys
+):
+    up = Up(tmp_path / "mux", 1, 1, "--rollout-memory-gb", "10")
+    lost: list[str] = []
+    a = Gate(up.url, "A", replace(PROFILE, rollout_gb=4.0), lease_s=30)
+    b = Gate(up.url, "B", replace(PROFILE, rollout_gb=2.0), lease_s=2, on_lost=lost.append)
+    for gb in (5.0, 6.0):
+        b.host_gb = {"rollout": gb}
+        with b.phase("rollout"):
+            pass
+        if gb == 5.0:
+            _until(lambda: up.status(capsys)["groups"][0]["host_gb"]["rollout"] == 9.5)
+    _until(lambda: lost)
+    assert "has 6.00 GB in the memory of a rollout node and was admitted with 5.50 GB" in lost[0]
+    assert "a node would have to hold more than its host memory" in lost[0]
+    a.close()
+    assert cli.main(["down", "--dir", str(up.folder)]) == 0
 
 
 @needs_redis

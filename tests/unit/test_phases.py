@@ -37,6 +37,7 @@ def run_of(
         learner=learners[0],
         rank=0,
         memory=None,
+        gate=None,
         engine_ranks=(0,),
     )
 

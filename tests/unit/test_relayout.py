@@ -66,6 +66,7 @@ def run_of(sizes: Relayout | None, *, offload: bool = False, engine: Any = None)
         said=said,
         engine=engine,
         learners=[Learner(said)],
+        gate=None,
         relayout=sizes,
         source=SimpleNamespace(next_kind=lambda: "short"),
         rollout=SimpleNamespace(agent=SimpleNamespace(cache_used=0.0)),

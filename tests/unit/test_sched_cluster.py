@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.sched.cluster import Cluster, Group, Job, Pool
-from rlcore.sched.drift import drifted
+from rlcore.sched.drift import drifted, grown
 from rlcore.sim.mux_baselines import optimum
 
 ROLLOUT = Pool(price=14.8, memory_gb=1500, switch_s=1.0)
@@ -100,6 +100,19 @@ def test_a_job_that_takes_longer_than_it_said_may_stay_while_promises_hold():
     assert drifted([100, 130, 100, 131, 100], 100) is None
     assert drifted([100, 130, 100, 131, 111], 100) == 131
     assert drifted([130] * 3 + [100] * 6, 100) is None  # long ago
+
+
+def test_a_job_may_not_grow_beyond_the_memory_of_its_nodes():
+    cluster = Cluster(Pool(nodes=1, memory_gb=100), Pool(nodes=1, memory_gb=100))
+    cluster.admit(job("A", 100, 100, slo=4, rollout_gb=40, train_gb=40))
+    cluster.admit(job("B", 100, 100, slo=4, rollout_gb=40, train_gb=40))
+    assert cluster.group_of("A").host_gb == (80, 80)
+    assert cluster.reprofile(job("B", 100, 100, slo=4, rollout_gb=60, train_gb=40))
+    assert not cluster.reprofile(job("B", 100, 100, slo=4, rollout_gb=61, train_gb=40))
+    assert not cluster.reprofile(job("B", 100, 100, slo=4, rollout_gb=40, train_gb=61))
+    assert cluster.group_of("A").host_gb == (100, 80)
+    assert grown(40.0, 40.0) is None
+    assert grown(41.0, 40.0) == pytest.approx(45.1)
 
 
 @pytest.mark.parametrize(

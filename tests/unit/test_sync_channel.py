@@ -13,6 +13,7 @@ from rlcore.protocols import WeightChannel
 from rlcore.records import Bucket, Shard
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers, PushError
+from rlcore.sync.shelf import Shelf
 from rlcore.utils.buckets import as_tensor, cuda_handle, open_cuda, open_payload, unpack
 
 ROUTES = ("gather", "intranode")
@@ -89,6 +90,30 @@ def test_an_engine_gets_all_tensors_over_either_route(route: str, transport: str
         learner.tensors["a"] += 1
     assert figures["bytes"] == 12 * 4 + 8 * 2 * 4
     assert figures["time_s"] > 0 and figures["transient_gb"] > 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_shelf_keeps_the_last_push_for_an_engine_that_is_away(route: str) -> None:
+    learner, shelf, engine = Weights(), Shelf(tp=2), Reader()
+    with pytest.raises(RuntimeError, match="no weights to wake with"):
+        shelf.fill(engine)
+    sent = channel(route)
+    for version in (1, 2):
+        learner.tensors["a"] += 1
+        sent.push(learner, shelf, version)
+    want = {name: tensor.clone() for name, tensor in learner.export()}
+    learner.tensors["a"] += 1  # what comes later is not on the shelf
+    for _ in range(2):
+        shelf.fill(engine)
+        assert not engine.open and engine.transports == {"shm"}
+        assert engine.came.keys() == want.keys()
+        assert all(torch.equal(engine.came[name], want[name]) for name in want)
+    assert shelf.num_bytes == 12 * 4 + 8 * 2 * 4
+    shelf.begin_load(3)
+    with pytest.raises(RuntimeError, match="the last push has failed"):
+        shelf.fill(engine)
+    shelf.close()
+    assert shelf.num_bytes == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -519,6 +519,7 @@ class SGLangEngine:
                 "min_p": sampling.min_p,
                 "max_new_tokens": sampling.max_tokens - len(job.tokens),
                 "stop_token_ids": list(sampling.stop_ids),
+                "ignore_eos": not sampling.stop_ids,  # else its model's own end tokens stop
                 "sampling_seed": job.seed,
                 "stream_interval": self._stream_interval,
             },

@@ -1,0 +1,93 @@
+"""What admission has to know of a job: its worst case, every response at its limit, on nodes that
+it has alone. A run that is alone writes it, `<run>/mux_profile.json`; `mux add --profile` and
+`--mux.profile` read it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rlcore.metrics.jsonl import write_atomic
+
+FILE = "mux_profile.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """As `sched.cluster.Job` has it."""
+
+    rollout_s: float
+    train_s: float
+    rollout_nodes: int = 1
+    train_nodes: int = 1
+    sync_s: float = 0.0
+    slo: float = 2.0
+    rollout_gb: float = 0.0
+    train_gb: float = 0.0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Profile":
+        """From plain values; what else is among them is for people. ValueError where something is
+        missing or no number."""
+        known = {f.name for f in fields(cls)}
+        found = {name: value for name, value in values.items() if name in known}
+        wrong = [
+            n for n, v in found.items() if isinstance(v, bool) or not isinstance(v, int | float)
+        ]
+        if missing := {"rollout_s", "train_s"} - found.keys():
+            wrong += sorted(missing)
+        if wrong:
+            raise ValueError(f"a job's profile: {', '.join(wrong)}: must be there, and be numbers")
+        return cls(**found)
+
+    @classmethod
+    def read(cls, path: Path) -> "Profile":
+        """ValueError in one sentence where the file is none."""
+        try:
+            return cls.of(json.loads(path.read_text()))
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: no profile of a job ({error}); a run with cluster.rollout_ranks and "
+                f"without --mux.url writes one, {FILE} in its folder"
+            ) from error
+
+
+class Profiler:
+    """Hears the metrics of every step of a run that has its nodes alone, and keeps its profile up
+    to date. The worst of the steps counts, but for the first, which makes what the others find
+    there. Where responses end by themselves, a step is taken to be as much longer as it would have
+    had tokens with all at the limit: never too short, since large batches cost less a token. A run
+    with --debug.full_length needs no such guess."""
+
+    def __init__(
+        self, folder: Path, *, max_tokens: int, rollout_nodes: int, train_nodes: int
+    ) -> None:
+        """`max_tokens`: of a response at its limit."""
+        self._path, self._max_tokens = folder / FILE, max_tokens
+        self._nodes = {"rollout_nodes": rollout_nodes, "train_nodes": train_nodes}
+        self._steps = 0
+        self._worst = {"rollout_s": 0.0, "train_s": 0.0}
+        self._stretch = 1.0
+
+    def see(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step."""
+        self._steps += 1
+        if self._steps == 2:
+            self._worst, self._stretch = dict.fromkeys(self._worst, 0.0), 1.0
+        rollout_s = metrics["timing_s/gen"] + metrics.get("timing_s/reward", 0.0)
+        stretch = max(1.0, self._max_tokens / max(metrics["response_length/mean"], 1.0))
+        found = {"rollout_s": rollout_s, "train_s": metrics["timing_s/step"] - rollout_s}
+        for name, seconds in found.items():
+            self._worst[name] = max(self._worst[name], seconds * stretch)
+        self._stretch = max(self._stretch, stretch)
+        profile = Profile(
+            **self._worst,
+            **self._nodes,
+            rollout_gb=metrics["perf/rollout_node_gb"],
+            train_gb=metrics["perf/train_node_gb"],
+        )
+        about = {k: v for k, v in asdict(profile).items() if k != "slo"}
+        about |= {"steps": self._steps, "stretched_by": self._stretch}
+        write_atomic(self._path, json.dumps(about, indent=1) + "\n")

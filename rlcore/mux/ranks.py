@@ -1,0 +1,158 @@
+"""The gate of a job of several ranks: rank 0 asks the arbiter, and all enter and leave together.
+
+    rank 0   ask ... permit | load | run | store | done
+    others   ......... wait | load | run | store |
+
+Turns may take hours, and a collective has a deadline: while rank 0 waits, all ranks meet every
+second, so that one that has gone is found in its own time. What each phase took is written to
+turns.jsonl, by the clock of rank 0's machine.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from rlcore.mux.gate import Gate, NoGate, Resident
+from rlcore.utils import collective
+
+MEET_S = 1.0
+FILE = "turns.jsonl"
+
+T = TypeVar("T")
+
+
+def patiently(
+    call: Callable[[], T] | None,
+    group: ProcessGroup | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> T | None:
+    """What `call` returns, on the rank that has one, however long it takes; None on the others,
+    which have None. Collective over `group`.
+
+    Raises:
+        what `call` raises; on the other ranks the same sentence, as a ValueError where it is one
+        and else as a RuntimeError.
+    """
+    box: list[T] = []
+    failed: list[Exception] = []
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            box.append(call())
+        except Exception as error:
+            failed.append(error)
+        finally:
+            over.set()
+
+    if call is not None:
+        threading.Thread(target=work, name="mux wait", daemon=True).start()
+    while True:
+        if call is not None:
+            over.wait(MEET_S)
+        refuses = bool(failed) and isinstance(failed[0], ValueError)
+        flags = over.is_set(), bool(failed), refuses
+        done, wrong, refused = collective.reduce_floats([float(f) for f in flags], "max", group)
+        if done:
+            break
+        alive()
+    if wrong:
+        reason = collective.broadcast_text(str(failed[0]) if failed else "", group)
+        if failed:
+            raise failed[0]
+        raise ValueError(reason) if refused else RuntimeError(reason)
+    return box[0] if box else None
+
+
+class RanksGate:
+    """One rank's side; `protocols.PhaseGate`."""
+
+    def __init__(
+        self, gate: Gate | None, folder: Path | None, group: ProcessGroup | None = None
+    ) -> None:
+        """
+        Args:
+            gate: on rank 0.
+            folder: of the run, on rank 0.
+            group: of all ranks.
+        """
+        self._gate, self._group = gate, group
+        self._path = folder / FILE if folder is not None else None
+        self.alive: Callable[[], None] = lambda: None
+        """Called while all wait."""
+        self.tell: Callable[[dict[str, float]], None] = lambda found: None
+        """Hears on rank 0 what a phase has cost besides itself, by the names of metrics."""
+
+    @contextmanager
+    def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
+        """As `Gate.phase`, on all ranks. Where the phase fails nothing is stored and the permit is
+        kept until the lease of the job is over: ranks of it may be at work still."""
+        assert resident is None or isinstance(resident, Resident), resident
+        gate, asked = self._gate, time.time()
+        patiently((lambda: gate.enter(name)) if gate else None, self._group, self.alive)
+        granted = time.time()
+        if resident is not None:
+            resident.load()
+        size = float(getattr(resident, "num_bytes", 0))
+        (size,) = collective.reduce_floats([size], "max", self._group)  # all have loaded
+        began = time.time()
+        yield
+        collective.barrier(self._group)
+        ended = time.time()
+        if resident is not None:
+            resident.store()
+        collective.barrier(self._group)
+        left = time.time()
+        seconds, switch_s = ended - began, began - granted + left - ended
+        leave = (lambda: gate.leave(name, seconds, switch_s)) if gate else None
+        patiently(leave, self._group, self.alive)  # the server may be away
+        if gate is None:
+            return
+        found = {f"mux/wait_s/{name}": granted - asked}
+        if resident is None:
+            found[f"mux/{name}_s"] = left - granted
+        else:
+            found[f"mux/load_s/{name}"] = began - granted
+            found[f"mux/store_s/{name}"] = left - ended
+            found[f"mux/resident_gb/{name}"] = size / 1e9
+        self.tell(found)
+        self._write(phase=name, asked=asked, granted=granted, began=began, ended=ended, left=left)
+
+    def see(self, metrics: dict[str, float]) -> None:
+        """The metrics of a step: the arbiter hears what the job has in host memory."""
+        assert self._gate is not None
+        self._gate.host_gb = {
+            pool: metrics[f"perf/{pool}_node_gb"] for pool in ("rollout", "train")
+        }
+
+    def close(self) -> None:
+        """Leave the cluster; safe to call twice."""
+        if self._gate is not None:
+            self._gate.close()
+
+    def _write(self, **row: Any) -> None:
+        assert self._path is not None
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def join(
+    connect: Callable[[], Gate | NoGate] | None, group: ProcessGroup | None, folder: Path | None
+) -> RanksGate | None:
+    """The gate of all ranks; None where the job runs as if alone. Collective.
+
+    Args:
+        connect: on rank 0: a place in the cluster, or the decision to do without.
+        folder: of the run, on rank 0.
+    """
+    found = patiently(connect, group)
+    gate = found if isinstance(found, Gate) else None
+    if not collective.any_rank(gate is not None, group):
+        return None
+    return RanksGate(gate, folder, group)

@@ -1,0 +1,148 @@
+"""Two jobs of rlcore that take turns on one pair of nodes learn what they learn alone."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.cli import mux as cli
+from rlcore.mux import arbiter
+from rlcore.mux.gate import Gate, Profile
+from tests import kit, runs
+from tests.mux_cluster import Up, needs_redis
+
+pytestmark = [pytest.mark.ranks(2), needs_redis, pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 3
+APART = ("--cluster.rollout_ranks", 1, "--run.steps", STEPS, "--checkpoint.no_export_hf")
+APART += ("--checkpoint.every", 1, "--cluster.timeout_s", 300)
+NOWHERE = "redis://127.0.0.1:1"
+START_S = WAIT_S = 600.0
+
+
+class Found:
+    """`a` and `b` alone, and then with each other: `b` is killed after its second step and started
+    again. And `a` once more, whose server is away."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs = folder / "runs"
+        model = runs.tiny_model(folder / "model")
+        up = Up(folder / "mux", 1, 1)
+
+        def job(name: str, seed: int, *more: object) -> runs.Job:
+            keys = (*APART, "--run.seed", seed, *more)
+            return {"name": name, "argv": runs.arguments(model, self.runs, name, *keys)}
+
+        def jobs(name: str, seed: int) -> list[runs.Job]:
+            profile = "--mux.profile", self.runs / f"{name}_alone" / "mux_profile.json"
+            patient = "--mux.lease_s", 30, "--mux.slo", 10_000
+            lost = "--mux.url", NOWHERE, "--mux.otherwise", "solo"
+            return [
+                job(f"{name}_alone", seed),
+                job(f"{name}_mux", seed, "--mux.url", up.url, *profile, *patient),
+                job(f"{name}_lost", seed, *lost, *profile),
+            ]
+
+        # Nobody starts before both have joined: from then on their turns alternate.
+        holder = Gate(up.url, "holder", Profile(rollout_s=1, train_s=1, slo=1e6), lease_s=60)
+        gangs = []
+        try:
+            with holder.phase("rollout"):
+                a, b = jobs("a", 0), jobs("b", 1)[:2]
+                again = b[1] | {"argv": list(b[1]["argv"])}
+                b[1]["argv"] += ["--debug.die_at_step", str(STEPS - 1)]
+                gangs.append(runs.Running(2, a, folder / "a"))
+                gangs.append(runs.Running(2, b, folder / "b"))
+                processes = [p for gang in gangs for p in gang.processes]
+                end = time.monotonic() + START_S
+                while time.monotonic() < end and not any(p.poll() for p in processes):
+                    members = [j for g in arbiter.status(up.url)["groups"] for j in g["jobs"]]
+                    if sum(j["waits_s"] is not None for j in members) == 2:
+                        break
+                    time.sleep(0.1)
+            holder.close()
+            killed = gangs[1].wait(WAIT_S)
+            gangs.append(runs.Running(2, [again], folder / "again"))
+            self.gangs = {"b_alone": killed, "b_mux": gangs[2].wait(WAIT_S)}
+            self.gangs |= dict.fromkeys(("a_alone", "a_mux", "a_lost"), gangs[0].wait(WAIT_S))
+            self.killed = killed.codes
+        finally:
+            holder.close()
+            for process in [p for gang in gangs for p in gang.processes]:
+                process.kill()
+                process.wait()
+            assert cli.main(["down", "--dir", str(up.folder)]) == 0
+
+    def rows(self, job: str, how: str) -> dict[int, dict[str, Any]]:
+        """The metrics of a run, but for those of its turns and of how weights came."""
+        name = f"{job}_{how}"
+        self.gangs[name].check(name, 2)
+        return {
+            step: {k: v for k, v in runs.same(row).items() if not k.startswith(("mux/", "sync/"))}
+            for step, row in runs.rows(self.runs / name).items()
+        }
+
+    def turns(self, job: str) -> list[dict[str, Any]]:
+        lines = (self.runs / f"{job}_mux" / "turns.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return Found(tmp_path_factory.mktemp("mux"))
+
+
+@pytest.mark.parametrize("job", ["a", "b"])
+def test_what_is_learned_among_others_is_what_is_learned_alone_bit_by_bit(
+    found: Found, job: str
+) -> None:
+    alone = found.rows(job, "alone")
+    assert list(alone) == list(range(STEPS + 1))
+    assert found.rows(job, "mux") == alone
+    ours, theirs = (runs.checkpoint(found.runs / f"{job}_{n}", STEPS) for n in ("mux", "alone"))
+    for part in (ours, theirs):
+        part.pop("common")
+    assert ours.pop("state") == theirs.pop("state")
+    kit.assert_bitwise(ours, theirs)
+
+
+def test_a_job_that_was_killed_went_on_from_its_checkpoint(found: Found) -> None:
+    assert -signal.SIGKILL in found.killed
+    said = found.gangs["b_mux"].text("b_mux")
+    assert f"{STEPS - 1} of {STEPS} steps done" in said
+
+
+def test_a_job_whose_server_is_away_runs_alone_and_says_so(found: Found) -> None:
+    assert found.rows("a", "lost") == found.rows("a", "alone")
+    said = found.gangs["a_lost"].text("a_lost")
+    assert f"--mux.url {NOWHERE}: no answer" in said and "the job runs solo" in said
+
+
+def test_turns_alternate_and_nobody_is_where_another_is(found: Found) -> None:
+    both = [(row, job) for job in "ab" for row in found.turns(job)]
+    for pool, phases in (("rollout", "start rollout eval"), ("train", "start train save")):
+        spans = sorted(
+            (row["granted"], row["left"], job)
+            for row, job in both
+            if row["phase"] in phases.split()
+        )
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), pool
+    rollouts = sorted((row["granted"], job) for row, job in both if row["phase"] == "rollout")
+    order = "".join(job for _, job in rollouts)
+    assert len(order) == 2 * STEPS and "aaa" not in order and "bbb" not in order
+
+
+def test_what_turns_cost_is_in_the_metrics(found: Found) -> None:
+    found.gangs["a_mux"].check("a_mux", 2)
+    rows = runs.rows(found.runs / "a_mux")
+    assert rows[0]["mux/start_s"] > 0
+    for pool in ("rollout", "train"):
+        assert rows[STEPS][f"mux/load_s/{pool}"] > 0
+        assert rows[STEPS][f"mux/resident_gb/{pool}"] > 0
+        assert rows[STEPS][f"perf/{pool}_node_gb"] > 0
+    about = json.loads((found.runs / "a_alone" / "mux_profile.json").read_text())
+    assert about["rollout_s"] > 0 and about["train_s"] > 0 and about["rollout_gb"] > 0
+    assert not (found.runs / "a_mux" / "mux_profile.json").exists()
