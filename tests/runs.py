@@ -166,6 +166,7 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
         "spec/verify_s",
         "sched/trainer_idle",
         "sched/rollout_idle",
+        "balance/",
     )
     return {name: value for name, value in row.items() if not name.startswith(loose)}
 

@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training on the tiny task, for real.
 
-    python tools/bench_async.py --seeds 0 1 2 --json tools/results/async.json
+    python tools/bench_async.py --json tools/results/async.json
 
 The same recipe (`async_tiny.sh`: one process samples, one trains), the same samples a step, with
 
@@ -60,8 +60,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--alphas", type=float, nargs="+", default=[0, 1, 2, 4, 8])
     p.add_argument("--update", choices=["recompute", "in_place"], default="recompute")
-    p.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0, 1, 2])
-    p.add_argument("--steps", type=int, default=100)
+    p.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0, 1])
+    p.add_argument("--steps", type=int, default=40)
     p.add_argument("--decode-floor-ms", type=float, default=10.0)
     p.add_argument("--dir", type=Path, default=ROOT / "runs")
     p.add_argument("--json", type=Path, required=True)

@@ -19,6 +19,7 @@ import torch
 
 from rlcore import algos
 from rlcore.algos.kl import AdaptiveController
+from rlcore.cli import splits
 from rlcore.cli.world import World, make_hub
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config, reward_sections
@@ -36,16 +37,17 @@ from rlcore.records import Prompt, Sampling
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.residency import footprint
 from rlcore.rewards.service import RewardService
-from rlcore.rollout.async_controller import AsyncController
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.flow import Flow
 from rlcore.rollout.histospec import Library
+from rlcore.rollout.replay import EventLog, Recorder, controller_of
 from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.rounds import Log, Rounds
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import Hub, free_port
+from rlcore.sched.balance import Balance
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.sched.reward import AdaptiveTimeout
@@ -168,13 +170,16 @@ def _assemble(
     if cfg.rollout.draft in rules.FROM_HISTORY and world.rank == 0:
         rollout.library = Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
     flow = None
-    replay = Log(Path(cfg.debug.replay)) if cfg.debug.replay and world.rank == 0 else None
+    is_async = cfg.select.mode == "async"
+    replay = None
+    if cfg.debug.replay and world.rank == 0 and not is_async:
+        replay = Log(Path(cfg.debug.replay))
     data = load_data(with_room(cfg, hf), tokenizer) if world.rank == 0 else {}
     world.phase("start: learner")
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
         engine.sleep(["weights", "kv_cache"])
         collective.barrier()  # it is asleep on all its ranks when its first has said so
-    if cfg.select.mode == "async":
+    if is_async:
         flow = make_flow(cfg, world, hub, agent, data.get("source"), sampling)
         on_close(flow.close)
     learner = critic = None
@@ -242,6 +247,8 @@ def _assemble(
     if world.rank == 0:
         if checkpoint is not None and checkpoint.is_relative_to(run.folder):
             tell_changes(cfg, run.folder / "config.json")
+        if is_async:
+            run.balance = make_balance(cfg, hf, world)
         resolve.save(cfg, run.folder / "config.json")
         run.writer = MetricsWriter(
             run.folder,
@@ -785,11 +792,13 @@ def make_flow(
     sampling: Sampling,
 ) -> Flow:
     """This rank's part of `--mode async`. `source`: on rank 0, which has the controller."""
-    tp, controller = cfg.rollout.tp, None
+    tp, controller, log_ = cfg.rollout.tp, None, None
     samplers = range(world.train_ranks, world.size)
+    if cfg.debug.replay and world.trains:
+        log_ = EventLog(Path(cfg.debug.replay), cfg.run.seed)
     if source is not None:
         leaders = samplers[::tp]
-        controller = AsyncController(
+        controller = controller_of(log_)(
             buffer=SampleBuffer(
                 cfg.data.prompts_per_step, cfg.async_.alpha, cfg.async_.extra_prompts
             ),
@@ -809,7 +818,26 @@ def make_flow(
         samplers=samplers,
         timeout_s=cfg.cluster.timeout_s,
         deadline_s=cfg.rollout.deadline_s,
+        record=Recorder(run_folder(cfg), cfg.run.seed)
+        if cfg.debug.record and world.trains
+        else None,
+        replay=log_,
     )
+
+
+def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
+    """Who proposes how many ranks sample. Says what the last steps of this run, or the data sheet,
+    say of that."""
+    plan = splits.planner(cfg, world.size, ranks_per_node(world))
+    folder, said = run_folder(cfg), ""
+    if world.device.type == "cuda":
+        try:
+            said = splits.by_data_sheet(plan, cfg, hf, world.size, folder / "rollouts.jsonl")
+        except ValueError as error:
+            said = f"no estimate of other splits: {error}"
+    said = splits.by_last_steps(plan, cfg, folder, world.size) or said
+    announce("balance", said or "no rates yet; balance/* has a proposal after the first steps")
+    return plan
 
 
 def wants(cfg: Config) -> str:

@@ -86,6 +86,8 @@ def show(cfg: Config) -> int:
                 print(f"  fits {gpu_bytes / memory.GB:g} GB: {where} takes most")
     if hf is not None and not problems and not apart:
         print(expected(cfg, hf, world))
+    if hf is not None and not problems and cfg.select.mode == "async":
+        print(split(cfg, hf, world, per_node))
     for line in problems:
         print(f"cannot run: {line}", file=sys.stderr)
     print("dry run: " + ("refused" if problems else "this would run"))
@@ -112,6 +114,20 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
         f"expected     {found.seconds:.1f} s a step on {world} x {gpu.name} ({phases}), by the "
         f"simulator; lengths {said}; rewards not counted"
     )
+
+
+def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
+    """A sentence on how many ranks sample; or why there is none."""
+    from rlcore.cli import splits
+
+    folder = Path(cfg.run.dir) / (cfg.run.name or "run")
+    plan = splits.planner(cfg, world, per_node)
+    try:
+        said = splits.by_data_sheet(plan, cfg, hf, world, folder / "rollouts.jsonl")
+        said = splits.by_last_steps(plan, cfg, folder, world) or said
+    except ValueError as error:
+        said = f"no estimate of other splits: {error}"
+    return f"balance      {said}"
 
 
 def judges(cfg: Config) -> tuple["Beside", list[str]]:

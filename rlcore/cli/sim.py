@@ -1,6 +1,7 @@
 """`python -m rlcore sim ...`: what a cluster would do, before one is booked.
 
 python -m rlcore sim run --gpus 32 --tp 2 --gpu h100 --model 14b --lengths 16k
+python -m rlcore sim splits --gpus 40 --tp 1 --gpu h800 --model 8b --alpha 2
 python -m rlcore sim rollpacker --figure 11
 python -m rlcore sim rollmux --experiment trace200
 python -m rlcore sim rhymerl
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.metrics.jsonl import write_atomic
-from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, table, user
+from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, splits, table, user
 from rlcore.sim.cluster import Run, summarize
 from rlcore.sim.cost import GPUS, MODELS
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     )
     systems = p.add_subparsers(dest="system", required=True)
     _add_run(systems.add_parser("run", help="your cluster, your lengths: seconds of a step"))
+    _add_splits(systems.add_parser("splits", help="--mode async: how many GPUs should sample?"))
     _add_papers(systems.add_parser("rollpacker", help="RollPacker: published against simulated"))
     _add_rollmux(systems.add_parser("rollmux", help="many jobs on two pools, against RollMux"))
     _add_rhymerl(systems.add_parser("rhymerl", help="RhymeRL: what drafts and turns would save"))
@@ -40,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     a = p.parse_args(argv)
     commands = {
         "run": _run,
+        "splits": _splits,
         "rollpacker": _papers,
         "rollmux": _rollmux,
         "rhymerl": _rhymerl,
@@ -141,6 +144,30 @@ def _facts(step) -> dict[str, object]:
     }
 
 
+def _add_splits(p: argparse.ArgumentParser) -> None:
+    _add_run(p)
+    p.set_defaults(schedule="all", steps=4)
+    p.add_argument("--alpha", type=float, default=2.0, help="most versions that a sample is old")
+
+
+def _splits(a: argparse.Namespace) -> int:
+    for name in ("gpus", "tp", "prompts", "samples", "steps", "max_running"):
+        if getattr(a, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(a, name)}: must be at least 1")
+    others = a.schedule != "all", a.stream, a.max_tp, a.reward != "none", a.picture, a.trace
+    if a.alpha < 0 or any(others):
+        raise ValueError(
+            "splits: --alpha is at least 0; --schedule, --stream, --max-tp, --reward, --picture "
+            "and --trace are for `sim run`"
+        )
+    plan, notes = user.plan(a)
+    made = splits.table(plan, a.alpha, a.steps)
+    print("\n".join([*notes, "", *table.show(made)]))
+    if a.json:
+        _write(a.json, {"what": made.title, "notes": [*notes, *made.notes], "rows": made.rows})
+    return 0
+
+
 # ---- what papers say
 
 
@@ -239,18 +266,37 @@ def _rhymerl(a: argparse.Namespace) -> int:
 
 
 def _add_flash(p: argparse.ArgumentParser) -> None:
-    p.add_argument("what", choices=list(roll_flash.TABLES))
+    p.add_argument("what", nargs="+", choices=list(roll_flash.TABLES))
     p.add_argument("--rounds", type=int, default=8, help="updates of every cell")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--picture", type=Path, help="PNG: published against simulated")
-    p.add_argument("--json", type=Path)
+    p.add_argument("--picture", type=Path, help="PNG: of all tables that --json has then")
+    p.add_argument("--json", type=Path, help="tables that it has already stay in it")
 
 
 def _flash(a: argparse.Namespace) -> int:
     if a.rounds < 1:
         raise ValueError(f"--rounds {a.rounds}: must be at least 1")
-    begin = time.monotonic()
-    return _show(roll_flash.TABLES[a.what](a.rounds, a.seed), a, begin)
+    tables: dict[str, dict[str, object]] = {}
+    if a.json and a.json.is_file():
+        tables = json.loads(a.json.read_text())["tables"]
+    broken = []
+    for name in a.what:
+        begin = time.monotonic()
+        made = roll_flash.TABLES[name](a.rounds, a.seed)
+        print("\n".join(table.show(made)))
+        print(f"\n{a.rounds} rounds, seed {a.seed}, {time.monotonic() - begin:.0f} s\n")
+        head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
+        tables[name] = head | {"rows": made.rows}
+        broken += roll_flash.broken(made.rows)
+        if a.json:
+            _write(a.json, {"what": "ROLL Flash", "tables": tables})
+    if a.picture:
+        report.flash(tables, a.picture)
+        print(a.picture)
+    if broken:
+        print(f"a proposition does not hold: {'; '.join(broken)}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _write(path: Path, what: dict[str, object]) -> None:

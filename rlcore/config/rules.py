@@ -588,8 +588,18 @@ def _async(cfg: Config) -> list[str]:
         changed = [
             f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)
         ]
-        return [f"--async.{name}: has no effect without --mode async" for name in changed]
+        out = [f"--async.{name}: has no effect without --mode async" for name in changed]
+        if cfg.debug.record:
+            out.append(
+                "--debug.record: has no effect without --mode async; the rounds.jsonl of other "
+                "modes, which --debug.replay reads, is always written"
+            )
+        return out
     out = []
+    if cfg.debug.record and cfg.debug.replay:
+        out.append(
+            "--debug.record: a replay is the recorded run; leave out one of it and debug.replay"
+        )
     if not cfg.cluster.rollout_ranks:
         out.append(
             "--cluster.rollout_ranks 0: --mode async needs ranks that only sample; say how many, "
@@ -610,12 +620,11 @@ def _async(cfg: Config) -> list[str]:
             f"--rollout.draft {cfg.rollout.draft}: learns from whole rounds, and --mode async has "
             "no rounds; take ngram, or none"
         )
-    for key in ("deterministic", "replay"):
-        if getattr(cfg.debug, key):
-            out.append(
-                f"--debug.{key}: is for --mode sync, where a step's samples are from one version; "
-                "--async.alpha 0 is that mode"
-            )
+    if cfg.debug.deterministic:
+        out.append(
+            "--debug.deterministic: is for --mode sync, where a step's samples are from one "
+            "version; --async.alpha 0 is that mode"
+        )
     return out
 
 

@@ -457,7 +457,11 @@ class DebugConfig:
     replay: str = ""
     """The rounds.jsonl of an earlier run, or its folder: responses count in the order that it has,
     whatever the clock says, so that every step makes the same batch. Its rounds are found by their
-    prompts' ids: a resumed run may replay the rest of a longer log."""
+    prompts' ids: a resumed run may replay the rest of a longer log. With --mode async the folder of
+    a run that had debug.record: its batches are trained again, in that order, tokens and all."""
+    record: bool = False
+    """Of --mode async: write what debug.replay needs, events and trained samples, 12 bytes a token,
+    to `<run>/record`."""
     rollout_tp: tuple[int, ...] = ()
     """Size of the rollout engines in step 1, 2, ..., the last one in all others: with SGLang."""
     reward_barrier: bool = False

@@ -220,6 +220,10 @@ METRICS = [
     Metric(
         "sched/rollout_idle", "", "share of the step in which engines do nothing, mean over them"
     ),
+    Metric("balance/train_share", "", "beta*: share of training in a step's GPU-seconds"),
+    Metric("balance/rollout_ranks", "ranks", "that should sample, by the rates of the last steps"),
+    Metric("balance/step_s", "s", "a step would take with that many"),
+    Metric("balance/speed_up", "", "a step of the present split over that"),
     Metric("async/running_groups", "groups", "under way when the batch was taken"),
     Metric("async/finished_groups", "groups", "complete then and left for later batches"),
     Metric("async/carried", "requests", "under way at the push, which went on under new weights"),

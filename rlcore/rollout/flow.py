@@ -25,6 +25,7 @@ from rlcore.records import (
     Wanted,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
+from rlcore.rollout.replay import EventLog, Recorder
 from rlcore.rollout.replica import Agent
 from rlcore.rollout.transport import Hub, gather_by_owner
 from rlcore.utils.log import log
@@ -47,9 +48,13 @@ class Flow:
         samplers: Sequence[int],
         timeout_s: float,
         deadline_s: float,
+        record: Recorder | None = None,
+        replay: EventLog | None = None,
     ) -> None:
-        """`timeout_s`: of samples on their way; `deadline_s`: of a hold."""
+        """`timeout_s`: of samples on their way; `deadline_s`: of a hold; `record`: writes the log
+        of this run; `replay`: the log that decides it, and has its samples."""
         self._hub, self._agent, self._samplers = hub, agent, samplers
+        self._record, self._replay, self._version = record, replay, 0
         agent.is_endless = True
         self.controller = controller
         self._timeout_s, self._deadline_s = timeout_s, deadline_s
@@ -62,6 +67,7 @@ class Flow:
     def take(self, version: Version) -> Batch:
         """The groups that policy `version` trains, the same on every train rank. From here on the
         engines decode with its weights, until `hold`. Raises as `Agent.run_round`."""
+        self._version = version
         if self.controller is not None:
             self._start(self.controller, version)
             self._hub.send(0, "controller", [Wanted()])
@@ -71,7 +77,10 @@ class Flow:
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
     ) -> dict[RequestId, Sample]:
         """The samples that this rank trains, by id. `destination` and `owners` are the same on
-        every train rank; rank 0 has the owners send."""
+        every train rank; rank 0 has the owners send. Misfit where a replay's log has them not."""
+        if self._replay is not None:
+            mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
+            return self._replay.samples(self._version, mine)
         if self._hub.rank == 0:
             parts: dict[tuple[int, tuple[int, ...]], list[RequestId]] = {}
             for i, ranks in destination.items():
@@ -79,7 +88,11 @@ class Flow:
             for (owner, ranks), ids in parts.items():
                 self._hub.send(owner, "agent", Ship(rank=owner, ids=tuple(ids), to=ranks))
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
-        return gather_by_owner(self._hub, Sample, mine, self._timeout_s, owners)
+        found = gather_by_owner(self._hub, Sample, mine, self._timeout_s, owners)
+        if self._record is not None:  # of a model replica the first rank writes
+            own = [s for i, s in found.items() if min(destination[i]) == self._hub.rank]
+            self._record.samples(self._version, self._hub.rank, own)
+        return found
 
     def read(self, samples: Iterable[Sample]) -> None:
         """On rank 0: have its agent know these samples of the last batch, to show them."""
@@ -144,8 +157,13 @@ class Flow:
                     continue
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
-                commands += controller.handle(event, now)
+                answer = controller.handle(event, now)
+                if self._record is not None:
+                    self._record.handled(event, answer, controller.prompts, now)
+                commands += answer
             self._send([*commands, *controller.tick(now)])
+        if self._record is not None and not self._error and not self._gone.is_set():
+            self._record.end(version)
 
     def _send(self, commands: Sequence[AnyCommand]) -> None:
         for command in commands:
@@ -157,7 +175,9 @@ class Flow:
 
     def save(self, folder: Path) -> None:
         """Write this rank's part: the controller's state, or finished samples. After a hold with
-        release. `folder` is there."""
+        release. `folder` is there. A replay has nothing under way that another run could use."""
+        if self._replay is not None:
+            return
         if self.controller is not None:
             saved = self.controller.save()
             (folder / "controller.msgpack").write_bytes(encode(saved))
@@ -169,11 +189,22 @@ class Flow:
         """Read it again; ranks that sample may be more or fewer than there were.
 
         Raises:
-            ValueError: the buffer was filled under other settings.
+            ValueError: the buffer was filled under other settings, or by a replay.
         """
+        if self._replay is not None:
+            return
         if self.controller is not None:
-            data = (folder / "controller.msgpack").read_bytes()
-            self.controller.restore(decode(data, Saved), self._owner_now(folder))
+            file = folder / "controller.msgpack"
+            if not file.is_file():
+                raise ValueError(
+                    f"--run.resume {folder.parent}: was written by a replay, which has no samples "
+                    "under way; resume from the run that it replayed, or take --run.resume fresh"
+                )
+            saved, owner_now = decode(file.read_bytes(), Saved), self._owner_now(folder)
+            self.controller.restore(saved, owner_now)
+            if self._record is not None:
+                owners = {rank: owner_now(rank) for rank in _owners(folder)}
+                self._record.restored(saved, owners)
         if self._hub.rank in self._samplers:
             owner_now = self._owner_now(folder)
             for rank in _owners(folder):

@@ -7,6 +7,8 @@ from pathlib import Path
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import num_parameters
+from rlcore.sched.balance import Rates
+from rlcore.sim import splits
 from rlcore.sim.cluster import Plan, Run, Stream, Summary, summarize
 from rlcore.sim.cost import GPUS, Cost, Gpu, Model, from_data_sheet
 from rlcore.sim.lengths import read_lengths
@@ -29,6 +31,12 @@ def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
     """
     made, said = plan(cfg, hf, gpus, gpu, earlier)
     return summarize(list(Run(made).steps(STEPS))), said
+
+
+def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
+    """What the planner of `sched/balance.py` is to know of a step; as `step`."""
+    made, said = plan(cfg, hf, gpus, gpu, earlier)
+    return splits.rates(made), said
 
 
 def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Plan, str]:

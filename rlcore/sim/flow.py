@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlcore.records import (
     Abort,
     AnyCommand,
@@ -20,8 +22,10 @@ from rlcore.records import (
     Hold,
     Holding,
     HoldMode,
+    Prompt,
     Ready,
     Request,
+    Sampling,
     Submit,
     Wanted,
     Work,
@@ -33,6 +37,7 @@ from rlcore.sched.staleness import SampleBuffer
 from rlcore.sim.cost import Cost
 from rlcore.sim.replica import Job
 from rlcore.sim.rewards import UNLIMITED, Rewards
+from rlcore.sim.workload import Workload
 from rlcore.sim.world import Engines, World
 
 
@@ -49,6 +54,41 @@ class Update:
     lengths: tuple[int, ...]
     ages: tuple[int, ...]
     """Versions between the first token of each response and this batch."""
+
+
+class Lengths:
+    """Tokens of each response, those of a prompt drawn together."""
+
+    def __init__(self, generator: Workload, samples: int, seed: int) -> None:
+        self.generator, self.samples, self.seed = generator, samples, seed
+        self._known: dict[str, list[int]] = {}
+
+    def __call__(self, request: Request) -> int:
+        group, _, k = request.id.rpartition(".")
+        if group not in self._known:
+            index = int(group[1:])
+            self._known[group] = self.generator.lengths(index, self.samples, self.seed)
+        return self._known[group][int(k)]
+
+
+class Source:
+    """Prompts without end."""
+
+    def __init__(self, samples: int, prompt_tokens: int = 300, first: int = 0) -> None:
+        self._samples, self._issued = samples, first
+        self._tokens = np.zeros(prompt_tokens, np.int32)
+
+    def __call__(self, count: int) -> list[Work]:
+        first, self._issued = self._issued, self._issued + count
+        return [
+            Work(
+                id=f"t{i}",
+                prompt=Prompt(index=i, source="s", tokens=self._tokens),
+                num_samples=self._samples,
+                sampling=Sampling(max_tokens=1 << 20),
+            )
+            for i in range(first, self._issued)
+        ]
 
 
 class Flow(Engines):

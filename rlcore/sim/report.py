@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlcore.metrics import trace as traces
+from rlcore.metrics.plots import COLORS
 from rlcore.sim.cluster import PHASES, Step, Summary
 from rlcore.sim.mux_world import Trace
 
@@ -142,6 +145,63 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def flash(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """A PNG of ROLL Flash's tables, a panel for each that there is: speed-up by age, by GPUs,
+    samples a second by split, and published against simulated."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = {
+        "staleness": ("alpha", "speed-up over Sync-Naive"),
+        "scaling": ("GPUs", "speed-up over Sync-Naive, alpha 2"),
+        "splits": ("GPUs of 40 that train", "samples/s, alpha 2"),
+    }
+    bars_of = [n for n in ("queue", "replication", "agentic") if n in tables]
+    names = [n for n in lines if n in tables] + (["bars"] if bars_of else [])
+    widths = [4.0 if n == "bars" else 3.0 for n in names]
+    figure, panels = pyplot.subplots(
+        1, len(names), figsize=(1.5 * sum(widths), 4.2), width_ratios=widths, layout="constrained"
+    )
+    for name, axes in zip(names, np.atleast_1d(panels), strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+        if name == "bars":
+            _bars(axes, [row for n in bars_of for row in tables[n]["rows"]])
+            continue
+        rows = [r for r in tables[name]["rows"] if "at" in r]
+        at = sorted({r["at"] for r in rows})
+        for law, color in zip(dict.fromkeys(r["law"] for r in rows), COLORS, strict=False):
+            own = [r for r in rows if r["law"] == law]
+            points = [r["at"] for r in own], [r["simulated"] for r in own]
+            axes.plot(*points, color=color, marker="o", markersize=4, label=law)
+            told = [(r["at"], r["published"]) for r in own if r["published"]]
+            if told:
+                axes.plot(*zip(*told, strict=True), "D", color=color, fillstyle="none")
+        axes.legend(frameon=False, fontsize=8, title="diamonds: published", title_fontsize=7)
+        x_label, y_label = lines[name]
+        axes.set_xlabel(x_label, fontsize=8)
+        axes.set_title(y_label, loc="left", fontsize=9)
+        axes.set_xticks(at)
+        axes.set_ylim(bottom=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Published and simulated ratios, hatched where a constant is fitted."""
+    rows = [r for r in rows if r["published"] is not None and r["published"] < 20]
+    for at, r in enumerate(rows):
+        hatch = "///" if r["fitted"] else None
+        axes.barh(at - 0.19, r["published"], 0.36, color="#B0B7BF")
+        axes.barh(at + 0.19, r["simulated"], 0.36, color="#3B6FA0", hatch=hatch, edgecolor="white")
+    axes.set_yticks(range(len(rows)), [str(r["cell"]) for r in rows], fontsize=6)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_title("published (grey), simulated (hatched: fitted)", loc="left", fontsize=9)
 
 
 def curves(

@@ -171,6 +171,8 @@ def step(run: Run) -> None:
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
     metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # phases do not overlap
     metrics |= speeds(run, metrics) | idle(run, metrics)
+    if run.balance is not None:
+        metrics |= run.balance.metrics(metrics)
     metrics["training/global_step"] = float(run.step)
     metrics["training/version"] = float(run.step)
     if run.sampler is not None:

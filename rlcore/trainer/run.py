@@ -17,6 +17,7 @@ from rlcore.protocols import Engine, Learner, PhaseGate, WeightChannel
 from rlcore.records import Prompt, Sampling
 from rlcore.rollout.flow import Flow
 from rlcore.rollout.round import Rollout
+from rlcore.sched.balance import Balance
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.roles import Elastic, Source
 from rlcore.sync.shelf import Shelf
@@ -37,8 +38,8 @@ class Sampler(Protocol):
 
 @dataclass(kw_only=True)
 class Run:
-    """One rank of one run. `source`, `elastic`, `sampler`, `eval_sets`, `writer`, `screen` are rank
-    0's alone, which always trains."""
+    """One rank of one run. `source`, `balance`, `elastic`, `sampler`, `eval_sets`, `writer` and
+    `screen` are rank 0's alone, which always trains."""
 
     cfg: Config
     hf: HFConfig
@@ -80,6 +81,8 @@ class Run:
     """With `gate`, on a rank that samples: the weights while its engine is away."""
     memory: Residency | None = None
     """Measures at every switch of the device between engine and learner."""
+    balance: Balance | None = None
+    """Proposes how many ranks sample, with --mode async."""
     source: Source | None = None
     elastic: Elastic | None = None
     """Which ranks train before a round is over, with --mode stream."""

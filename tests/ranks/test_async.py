@@ -31,6 +31,7 @@ class Found:
         old = *ASYNC, "--async.alpha", 2, *SLOW
         kill = job("killed", *old, "--run.steps", 6, "--debug.die_at_step", 3)
         self.killed = runs.run(2, [kill], folder / "killed")
+        replay = "--debug.replay", self.runs / "recorded"
         self.gang = runs.run(
             2,
             [
@@ -39,6 +40,8 @@ class Found:
                 job("resumed", *old, "--run.steps", 6, run="killed"),
                 job("in place", *old, "--async.update", "in_place", "--run.steps", 6),
                 job("fraction", *ASYNC, "--async.alpha", 0.5, *SLOW, "--async.extra_prompts", 2),
+                job("recorded", *old, "--run.steps", 5, "--debug.record"),
+                job("replayed", *ASYNC, "--async.alpha", 2, "--run.steps", 5, *replay),
                 job("alone", "--mode", "async"),
             ],
             folder / "gang",
@@ -93,6 +96,33 @@ def test_a_fraction_of_alpha_and_prompts_to_spare(found: Found) -> None:
     rows = found.rows("fraction")
     assert max(rows[step][AGE + "/max"] for step in (1, 2, 3, 4)) <= 1
     assert all(rows[step]["training/trained_rows"] == 16 for step in (1, 2, 3, 4))
+
+
+def test_a_replay_trains_the_recorded_batches_bit_by_bit(found: Found) -> None:
+    """Its engine decodes for the evaluations alone, and twenty times as fast."""
+    recorded, replayed = found.rows("recorded"), found.rows("replayed")
+    engines = "sched/", "async/", "sync/", "memory/"
+    for step in range(1, 6):
+        mine, theirs = (
+            {k: v for k, v in runs.same(rows[step]).items() if not k.startswith(engines)}
+            for rows in (replayed, recorded)
+        )
+        assert mine == theirs, step
+        assert replayed[step]["sched/decode_tokens"] == 0 < recorded[step]["sched/decode_tokens"]
+    assert max(row[AGE + "/max"] for step, row in replayed.items() if step) >= 1
+    a, b = (runs.checkpoint(found.runs / name, 5) for name in ("replayed", "recorded"))
+    for part in (a, b):
+        part.pop("common")
+        part.pop("state")
+    kit.assert_bitwise(a, b)
+
+
+def test_the_split_that_rates_propose_is_in_the_metrics_and_said(found: Found) -> None:
+    row = found.rows("in place")[6]
+    assert row["balance/rollout_ranks"] == 1 and row["balance/speed_up"] == 1
+    assert 0 < row["balance/train_share"] < 1
+    assert "no rates yet" in found.gang.text("in place")
+    assert "1 ranks train and 1 sample" in found.gang.text("resumed")
 
 
 def test_async_without_ranks_that_sample_is_refused(found: Found) -> None:

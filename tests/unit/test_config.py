@@ -199,6 +199,12 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
             "--mode async --cluster.rollout_ranks 2 --debug.deterministic",
             "--debug.deterministic: is for --mode sync",
         ),
+        ("--mode async --cluster.rollout_ranks 2 --debug.replay elsewhere", ""),
+        ("--debug.record", "--debug.record: has no effect without --mode async"),
+        (
+            "--mode async --cluster.rollout_ranks 2 --debug.record --debug.replay elsewhere",
+            "--debug.record: a replay is the recorded run",
+        ),
         ("--cluster.rollout_ranks 2 --mode stream", "--cluster.rollout_ranks 2: --mode stream has"),
         (
             "--cluster.rollout_ranks 2 --sync.route gather",

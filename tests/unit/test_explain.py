@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.cli import dry_run, explain, settings
+from rlcore.cli import dry_run, explain, settings, splits
 from rlcore.hf.config import HFConfig
 from rlcore.sim import expect
 from tests import kit
@@ -81,3 +81,44 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives():
     assert found is not None and found.name == "H100"
     assert expect.gpu_named("NVIDIA A100-SXM4-80GB") == expect.GPUS["A100"]
     assert expect.gpu_named("Tesla T4") is None
+
+
+SPLIT = "--mode async --cluster.rollout_ranks 4 --rollout.tp 2 --train.tp 4 --run.name split"
+
+
+def test_splits_are_whole_engines_and_whole_model_replicas():
+    cfg = settings.parse([*KEYS.split(), *SPLIT.split()])
+    assert splits.possible(cfg, 16, 8) == [4, 8, 12]
+
+
+def test_a_split_is_proposed_by_the_data_sheet_and_then_by_the_last_steps(tmp_path: Path):
+    more = "--rollout.max_tokens", "1024", "--run.dir", str(tmp_path)
+    cfg = settings.parse([*KEYS.split(), *SPLIT.split(), *more])
+    said = dry_run.split(cfg, _big(), 16, 8)
+    assert said.startswith("balance      12 ranks train and 4 sample: ") and "H100" in said
+    folder = tmp_path / "split"
+    folder.mkdir()
+    row = {
+        "step": 3,
+        "timing_s/step": 10.0,
+        "sched/trainer_idle": 0.6,
+        "sched/busy_s": 20.0,
+        "sched/decode_steps": 2000,
+        "sched/decode_tokens": 20000,
+        "response_length/max": 100.0,
+        "perf/throughput": 50.0,
+        "perf/total_num_tokens": 8000.0,
+    }
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "config.json").write_text('{"cluster": {"rollout_ranks": 4}}')
+    said = dry_run.split(cfg, _big(), 16, 8)
+    assert "by the last steps" in said  # 48 s of training; engines have room for many more
+    (folder / "config.json").write_text('{"cluster": {"rollout_ranks": 8}}')
+    assert "the data sheet" in dry_run.split(cfg, _big(), 16, 8)
+
+
+def test_where_nothing_is_known_of_other_splits_it_says_why(tmp_path: Path):
+    cfg = settings.parse([*KEYS.split(), *SPLIT.split(), "--run.dir", str(tmp_path)])
+    tiny = HFConfig.from_dict(kit.tiny_config())
+    said = dry_run.split(cfg, tiny, 16, 8)
+    assert said.startswith("balance      no estimate of other splits:") and "too few" in said

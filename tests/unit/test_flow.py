@@ -15,23 +15,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from rlcore.config.schema import RewardConfig
 from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.records import Batch, Down, HoldMode, Sample, Sampling, Work
 from rlcore.rewards.service import RewardService
-from rlcore.rollout.async_controller import AsyncController
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.flow import Flow
 from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.replay import EventLog, Recorder, controller_of
 from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
 from rlcore.sched.place import LeastLoaded
+from rlcore.sched.race import Misfit
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.sync.pack import push
+from rlcore.utils.net import encode
 from tests import runs
 from tests.unit.test_rollout import Store, checked, torch_engine, weights
 
@@ -75,7 +78,13 @@ class Doomed:
 class World:
     """`engines` are those of ranks 1, 2, ..."""
 
-    def __init__(self, model: Path, engines: list[Any]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        engines: list[Any],
+        record: Recorder | None = None,
+        replay: EventLog | None = None,
+    ) -> None:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
         self.tokenizer, store = load_tokenizer(model), Store()
         self.threads, self.barrier = ThreadPoolExecutor(n), threading.Barrier(n)
@@ -85,7 +94,7 @@ class World:
             RewardService("tests.scores.variety", config=RewardConfig()) for _ in engines[1:]
         ]
         samplers, self.issued = range(1, n), 0
-        self.controller = AsyncController(
+        self.controller = controller_of(replay)(
             buffer=SampleBuffer(BATCH, ALPHA),
             issue=self.issue,
             trainers=[0],
@@ -108,6 +117,8 @@ class World:
                 samplers=samplers,
                 timeout_s=30,
                 deadline_s=60,
+                record=None if r else record,
+                replay=None if r else replay,
             )
             for r, (hub, agent) in enumerate(zip(self.hubs, self.agents, strict=True))
         ]
@@ -191,8 +202,8 @@ class World:
 
 
 @contextmanager
-def world(model: Path, engines: list[Any]) -> Iterator[World]:
-    made = World(model, engines)
+def world(model: Path, engines: list[Any], **logs: Any) -> Iterator[World]:
+    made = World(model, engines, **logs)
     try:
         yield made
     finally:
@@ -292,3 +303,51 @@ def test_an_engine_that_dies_costs_no_sample(
             three.step("in_place")
         three.check(wanted)
         assert isinstance(engines[0]._engine, TorchEngine) and not engines[0].down
+
+
+def test_a_replay_trains_the_batches_of_the_record_and_decodes_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    """Two engines before, one after; the modes of the pushes are the recorded ones."""
+    modes: list[HoldMode] = ["in_place", "recompute", "release", "recompute"]
+    floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
+    engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
+    with world(model, engines, record=Recorder(tmp_path, 0)) as one:
+        for mode in modes:
+            one.step(mode)
+        assert spans(one) > 1
+    with world(model, [torch_engine(model, 1)], replay=EventLog(tmp_path, 0)) as two:
+        for mode in modes:
+            two.step(mode)
+        assert two.agents[1].samples == {} and two.agents[1].counts["decode_tokens"] == 0
+        with pytest.raises(AssertionError, match="has no step 10, only 6 to 9"):
+            two.step("recompute")
+
+    def facts(world: World) -> list[bytes]:
+        """All but which rank had a sample."""
+        return [
+            encode([v, [structs.replace(g, refs=()) for g in b.groups], sorted(found.items())])
+            for v, b, found in world.batches
+        ]
+
+    assert facts(two) == facts(one)
+
+
+def test_a_log_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no events of a run with --mode async"):
+        EventLog(tmp_path, 0)
+    with world(model, [torch_engine(model, 1)], record=Recorder(tmp_path, 0)) as one:
+        one.step("recompute")
+        one.step("recompute")
+    with pytest.raises(Misfit, match="was recorded with --run.seed 0, not 1"):
+        EventLog(tmp_path, 1).step(5)
+    with pytest.raises(Misfit, match="has no tokens of t99.0 for step 6"):
+        EventLog(tmp_path, 0).samples(5, ["t99.0"])
+    with world(model, [torch_engine(model, 1)], replay=EventLog(tmp_path, 0)) as two:
+        two.issued = 50
+        with pytest.raises(AssertionError, match="here they would be none"):
+            two.step("recompute")
+    with world(model, [torch_engine(model, 1)], replay=EventLog(tmp_path, 0)) as two:
+        two.version = 6
+        with pytest.raises(AssertionError, match="replay from the first step"):
+            two.step("recompute")

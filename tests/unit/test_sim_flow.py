@@ -1,6 +1,6 @@
 """The asynchronous loop in the simulator: times that can be worked out by hand."""
 
-import math
+import json
 
 import pytest
 
@@ -71,17 +71,52 @@ def test_a_simulation_repeats_itself() -> None:
 def test_proposition_2_bounds_a_small_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_flash, "PROMPTS", 32)
     monkeypatch.setattr(roll_flash, "SAMPLES", 4)
+    law = roll_flash.LAWS["Base"]
+    naive = roll_flash.sync_naive(law, 4, 2, seed=0)
+    assert naive.seconds <= naive.bound
     for alpha in (0, 2):
-        made = roll_flash.flow(2, 2, alpha, seed=0)
-        made.run(math.ceil(alpha) + 1)
-        updates = made.run(3)
-        lengths = [n for u in updates for n in u.lengths]
-        bound = roll_flash.bound_2(made, lengths, 2, 2, alpha)
-        assert sum(u.seconds for u in updates) / 3 <= bound
+        ours = roll_flash.measured(law, 2, 2, alpha, 3, seed=0)
+        assert ours.facts["holds"], ours
 
 
-def test_the_command_prints_a_table_and_writes_it(tmp_path, capsys) -> None:
-    out = tmp_path / "queue.json"
-    assert sim.main(["roll_flash", "queue", "--rounds", "1", "--json", str(out)]) == 0
+def test_proposition_1_bounds_list_scheduling_and_nears_its_limit() -> None:
+    found = {alpha: roll_flash.list_scheduling(16, alpha, 6, seed=1) for alpha in (0, 1, 8)}
+    assert all(seconds <= bound for seconds, bound in found.values()), found
+    assert found[8][0] < found[1][0] < found[0][0]
+
+
+def test_a_cell_above_its_bound_is_named() -> None:
+    rows = [{"cell": "a", "holds": True}, {"cell": "b", "holds": False}, {"cell": "c"}]
+    assert roll_flash.broken(rows) == ["b"]
+
+
+def test_environments_each_by_itself_wait_for_sums_and_together_for_the_slowest() -> None:
+    made = {row["cell"]: row["simulated"] for row in roll_flash.agentic(1, 0).rows}
+    mean = roll_flash.TURNS * 10.83  # of a Gaussian (10, 10) that is never below 0
+    assert mean < made["rollout, each by itself: s"] < 2 * mean
+    assert made["rollout, together: s"] > 3 * mean
+
+
+def test_the_command_prints_tables_and_adds_them_to_the_file(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(roll_flash, "QUEUE_ROUNDS", 1)
+    monkeypatch.setattr(roll_flash, "REPLICATION_S", {(4, 4): (2, 1)})
+    out, picture = tmp_path / "flash.json", tmp_path / "flash.png"
+    common = ["--rounds", "1", "--json", str(out)]
+    assert sim.main(["roll_flash", "queue", *common]) == 0
     assert "queue scheduling, 8 x 8" in capsys.readouterr().out
-    assert out.stat().st_size > 100
+    assert sim.main(["roll_flash", "replication", *common, "--picture", str(picture)]) == 0
+    assert list(json.loads(out.read_text())["tables"]) == ["queue", "replication"]
+    assert picture.stat().st_size > 1000
+
+
+def test_every_split_is_simulated_and_the_proposed_one_is_near_the_best(tmp_path, capsys) -> None:
+    out = tmp_path / "splits.json"
+    words = "splits --gpus 8 --tp 1 --gpu h800 --model 8b --prompts 16 --samples 4 --lengths 16k"
+    assert sim.main([*words.split(), "--steps", "12", "--json", str(out)]) == 0
+    assert "beta* trains on" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["cell"].split(",")[0] for row in rows] == [f"{8 - r} train" for r in range(1, 8)]
+    (proposed,) = [row for row in rows if row["note"] == "proposed"]
+    assert proposed["step_s"] <= 1.2 * min(row["step_s"] for row in rows)
+    assert all(0.6 < row["step_s"] / row["planner_s"] < 1.2 for row in rows)
+    assert sim.main([*words.split(), "--stream"]) == 2

@@ -1,0 +1,89 @@
+"""Samples a second of every split of a cluster into GPUs that train and GPUs that sample, and what
+the planner (`sched/balance.py`) proposes: `python -m rlcore sim splits`."""
+
+import math
+from dataclasses import replace
+
+from rlcore.sched.balance import Rates, best
+from rlcore.sched.place import LeastLoaded
+from rlcore.sim.cluster import Plan
+from rlcore.sim.flow import Flow, Lengths, Source
+from rlcore.sim.phases import Training
+from rlcore.sim.table import Made, Row, row
+
+
+def rates(plan: Plan) -> Rates:
+    """What the planner is to know of a step: lengths drawn once, and the costs of one engine."""
+    w, n = plan.workload, plan.num_prompts
+    lengths = [x for row in range(n) for x in w.lengths(row, plan.num_samples, plan.seed)]
+    cost, alone, mean = plan.costs(plan.tp), over(plan, 1), sum(lengths) / len(lengths)
+    used = [w.prompt_tokens + x for x in lengths]
+    request_s = cost.sequence_s + cost.context_s * (w.prompt_tokens + mean / 2)
+    return Rates(
+        samples=len(lengths),
+        tokens=sum(lengths),
+        longest=max(lengths),
+        step_s=cost.step_s + request_s,
+        running=1,
+        train_s=alone.update_s(used) + alone.logprobs_s(used),
+        push_s=alone.sync_s,
+        load=request_s / cost.step_s,
+        places=max(1, min(plan.max_running, cost.cache_tokens / (w.prompt_tokens + mean))),
+        tp=plan.tp,
+    )
+
+
+def over(plan: Plan, gpus: int) -> Training:
+    """The plan's training, over so many GPUs."""
+    t, factor = plan.training, plan.gpus / gpus
+    return replace(
+        t,
+        sample_s=t.sample_s * factor,
+        token_s=t.token_s * factor,
+        square_s=t.square_s * factor,
+    )
+
+
+def table(plan: Plan, alpha: float, steps: int) -> Made:
+    """Some fifteen splits, whole engines each. `steps`: updates of each, past those that fill the
+    buffer."""
+    sizes = range(plan.tp, plan.gpus, plan.tp)
+    sizes = sizes[:: max(1, len(sizes) // 15)]
+    if not sizes:
+        raise ValueError(f"--gpus {plan.gpus} --tp {plan.tp}: one engine takes all; take more GPUs")
+    found = rates(plan)
+    proposed = best(found, plan.gpus, alpha, sizes)
+    rows: list[Row] = []
+    for rollout in sizes:
+        train = plan.gpus - rollout
+        seconds = _step_s(plan, rollout, alpha, steps)
+        rows.append(
+            row(
+                f"{train} train, {rollout} sample: samples/s",
+                None,
+                plan.num_prompts * plan.num_samples / seconds,
+                step_s=round(seconds, 2),
+                planner_s=round(found.seconds(train, rollout, alpha), 2),
+                note="proposed" if rollout == proposed else "",
+            )
+        )
+    share = found.train_share(proposed, alpha) * plan.gpus
+    note = f"beta* trains on {share:.3g} of {plan.gpus}; planner_s: by its formula"
+    return Made(f"Every split of {plan.gpus} GPUs, alpha {alpha:g}", rows, [note])
+
+
+def _step_s(plan: Plan, rollout: int, alpha: float, steps: int) -> float:
+    training = over(plan, plan.gpus - rollout)
+    made = Flow(
+        [plan.costs(plan.tp)] * (rollout // plan.tp),
+        Lengths(plan.workload, plan.num_samples, plan.seed),
+        issue=Source(plan.num_samples, plan.workload.prompt_tokens),
+        batch=plan.num_prompts,
+        alpha=alpha,
+        train_s=lambda n: training.update_s(n) + training.logprobs_s(n),
+        sync_s=training.sync_s,
+        max_running=plan.max_running,
+        place=LeastLoaded(plan.max_running, spread=True),
+    )
+    made.run(math.ceil(alpha) + 1)
+    return sum(u.seconds for u in made.run(steps)) / steps
