@@ -83,6 +83,7 @@ class Partial(Record):
     tokens: IntArray  # [R]
     logps: FloatArray  # [R]
     versions: IntArray  # [R]
+    drafted: np.ndarray | None = None  # [R] bool, as in `Sample`
 
 
 class Request(Record):
@@ -110,6 +111,8 @@ class Sample(Record):
     logps: FloatArray  # [R], of the distribution that was sampled
     versions: IntArray  # [R], policy version that produced each token
     finish: Finish
+    drafted: np.ndarray | None = None
+    """[R] bool: the token was guessed and found right; None where the engine does not draft."""
 
     @property
     def group(self) -> GroupId:

@@ -486,10 +486,12 @@ class ChildEngine:
 
 def joined(pieces: Sequence[Partial]) -> Partial:
     """A response from its pieces."""
+    drafted = [p.drafted for p in pieces if p.drafted is not None]
     return Partial(
         tokens=np.concatenate([p.tokens for p in pieces]),
         logps=np.concatenate([p.logps for p in pieces]),
         versions=np.concatenate([p.versions for p in pieces]),
+        drafted=np.concatenate(drafted) if len(drafted) == len(pieces) else None,
     )
 
 

@@ -28,6 +28,8 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
         return
     if not len(part.tokens) == len(part.logps) == len(part.versions):
         raise ValueError(f"{where}: tokens, logps and versions to resume differ in length")
+    if part.drafted is not None and len(part.drafted) != len(part.tokens):
+        raise ValueError(f"{where}: tokens and their drafted flags to resume differ in length")
     if len(part.tokens) >= request.sampling.max_tokens:
         raise ValueError(
             f"{where}: resumes with {len(part.tokens)} tokens, of at most"

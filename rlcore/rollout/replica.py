@@ -487,7 +487,7 @@ class Agent:
                 if self._releasing and event.sample is not None:
                     s = event.sample
                     self._partials[s.id] = Partial(
-                        tokens=s.tokens, logps=s.logps, versions=s.versions
+                        tokens=s.tokens, logps=s.logps, versions=s.versions, drafted=s.drafted
                     )
                     continue
                 event = msgspec.structs.replace(event, sample=None)

@@ -141,14 +141,23 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
 
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
     """What is known of the first `most` tokens of a response: text, log-prob of the sampler, and
-    [policy version, number of tokens] of each stretch of one version."""
+    [policy version, number of tokens] of each stretch of one version; likewise, where the engine
+    drafts, which were guessed before they were sampled."""
     assert run.pieces is not None
     versions = sample.versions[:most].tolist()
-    return {
+    drafted = {}
+    if sample.drafted is not None:
+        drafted["drafted"] = _stretches(sample.drafted[:most].astype(int).tolist())
+    return drafted | {
         "pieces": run.pieces(sample.tokens[:most].tolist()),
         "logps": [round(x, 3) for x in sample.logps[:most].tolist()],
-        "versions": [[v, len(list(same))] for v, same in itertools.groupby(versions)],
+        "versions": _stretches(versions),
     }
+
+
+def _stretches(values: list[int]) -> list[list[int]]:
+    """[value, how often in a row]."""
+    return [[v, len(list(same))] for v, same in itertools.groupby(values)]
 
 
 def evaluation(run: Run) -> None:

@@ -10,7 +10,7 @@ from tests import runs
 
 EPOCHS = (
     *("--data.num_prompts", 8, "--run.steps", 6, "--rollout.dtype", "float64"),
-    *("--log.rollouts", -1, "--checkpoint.every", 1, "--checkpoint.keep", 0),
+    *("--log.rollouts", -1, "--log.tokens", -1, "--checkpoint.every", 1, "--checkpoint.keep", 0),
     *("--checkpoint.no_export_hf", "--eval.every", 2, "--eval.no_at_start"),
 )
 """Three epochs of two steps; the engine is exact."""
@@ -42,9 +42,11 @@ class Found:
         return runs.rows(self.runs / name)
 
     def samples(self, name: str) -> dict[str, tuple[str, float]]:
+        return {row["id"]: (row["response"], row["score"]) for row in self.lines(name)}
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
         lines = (self.runs / name / "rollouts.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
-        return {row["id"]: (row["response"], row["score"]) for row in found}
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,19 @@ def test_samples_are_those_of_plain_decoding_in_fewer_decode_steps(found: Found)
         assert two["sched/decode_steps"] <= one["sched/decode_steps"]
     assert sum(row["spec/speculated_tokens"] for row in history.values()) > 0.01
     assert sum(row["spec/drafted_tokens"] for row in history.values()) > 100
+
+
+def test_every_token_says_whether_it_came_from_a_draft(found: Found) -> None:
+    assert not any("drafted" in line["tokens"] for line in found.lines("none"))
+    flags: dict[int, int] = dict.fromkeys(range(1, 7), 0)
+    for line in found.lines("history"):
+        runs_of = line["tokens"]["drafted"]
+        assert sum(n for _, n in runs_of) == line["num_tokens"]
+        flags[line["step"]] += sum(n for is_drafted, n in runs_of if is_drafted)
+    first = found.rows("history")[1]
+    accepted = first["spec/speculated_tokens"] * first["sched/decode_tokens"]
+    assert flags[1] == pytest.approx(accepted)
+    assert flags[5] + flags[6] > 0
 
 
 def test_validation_leaves_nothing_in_the_library(found: Found) -> None:

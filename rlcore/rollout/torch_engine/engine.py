@@ -77,6 +77,7 @@ class _Job:
     tokens: np.ndarray  # [R] int32, what it has while it does not run
     logps: np.ndarray
     versions: np.ndarray
+    drafted: np.ndarray
     seat: int = -1
     """Row of the per-request tables while it runs."""
     told: int = 0
@@ -104,6 +105,7 @@ class _Seats:
     tokens: np.ndarray  # [seats, columns]
     logps: np.ndarray
     versions: np.ndarray
+    drafted: np.ndarray
     free: list[int] = field(default_factory=list)
 
     @classmethod
@@ -126,6 +128,7 @@ class _Seats:
             tokens=table(np.int32, 64),
             logps=table(np.float32, 64),
             versions=table(np.int32, 64),
+            drafted=table(np.bool_, 64),
             free=list(range(num - 1, -1, -1)),
         )
 
@@ -148,6 +151,7 @@ class _Seats:
         self.tokens[seat, :count] = job.tokens
         self.logps[seat, :count] = job.logps
         self.versions[seat, :count] = job.versions
+        self.drafted[seat, :count] = job.drafted
 
     def leave(self, job: _Job) -> None:
         """Take back the seat; the job keeps what was generated."""
@@ -155,6 +159,7 @@ class _Seats:
         job.tokens = self.tokens[seat, :count].copy()
         job.logps = self.logps[seat, :count].copy()
         job.versions = self.versions[seat, :count].copy()
+        job.drafted = self.drafted[seat, :count].copy()
         job.seat = -1
         self.free.append(seat)
 
@@ -164,6 +169,7 @@ class _Seats:
             self.tokens = np.pad(self.tokens, more)
             self.logps = np.pad(self.logps, more)
             self.versions = np.pad(self.versions, more)
+            self.drafted = np.pad(self.drafted, more)
         if stops > self.stops.shape[1]:
             more = ((0, 0), (0, stops - self.stops.shape[1]))
             self.stops = np.pad(self.stops, more, constant_values=-1)
@@ -177,6 +183,7 @@ class _Seats:
         self.tokens[seats, at] = tokens
         self.logps[seats, at] = logps
         self.versions[seats, at] = version
+        self.drafted[seats, at] = False
         self.last[seats] = tokens
         at += 1
         self.count[seats] = at
@@ -191,8 +198,10 @@ class _Seats:
         sizes: np.ndarray,
         version: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the first `sizes` tokens of each row, 1 or more, up to a stop token. `tokens` and
-        `logps` are [N, S]. Returns which rows end, [N] bool, and what each was given, [N]."""
+        """Append the first `sizes` tokens of each row, 1 or more, up to a stop token; all but the
+        last of them were drafted. `tokens` and `logps` are [N, S]. Returns which rows end, [N]
+        bool, and what each was given, [N]."""
+        right = sizes - 1
         column = np.arange(tokens.shape[1])
         is_stop = (tokens[:, :, None] == self.stops[seats][:, None, :]).any(-1)
         is_stop &= column < sizes[:, None]
@@ -205,6 +214,7 @@ class _Seats:
         self.tokens[where] = tokens[row, at]
         self.logps[where] = logps[row, at]
         self.versions[where] = version
+        self.drafted[where] = at < right[row]
         self.last[seats] = tokens[np.arange(len(seats)), sizes - 1]
         self.count[seats] = start + sizes
         return stopped | (start + sizes >= self.limit[seats]), sizes
@@ -378,6 +388,9 @@ class TorchEngine:
                 versions=np.zeros(0, np.int32)
                 if part is None
                 else np.array(part.versions, np.int32),
+                drafted=np.zeros(0 if part is None else len(part.tokens), np.bool_)
+                if part is None or part.drafted is None
+                else np.array(part.drafted, np.bool_),
             )
             self._arrivals += 1
             self._jobs[request.id] = job
@@ -869,6 +882,7 @@ class TorchEngine:
             tokens=job.tokens,
             logps=job.logps,
             versions=job.versions,
+            drafted=job.drafted if self._drafter is not None else None,
             finish=finish,
         )
         count = len(job.tokens)
@@ -889,6 +903,7 @@ class TorchEngine:
             tokens=table.tokens[seat, new].copy(),
             logps=table.logps[seat, new].copy(),
             versions=table.versions[seat, new].copy(),
+            drafted=table.drafted[seat, new].copy() if self._drafter is not None else None,
         )
 
     def _report(self) -> None:
