@@ -1,15 +1,22 @@
 """torchrun whose end is one line: a rank that failed has said why, and torchrun's own traceback
-would push that off the screen.
+would push that off the screen. And whose SIGTERM lets the ranks finish: they save and leave by
+themselves within --checkpoint.grace_s, and the run's exit code is 0.
 
     python recipes/torch_run.py ARGUMENTS OF TORCHRUN        # common.sh does this
 """
 
 import logging
+import os
 import signal
 import sys
+import time
 
+import psutil
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+GRACE_S = 660.0
+"""Longer than any --checkpoint.grace_s and what a flight record takes: the ranks end themselves."""
 
 
 def main() -> int:
@@ -17,8 +24,9 @@ def main() -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
         lambda record: not record.getMessage().startswith("failed (exitcode")
     )
+    signal.signal(signal.SIGTERM, pass_on)
     try:
-        run.main()
+        run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
@@ -28,6 +36,27 @@ def main() -> int:
         print(f"rlcore: rank {rank} {how}, and so did the run", file=sys.stderr)
         return 128 - code if code < 0 else code
     return 0
+
+
+def pass_on(*_: object) -> None:
+    """SIGTERM: the ranks hear it, and are waited for. Where all have left in order torchrun finds
+    that out by itself; else nothing is started again."""
+    ranks = psutil.Process().children()
+    for process in ranks:
+        process.terminate()
+    end = time.monotonic() + GRACE_S
+    if not ranks or not all(left_in_order(process.pid, end) for process in ranks):
+        sys.exit(128 + signal.SIGTERM)
+
+
+def left_in_order(pid: int, end: float) -> bool:
+    """Wait until a child has ended, and leave its exit code to torchrun."""
+    while time.monotonic() < end:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            return found.si_code == os.CLD_EXITED and found.si_status == 0
+        time.sleep(0.1)
+    return False
 
 
 if __name__ == "__main__":

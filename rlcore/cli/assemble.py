@@ -83,7 +83,7 @@ def open_folder(cfg: Config, world: World) -> None:
     log.setup(world.rank)
     if world.rank == 0:
         try:
-            starts = cfg.run.resume == "auto" and resume.newest(folder) is None
+            starts = cfg.run.resume == "auto" and not resume.found(folder)
             if starts or cfg.run.resume == "fresh":
                 aside = resume.move_aside(folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -240,6 +240,8 @@ def _assemble(
     if world.gang is not None:
         world.gang.flight.step = lambda: run.step
         agent.observers.append(world.gang.flight.see)
+        run.told_to_end = lambda: world.gang.ends
+        run.on_done = partial(setattr, world.gang, "is_done", True)
     world.phase("start: checkpoint")
     checkpoint = resume.choose(run)
     if checkpoint is not None:
@@ -266,6 +268,8 @@ def _assemble(
         )
         on_close(rollout.rounds.close)
     world.phase("")
+    if world.gang is not None:
+        world.gang.grace_s = cfg.checkpoint.grace_s
     return run
 
 

@@ -31,6 +31,7 @@ def show(cfg: Config) -> int:
     problems = rules.broken(cfg)
     notes = [] if problems else [f"note         {line}" for line in rules.warnings(cfg)]
     problems += rules.of_world(cfg, world, per_node)
+    has_arithmetic = not rules.of_batch(cfg)
     layout = hf = None
     try:
         layout = layout_of(cfg.train, train_ranks, 0)
@@ -41,7 +42,8 @@ def show(cfg: Config) -> int:
         notes.append(f"model        {where}")
         if hf is not None:
             notes.append(f"model        {hf.arch}, {hf.num_layers} layers, hidden {hf.hidden_size}")
-            check_model(hf, cfg.train)
+            if layout is not None:
+                check_model(hf, cfg.train)
     except ValueError as e:
         problems.append(str(e))
         hf = None
@@ -53,7 +55,7 @@ def show(cfg: Config) -> int:
         problems.append(str(e))
     print(resolve.to_json(cfg))
     print()
-    if layout is not None:
+    if layout is not None and has_arithmetic:
         print("\n".join(arithmetic(cfg, world, layout.dp)))
         tp = cfg.rollout.tp
         print(

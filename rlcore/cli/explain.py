@@ -14,6 +14,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the arithmetic for these keys; NODES and GPUS_PER_NODE are the size of the world. 2
     where the keys make no configuration."""
     from rlcore.cli import settings
+    from rlcore.config import rules
     from rlcore.mcore.layout import layout_of
 
     try:
@@ -21,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"{__doc__}\n\n  python -m rlcore explain [keys of train]")
             return 0
         cfg = settings.parse(list(argv))
+        if found := rules.of_batch(cfg):
+            raise ValueError("\n".join(found))
         world = world_size()
         print("\n".join(arithmetic(cfg, world, layout_of(cfg.train, world, 0).dp)))
     except ValueError as error:

@@ -110,19 +110,21 @@ def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -
         return World(0, 1, 0, device, None, gang=gang)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, timeout_s)
-    # a restarted gang must not read the addresses of the one that died
-    start = "/".join(os.environ.get(f"TORCHELASTIC_{k}", "0") for k in ("RUN_ID", "RESTART_COUNT"))
+    lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
     flight = Flight(rank, size, folder)
-    gang = _gang(flight, dist.PrefixStore(f"{start}/gang", store.clone()))
-    hub = dist.PrefixStore(f"{start}/hub", store)
+    gang = _gang(flight, None)
     first, count, everyone = 0, size, None  # of the ranks of this one's role
     try:
-        gang.known = meet(hub, flight.at, size, timeout_s, time.monotonic)
+        gang.known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
+        # ranks that are started again must not read the addresses of those that died
+        start = f"rlcore/{meeting}"
+        gang.enter(dist.PrefixStore(f"{start}/gang", store.clone()))
+        hub = dist.PrefixStore(f"{start}/hub", store)
         if rollout_ranks:
             split = size - rollout_ranks
             first, count = (0, split) if rank < split else (split, rollout_ranks)
-            meeting = dist.PrefixStore(f"{start}/everyone", store)
-            everyone = collective.everyone(meeting, rank, size, timeout_s)
+            apart = dist.PrefixStore(f"{start}/everyone", store)
+            everyone = collective.everyone(apart, rank, size, timeout_s)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"{start}/groups{first}", store),

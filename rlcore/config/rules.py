@@ -2,7 +2,7 @@
 allowed, what to do."""
 
 from dataclasses import fields
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 from rlcore import algos
@@ -64,6 +64,8 @@ NOT_NEGATIVE = (
     "eval.top_k",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.grace_s",
+    "train.max_skipped",
     "critic.weight_decay",
     "critic.lr_warmup_updates",
     "critic.warmup_steps",
@@ -78,13 +80,16 @@ NOT_NEGATIVE = (
 )
 
 
+NO_BOUND = ("train.clip_grad", "critic.clip_grad", "critic.clip_value")
+"""inf turns them off."""
+MOST_GRACE_S = 600.0
+
+
 def broken(cfg: Config) -> list[str]:
     """Every rule that the configuration breaks; empty when it can run."""
     return [
-        *_ranges(cfg),
+        *of_batch(cfg),
         *_data(cfg),
-        *_batch(cfg),
-        *_schedule(cfg),
         *_reward(cfg),
         *_replay(cfg),
         *_stream(cfg),
@@ -96,6 +101,11 @@ def broken(cfg: Config) -> list[str]:
         *_async(cfg),
         *_mux(cfg),
     ]
+
+
+def of_batch(cfg: Config) -> list[str]:
+    """Those of `broken` without which a batch has no arithmetic."""
+    return [*_ranges(cfg), *_batch(cfg), *_schedule(cfg)]
 
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
@@ -223,6 +233,9 @@ def _ranges(cfg: Config) -> list[str]:
     for key in NOT_NEGATIVE:
         if not _get(cfg, key) >= 0:
             out.append(f"--{key.replace('_.', '.')} {_get(cfg, key)}: must be 0 or more")
+    for key in (*POSITIVE, *NOT_NEGATIVE):
+        if _get(cfg, key) == inf and key not in NO_BOUND:
+            out.append(f"--{key.replace('_.', '.')} inf: must be a finite number")
     for key in ("rollout.top_p", "eval.top_p"):
         if not 0 < _get(cfg, key) <= 1:
             out.append(f"--{key} {_get(cfg, key)}: must be above 0 and at most 1; 1 turns it off")
@@ -231,6 +244,11 @@ def _ranges(cfg: Config) -> list[str]:
     for key in ("log.rollouts", "log.tokens", "log.trace"):
         if _get(cfg, key) < -1:
             out.append(f"--{key} {_get(cfg, key)}: a number, or -1 for all")
+    if cfg.checkpoint.grace_s > MOST_GRACE_S:
+        out.append(
+            f"--checkpoint.grace_s {cfg.checkpoint.grace_s:g}: must be at most {MOST_GRACE_S:g}, "
+            "the launcher waits no longer"
+        )
     if not 0 <= cfg.log.prometheus_port < 65536:
         out.append(
             f"--log.prometheus_port {cfg.log.prometheus_port}: a port has 1 to 65535; 0 for none"

@@ -220,6 +220,9 @@ class TrainConfig:
     beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    max_skipped: int = 10
+    """An update whose loss or gradient is not finite is left out and counted (actor/skipped); so
+    many in a row end the run. 0: never."""
     moe_aux_loss_coef: float = 0.0
     """Load-balancing loss of MoE models."""
     offload: bool = False
@@ -364,6 +367,14 @@ class CheckpointConfig:
     at_end: bool = True
     keep: int = 2
     """Checkpoints kept; 0 keeps all."""
+    on_error: Literal["stop", "go_on"] = "stop"
+    """When a checkpoint cannot be written, such as to a full disk: `stop` ends the run in one
+    sentence, `go_on` says it, counts it (training/failed_saves) and tries again at the next one.
+    Earlier checkpoints stay either way; after the last step it is `stop`."""
+    grace_s: float = 25.0
+    """A SIGTERM (Slurm's, before it kills) leaves so many seconds to finish the step, save and
+    leave with exit code 0; what takes longer ends with 143 and goes on from the checkpoint before.
+    0: it ends at once. Slurm gives KillWait, 30 s unless it is set, or its GraceTime."""
     export_hf: bool = True
     """Write a Hugging Face folder at the end: `<run>/hf`."""
 

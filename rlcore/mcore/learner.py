@@ -14,6 +14,7 @@ else.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,8 +263,8 @@ class MegatronLearner:
 
         Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (a critic's are called critic/*) and the
         means of the loss's metrics over the tokens that it kept since the last call. A gradient
-        that is not finite changes nothing and is reported as `actor/skipped` 1. Every rank must
-        have called `accumulate`.
+        or a loss that is not finite changes nothing and is reported as `actor/skipped` 1. Every
+        rank must have called `accumulate`.
         """
         self._must_be_here("apply", *PARTS)
         if not self._accumulated:
@@ -274,8 +275,10 @@ class MegatronLearner:
         for model in self._models:
             model.scale_gradients(1.0 / normaliser)
         rate = learning_rate(self._train, self.updates, self._total_updates)
-        norm = self._step(rate)
-        finite = norm == norm and abs(norm) != float("inf")
+        metrics = self._metrics(normaliser)
+        loss = metrics[f"{self._role}/loss"]
+        norm = self._step(rate) if isfinite(loss) else nan
+        finite = isfinite(norm)
         for model in self._models:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -284,11 +287,15 @@ class MegatronLearner:
             self.version += 1
         else:
             log.warning(
-                "%s: update %d is left out, its gradient norm is %s", self._role, self.updates, norm
+                "%s: update %d is left out, its loss is %g and its gradient norm %g",
+                self._role,
+                self.updates,
+                loss,
+                norm,
             )
         self._accumulated = False
         self._kept.zero_()
-        return self._metrics(normaliser) | {
+        return metrics | {
             f"{self._role}/grad_norm": norm,
             f"{self._role}/lr": rate,
             f"{self._role}/skipped": 0.0 if finite else 1.0,
@@ -628,7 +635,7 @@ class MegatronLearner:
             group["weight_decay"] = self._train.weight_decay * group.get("wd_mult", 1.0)
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
-        if norm != norm or abs(norm) == float("inf"):
+        if not isfinite(norm):
             return norm
         if self._train.clip_grad > 0 and norm > self._train.clip_grad:
             for part in optimizer.chained_optimizers:

@@ -75,6 +75,11 @@ METRICS = [
     Metric("response/aborted_ratio", "", "share of started responses that were aborted"),
     Metric("training/equal_reward_groups", "", "share of groups whose scores are all equal"),
     Metric("training/trained_rows", "samples", "samples that had a gradient in this step"),
+    Metric(
+        "training/failed_saves",
+        "checkpoints",
+        "checkpoints before this step that could not be written (checkpoint.on_error go_on)",
+    ),
     # the update
     Metric("actor/loss", "", "the whole loss, averaged as algo.loss_agg_mode says"),
     Metric("actor/pg_loss", "", "policy-gradient loss, mean over trained tokens"),
@@ -93,7 +98,7 @@ METRICS = [
     Metric("actor/entropy", "nats", "mean entropy of the learner at trained tokens"),
     Metric("actor/grad_norm", "", "global gradient norm before clipping, mean over updates"),
     Metric("actor/lr", "", "learning rate of the last update"),
-    Metric("actor/skipped", "updates", "updates left out because the gradient was not finite"),
+    Metric("actor/skipped", "updates", "updates left out because loss or gradient was not finite"),
     Metric("actor/updates", "updates", "optimizer steps of this round"),
     Metric("actor/moe_aux_loss", "", "load-balancing loss of MoE models"),
     Metric("algo/<name>", "", "further number of an algorithm, averaged over trained tokens"),

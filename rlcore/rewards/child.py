@@ -59,6 +59,8 @@ def tie_to(parent: int) -> None:
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm sends it to all; the parent decides
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if os.getppid() != parent:  # it died before we could ask to be told
         sys.exit(1)
     if why := guard.protect([1, *guard.ancestors(parent), os.getpgid(parent)]):

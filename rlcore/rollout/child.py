@@ -625,7 +625,8 @@ class _Server:
 
 def main() -> None:
     """`python -m rlcore.rollout.child <file descriptor>`, started by `ChildEngine`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends it to all; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     _Server(socket.socket(fileno=int(sys.argv[1]))).run()
 
 

@@ -20,6 +20,7 @@ from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
+from rlcore.utils.log import log
 
 
 def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
@@ -35,6 +36,23 @@ def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
         else:
             run.pending[name] = (old * n + value) / (n + 1)
     run.pending[f"{model}/updates"] = n + 1
+    hear_of_skips(run, metrics, model)
+
+
+def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
+    """Count the updates of `model` in a row that were not finite.
+
+    Raises:
+        RuntimeError: on every rank, after `train.max_skipped`.
+    """
+    run.skipped[model] = run.skipped.get(model, 0) + 1 if metrics[f"{model}/skipped"] else 0
+    most = run.cfg.train.max_skipped
+    if most and run.skipped[model] >= most:
+        raise RuntimeError(
+            f"the {model}'s loss or gradient was not finite in {most} updates in a row, the last "
+            f"in step {run.step}: its weights are what they were before. Lower --train.lr or look "
+            "at the rewards; --train.max_skipped 0 goes on for ever"
+        )
 
 
 def skip_update(run: Run, model: str) -> None:
@@ -255,6 +273,16 @@ def memory_gb() -> float:
         except psutil.NoSuchProcess:
             continue  # ended between the listing and the look
     return total / 1e9
+
+
+def interrupted(run: Run) -> None:
+    """A run that was told to end has saved."""
+    if run.rank == 0:
+        log.info(
+            "ended by SIGTERM after step %d of %d, which is saved: the same command goes on",
+            run.step,
+            run.cfg.run.steps,
+        )
 
 
 def end(run: Run) -> None:

@@ -1,17 +1,23 @@
 """Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed,
 so a kill at any moment leaves the previous one whole.
 
-    <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json}
+    <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
+                                   manifest.json}
+
+The manifest is the seal (`trainer/seal.py`): a run goes on from the newest checkpoint that is as it
+was written.
 """
 
 import errno
 import json
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 from rlcore.hf.weights import save_folder
 from rlcore.rollout.flow import FOLDER as FLOW
+from rlcore.trainer import seal
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
@@ -25,27 +31,39 @@ def folder_of(run_folder: Path) -> Path:
     return run_folder / "checkpoints"
 
 
-def newest(run_folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run."""
-    found = sorted(p for p in folder_of(run_folder).glob("step_*") if (p / "state.json").is_file())
-    found = [p for p in found if p.suffix == ""]
-    return found[-1] if found else None
+def found(run_folder: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first; which of them are whole `choose` finds out."""
+    folders = (p for p in folder_of(run_folder).glob("step_*") if p.is_dir() and p.suffix == "")
+    return sorted(folders, reverse=True)
 
 
 def choose(run: Run) -> Path | None:
-    """The checkpoint to start from, as --run.resume says; the same on every rank. ValueError on
-    every rank where the path is no checkpoint."""
+    """The checkpoint to start from, as --run.resume says; the same on every rank. A damaged one is
+    named and passed over. ValueError on every rank where a path is no checkpoint, or none of the
+    run's is whole."""
     wanted = run.cfg.run.resume
-    found = ""
-    if run.rank == 0:
-        if wanted == "auto":
-            found = str(newest(run.folder) or "")
-        elif wanted != "fresh":
-            found = wanted
-    found = collective.broadcast_text(found, run.everyone)
-    if found:
-        read_step(Path(found))
-    return Path(found) if found else None
+    if wanted == "fresh":
+        return None
+    if wanted != "auto":
+        if fault := seal.fault(Path(wanted), run.everyone):
+            raise ValueError(f"--run.resume {wanted}: is no checkpoint to go on from: {fault}")
+        return Path(wanted)
+    names = "\n".join(map(str, found(run.folder))) if run.rank == 0 else ""
+    paths = [Path(p) for p in collective.broadcast_text(names, run.everyone).splitlines()]
+    for path in paths:
+        fault = seal.fault(path, run.everyone)
+        if not fault:
+            if run.rank == 0 and path.stat().st_mode & stat.S_IWOTH:
+                log.warning("%s can be written by everybody on this machine: chmod o-w", path)
+            return path
+        if run.rank == 0:
+            log.error("checkpoint %s is damaged: %s; the one before it is tried", path, fault)
+    if paths:
+        raise ValueError(
+            f"--run.resume auto: none of the {len(paths)} checkpoints in {folder_of(run.folder)} "
+            "is whole; --run.resume fresh starts anew and moves them aside"
+        )
+    return None
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -61,17 +79,45 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the step just done. Collective over all ranks. A full disk is one
-    sentence, and the checkpoints that exist stay."""
+    """Write a checkpoint of the step just done. Collective over all ranks. Where it cannot be
+    written the checkpoints that exist stay, and the run ends in one sentence, or says it and goes
+    on, as --checkpoint.on_error has it.
+
+    Raises:
+        RuntimeError: it could not be written, and the run shall end or has nothing left to do.
+    """
     final = folder_of(run.folder) / f"step_{run.step:06d}"
     aside = final.with_suffix(".partial")
-    error = ""
+    error = _write(run, aside)
+    if not error:
+        error = seal.write(aside, run.everyone)
+    if error:
+        if run.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        _failed(run, f"checkpoint of step {run.step} could not be written to {final.parent}", error)
+        return
     if run.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        if run.flow is not None:
-            (aside / FLOW).mkdir()
+        if run.writer is not None:
+            run.writer.sync()
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        prune(run)
     collective.barrier(run.everyone)
+
+
+def _write(run: Run, aside: Path) -> str:
+    """All parts into the folder `aside`; on every rank why not, "" where all is there."""
+    error = ""
+    try:
+        if run.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            if run.flow is not None:
+                (aside / FLOW).mkdir()
+    except OSError as e:
+        error = _reason(e)
+    if error := _any(run, error):
+        return error
     try:
         if run.learner is not None:
             run.learner.save(aside / "learner")
@@ -84,24 +130,33 @@ def save(run: Run) -> None:
                 run.rollout.library.save(aside / HISTORIES)
             (aside / "state.json").write_text(json.dumps(_state(run), indent=1))
     except OSError as e:
-        error = e.strerror or str(e)
-        if e.errno == errno.ENOSPC:
-            error = "the disk is full"
-    if collective.any_rank(bool(error), run.everyone):
+        log.debug("checkpoint of step %d", run.step, exc_info=e)
+        error = _reason(e)
+    return _any(run, error)
+
+
+def _reason(error: OSError) -> str:
+    return "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+
+
+def _any(run: Run, error: str) -> str:
+    """This rank's reason, or which rank has one; "" where none has. Collective."""
+    mine = float(run.rank + 1 if error else 0)
+    last = int(collective.reduce_floats([mine], "max", run.everyone)[0]) - 1
+    return (error or f"rank {last} failed, see its log") if last >= 0 else ""
+
+
+def _failed(run: Run, what: str, why: str) -> None:
+    """The same on every rank."""
+    if run.cfg.checkpoint.on_error == "go_on" and not run.is_last_step:
+        run.pending["training/failed_saves"] = run.pending.get("training/failed_saves", 0.0) + 1
         if run.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise RuntimeError(
-            f"checkpoint of step {run.step} could not be written to {final.parent} "
-            f"({error or 'another rank failed'}); earlier checkpoints are untouched. "
-            "Free space or set --run.dir elsewhere and start again: it goes on from the last one"
-        )
-    if run.rank == 0:
-        if run.writer is not None:
-            run.writer.sync()
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        prune(run)
-    collective.barrier(run.everyone)
+            log.error("%s (%s); earlier checkpoints are untouched, and the run goes on", what, why)
+        return
+    raise RuntimeError(
+        f"{what} ({why}); earlier checkpoints are untouched. Free space or set --run.dir elsewhere "
+        "and start again: it goes on from the last one"
+    )
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -124,17 +179,8 @@ def _state(run: Run) -> dict[str, Any]:
 def prune(run: Run) -> None:
     """Keep the newest `checkpoint.keep`."""
     keep = run.cfg.checkpoint.keep
-    found = sorted(p for p in folder_of(run.folder).glob("step_*") if p.suffix == "")
-    for old in found[:-keep] if keep else []:
+    for old in found(run.folder)[keep:] if keep else []:
         shutil.rmtree(old)
-
-
-def read_step(path: Path) -> int:
-    """The step of a checkpoint. ValueError where it is none."""
-    state = path / "state.json"
-    if not state.is_file():
-        raise ValueError(f"--run.resume {path}: is no checkpoint (no state.json in it)")
-    return int(json.loads(state.read_text())["step"])
 
 
 def load(run: Run, path: Path) -> None:
@@ -183,8 +229,7 @@ def set_later_aside(run: Run) -> None:
     """Whoever goes back to an earlier step leaves the later ones: their checkpoints are renamed to
     `.old<k>`, or `auto` would go on with them and `prune` would take the new ones for older, and
     metrics and rollouts are copied, which are cut back to this step."""
-    found = folder_of(run.folder).glob("step_*")
-    later = [p for p in found if p.suffix == "" and int(p.name.removeprefix("step_")) > run.step]
+    later = [p for p in found(run.folder) if int(p.name.removeprefix("step_")) > run.step]
     if not later:
         return
     k = 1

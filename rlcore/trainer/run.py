@@ -100,6 +100,14 @@ class Run:
     """Metrics of the current step so far."""
     on_step: list[Callable[[dict[str, float]], None]] = field(default_factory=list)
     """On rank 0: hear the metrics of every step."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Updates of each model in a row that were left out, since they were not finite."""
+    told_to_end: Callable[[], bool] = lambda: False
+    """This rank has heard a SIGTERM."""
+    ends: bool = False
+    """All ranks know that this step is the last one of this process."""
+    on_done: Callable[[], None] = lambda: None
+    """Hears that nothing is left to do or to save."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -116,6 +124,11 @@ class Run:
     def trains_actor(self) -> bool:
         """The critic is past its first steps, in which it learns alone."""
         return self.critic is None or self.step > self.cfg.critic.warmup_steps
+
+    @property
+    def is_last_step(self) -> bool:
+        """This process does no step after this one."""
+        return self.ends or self.step >= self.cfg.run.steps
 
     @property
     def leads_replica(self) -> bool:

@@ -36,10 +36,13 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             evaluate.run(run)
         report.evaluation(run)
     run.spans.take()  # what came before the first step is not of it
-    while run.step < cfg.run.steps:
+    early = cfg.select.mode == "async"  # its engines let go of all requests before they save
+    while run.step < cfg.run.steps and not run.ends:
         run.step += 1
         with run.spans.phase("step"):
+            hear_end(run, early)  # W
             one_step(run)
+            hear_end(run, not early)  # W
         if evaluates(run):
             with turn(run, "eval"), run.spans.phase("eval"):
                 evaluate.run(run)
@@ -49,10 +52,20 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
                 resume.save(run)  # W
         if cfg.debug.die_at_step == run.step and run.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-    report.end(run)
-    if cfg.checkpoint.export_hf:
-        with turn(run, "save"), phases.learner_here(run, ["weights"]):
-            resume.export_hf(run)  # C
+    if run.step < cfg.run.steps:
+        report.interrupted(run)
+    else:
+        report.end(run)
+        if cfg.checkpoint.export_hf:
+            with turn(run, "save"), phases.learner_here(run, ["weights"]):
+                resume.export_hf(run)  # C
+    run.on_done()
+
+
+def hear_end(run: Run, asks: bool) -> None:
+    """Where it `asks`: whether some rank has been told to end. Collective then."""
+    if asks and not run.ends:
+        run.ends = collective.any_rank(run.told_to_end(), run.everyone)
 
 
 def evaluates(run: Run) -> bool:
@@ -64,7 +77,7 @@ def evaluates(run: Run) -> bool:
 def saves(run: Run) -> bool:
     """A checkpoint follows this step."""
     cfg = run.cfg.checkpoint
-    return _is_due(run, cfg.every, cfg.at_end)
+    return run.ends or _is_due(run, cfg.every, cfg.at_end)
 
 
 def _is_due(run: Run, every: int, at_end: bool) -> bool:

@@ -34,6 +34,18 @@ def is_alone(group: Group = None) -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
+def place(group: Group = None) -> tuple[int, int]:
+    """Rank and number of ranks in the group."""
+    if is_alone(group):
+        return 0, 1
+    return _rank(group), dist.get_world_size() if group is None else group.size()
+
+
+def is_first(group: Group = None) -> bool:
+    """This is the group's first rank."""
+    return place(group)[0] == 0
+
+
 def reduce_floats(values: list[float], op: Op = "sum", group: Group = None) -> list[float]:
     """Element-wise over all ranks, in float64, on the CPU."""
     if is_alone(group) or not values:

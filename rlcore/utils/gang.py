@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -31,6 +32,10 @@ STORE_S = 5.0
 """What the store may take for an answer."""
 GRACE_S = 6.0
 """What the records of the others may take."""
+SILENT_S = 15.0
+"""A rank that has given no sign of life for so long will not finish a step."""
+AGAIN_S = 5.0
+"""A second SIGTERM this much later than the first is another one: launchers send it twice."""
 SPEAKERS = 3
 """Ranks that may have to speak."""
 VERDICT = "verdict.json"
@@ -40,12 +45,12 @@ EXIT_TERM = 128 + signal.SIGTERM
 
 class Gang:
     """This rank among the others. `store`: a connection that nobody else uses, None in a world of
-    one."""
+    one and before the ranks have met."""
 
     def __init__(self, flight: Flight, store: Any | None, beat_s: float = BEAT_S):
-        self.flight, self._store, self._beat_s = flight, store, beat_s
+        self.flight, self._store, self._beat_s = flight, None, beat_s
         if store is not None:
-            store.set_timeout(timedelta(seconds=STORE_S))
+            self.enter(store)
         self._alarm: dict[str, Any] | None = None
         self._answered = threading.Event()
         """The alarm has been answered: there is a verdict, or nobody to give one."""
@@ -57,8 +62,21 @@ class Gang:
         self._wake.setblocking(False)
         self._closed = False
         self._old_term: Any = None
+        self.grace_s = 0.0
+        """What a SIGTERM leaves the run to finish its step and save; 0: it ends at once."""
+        self.is_done = False
+        """Nothing is left to do or to save: the other ranks may go."""
+        self._ended_at: float | None = None
+        self._alarms = 0
+        self._seen: dict[int, tuple[Any, float]] = {}
+        """The last sign of life of each other rank, and when it came."""
         flight.changed = self._poke
         self._thread = threading.Thread(target=self._live, name="gang", daemon=True)
+
+    def enter(self, store: Any) -> None:
+        """From now on the others can be heard."""
+        store.set_timeout(timedelta(seconds=STORE_S))
+        self._store = store
 
     def start(self, signals: bool = True) -> "Gang":
         """Begin to beat. `signals`: a SIGTERM writes the flight record, wherever the main thread
@@ -100,6 +118,11 @@ class Gang:
         self._poke()
         self._answered.wait(2 * GRACE_S)
 
+    @property
+    def ends(self) -> bool:
+        """A SIGTERM has come: the step that is under way is the last one."""
+        return self._ended_at is not None
+
     def close(self) -> None:
         """Stop; safe to call twice."""
         if self._closed:
@@ -120,6 +143,8 @@ class Gang:
     def _live(self) -> None:
         while not self._closed:
             self._beat()
+            if why := self._cannot_finish():
+                self._terminate(why)
             self._woken.settimeout(self._beat_s)
             try:
                 heard = self._woken.recv(64)
@@ -128,7 +153,7 @@ class Gang:
             except OSError:  # closed
                 return
             if signal.SIGTERM in heard:
-                self._terminated()
+                self._hear_sigterm()
 
     def _beat(self) -> None:
         """Say where this rank is, hear an alarm."""
@@ -150,12 +175,56 @@ class Gang:
             self._answered.clear()
         self._answer(alarm)
 
-    def _terminated(self) -> None:
-        """SIGTERM: from torchrun when another rank has gone, or from whoever ends the run."""
+    def _hear_sigterm(self) -> None:
+        """SIGTERM: from torchrun when another rank has gone, or from whoever ends the run. With a
+        grace the loop is told (`ends`), and the rank ends by itself when it has saved."""
+        now = time.monotonic()
+        if not self.grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
+            self._terminate("ended by SIGTERM")
+        if self._ended_at is None:
+            self._ended_at, self._alarms = now, 0
+            if self.flight.rank == 0:
+                log.warning(
+                    "SIGTERM: the run ends after this step and saves, within %g s "
+                    "(--checkpoint.grace_s)",
+                    self.grace_s,
+                )
+
+    def _cannot_finish(self) -> str:
+        """Why a run that has heard a SIGTERM has to end as it is; "" while there is hope."""
+        if self._ended_at is None:
+            return ""
+        if time.monotonic() > self._ended_at + self.grace_s:
+            return (
+                f"ended by SIGTERM: the step was not done in --checkpoint.grace_s {self.grace_s:g}"
+            )
+        if self.is_done:
+            return ""
+        if self._alarms:
+            return "ended by SIGTERM: there was an alarm"
+        gone = self._gone()
+        return f"ended by SIGTERM: rank {gone[0]} has gone" if gone else ""
+
+    def _gone(self) -> list[int]:
+        """Other ranks that are dead or stopped, as far as can be seen, or silent."""
+        if self._store is None:
+            return []
+        found, now = [], time.monotonic()
+        for r, beat in self._last_beats().items():
+            if r == self.flight.rank:
+                continue
+            if self._seen.get(r, (None, 0.0))[0] != beat:
+                self._seen[r] = beat, now
+            if _state(beat, self.flight.host) or now > self._seen[r][1] + SILENT_S:
+                found.append(r)
+        return found
+
+    def _terminate(self, why: str) -> None:
+        """Write the record and end this process."""
         with self._lock:
             known = self._alarm is not None
             if not known:
-                self._alarm = self._new_alarm("ended by SIGTERM")
+                self._alarm = self._new_alarm(why)
                 self._answered.clear()
         if known:
             self._answered.wait(2 * GRACE_S)
@@ -185,6 +254,7 @@ class Gang:
             log.exception("the flight record could not be made")
         finally:
             self._told = float(alarm["number"])
+            self._alarms += 1
             self._answered.set()
             with self._lock:
                 self._alarm = None
@@ -319,19 +389,47 @@ def _state(at: Mapping[str, Any] | None, host: str) -> str:
 
 def meet(
     store: Any, at: Mapping[str, Any], size: int, timeout_s: float, clock: Callable[[], float]
-) -> dict[int, dict[str, Any]]:
-    """Wait until every rank is there: where each is, as `Flight.at`. `store` as torch's; `at`: of
-    this rank. TimeoutError names the ranks that have not come."""
+) -> tuple[dict[int, dict[str, Any]], str]:
+    """Wait until every rank is there: where each is, as `Flight.at`, and a name for this meeting,
+    which no earlier one in the same store had. `store` as torch's; `at`: of this rank.
+
+    torchrun starts ranks again one by one, and its store keeps what dead ones wrote: rank 0 calls
+    the roll until all who are on it have answered.
+
+    TimeoutError names the ranks that have not come."""
+    rank, mine = at["rank"], json.dumps(dict(at) | {"process": uuid.uuid4().hex})
     keys = [f"here/{r}" for r in range(size)]
-    store.set(keys[at["rank"]], json.dumps(dict(at)))
-    end = clock() + timeout_s
-    while not store.check(keys):
+    store.set(keys[rank], mine)
+    end, name, here = clock() + timeout_s, "", []
+    while True:
+        if rank == 0 and store.check(keys):
+            now = [text.decode() for text in store.multi_get(keys)]
+            if now != here:
+                name, here = uuid.uuid4().hex, now
+                store.set("roll", json.dumps([name, here]))
+        elif rank and store.check(["roll"]):
+            name, here = json.loads(store.get("roll"))
+        if here and here[rank] == mine:
+            store.set(f"yes/{name}/{rank}", "")
+            if rank == 0 and store.check(_answers(name, size)):
+                store.set(f"go/{name}", "")
+            if store.check([f"go/{name}"]):
+                return {r: json.loads(text) for r, text in enumerate(here)}, name
         if clock() > end:
-            missing = [r for r in range(size) if not store.check([keys[r]])]
-            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise TimeoutError(
-                f"start-up: rank {names} of {size} has not come within --cluster.timeout_s "
-                f"{timeout_s:g}; see what its node says, and that all were started with one command"
-            )
+            called = name if here and here[rank] == mine else ""
+            raise TimeoutError(_not_there(store, size, called, timeout_s))
         time.sleep(0.02)
-    return {r: json.loads(value) for r, value in enumerate(store.multi_get(keys))}
+
+
+def _answers(name: str, size: int) -> list[str]:
+    return [f"yes/{name}/{r}" for r in range(size)]
+
+
+def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
+    keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
+    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # who calls the roll
+    names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"start-up: rank {names} of {size} has not come within --cluster.timeout_s {timeout_s:g}; "
+        "see what its node says, and that all were started with one command"
+    )

@@ -47,6 +47,11 @@ def test_a_key_that_is_not_there_is_refused(capsys):
     assert "did you mean --data.prompts_per_step" in capsys.readouterr().err
 
 
+def test_a_batch_without_arithmetic_is_refused_in_a_sentence(capsys):
+    assert explain.main(["--rollout.samples_per_prompt", "0"]) == 2
+    assert capsys.readouterr().err == "--rollout.samples_per_prompt 0: must be above 0\n"
+
+
 def test_a_step_of_seven_billion_weights_is_estimated_and_more_gpus_are_faster():
     cfg = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2048"])
     few, many = (dry_run.expected(cfg, _big(), n) for n in (8, 32))

@@ -217,7 +217,44 @@ def test_ranks_that_do_not_come_are_named():
     store.set("here/2", json.dumps(places[2]))
     with pytest.raises(TimeoutError, match="start-up: rank 1, 3 of 4 has not come within"):
         meet(store, places[0], 4, 3.0, lambda: float(next(now)))
-    for r in (1, 3):
-        store.set(f"here/{r}", json.dumps(places[r]))
-    found = meet(store, places[0], 4, 60.0, time.monotonic)
-    assert [found[r]["rank"] for r in range(4)] == [0, 1, 2, 3]
+
+
+def _meeting(store: dist.Store, ranks: list[int]) -> dict[int, tuple[dict[int, Any], str]]:
+    """All `ranks` of three at once, in threads."""
+    found = {}
+
+    def come(rank: int) -> None:
+        found[rank] = meet(store, Flight(rank, 3, None).at, 3, 30.0, time.monotonic)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_ranks_meet_under_a_name_of_their_own_each_time():
+    store = dist.HashStore()
+    first, second = _meeting(store, [0, 1, 2]), _meeting(store, [2, 1, 0])
+    for found in (first, second):
+        assert [sorted(known) for known, _ in found.values()] == [[0, 1, 2]] * 3
+        assert len({name for _, name in found.values()}) == 1
+    assert first[0][1] != second[0][1]
+
+
+def test_a_rank_that_comes_again_meets_those_who_wait_and_not_those_of_before():
+    """The node of rank 1 is gone: the others are started again, and wait until it is back. What it
+    wrote before it died is in the store."""
+    store = dist.HashStore()
+    old = _meeting(store, [0, 1, 2])
+    found: dict[int, Any] = {}
+    waiting = threading.Thread(target=lambda: found.update(_meeting(store, [0, 2])))
+    waiting.start()
+    time.sleep(0.3)
+    assert not found
+    found |= _meeting(store, [1])
+    waiting.join(60)
+    assert {name for _, name in found.values()} == {found[1][1]} != {old[1][1]}
+    known, _ = found[0]
+    assert known[1] == found[1][0][1] != old[0][0][1]

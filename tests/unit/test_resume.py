@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.algos.kl import AdaptiveController
 from rlcore.sched.planner import TPPlanner
-from rlcore.trainer import resume
+from rlcore.trainer import resume, seal
 
 
 def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
@@ -24,10 +24,13 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
             "kl": {"scale": 1.5},
         }
         (path / "state.json").write_text(json.dumps(state))
+        (path / "learner" / "weights").write_bytes(bytes(range(256)))
+        assert not seal.write(path, None)
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}}}\n' for s in range(9)))
     return SimpleNamespace(
         cfg=SimpleNamespace(
-            run=SimpleNamespace(steps=9, resume="auto"), checkpoint=SimpleNamespace(keep=keep)
+            run=SimpleNamespace(steps=9, resume="auto"),
+            checkpoint=SimpleNamespace(keep=keep, on_error="stop"),
         ),
         folder=folder,
         rank=0,
@@ -71,13 +74,59 @@ def test_auto_goes_on_from_the_newest_and_moves_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
 
 
+def cut(path: Path) -> None:
+    (path / "learner" / "weights").write_bytes(bytes(100))
+
+
+def flip(path: Path) -> None:
+    file = path / "learner" / "weights"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+
+
+DAMAGES = {
+    "learner/weights has 100 of 256 bytes": cut,
+    "learner/weights is not what was written": flip,
+    "learner/weights is missing": lambda path: (path / "learner" / "weights").unlink(),
+    "has no manifest.json": lambda path: (path / seal.MANIFEST).unlink(),
+    "its manifest.json cannot be read": lambda path: (path / seal.MANIFEST).write_text('{"fi'),
+    "its manifest.json cannot be read (": lambda path: (path / seal.MANIFEST).write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_with(tmp_path, [2, 4])
+    DAMAGES[said](tmp_path / "checkpoints" / "step_000004")
+    with caplog.at_level("ERROR", logger="rlcore"):
+        chosen = resume.choose(run)
+    assert chosen == tmp_path / "checkpoints" / "step_000002"
+    assert said in caplog.text and "step_000004 is damaged" in caplog.text
+    run.cfg.run.resume = str(tmp_path / "checkpoints" / "step_000004")
+    with pytest.raises(ValueError, match="is no checkpoint to go on from"):
+        resume.choose(run)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(
+    tmp_path: Path,
+) -> None:
+    run = run_with(tmp_path, [2, 4])
+    for step in (2, 4):
+        cut(tmp_path / "checkpoints" / f"step_{step:06d}")
+    with pytest.raises(ValueError, match="none of the 2 checkpoints .* fresh starts anew"):
+        resume.choose(run)
+    run.cfg.run.resume = "fresh"
+    assert resume.choose(run) is None
+
+
 def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
     """They are another course of the run: `auto` would go on with them, and pruning by number would
     delete what is written from here on."""
     run = run_with(tmp_path, [2, 6, 8])
     resume.load(run, tmp_path / "checkpoints" / "step_000002")
     assert names(tmp_path) == ["step_000002", "step_000006.old1", "step_000008.old1"]
-    assert resume.newest(tmp_path) == tmp_path / "checkpoints" / "step_000002"
+    assert resume.choose(run) == tmp_path / "checkpoints" / "step_000002"
     kept = (tmp_path / "metrics.jsonl.old1").read_text()
     assert kept == (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "checkpoints" / "step_000003").mkdir()

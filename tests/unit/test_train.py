@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ LOGGED = "--log.rollouts", -1, "--log.tokens", 60, "--log.trace", 2, "--log.pict
 SAVED = "--checkpoint.no_export_hf", "--eval.no_at_start", "--eval.no_at_end"
 BARE = "--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"
 ONE = *BARE, "--eval.no_at_end", "--run.steps", 1
+NAN = "--algo", "tests.nan_algo"
 TWO = *BARE, "--eval.no_at_end", "--run.steps", 2
 MODES = "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 
@@ -87,6 +89,15 @@ class World:
             self.job("limit", *SAVED, "--run.steps", 1, run="limited"),
             self.job("limited", *SAVED, "--run.steps", 2) | {"file_bytes": 60_000},
             self.job("unlimited", *SAVED, "--run.steps", 2, run="limited"),
+            self.job("going on", *SAVED, "--checkpoint.every", 2, "--checkpoint.no_at_end",
+                     "--checkpoint.on_error", "go_on", "--run.steps", 3) | {"file_bytes": 60_000},
+            self.job("whole", *SAVED, "--checkpoint.every", 1, "--run.steps", 2),
+            self.job("damaged", *SAVED, "--run.steps", 3, run="whole") | {"before": self._cut()},
+            self.job("nan", *BARE, "--eval.no_at_end", *NAN, "--train.max_skipped", 2),
+            self.job("nan loss", *ONE, *NAN, "--algo.where", "loss"),
+            self.job("told", *SAVED, "--run.steps", 500) | {"before": self._tell()},
+            self.job("told again", *SAVED, "--run.steps", 500, run="told")
+            | {"before": self._tell()},
         ]  # fmt: skip
         self.disk = self._mount()
         if self.disk:
@@ -103,6 +114,18 @@ class World:
             if self.disk:
                 subprocess.run(["umount", self.disk], check=True)
         return gang
+
+    def _cut(self) -> list[str]:
+        """Half of a file of the newest checkpoint is lost."""
+        file = self.runs / "whole" / "checkpoints" / "step_000002" / "learner" / "__0_0.distcp"
+        return ["truncate", "--size=60000", str(file)]
+
+    def _tell(self) -> list[str]:
+        """SIGTERM, as Slurm sends it, when the next two steps of the run `told` are done."""
+        file = self.runs / "told" / "metrics.jsonl"
+        rows = 'rows() { cat "$0" 2>/dev/null | wc -l; }; before=$(rows)'
+        wait = "while [ $(rows) -lt $((before + 2)) ]; do sleep 0.02; done"
+        return ["sh", "-c", f"{rows}; ({wait}; kill -TERM $PPID) &", str(file)]
 
     def _mount(self) -> Path | None:
         """A disk with room for two checkpoints; None where we may not make one."""
@@ -390,6 +413,47 @@ def test_a_full_disk_is_said_before_the_write_and_costs_nothing(world: World) ->
     assert "the disk is full" in refusal(world, "full", code=1)
     assert "2 of 3 steps done" in world.gang.text("emptied")
     assert list(world.disk_rows) == [1, 2, 3]
+
+
+def test_a_failed_write_is_counted_and_the_run_goes_on_where_it_shall(world: World) -> None:
+    rows, text = world.rows("going on"), world.gang.text("going on")
+    assert [row.get("training/failed_saves") for row in rows.values()] == [None, None, 1]
+    assert "checkpoint of step 2 could not be written" in text and "the run goes on" in text
+    assert not list((world.runs / "going on" / "checkpoints").iterdir())
+
+
+def test_a_damaged_checkpoint_costs_a_step_and_is_said(world: World) -> None:
+    world.gang.check("damaged")
+    text = world.gang.text("damaged")
+    assert "step_000002 is damaged: learner/__0_0.distcp has 60000 of" in text
+    assert "1 of 3 steps done" in text
+    folder = world.runs / "whole"
+    rows, straight = runs.rows(folder), world.rows("straight")
+    assert list(rows) == [1, 2, 3]
+    for step in (2, 3):
+        assert rows[step]["actor/grad_norm"] == straight[step]["actor/grad_norm"]
+    assert (folder / "checkpoints" / "step_000002.old1").is_dir()
+
+
+def test_updates_that_are_not_finite_are_left_out_and_end_the_run(world: World) -> None:
+    said = refusal(world, "nan", code=1)
+    assert "actor's loss or gradient was not finite in 2 updates in a row" in said
+    assert "the last in step 2" in said
+    assert runs.rows(world.runs / "nan")[1]["actor/skipped"] == 1
+    assert world.rows("nan loss")[1]["actor/skipped"] == 1
+
+
+def test_a_sigterm_saves_ends_in_order_and_can_be_gone_on_from(world: World) -> None:
+    world.gang.check("told")
+    world.gang.check("told again")
+    first, second = world.gang.text("told"), world.gang.text("told again")
+    last = int(re.search(r"ended by SIGTERM after step (\d+) of 500", first)[1])
+    assert last >= 2 and f"{last} of 500 steps done" in second
+    folder = world.runs / "told"
+    end = int(re.search(r"ended by SIGTERM after step (\d+) of 500", second)[1])
+    assert list(runs.rows(folder)) == list(range(1, end + 1)) and end > last
+    assert (folder / "checkpoints" / f"step_{end:06d}" / "state.json").is_file()
+    assert not (folder / "flight").exists()
 
 
 def test_offloading_changes_nothing_but_the_memory(world: World) -> None:

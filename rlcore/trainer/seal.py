@@ -1,0 +1,109 @@
+"""The seal of a checkpoint: size and checksum of each of its files, written last. What has no seal
+was not finished; what differs from it is damaged. All ranks share the reading."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+from rlcore.utils import collective
+
+MANIFEST = "manifest.json"
+CHUNK_BYTES = 4 * 2**20
+UNREADABLE = -1.0
+
+
+def write(folder: Path, group: collective.Group) -> str:
+    """Seal a folder that is complete. Collective; every rank sees the folder. On every rank the
+    reason where it cannot be, else ""."""
+    error, sizes = "", {}
+    if collective.is_first(group):
+        try:
+            sizes = {name: (folder / name).stat().st_size for name in _files(folder)}
+        except OSError as e:
+            error = str(e)
+    sizes = json.loads(collective.broadcast_text(json.dumps(sizes), group))
+    sums = _checksums(folder, list(sizes), group)
+    if UNREADABLE in sums:
+        error = error or "a file that was just written cannot be read"
+    elif collective.is_first(group) and not error:
+        seals = {n: [size, int(s)] for (n, size), s in zip(sizes.items(), sums, strict=True)}
+        try:
+            _write_through(folder / MANIFEST, json.dumps({"files": seals}, indent=1))
+            for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+                _sync_folder(path)
+        except OSError as e:
+            error = str(e)
+    return collective.broadcast_text(error, group)
+
+
+def fault(folder: Path, group: collective.Group) -> str:
+    """What is wrong with a sealed folder, on every rank; "" where all is as it was written.
+    Collective."""
+    found, seals = "", {}
+    if collective.is_first(group):
+        try:
+            seals = json.loads((folder / MANIFEST).read_text())["files"]
+            found = _wrong_size(folder, seals)
+        except FileNotFoundError:
+            found = f"has no {MANIFEST}, so it was not finished or is of an earlier version"
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            found = f"its {MANIFEST} cannot be read ({type(e).__name__})"
+    found, seals = json.loads(collective.broadcast_text(json.dumps([found, seals]), group))
+    if found:
+        return found
+    for name, now in zip(seals, _checksums(folder, list(seals), group), strict=True):
+        if now == UNREADABLE:
+            return f"{name} cannot be read"
+        if now != seals[name][1]:
+            return f"{name} is not what was written (checksum)"
+    return ""
+
+
+def _wrong_size(folder: Path, seals: dict[str, list[int]]) -> str:
+    for name, (size, _) in seals.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+    return ""
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def _checksums(folder: Path, names: list[str], group: collective.Group) -> list[float]:
+    """CRC-32 of each file, of which this rank reads its share."""
+    rank, size = collective.place(group)
+    mine = [_checksum(folder / n) if i % size == rank else 0.0 for i, n in enumerate(names)]
+    totals = collective.reduce_floats(mine, group=group)
+    return [UNREADABLE if t < 0 else t for t in totals]
+
+
+def _checksum(path: Path) -> float:
+    found = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                found = zlib.crc32(chunk, found)
+    except OSError:
+        return UNREADABLE  # all ranks hear of it
+    return float(found)
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Its entries are on the disk too."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

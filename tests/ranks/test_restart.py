@@ -1,0 +1,117 @@
+"""Runs under torchrun that are killed in part, told to end, and started again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlcore.rollout.transport import free_port
+from tests import kit, runs
+
+pytestmark = pytest.mark.ranks(2)
+
+LAUNCHER = [sys.executable, str(runs.ROOT / "recipes" / "torch_run.py")]
+
+
+@contextmanager
+def launched(
+    folder: Path, name: str, where: list[str], *more: object
+) -> Iterator[subprocess.Popen]:
+    """torchrun as recipes start it; what it and its ranks say is in `<name>.txt`."""
+    model = runs.tiny_model(folder / "model")
+    argv = runs.arguments(model, folder / "runs", "x", "--eval.no_at_start", "--eval.no_at_end")
+    argv += ["--checkpoint.no_export_hf", *map(str, more)]
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
+    env |= {"PYTHONPATH": kit.python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with open(folder / f"{name}.txt", "wb") as output:
+        process = subprocess.Popen(
+            [*LAUNCHER, *where, "-m", "rlcore", "train", *argv],
+            env=env,
+            cwd=runs.ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill a launcher and its ranks, as when a node disappears."""
+    try:
+        found = psutil.Process(process.pid)
+        all_of_it = [found, *found.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        all_of_it = []
+    for each in all_of_it:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue  # ended meanwhile
+    process.wait()
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen, text: Path) -> None:
+    limit = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < limit, text.read_text()[-3000:]
+        assert process.poll() is None, text.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def steps(folder: Path) -> list[int]:
+    """Of the run so far."""
+    file = folder / "runs" / "x" / "metrics.jsonl"
+    return list(runs.rows(file.parent)) if file.exists() else []
+
+
+def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 is killed when step 3 is saved; torchrun starts both again. Then Slurm wants the
+    nodes."""
+    where = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    keys = "--checkpoint.every", 3, "--debug.die_at_step", 3, "--run.steps", 500
+    text = tmp_path / "one.txt"
+    with launched(tmp_path, "one", [*where, "--max-restarts", "1"], *keys) as process:
+        until(lambda: steps(tmp_path)[-1:] >= [5], process, text)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, text.read_text()[-3000:]
+    said = text.read_text()
+    last = steps(tmp_path)[-1]
+    assert steps(tmp_path) == list(range(1, last + 1))
+    assert "3 of 500 steps done" in said
+    assert f"ended by SIGTERM after step {last} of 500, which is saved" in said
+    saved = tmp_path / "runs" / "x" / "checkpoints" / f"step_{last:06d}"
+    assert (saved / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_node_that_disappears_and_comes_back_is_waited_for(tmp_path: Path) -> None:
+    """The launcher of node 1 and its rank are killed; node 0 starts its rank again, which waits for
+    the other and goes on with it from the checkpoint."""
+    port, keys = free_port(), ("--checkpoint.every", 1, "--run.steps", 40)
+
+    def node(rank: int) -> list[str]:
+        where = f"--nnodes 2 --nproc-per-node 1 --node-rank {rank} --max-restarts 1"
+        return [*where.split(), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+
+    text = tmp_path / "zero.txt"
+    with launched(tmp_path, "zero", node(0), *keys) as first:
+        with launched(tmp_path, "one", node(1), *keys):
+            until(lambda: steps(tmp_path)[-1:] >= [3], first, text)
+        time.sleep(8)  # rank 0 waits meanwhile
+        with launched(tmp_path, "two", node(1), *keys) as second:
+            assert first.wait(240) == 0, text.read_text()[-3000:]
+            assert second.wait(60) == 0, (tmp_path / "two.txt").read_text()[-3000:]
+    assert steps(tmp_path) == list(range(1, 41))
+    assert text.read_text().count("resumed from") == 1
