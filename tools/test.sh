@@ -62,6 +62,7 @@ if (($# == 0)); then
   check ruff format --check --quiet .
   check shellcheck --color=auto "${shell[@]}"
   check shfmt -i 2 -ci -d "${shell[@]}"
+  check bandit -q -c pyproject.toml -r rlcore recipes tools setup.py
   check clang-format --dry-run -Werror "${cpp[@]}"
 fi
 
