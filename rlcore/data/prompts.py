@@ -256,7 +256,7 @@ class _Report:
             log.info("%s: %d prompts", self._path, num_kept)
             return
         if self._num_junk:
-            columns = ", ".join(c for c, _ in self._columns.most_common(10)) or "none"
+            columns = ", ".join(_shown(c) for c, _ in self._columns.most_common(10)) or "none"
             reason, count = self._reasons.most_common(1)[0]
             raise ValueError(
                 f"{self._path}: no usable row; {count} of {self._num_junk}: {reason}. The rows "
@@ -268,6 +268,12 @@ class _Report:
                 f"{config.max_prompt_tokens}; raise it"
             )
         raise ValueError(f"{self._path}: has no rows")
+
+
+def _shown(name: str) -> str:
+    """A field's name, as far as people can read it."""
+    short = name[:_EXAMPLE_CHARS]
+    return short if short.isprintable() else ascii(short)
 
 
 def _train_task(config: Settings, tokenizer: Tokens, seed: int) -> TaskSet:
@@ -338,7 +344,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}:{number}", row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: cannot be read after row {number}: {_first(error)}") from error
 
 
