@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 Job = dict[str, Any]
 """`name` and `argv` of `rlcore train`; `ranks`: how many of the gang take part; `file_bytes`: the
-longest file that it can write; `before`: a command to run first."""
+longest file that it can write; `before`: a command to run first; `path`: folders to import from."""
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:
@@ -206,6 +206,7 @@ def _rank(folder: Path) -> None:
         with open(folder / f"{job['name']}.{rank}.txt", "wb") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+        sys.path[:0] = job.get("path", [])
         if "before" in job:
             subprocess.run(job["before"], check=True)
         limit = job.get("file_bytes", resource.RLIM_INFINITY)
