@@ -154,13 +154,12 @@ class Gate:
         if resident is not None and not isinstance(resident, Resident):
             raise TypeError(f"phase {name}: {type(resident).__name__} has no load() and store()")
         self.enter(name)
-        got = begin = time.monotonic()
+        got = begin = end = time.monotonic()
         try:
             if resident is not None:
                 resident.load()
                 begin = time.monotonic()
                 self.waits.start_s[name] = begin - got
-            end = begin
             try:
                 yield
             finally:

@@ -33,6 +33,7 @@ WORLDS = {
     "async_8b": 40,
     "grpo_tiny": 2,
     "async_tiny": 2,
+    "mux_two_jobs": 2,
     "algo_tiny": 1,
     "exp_tis_int8": 1,
     "judge_tiny": 1,

@@ -200,6 +200,26 @@ def test_a_job_that_is_killed_holds_nothing_and_comes_back_where_it_was(up: Up, 
         dies.wait()
 
 
+class Broken:
+    """Cannot be loaded."""
+
+    def load(self) -> None:
+        raise RuntimeError("out of memory")
+
+    def store(self) -> None:
+        raise AssertionError("what was not loaded is not stored")
+
+
+@needs_redis
+def test_a_resident_set_that_cannot_be_loaded_says_so_and_the_nodes_are_free(up: Up, capsys):
+    one = Gate(up.url, "A", PROFILE, lease_s=30)
+    with pytest.raises(RuntimeError, match="out of memory"), one.phase("rollout", Broken()):
+        raise AssertionError("nothing is here to run on")
+    with one.phase("rollout"):
+        assert up.status(capsys)["groups"][0]["jobs"][0]["holds"] == ["r0"]
+    one.close()
+
+
 @needs_redis
 def test_who_was_replaced_ends_before_it_does_harm(up: Up):
     lost: list[str] = []
