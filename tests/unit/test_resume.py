@@ -108,6 +108,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         resume.choose(run)
 
 
+def test_a_checkpoint_that_everybody_can_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, path = run_with(tmp_path, [2]), tmp_path / "checkpoints" / "step_000002"
+    for mode, warned in ((0o755, False), (0o757, True)):
+        path.chmod(mode)
+        with caplog.at_level("WARNING", logger="rlcore"):
+            assert resume.choose(run) == path
+        assert ("can be written by everybody" in caplog.text) == warned
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(
     tmp_path: Path,
 ) -> None:
