@@ -8,7 +8,6 @@ and stderr; the channel is a descriptor of its own, closed in every fork.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import random
@@ -21,19 +20,19 @@ from typing import Any
 import msgspec
 
 from rlcore.records import RewardResult
-from rlcore.rewards import guard
-from rlcore.rewards.kind import sentence, to_result
+from rlcore.rewards.kind import to_result
 from rlcore.rewards.registry import resolve
-from rlcore.rewards.wire import READY, Frames, Job, Reply, Start, frame
+from rlcore.rewards.wire import READY, Job, Reply, Start
 from rlcore.utils import net, seed
+from rlcore.utils.children import sentence, tie_to
+from rlcore.utils.net import Frames, frame
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _READ_BYTES = 1 << 18
 
 
 def main() -> None:
     channel, parent = int(sys.argv[1]), int(sys.argv[2])
-    tie_to(parent)
+    tie_to(parent, "reward")
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     os.set_inheritable(channel, False)
     os.register_at_fork(after_in_child=lambda: os.close(channel))
@@ -50,21 +49,6 @@ def main() -> None:
                 if own is not None:
                     _sweep(own | set(getattr(reward, "processes", ())))
                 _send(channel, reply)
-
-
-def tie_to(parent: int) -> None:
-    """Die when the parent's thread that started us dies; adopt the processes that samples
-    orphan."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
-        if libc.prctl(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl {option}")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm sends it to all; the parent decides
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    if os.getppid() != parent:  # it died before we could ask to be told
-        sys.exit(1)
-    if why := guard.protect([1, *guard.ancestors(parent), os.getpgid(parent)]):
-        print(f"reward: nothing keeps it from killing the trainer ({why})", file=sys.stderr)
 
 
 def _start(start: Start, channel: int) -> Any:

@@ -23,8 +23,9 @@ import msgspec
 
 from rlcore.config.schema import RewardConfig, Section
 from rlcore.records import RequestId, RewardResult
-from rlcore.rewards.kind import Host, Kind, number, sentence, to_result
+from rlcore.rewards.kind import Host, Kind, number, to_result
 from rlcore.rewards.wire import Job
+from rlcore.utils.children import sentence
 from rlcore.utils.log import log
 
 _AGAIN = frozenset((408, 425, 429))

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
 from rlcore.rewards.wire import Job
+from rlcore.utils.children import ERROR_CHARS
 
-ERROR_CHARS = 300
 _MOST_DETAILS, _NAME_CHARS = 32, 60
 
 
@@ -91,14 +91,3 @@ def number(what: str, value: Any) -> float:
     if not math.isfinite(found):
         raise ValueError(f"{what} is {found}; return a finite number")
     return found
-
-
-def sentence(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero`: type and first line."""
-    try:
-        text = str(error)
-    except Exception:  # an exception whose own __str__ fails
-        text = ""
-    first = text.strip().partition("\n")[0].encode("utf-8", "replace").decode()
-    name = type(error).__name__
-    return f"{name}: {first}"[:ERROR_CHARS] if first else name

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import selectors
-import signal
 import sys
 import threading
 import time
@@ -23,10 +22,12 @@ import msgspec
 from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
 from rlcore.rewards.kind import Host
-from rlcore.rewards.wire import READY, Job, Reply, Start, frame
-from rlcore.rewards.worker import Entry, Worker, last_lines
+from rlcore.rewards.wire import READY, Job, Reply, Start
+from rlcore.rewards.worker import Entry, Worker
 from rlcore.utils import net
+from rlcore.utils.children import exit_text, last_lines
 from rlcore.utils.log import log
+from rlcore.utils.net import frame
 
 _MAX_WINDOW = 256
 _WINDOW_S = 0.005
@@ -277,7 +278,7 @@ class Pool:
         status = worker.end(exiting=not reason)
         if self._failure:
             return
-        reason = reason or f"crash: {_exit_text(status)}"
+        reason = reason or f"crash: {exit_text(status)}"
         if worker.inflight:
             seconds = time.monotonic() - worker.head_since
             result = RewardResult(score=0.0, error=reason, latency_s=seconds)
@@ -321,14 +322,3 @@ class Pool:
         except OSError as error:  # a full disk must not cost the scores
             self._log_room = 0
             log.warning("reward: %s cannot be written: %s", self._host.log_file, error)
-
-
-def _exit_text(status: int | None) -> str:
-    if status is None:
-        return "does not die"
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"

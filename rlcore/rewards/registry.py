@@ -17,10 +17,10 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import field, make_dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from rlcore.config import dotted
 from rlcore.config.schema import RewardConfig, RewardSum
 from rlcore.rewards.kind import Kind
 
@@ -96,7 +96,7 @@ def resolve(name: str) -> Kind:
             f"--reward {name}: allowed are {', '.join(REWARDS)}, a dotted path, an http address, "
             "and sums such as math:1,exact:0.5"
         )
-    module, found = _find(name)
+    module, found = dotted.find("--reward", name)
     if inspect.ismodule(found):
         found = getattr(found, "score", None)
         if not callable(found):
@@ -110,13 +110,16 @@ def resolve(name: str) -> Kind:
         if not callable(method):
             raise ValueError(f"--reward {name}: the class has no method score")
         _check_signature(name, method, (None, None, None, None))
-        return Kind(_config_class(name, module), score=found)
+        return Kind(dotted.section("--reward", name, module, RewardConfig), score=found)
     if not callable(found):
         raise ValueError(f"--reward {name}: a {type(found).__name__}; give a function or a class")
     extra = {"config": None} if "config" in _parameters(found) else {}
     _check_signature(name, found, (None, None, None), extra)
     function = found
-    return Kind(_config_class(name, module), score=lambda config: _Function(function, config))
+    return Kind(
+        dotted.section("--reward", name, module, RewardConfig),
+        score=lambda config: _Function(function, config),
+    )
 
 
 def config_class(selector: str) -> type[RewardConfig] | type[RewardSum]:
@@ -128,34 +131,6 @@ def config_class(selector: str) -> type[RewardConfig] | type[RewardSum]:
         return classes[0]
     fields = [(p.label, c, field(default_factory=c)) for p, c in zip(parts, classes, strict=True)]
     return make_dataclass("RewardSum", fields, bases=(RewardSum,), frozen=True, kw_only=True)
-
-
-def _find(name: str) -> tuple[ModuleType, Any]:
-    """The module, and the thing in it that the dotted path names (the module itself, perhaps)."""
-    module = _import(name, name)
-    if module is not None:
-        return module, module
-    path, _, attribute = name.rpartition(".")
-    module = _import(name, path)
-    if module is None:
-        raise ValueError(f"--reward {name}: there is no module {path}; is it on PYTHONPATH?")
-    if not hasattr(module, attribute):
-        raise ValueError(f"--reward {name}: module {path} has no {attribute}")
-    return module, getattr(module, attribute)
-
-
-def _import(name: str, path: str) -> ModuleType | None:
-    """The module at `path`, None where there is none; its own errors are told in one sentence."""
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (path + ".").startswith(error.name + "."):
-            return None
-        raise ValueError(f"--reward {name}: {path} needs {error.name}, which is missing") from error
-    except Exception as error:
-        raise ValueError(
-            f"--reward {name}: importing {path} raised {type(error).__name__}: {error}"
-        ) from error
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -177,17 +152,3 @@ def _check_signature(
         raise ValueError(
             f"--reward {name}: has the parameters {signature}, must take (sample, prompt, text)"
         ) from error
-
-
-def _config_class(name: str, module: ModuleType) -> type[RewardConfig]:
-    own = [
-        c
-        for c in vars(module).values()
-        if inspect.isclass(c) and issubclass(c, RewardConfig) and c.__module__ == module.__name__
-    ]
-    if len(own) > 1:
-        names = ", ".join(c.__name__ for c in own)
-        raise ValueError(
-            f"--reward {name}: {len(own)} subclasses of RewardConfig ({names}); keep one"
-        )
-    return own[0] if own else RewardConfig

@@ -23,8 +23,8 @@ from rlcore.rewards.kind import Host, Runner, to_result
 from rlcore.rewards.pool import Pool
 from rlcore.rewards.registry import Part, parts_of, resolve
 from rlcore.rewards.wire import Job, SampleInfo
-from rlcore.rewards.worker import last_lines
 from rlcore.sched.reward import AdaptiveTimeout, key_of
+from rlcore.utils.children import last_lines
 from rlcore.utils.log import log
 
 _FULL_ERRORS = 5

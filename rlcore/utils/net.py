@@ -4,12 +4,15 @@ An array travels as (dtype, shape, raw bytes in C order) and comes back as a wri
 it stands in a record: in a typed field or deep inside a `dict[str, Any]`.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
+LENGTH_BYTES = 4
+LARGEST_FRAME = 1 << 28
 _ARRAY = 1  # msgpack extension code
 _KINDS = "biuf"  # bool, signed, unsigned, float: anything else would need a pickle
 
@@ -63,3 +66,32 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
     """The record that `encode` wrote; `kind` is its type or a union such as `AnyEvent`. Raises
     `msgspec.DecodeError` (a ValueError) naming the field that does not fit."""
     return _decoder(kind).decode(data)
+
+
+def frame(message: Any) -> bytes:
+    """A message behind its length, as it goes down a stream. ValueError, TypeError or OverflowError
+    for what cannot travel."""
+    body = encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+class Frames:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The frames that `data` completes. ValueError where the stream is no frame."""
+        self._buffer += data
+        start, end = 0, len(self._buffer)
+        while end - start >= LENGTH_BYTES:
+            size = int.from_bytes(self._buffer[start : start + LENGTH_BYTES], "little")
+            if size > LARGEST_FRAME:
+                raise ValueError(f"a frame of {size} bytes: at most {LARGEST_FRAME} are allowed")
+            if end - start < LENGTH_BYTES + size:
+                break
+            start += LENGTH_BYTES
+            yield bytes(self._buffer[start : start + size])
+            start += size
+        del self._buffer[:start]

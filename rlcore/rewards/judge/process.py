@@ -20,21 +20,20 @@ from typing import Any
 import msgspec
 
 from rlcore.records import RewardResult
-from rlcore.rewards.child import tie_to
 from rlcore.rewards.judge import mps
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.rubric import Rubric, of_probabilities, verdict_ids
 from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, Load, Ready, ToJudge
-from rlcore.rewards.kind import sentence
-from rlcore.rewards.wire import Frames, frame
 from rlcore.utils import net
+from rlcore.utils.children import sentence, tie_to
+from rlcore.utils.net import Frames, frame
 
 _READ_BYTES = 1 << 18
 
 
 def main() -> None:
     channel, parent = int(sys.argv[1]), int(sys.argv[2])
-    tie_to(parent)
+    tie_to(parent, "judge")
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.set_inheritable(channel, False)
     inbox = Inbox(channel)

@@ -19,10 +19,11 @@ from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.rubric import Rubric
 from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, FromJudge, Load, Ready
 from rlcore.rewards.kind import Host
-from rlcore.rewards.wire import Job, frame
+from rlcore.rewards.wire import Job
 from rlcore.rewards.worker import Worker
 from rlcore.utils import net
 from rlcore.utils.log import announce, log
+from rlcore.utils.net import frame
 
 _MAX_FAILED_STARTS = 3
 _CLOSE_S = 20.0
