@@ -1,13 +1,14 @@
-"""The seams: what the trainer knows of engines, learners, weight channels, rewards, envs, phases.
+"""The seams: what the trainer knows of engines, learners, weight channels, rewards, phases. That
+of environments is `envs/kind.py`, which knows no torch.
 
 Each has one production implementation and at least one small one; `tests/contracts/` runs the same
 suite over all of them. Nothing here imports a backend.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -189,12 +190,20 @@ class Reward(Protocol):
         """`text` is the decoded response without special tokens."""
 
 
-class Env(Protocol):
-    """gymnasium's interface on token ids."""
+class Scorer(Protocol):
+    """What an agent needs of the reward service of its rank; no call blocks."""
 
-    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
+    num_pending: int
+    room: int
+    """Samples that `submit` takes now."""
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]: ...
+    def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]: ...
+
+    def cancel(self, ids: Collection[RequestId]) -> None: ...
+
+    def learn(self, anchors: Mapping[str, float]) -> None: ...
 
 
 class PhaseGate(Protocol):

@@ -22,7 +22,8 @@ GroupId = str
 """The part of a request id before the last dot: all responses to one issue of a prompt."""
 Version = Annotated[int, Meta(ge=0)]
 """Number of training steps (rounds) behind the weights: 0 is the model that was loaded."""
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length", "abort", "failed"]
+"""Why a response ended; `failed`: its environment did, and it is not trained."""
 HoldMode = Literal["in_place", "recompute", "release"]
 """What becomes of requests while weights change: the engine keeps tokens and cache, or tokens alone
 and prefills them again, or it lets go of them, and the controller has the tokens."""
@@ -109,7 +110,7 @@ class Sample(Record):
     prompt: IntArray  # [P]
     tokens: IntArray  # [R], the stop token included
     logps: FloatArray  # [R], of the distribution that was sampled
-    versions: IntArray  # [R], policy version that produced each token
+    versions: IntArray  # [R], policy version that produced each token, -1 where an environment did
     finish: Finish
     drafted: np.ndarray | None = None
     """[R] bool: the token was guessed and found right; None where the engine does not draft."""
@@ -170,6 +171,8 @@ class Group(Record):
     errors: tuple[str, ...]
     """Why a score is a substitute; empty where it is genuine."""
     prompt_length: int
+    observed: tuple[int, ...] = ()
+    """Of the tokens of each response, those that an environment gave; empty where there is none."""
 
 
 class History(Record):
@@ -218,6 +221,8 @@ class Finished(Event):
     sample: Sample | None = None
     version: Version = 0
     """Of its first token; known to the controller of an endless round alone."""
+    num_observed: int = 0
+    """Of its tokens, those that an environment gave: they are not trained."""
 
 
 class Aborted(Event):
@@ -270,6 +275,22 @@ class Stats(Event):
     by_batch: tuple[tuple[int, int, int], ...] = ()
     """Requests in decode steps, tokens that they gained, and how many of the requests were in steps
     that could verify drafts; by the size of the batch: 1, 2 to 3, 4 to 7, and so on."""
+    episodes: int = 0
+    """That ended, with `--env`."""
+    turns: int = 0
+    """That were sampled, of episodes that were aborted or failed too."""
+    env_calls: int = 0
+    """Resets and steps of environments that were answered."""
+    env_s: float = 0.0
+    """What these took, summed."""
+    env_timeouts: int = 0
+    """Attempts at an episode that ended since the environment did not answer in time."""
+    env_crashes: int = 0
+    """... since its process died."""
+    env_errors: int = 0
+    """... since it raised."""
+    env_lost_tokens: int = 0
+    """That these had sampled."""
     knee: float = 0.0
     """Tokens of a forward that takes twice as long as one of none, as far as drafting knows it."""
 

@@ -24,17 +24,18 @@ Job = dict[str, Any]
 longest file that it can write; `before`: a command to run first; `path`: folders to import from."""
 
 
-def tiny_model(folder: Path, **changes: Any) -> Path:
-    """config.json and tokenizer of a model for the task `label`; weights come from the seed."""
+def tiny_model(folder: Path, task: str = "label", **changes: Any) -> Path:
+    """config.json and tokenizer of a model for a generated task; weights come from the seed."""
     from rlcore.data import label_task
+    from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import make_char_tokenizer
     from tests import kit
 
     folder.mkdir(parents=True, exist_ok=True)
-    make_char_tokenizer(folder, label_task.CHARS)
+    make_char_tokenizer(folder, TASKS[task].CHARS)
     config = kit.tiny_config("qwen3") | {
         "model_type": "qwen3",
-        "vocab_size": len(label_task.VOCAB),
+        "vocab_size": len(TASKS[task].CHARS) + 2,
         "num_hidden_layers": 2,
         "initializer_range": 0.1,
         "max_position_embeddings": 256,

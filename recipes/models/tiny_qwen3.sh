@@ -3,12 +3,13 @@
 # download. The first run of a seed warm-starts it by supervised training (rlcore sft) and keeps it in
 # the folder of the runs.
 TASK=${TASK:-label}
+[[ -v SFT ]] || SFT=() # further arguments of the warm start
 SEED=$(option run.seed 0 "$@")
 MODEL_PATH=${MODEL_PATH:-$(option run.dir runs "$@")/models/$TASK-s$SEED}
 
 prepare_model() {
   [[ $(option model.path "$MODEL_PATH" "$@") == "$MODEL_PATH" ]] || return 0 # the user has another
-  make_once "$MODEL_PATH" sft --seed "$SEED" --task "$TASK"
+  make_once "$MODEL_PATH" sft --seed "$SEED" --task "$TASK" "${SFT[@]}"
 }
 prepare() { prepare_model "$@"; }
 

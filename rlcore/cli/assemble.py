@@ -25,6 +25,10 @@ from rlcore.config import resolve, rules
 from rlcore.config.schema import Config, reward_sections
 from rlcore.data import prompts
 from rlcore.data.sampler import EpochSampler
+from rlcore.envs import registry as envs
+from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.engine import EpisodeEngine
+from rlcore.envs.scorer import EnvScorer
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.mcore.layout import layout_of, replicas
@@ -33,7 +37,7 @@ from rlcore.metrics.sinks import MetricsWriter, Prometheus, Sink, Wandb
 from rlcore.metrics.trace import RunTrace
 from rlcore.mux.profile import Profile, Profiler
 from rlcore.protocols import Engine, WeightChannel
-from rlcore.records import Prompt, Sampling
+from rlcore.records import GroupId, Prompt, Sampling
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.residency import footprint
 from rlcore.rewards.service import RewardService
@@ -130,6 +134,7 @@ def _assemble(
 ) -> Run:
     """What takes long to start (engine, reward children) starts first and gets ready while the
     learner is built; what may be wrong in the data is found before that."""
+    cfg = with_tasks(cfg)
     if world.rollout_ranks:  # engine and learner do not share a device
         cfg = replace(cfg, train=replace(cfg.train, offload=False))
     world.phase("start: engine")
@@ -142,6 +147,10 @@ def _assemble(
     deadlines = make_deadlines(cfg)
     scorer = make_scorer(cfg, world, deadlines) if world.samples else None
     engine = make_engine(cfg, hf, world) if world.samples else None
+    in_child = isinstance(engine, ChildEngine)
+    if cfg.select.env and engine is not None:
+        engine = make_episodes(cfg, world, engine, tokenizer, lambda group: agent.prompts[group])
+        scorer = EnvScorer(engine.outcomes, scorer)
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, engine):
         if part is not None:
@@ -189,7 +198,7 @@ def _assemble(
     if world.trains and wants(cfg) == "gae":
         critic = make_critic(cfg, hf, world)
         on_close(critic.close)
-    in_child, to_shelf = isinstance(engine, ChildEngine), gate is not None
+    to_shelf = gate is not None
     channel = make_weight_channel(cfg, world, in_child, to_shelf=to_shelf)
     run = Run(
         cfg=cfg,
@@ -443,7 +452,48 @@ def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
     return None
 
 
-def make_scorer(cfg: Config, world: World, deadlines: AdaptiveTimeout | None) -> RewardService:
+def with_tasks(cfg: Config) -> Config:
+    """With the prompts of an environment that makes its own."""
+    task = cfg.env.TASK
+    if not task or (cfg.data.train, cfg.data.val) == ((task,), (task,)):
+        return cfg
+    val = (task,) if cfg.data.val or cfg.eval.every else ()
+    announce("prompts", f"of --env {cfg.select.env}: the generated task {task}")
+    return replace(cfg, data=replace(cfg.data, train=(task,), val=val))
+
+
+def make_episodes(
+    cfg: Config,
+    world: World,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt_of: Callable[[GroupId], Prompt],
+) -> EpisodeEngine:
+    """The engine of a rank whose responses are episodes. With --debug.deterministic they take
+    their turns together."""
+    template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
+    is_chat = template == "chat" or (template == "auto" and not tasks)
+    announce("env", f"{cfg.select.env}, {cfg.env.workers} processes")
+    return EpisodeEngine(
+        engine,
+        cfg.select.env,
+        envs.resolve(cfg.select.env),
+        cfg.env,
+        dialogue=Dialogue(tokenizer, is_chat=is_chat),
+        decode=tokenizer.decode,
+        prompt_of=prompt_of,
+        seed=cfg.run.seed,
+        barrier=cfg.debug.env_barrier or cfg.debug.deterministic,
+        log_file=run_folder(cfg) / "logs" / f"env{world.rank}.log",
+    )
+
+
+def make_scorer(
+    cfg: Config, world: World, deadlines: AdaptiveTimeout | None
+) -> RewardService | None:
+    """The rank's rewards; None where environments alone score."""
+    if cfg.select.env and envs.resolve(cfg.select.env).scored_by == "env":
+        return None
     return RewardService(
         cfg.select.reward,
         config=cfg.reward,
@@ -765,7 +815,8 @@ def make_place(cfg: Config) -> LeastLoaded:
     bit by bit.
     """
     r = cfg.rollout
-    return LeastLoaded(r.max_running if r.queue else sys.maxsize, spread=r.place == "response")
+    most = cfg.env.max_running if cfg.select.env else r.max_running
+    return LeastLoaded(most if r.queue else sys.maxsize, spread=r.place == "response")
 
 
 def make_controller(
@@ -924,7 +975,13 @@ def make_source(
         def next_prompts(n: int) -> list[Prompt]:
             return [prompt_of(row) for _, row in sampler.next(n)]
 
-        return EpochOrder(next_prompts, **sizes, greedy_baseline=wants(cfg) == "remax")
+        return EpochOrder(
+            next_prompts,
+            **sizes,
+            greedy_baseline=wants(cfg) == "remax",
+            num_started=cfg.env.num_groups,
+            group_size=cfg.env.group_size,
+        )
     tail, rows = cfg.tail, sampler.state()["num_rows"]
     starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
     if rows is not None and rows < starts:

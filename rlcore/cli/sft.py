@@ -24,7 +24,7 @@ class SFTConfig:
 
     out: Path
     """Folder of the model."""
-    task: Literal["label", "oneline"] = "label"
+    task: Literal["label", "oneline", "frozenlake"] = "label"
     """The generated task that it begins to learn; its characters are the vocabulary."""
     seed: int = 0
     steps: int = 500
@@ -113,10 +113,13 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
             ]
             built.eval_sets = [("probe", probe)]
 
-        def demonstrations(index: int) -> tuple[list[int], list[int]]:
+        turns = getattr(task, "TURNS", task.CHARS)
+
+        def demonstrations(index: int) -> sft_loop.Demonstration:
             row = task.make("train", cfg.seed, index)
-            response = tokenizer.encode(row.demonstration)
-            return tokenizer.encode(row.prompt), [*response, tokenizer.eos_ids[0]]
+            response = [*tokenizer.encode(row.demonstration), tokenizer.eos_ids[0]]
+            said = [c in turns for c in row.demonstration]  # a token for each character
+            return sft_loop.Demonstration(tokenizer.encode(row.prompt), response, [*said, True])
 
         accuracy = sft_loop.train(
             built,
@@ -151,7 +154,8 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
 
     # Programs are compared with the demonstration: a sandbox for every probe would take minutes.
     marker = ["--reward.after", ">"] if cfg.task == "label" else []
-    base = parse(["--reward", "exact", *marker])
+    lake = ["--env", "frozenlake", "--env.turn_tokens", "1"] if cfg.task == "frozenlake" else []
+    base = parse(["--reward", "exact", *marker, *lake])
     return replace(
         base,
         run=RunConfig(

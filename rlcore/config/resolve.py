@@ -1,8 +1,9 @@
 """Command line to `Config`: selectors first, nearest-name errors, JSON out.
 
 tyro does the typing; this file adds three things it does not have: the selectors `--algo`,
-`--reward`, `--mode`, `--schedule` that choose a section's class, one-sentence errors that name the
-nearest key, and the last occurrence of a key winning, so that recipes can be overridden by "$@".
+`--reward`, `--env`, `--mode`, `--schedule` that choose a section's class, one-sentence errors that
+name the nearest key, and the last occurrence of a key winning, so that recipes can be overridden by
+"$@".
 """
 
 import contextlib
@@ -92,7 +93,7 @@ def _take_selectors(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _example(selector: str) -> str:
-    return f"--{selector} {SelectConfig.__dataclass_fields__[selector].default}"
+    return f"--{selector} {SelectConfig.__dataclass_fields__[selector].default or 'NAME'}"
 
 
 def _check_choice(name: str, value: str) -> None:

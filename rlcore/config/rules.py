@@ -11,6 +11,7 @@ from rlcore.config.schema import (
     AsyncConfig,
     Config,
     DraftConfig,
+    EnvConfig,
     MuxConfig,
     StreamConfig,
     TailConfig,
@@ -100,6 +101,7 @@ def broken(cfg: Config) -> list[str]:
         *_roles(cfg),
         *_async(cfg),
         *_mux(cfg),
+        *_env(cfg),
     ]
 
 
@@ -260,9 +262,9 @@ def _data(cfg: Config) -> list[str]:
     out = []
     if not cfg.model.path:
         out.append("--model.path: is empty; give the Hugging Face folder of the start model")
-    if not cfg.data.train:
+    if not cfg.data.train and not cfg.env.TASK:
         out.append("--data.train: is empty; give prompt files (.jsonl, .parquet) or the task label")
-    if cfg.eval.every and not cfg.data.val:
+    if cfg.eval.every and not cfg.data.val and not cfg.env.TASK:
         out.append("--data.val: is empty; give validation prompts, or --eval.every 0 for none")
     return out
 
@@ -676,6 +678,62 @@ def _mux(cfg: Config) -> list[str]:
     if not found.lease_s >= 1:
         out.append(f"--mux.lease_s {found.lease_s:g}: must be at least 1, or a slow moment kills")
     return out
+
+
+def _env(cfg: Config) -> list[str]:
+    """What environments need, and what has no place beside them."""
+    env, out = cfg.env, []
+    if not cfg.select.env:
+        changed = [
+            f.name for f in fields(env) if getattr(env, f.name) != getattr(EnvConfig(), f.name)
+        ]
+        if cfg.debug.env_barrier:
+            out.append("--debug.env_barrier: has no effect without --env")
+        return out + [f"--env.{name}: has no effect without --env" for name in changed]
+    for key in ("max_turns", "max_running", "workers", "timeout_s"):
+        if not getattr(env, key) > 0:
+            out.append(f"--env.{key} {getattr(env, key):g}: must be above 0")
+    for key in ("turn_tokens", "retries", "num_groups", "group_size"):
+        if not getattr(env, key) >= 0:
+            out.append(f"--env.{key} {getattr(env, key)}: must be 0 or more")
+    if not env.timeout_s < cfg.rollout.deadline_s:
+        out.append(
+            f"--env.timeout_s {env.timeout_s:g}: must be below rollout.deadline_s "
+            f"{cfg.rollout.deadline_s:g}, after which a round without a new token is given up"
+        )
+    least = {
+        "num_groups": ("data.prompts_per_step", cfg.data.prompts_per_step),
+        "group_size": ("rollout.samples_per_prompt", cfg.rollout.samples_per_prompt),
+    }
+    for key, (name, number) in least.items():
+        if 0 < getattr(env, key) < number:
+            out.append(
+                f"--env.{key} {getattr(env, key)}: must be at least {name} {number}, which count; "
+                "0 starts no more than these"
+            )
+    if env.num_groups and cfg.select.mode == "async":
+        out.append(
+            f"--env.num_groups {env.num_groups}: --mode async has no rounds; take "
+            "async.extra_prompts"
+        )
+    if cfg.select.mode == "stream":
+        out.append(
+            "--mode stream: moves responses to other ranks, and environments cannot move; take "
+            "--mode sync or async"
+        )
+    if cfg.select.schedule != "all":
+        out.append(
+            f"--schedule {cfg.select.schedule}: is not for environments; take --schedule all with "
+            "env.num_groups and env.group_size"
+        )
+    if cfg.algo.adv_estimator == "remax":
+        out.append("--algo.adv_estimator remax: has no place beside --env; take grpo")
+    if cfg.rollout.draft in FROM_HISTORY:
+        out.append(
+            f"--rollout.draft {cfg.rollout.draft}: knows prompts, and turns of episodes have none "
+            "of their own; take ngram, or none"
+        )
+    return out + env.problems()
 
 
 def _train(cfg: Config) -> list[str]:

@@ -5,7 +5,7 @@ command line into it and refuses combinations that cannot work.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rlcore.algos.base import AlgoConfig
 
@@ -14,14 +14,16 @@ Section = dataclass(frozen=True, kw_only=True)
 
 @Section
 class SelectConfig:
-    """The selectors `--algo --reward --mode --schedule`: they are read first and choose the class
-    behind the section of the same name, or the policy."""
+    """The selectors `--algo --reward --env --mode --schedule`: they are read first and choose the
+    class behind the section of the same name, or the policy."""
 
     algo: str = "grpo"
     """A name in `algos/`, or a dotted path to a module of yours with a config class and a loss."""
     reward: str = "exact"
     """A name in `rewards/`, a dotted path or an http address; or a weighted sum of them, such as
     `math:1,judge:0.5`."""
+    env: str = ""
+    """A name in `envs/`, or a dotted path: responses are episodes of several turns. Empty: none."""
     mode: Literal["sync", "stream", "async"] = "sync"
     """The loop. `sync`: sample, then train, strictly on-policy. `stream`: the same, but half of the
     ranks train what is complete while the others decode the last answers. `async`: ranks that only
@@ -62,7 +64,8 @@ class ModelConfig:
 @Section
 class DataConfig:
     train: tuple[str, ...] = ()
-    """Prompt files (.jsonl, .parquet), or the name of a generated task: `label`, `oneline`."""
+    """Prompt files (.jsonl, .parquet), or the name of a generated task: `label`, `oneline`,
+    `frozenlake`, `blackjack`."""
     val: tuple[str, ...] = ()
     """Evaluated at the start, every `eval.every` steps and at the end; reported by file name."""
     prompts_per_step: int = 32
@@ -299,6 +302,41 @@ def reward_sections(reward: RewardConfig | RewardSum) -> dict[str, RewardConfig]
 
 
 @Section
+class EnvConfig:
+    """Keys that every environment has; of `--env`, rlcore/envs/README.md. An episode takes the
+    place of a response: rollout.max_tokens is the limit of all its turns and observations."""
+
+    TASK: ClassVar[str] = ""
+    """Of a kind of environment that makes its own prompts: the generated task that takes the place
+    of data.train and data.val."""
+    max_turns: int = 16
+    """Turns of the policy in an episode; one that needs more is cut."""
+    turn_tokens: int = 0
+    """Most tokens of a turn; 0: as many as are left of rollout.max_tokens."""
+    max_running: int = 256
+    """Episodes of a rank that have an environment at a time; others wait. Those that wait for their
+    environment take no place of rollout.max_running."""
+    workers: int = 2
+    """Processes of a rank that run environments, as many as they are in threads."""
+    timeout_s: float = 60.0
+    """An environment that takes longer for a reset or a step fails its episode; its process is
+    ended when the other episodes there have."""
+    retries: int = 1
+    """Times that an episode is begun anew when its environment failed, in a process of its own.
+    After the last it counts as failed, scores 0 and is not trained."""
+    num_groups: int = 0
+    """Groups of episodes that a step starts; it takes the first data.prompts_per_step that are
+    complete. 0: no more than these. With `--mode async` async.extra_prompts does this."""
+    group_size: int = 0
+    """Episodes of a group that are started; the first rollout.samples_per_prompt count. 0: no more
+    than these."""
+
+    def problems(self) -> list[str]:
+        """What cannot work in the keys that an environment has besides these, one sentence each."""
+        return []
+
+
+@Section
 class TailConfig:
     """Of `--schedule tail_batching`; sched/tail_batching.py."""
 
@@ -475,6 +513,9 @@ class DebugConfig:
     to `<run>/record`."""
     rollout_tp: tuple[int, ...] = ()
     """Size of the rollout engines in step 1, 2, ..., the last one in all others: with SGLang."""
+    env_barrier: bool = False
+    """All episodes of a rank take their turns together, and wait for the slowest environment: to
+    see what env-level asynchrony saves. The order of episodes in a batch is then fixed, too."""
     reward_barrier: bool = False
     """Rewards start when the rank's engine has nothing left to decode, not as responses end: to
     see what the overlap saves."""
@@ -487,7 +528,8 @@ class DebugConfig:
 
 @Section
 class Config:
-    """The whole configuration. `algo` and `reward` hold the class that their selector chose."""
+    """The whole configuration. `algo`, `reward` and `env` hold the class that their selector
+    chose."""
 
     select: SelectConfig = field(default_factory=SelectConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -503,6 +545,7 @@ class Config:
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     """On the command line `async`, which is no name in Python."""
     reward: Any = field(default_factory=RewardConfig)
+    env: Any = field(default_factory=EnvConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -12,9 +12,10 @@ from rlcore.tensors import Batch, cumulative
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
-    """[T] tokens of all samples in their order, on the CPU; responses are the mask. On prompts
-    `logp_sampler` is 0 and `versions` is -1. No samples give an empty batch. ValueError for a
-    sample without a prompt: the first token of a sequence has no log-prob."""
+    """[T] tokens of all samples in their order, on the CPU. The mask are sampled tokens: those of
+    responses, but for what an environment gave. Elsewhere `logp_sampler` is 0 and `versions` is -1.
+    No samples give an empty batch. ValueError for a sample without a prompt: the first token of a
+    sequence has no log-prob."""
     for s in samples:
         if not len(s.prompt):
             raise ValueError(f"sample {s.id}: has no prompt tokens; a prompt needs at least one")
@@ -25,12 +26,14 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
             )
     parts = list(chain.from_iterable((s.prompt, s.tokens) for s in samples))
     lengths = np.array([len(p) for p in parts], dtype=np.int64)
-    mask = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
-    logps = np.zeros(mask.size, np.float32)
-    versions = np.full(mask.size, -1, np.int32)
+    response = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
+    logps = np.zeros(response.size, np.float32)
+    versions = np.full(response.size, -1, np.int32)
     if samples:
-        logps[mask] = np.concatenate([s.logps for s in samples])
-        versions[mask] = np.concatenate([s.versions for s in samples])
+        logps[response] = np.concatenate([s.logps for s in samples])
+        versions[response] = np.concatenate([s.versions for s in samples])
+    mask = versions >= 0
+    logps[~mask] = 0.0
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     return Batch(
         tokens=torch.from_numpy(tokens),

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, overload
 import msgspec
 import numpy as np
 
-from rlcore.data import label_task, oneline_task
+from rlcore.data import cards_task, label_task, lake_task, oneline_task
 from rlcore.data.generated import NUM_VAL, Row, Split
 from rlcore.records import Prompt
 from rlcore.utils import net
@@ -59,12 +59,16 @@ class Task(Protocol):
     CHARS: str
     """Of all its texts, in the order of their tokens."""
 
+    # TURNS, where it has some: the characters of a demonstration that the policy says
+
     def make(self, split: Split, seed: int, index: int) -> Row: ...
 
     def to_prompt(self, row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt: ...
 
 
-TASKS: dict[str, Task] = {task.NAME: task for task in (label_task, oneline_task)}
+TASKS: dict[str, Task] = {
+    task.NAME: task for task in (label_task, oneline_task, lake_task, cards_task)
+}
 """Generated tasks by the name that stands for them in data.train and data.val."""
 
 

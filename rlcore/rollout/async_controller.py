@@ -135,7 +135,7 @@ class AsyncController(Controller):
             for i, length in zip(event.ids, event.lengths, strict=True):
                 if length:
                     self.buffer.decoded(group_of(i), self._version)
-        elif isinstance(event, Finished):
+        elif isinstance(event, Finished) and event.num_tokens:  # a failed episode has none
             self.buffer.decoded(group_of(event.id), event.version)
         if isinstance(event, Finished | Rewarded | Preempted) and event.id not in self._requests:
             if isinstance(event, Finished) and event.rank in self._up:

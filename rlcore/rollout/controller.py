@@ -234,6 +234,7 @@ class Controller:
         self._last_finish = now
         request = self._requests[event.id]
         request.num_tokens, request.finish = event.num_tokens, event.finish
+        request.num_observed = event.num_observed
         if self._elastic is not None:
             self._elastic.finished(event.num_tokens)
         if event.rank in self._up:  # it may be leaving
@@ -529,13 +530,15 @@ class Controller:
             out["reward/timeout_s/min"] = min(limits)
         for name in dict.fromkeys(name for r in results for name in r.details):
             values = [r.details[name] for r in results if name in r.details]
-            out[f"reward/{name}"] = sum(values) / len(values)
+            key = name if name.startswith("env/") else f"reward/{name}"
+            out[key] = sum(values) / len(values)
         return out
 
     def _group(self, state: GroupState) -> Group:
         requests = sorted(state.counted, key=lambda r: r.order)
         results = [r.result for r in requests]
         assert all(r is not None for r in results), state.work.id
+        observed = tuple(r.num_observed for r in requests)
         return Group(
             id=state.work.id,
             prompt_index=state.work.prompt.index,
@@ -546,6 +549,7 @@ class Controller:
             finishes=tuple(r.finish for r in requests),
             errors=tuple(r.error for r in results if r),
             prompt_length=len(state.work.prompt.tokens),
+            observed=observed if any(observed) else (),
         )
 
     # ---- deadlines

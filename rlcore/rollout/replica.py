@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rlcore.protocols import Engine, Mortal
+from rlcore.protocols import Engine, Mortal, Scorer
 from rlcore.records import (
     Abort,
     Aborted,
@@ -58,28 +58,23 @@ DRAFT_COUNTS = (
     "draft_s",
     "verify_s",
 )
+ENV_COUNTS = (
+    "episodes",
+    "turns",
+    "env_calls",
+    "env_s",
+    "env_timeouts",
+    "env_crashes",
+    "env_errors",
+    "env_lost_tokens",
+)
+"""Of an engine whose responses are episodes."""
 BATCHES = tuple(2**i for i in range(12))
 """Sizes of batches that are told apart: up to the next one, the last without an end."""
 BATCH_COUNTS = tuple(f"{what}/{n}" for n in BATCHES for what in ("rows", "tokens", "on"))
 """Of `Stats.by_batch`."""
 LATE_POLLS = 10
 """Times that an engine which has let go of everything is asked for its last counters."""
-
-
-class Scorer(Protocol):
-    """What the agent needs of the reward service."""
-
-    num_pending: int
-    room: int
-    """Samples that `submit` takes now."""
-
-    def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None: ...
-
-    def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]: ...
-
-    def cancel(self, ids: Collection[RequestId]) -> None: ...
-
-    def learn(self, anchors: Mapping[str, float]) -> None: ...
 
 
 class Learns(Protocol):
@@ -475,7 +470,8 @@ class Agent:
                 assert sample is not None, event.id
                 self._live.discard(event.id)
                 self.samples[event.id] = sample
-                version = int(sample.versions[0]) if len(sample.versions) else 0
+                sampled = sample.versions[sample.versions >= 0]
+                version = int(sampled[0]) if len(sampled) else 0
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
                 if sample.group in self.prompts:  # else it was forgotten meanwhile
@@ -494,7 +490,7 @@ class Agent:
             elif isinstance(event, Stats):
                 self._has_reported = not event.running and not event.waiting
                 self.cache_used = max(self.cache_used, event.cache_used)
-                for name in (*COUNTS, *DRAFT_COUNTS):
+                for name in (*COUNTS, *DRAFT_COUNTS, *ENV_COUNTS):
                     self.counts[name] += getattr(event, name)
                 for i, told in enumerate(event.by_batch):
                     size = BATCHES[min(i, len(BATCHES) - 1)]
@@ -554,4 +550,4 @@ class Agent:
 
 
 def _no_counts() -> dict[str, float]:
-    return dict.fromkeys((*COUNTS, *DRAFT_COUNTS, *BATCH_COUNTS), 0.0)
+    return dict.fromkeys((*COUNTS, *DRAFT_COUNTS, *ENV_COUNTS, *BATCH_COUNTS), 0.0)

@@ -29,6 +29,8 @@ class RequestState:
     num_tokens: int = 0
     finish: str = ""
     """Why it ended; `abort` also while an abort is on its way."""
+    num_observed: int = 0
+    """Of its tokens, those that an environment gave."""
     result: RewardResult | None = None
     resume: Partial | None = None
     """What it had produced when its engine died."""

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from rlcore.records import BASELINE, GroupId, Prompt, Sampling, Work
 from rlcore.sched.roles import Kind, Round
-from rlcore.sched.stop import All
+from rlcore.sched.stop import All, First
 
 
 class EpochOrder:
@@ -20,17 +20,28 @@ class EpochOrder:
         num_prompts: int,
         num_samples: int,
         greedy_baseline: bool = False,
+        num_started: int = 0,
+        group_size: int = 0,
     ) -> None:
         """`next_prompts(n)` gives the next n prompts of the epoch order. With `greedy_baseline`
-        every prompt is answered once more with the most likely tokens, as group `b<id>`."""
+        every prompt is answered once more with the most likely tokens, as group `b<id>`.
+
+        Redundancy (ROLL Flash's `num_env_groups x group_size`): of `num_started` prompts the first
+        `num_prompts` that are complete are taken, of `group_size` responses to each the first
+        `num_samples`. What is late is dropped: its prompt is not asked again in this epoch."""
         self._next_prompts = next_prompts
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._greedy_baseline = greedy_baseline
+        self._num_started = max(num_started, num_prompts)
+        self._group_size = max(group_size, num_samples)
         self.issued = 0
 
     def next_round(self, sampling: Sampling) -> Round:
-        """The work of one synchronous round: all of it is waited for."""
-        return Round(work=self.issue(self._num_prompts, sampling), stop=All())
+        """The work of one synchronous round: all of it is waited for, or the first groups."""
+        work = self.issue(self._num_started, sampling)
+        if self._num_started == self._num_prompts:
+            return Round(work=work, stop=All())
+        return Round(work=work, stop=First({"": self._num_prompts}, {w.id: "" for w in work}))
 
     def issue(self, count: int, sampling: Sampling) -> list[Work]:
         """The work of the next `count` prompts."""
@@ -40,7 +51,8 @@ class EpochOrder:
                 Work(
                     id=f"t{self.issued}",
                     prompt=prompt,
-                    num_samples=self._num_samples,
+                    num_samples=self._group_size,
+                    wanted=self._num_samples if self._group_size > self._num_samples else 0,
                     sampling=sampling,
                 )
             )

@@ -63,8 +63,8 @@ def by_response(
     groups = [
         advantage.GroupRewards(
             rewards=tuple(r.reward - lost.get(r.id, 0.0) for r in members),
-            lengths=tuple(r.num_tokens for r in members),
-            trained=tuple(r.num_tokens if r.id in trained else 0 for r in members),
+            lengths=tuple(r.num_trained for r in members),
+            trained=tuple(r.num_trained if r.id in trained else 0 for r in members),
         )
         for members in plan.groups
     ]

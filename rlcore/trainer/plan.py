@@ -27,6 +27,13 @@ class Row:
     num_tokens: int
     """Of the response."""
     prompt_length: int
+    num_observed: int = 0
+    """Tokens of the response that an environment gave."""
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens of the response that the policy sampled."""
+        return self.num_tokens - self.num_observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Plan:
 
     def lengths(self, update: int) -> list[int]:
         """Trained tokens of every row of the update, over all ranks."""
-        return [r.num_tokens for part in self.updates[update] for r in part]
+        return [r.num_trained for part in self.updates[update] for r in part]
 
     def loads(self, num_ranks: int) -> list[int]:
         """Tokens of prompts and responses that each data-parallel rank trains, over all updates."""
@@ -121,18 +128,29 @@ def make(
     max_tokens: int = 1,
     shuffle_rewards: bool = False,
 ) -> Plan:
-    """Rewards shaped, groups of equal scores and truncated rows dropped if asked, rows shuffled by
-    `seed`, cut into `num_updates` parts of equal size and spread over `num_ranks` by length.
-    `max_tokens` is the longest response."""
+    """Failed episodes left out, rewards shaped, groups of equal scores and truncated rows dropped
+    if asked, rows shuffled by `seed`, cut into `num_updates` parts of equal size and spread over
+    `num_ranks` by length. `max_tokens` is the longest response."""
     rows: list[Row] = []
     kept: list[tuple[Row, ...]] = []
     equal = 0
     rewards = rewards_of(groups, algo, max_tokens, seed if shuffle_rewards else None)
     for group, given in zip(groups, rewards, strict=True):
         members = tuple(
-            Row(ref.id, ref.owner, score, reward, n, group.prompt_length)
-            for ref, (score, reward), n in zip(group.refs, given, group.lengths, strict=True)
+            Row(ref.id, ref.owner, score, reward, n, group.prompt_length, seen)
+            for ref, (score, reward), n, seen, finish in zip(
+                group.refs,
+                given,
+                group.lengths,
+                group.observed or (0,) * len(group.refs),
+                group.finishes,
+                strict=True,
+            )
+            if finish != "failed"
         )
+        if not members:
+            continue
+        finishes = [f for f in group.finishes if f != "failed"]
         no_spread = is_equal([r.score for r in members])
         equal += no_spread
         if no_spread and algo.equal_reward_groups == "drop":
@@ -141,7 +159,7 @@ def make(
         drop_cut = algo.truncated_responses == "drop"
         rows += [
             r
-            for r, finish in zip(members, group.finishes, strict=True)
+            for r, finish in zip(members, finishes, strict=True)
             if not (drop_cut and finish == "length")
         ]
     seeds.rng(seed, "rows").shuffle(rows)

@@ -67,6 +67,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
     lengths = [n for g in groups for n in g.lengths]
     prompts = [g.prompt_length for g in groups]
     finishes = [f for g in groups for f in g.finishes]
+    observed = sum(n for g in groups for n in g.observed)
     errors = [e for g in groups for e in g.errors if e]
     reasons = Counter(reason for e in errors for reason in reasons_of(e))
     clusters = [g.id for g in groups for _ in g.scores]
@@ -91,7 +92,8 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
         "perf/total_num_tokens": float(
             sum(lengths) + sum(g.prompt_length * len(g.lengths) for g in groups)
         ),
-        "sched/response_tokens": float(sum(lengths)),
+        "sched/response_tokens": float(sum(lengths) - observed),
+        **({"env/observed_tokens": observed / max(sum(lengths), 1)} if observed else {}),
         "sched/trained_tokens": float(cfg.train.epochs * sum(loads)),
     }
 
@@ -124,6 +126,20 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
         out["spec/history_prompts"] = float(len(run.rollout.library))
         out["spec/history_tokens"] = float(run.rollout.library.num_tokens)
     return out
+
+
+def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
+    """`env/*` from the counters of all ranks, where responses are episodes."""
+    if not run.cfg.select.env:
+        return {}
+    return {
+        "env/episodes": totals["episodes"],
+        "env/call_s": totals["env_s"] / max(totals["env_calls"], 1.0),
+        "env/failures/timeout": totals["env_timeouts"],
+        "env/failures/crash": totals["env_crashes"],
+        "env/failures/error": totals["env_errors"],
+        "env/lost_tokens": totals["env_lost_tokens"],
+    }
 
 
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:

@@ -6,6 +6,7 @@ decayed rate and close probes keep the end near the target.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,19 @@ from rlcore.trainer.run import Run
 from rlcore.trainer.sync_loop import push_weights
 from rlcore.utils import collective
 
-Demonstrations = Callable[[int], tuple[list[int], list[int]]]
-"""Index -> prompt tokens, response tokens with the end of sequence."""
+
+class Demonstration(NamedTuple):
+    """A row to learn from."""
+
+    prompt: list[int]
+    response: list[int]
+    """With the end of sequence."""
+    said: list[bool]
+    """Of the response: what the policy is to say; the rest is an environment's."""
+
+
+Demonstrations = Callable[[int], Demonstration]
+"""By index."""
 
 
 def nll(x: LossInputs) -> LossOutput:
@@ -41,7 +53,7 @@ def train(
         run.step = step
         with run.spans.phase("step"), run.spans.phase("update_actor"):
             rows = [demonstrations((step - 1) * rows_per_step + i) for i in range(rows_per_step)]
-            num_tokens = sum(len(response) for _, response in rows)
+            num_tokens = sum(sum(row.said) for row in rows)
             run.learner.accumulate(batch_of(rows[run.dp_rank :: len(run.replicas)]), nll)
             run.pending |= run.learner.apply(float(num_tokens))
         done = step == run.cfg.run.steps
@@ -74,10 +86,10 @@ def probe(run: Run) -> float:
     return collective.reduce_floats([mine], "max")[0]
 
 
-def batch_of(rows: list[tuple[list[int], list[int]]]) -> Batch:
+def batch_of(rows: list[Demonstration]) -> Batch:
     """Demonstrations as if they had been sampled."""
     samples = []
-    for i, (prompt, response) in enumerate(rows):
+    for i, (prompt, response, said) in enumerate(rows):
         n = len(response)
         samples.append(
             Sample(
@@ -85,7 +97,7 @@ def batch_of(rows: list[tuple[list[int], list[int]]]) -> Batch:
                 prompt=np.array(prompt, np.int32),
                 tokens=np.array(response, np.int32),
                 logps=np.zeros(n, np.float32),
-                versions=np.zeros(n, np.int32),
+                versions=np.where(said, 0, -1).astype(np.int32),
                 finish="stop",
             )
         )

@@ -197,4 +197,5 @@ def engine_counts(run: Run) -> dict[str, float]:
     sums = collective.reduce_floats(list(counts.values()), group=run.everyone)  # W
     totals = dict(zip(counts, sums, strict=True))
     found = {f"sched/{name}": totals[name] for name in COUNTS}
-    return found | report.of_drafts(run, totals) | report.of_nodes(run)
+    found |= report.of_drafts(run, totals) | report.of_envs(run, totals)
+    return found | report.of_nodes(run)

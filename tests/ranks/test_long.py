@@ -163,6 +163,22 @@ def test_the_tiny_code_recipe_learns(tmp_path):
     assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.06
 
 
+@pytest.mark.timeout(1800)
+def test_the_tiny_walks_are_learned(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    command = [
+        "bash",
+        "recipes/frozenlake_tiny.sh",
+        "--run.dir",
+        str(tmp_path),
+        "--eval.every",
+        "0",
+    ]
+    subprocess.run(command, cwd=root, check=True, env=os.environ | {"CI": "1"}, timeout=1700)
+    summary = json.loads((tmp_path / "frozenlake_tiny" / "summary.json").read_text())
+    assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.1
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(4))
 def test_a_rank_that_stands_still_ends_the_run_with_a_verdict(tmp_path, number):

@@ -38,6 +38,8 @@ WORLDS = {
     "exp_tis_int8": 1,
     "judge_tiny": 1,
     "code_tiny": 1,
+    "frozenlake_tiny": 1,
+    "agentic_frozenlake": 8,
     "code_14b": 32,
     "judge_7b": 16,
 }

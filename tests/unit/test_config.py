@@ -228,6 +228,34 @@ def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--env frozenlake --env.num_groups 40 --env.group_size 9 --env.slippery", ""),
+        ("--env latency --data.train label", ""),
+        ("--env latency", "--data.train: is empty"),
+        ("--data.train label --env.workers 3", "--env.workers: has no effect without --env"),
+        ("--env frozenlake --env.workers 0", "--env.workers 0: must be above 0"),
+        ("--env frozenlake --env.retries -1", "--env.retries -1: must be 0 or more"),
+        ("--env frozenlake --env.timeout_s 1800", "--env.timeout_s 1800: must be below"),
+        ("--env frozenlake --env.num_groups 3", "--env.num_groups 3: must be at least data.pro"),
+        ("--env frozenlake --env.group_size 3", "--env.group_size 3: must be at least rollout."),
+        ("--env frozenlake --schedule tail_batching", "--schedule tail_batching: is not for env"),
+        ("--env frozenlake --rollout.draft history", "--rollout.draft history: knows prompts"),
+        ("--env latency --data.train label --env.turns 20", "--env.turns 20: must be from 1 to"),
+        ("--env latency --data.train label --env.fail_slow 2", "--env.fail_slow 2: a share"),
+        (
+            "--env frozenlake --env.num_groups 40 --mode async --cluster.rollout_ranks 1",
+            "--env.num_groups 40: --mode async has no rounds",
+        ),
+    ],
+)
+def test_environments_have_rules(words, said):
+    argv = ["--model.path", "m", "--eval.every", "0", *words.split()]
+    found = rules.broken(parse(argv))
+    assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
     ("ranks", "tp", "said"),
     [
         (3, 1, ""),

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rlcore.data.packing import pack_samples, per_token
 from rlcore.records import Sample
@@ -34,6 +35,17 @@ def test_two_samples_are_packed_one_after_the_other():
     assert torch.equal(batch.logp_sampler, expected)
     assert batch.ids == ("t0.0", "t0.1")
     assert per_token([0.5, -2], batch).tolist() == [0.5] * 3 + [-2] * 4
+
+
+def test_what_an_environment_showed_is_neither_trained_nor_has_a_log_prob():
+    sample = structs.replace(
+        _sample("t0.0", [5, 6], [7, 30, 31, 8], 2), versions=np.array([2, -1, -1, 3], np.int32)
+    )
+    batch = pack_samples([sample])
+    assert batch.tokens.tolist() == [5, 6, 7, 30, 31, 8]
+    assert batch.mask.tolist() == [False, False, True, False, False, True]
+    assert batch.versions.tolist() == [-1, -1, 2, -1, -1, 3]
+    assert torch.equal(batch.logp_sampler, torch.tensor([0, 0, -0.07, 0, 0, -0.08]))
 
 
 ids = st.integers(1, 1000)

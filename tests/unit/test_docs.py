@@ -9,6 +9,7 @@ import pytest
 from rlcore import algos
 from rlcore.config import resolve
 from rlcore.config.schema import Config
+from rlcore.envs import registry as envs
 from rlcore.rewards import registry
 from tests import runs
 
@@ -80,14 +81,16 @@ def test_the_reward_of_the_text_scores(done: runs.Gang) -> None:
 
 
 def known_keys() -> set[str]:
-    """Of every algorithm and reward; those of a reward under its name in a sum, too."""
-    found = {k for k in resolve.keys(Config()) if not k.startswith(("algo.", "reward."))}
+    """Of all algorithms, environments and rewards; of a reward under its name in a sum, too."""
+    found = {k for k in resolve.keys(Config()) if not k.startswith(("algo.", "reward.", "env."))}
     for name in algos.NAMES:
         found |= set(resolve.keys(algos.config_class(name)(), "algo."))
     for name in registry.REWARDS:
         section_class = registry.config_class(name)
         found |= set(resolve.keys(section_class(), "reward."))
         found |= set(resolve.keys(section_class(), f"reward.{name}."))
+    for name in envs.ENVS:
+        found |= set(resolve.keys(envs.config_class(name)(), "env."))
     return found | {"sim.seed"} | OF_EXAMPLES
 
 

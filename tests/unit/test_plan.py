@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rlcore.algos.base import AlgoConfig
 from rlcore.records import Group, SampleRef
@@ -53,6 +54,16 @@ def test_the_rows_of_an_update_do_not_depend_on_the_number_of_ranks(num_ranks, s
 def test_loads_are_prompts_and_responses():
     p = plan.make(groups([[1.0, 0.0]]), AlgoConfig(), num_updates=1, num_ranks=2, seed=1)
     assert sorted(p.placed((0, 2), 3).loads(3)) == [0, 4 + 5, 4 + 6]
+
+
+def test_observations_are_loads_but_not_trained_and_failed_episodes_are_nothing():
+    (group,) = groups([[1.0, 0.0, 0.0]])
+    group = structs.replace(group, observed=(2, 0, 0), finishes=("stop", "stop", "failed"))
+    p = plan.make([group], AlgoConfig(), num_updates=1, num_ranks=1, seed=1)
+    assert rows(p, 0) == ["t0.0", "t0.1"] == [r.id for r in p.groups[0]]
+    assert sorted(p.lengths(0)) == [5 - 2, 6] and p.loads(1) == [4 + 5 + 4 + 6]
+    lost = structs.replace(group, finishes=("failed",) * 3)
+    assert plan.make([lost], AlgoConfig(), num_updates=1, num_ranks=1, seed=1).groups == ()
 
 
 def test_equal_groups_leave_the_batch_when_asked():

@@ -1,0 +1,1 @@
+"""Environments: episodes of several turns in the place of responses. README.md has the whole."""

@@ -1,0 +1,128 @@
+"""The process that runs environments: calls in, one reply each, as they are done.
+
+    python -m rlcore.envs.child FD PARENT
+
+Started by `pool.Pool` only; it dies with its parent. Every environment has a thread while it works,
+so that one that waits keeps nobody. No torch here: it must start fast.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from rlcore.envs.kind import Kind, TextEnv, checked
+from rlcore.envs.registry import resolve
+from rlcore.envs.wire import READY, Call, Reply, Start
+from rlcore.utils import net
+from rlcore.utils.children import sentence, tie_to
+from rlcore.utils.net import Frames, frame
+
+_READ_BYTES = 1 << 18
+_THREADS = 4096
+
+
+class Host:
+    """The environments of this process, by their keys. Calls of one environment come one after the
+    other; those of different ones run beside each other."""
+
+    def __init__(self, kind: Kind, config: Any, channel: int) -> None:
+        self._kind, self._config, self._channel = kind, config, channel
+        self._envs: dict[int, tuple[TextEnv, threading.Lock]] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="env")
+
+    def take(self, call: Call) -> None:
+        """Do it in a thread."""
+        self._threads.submit(self._run, call)
+
+    def send(self, reply: Reply) -> None:
+        """Whole replies, whoever sends."""
+        data = memoryview(frame(reply))
+        with self._lock:
+            while data:
+                data = data[os.write(self._channel, data) :]
+
+    def _run(self, call: Call) -> None:
+        begin = time.monotonic()
+        try:
+            if call.what == "close":
+                env, lock = self._envs.pop(call.key, (None, None))
+                if env is not None and lock is not None:
+                    with lock:  # it may be at a step that nobody waits for any more
+                        env.close()
+                return
+            reply = self._do(call)
+        except BaseException as error:  # the process boundary: environments may raise anything
+            traceback.print_exc()
+            reply = Reply(number=call.number, error=sentence(error))
+        self.send(msgspec.structs.replace(reply, seconds=time.monotonic() - begin))
+
+    def _do(self, call: Call) -> Reply:
+        if call.what == "reset":
+            env, lock = self._kind.make(self._config), threading.Lock()
+            self._envs[call.key] = env, lock
+            prompt = call.prompt
+            assert prompt is not None
+            options = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer}
+            options["episode"] = call.episode
+            with lock:
+                seen, info = env.reset(seed=call.seed, options=options)
+            seen, _, numbers = checked(seen, 0.0, info)
+            return Reply(number=call.number, seen=seen, numbers=numbers)
+        env, lock = self._envs[call.key]
+        action = list(call.tokens) if getattr(env, "wants_tokens", False) else call.text
+        with lock:
+            seen, reward, ended, cut, info = env.step(action)
+        seen, reward, numbers = checked(seen, reward, info)
+        return Reply(
+            number=call.number,
+            seen=seen,
+            reward=reward,
+            is_over=bool(ended) or bool(cut),
+            numbers=numbers,
+        )
+
+
+def main() -> None:
+    channel, parent = int(sys.argv[1]), int(sys.argv[2])
+    tie_to(parent, "env")
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.set_inheritable(channel, False)
+    os.register_at_fork(after_in_child=lambda: os.close(channel))
+    frames, host = Frames(), None
+    while data := os.read(channel, _READ_BYTES):
+        for body in frames.feed(data):
+            if host is None:
+                host = _start(net.decode(body, Start), channel)
+            else:
+                host.take(net.decode(body, Call))
+    os._exit(0)  # threads may be in environments that never return
+
+
+def _start(start: Start, channel: int) -> Host:
+    """Load the environment and say so; what cannot be loaded is the end of this process."""
+    sys.path[:] = start.sys_path
+    try:
+        kind = resolve(start.env)
+        host = Host(kind, msgspec.convert(start.config, kind.config), channel)
+        kind.make(host._config).close()  # what is missing is found now
+    except BaseException as error:
+        traceback.print_exc()
+        data = memoryview(frame(Reply(number=READY, error=sentence(error))))
+        while data:
+            data = data[os.write(channel, data) :]
+        sys.exit(1)
+    host.send(Reply(number=READY))
+    return host
+
+
+if __name__ == "__main__":
+    main()

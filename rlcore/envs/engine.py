@@ -1,0 +1,501 @@
+"""An engine whose responses are episodes: `Engine` outside, environments and another engine inside.
+
+The controller and its agents know nothing of environments: a request is an episode, and its sample
+has all turns and observations. Inside, every episode is an asyncio task (`episode.py`) in a thread
+of its own loop; turns go to the inner engine as requests, so that an episode that waits for its
+environment takes no decode slot. The inner engine is called from the caller's thread alone.
+
+    caller's thread   submit, abort, poll --- turns ---> inner engine
+                          |          ^
+                       episodes    turns, ends
+                          v          |
+    loop's thread     one task an episode <--- frames ---> processes of environments (`pool.py`)
+
+What this keeps of an episode that the engine lets go of (abort, a push with release, its death) is
+nothing: it begins anew elsewhere, as its environment cannot move.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from rlcore.config.schema import EnvConfig
+from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.episode import Limits, Transcript, play
+from rlcore.envs.kind import Kind
+from rlcore.envs.pool import EnvError, Pool
+from rlcore.protocols import Engine, Mortal, PauseMode, Tag
+from rlcore.records import (
+    Aborted,
+    AnyEvent,
+    Bucket,
+    Down,
+    Finished,
+    GroupId,
+    History,
+    Preempted,
+    Progress,
+    Prompt,
+    Request,
+    RequestId,
+    Sample,
+    Stats,
+)
+from rlcore.utils.log import log
+from rlcore.utils.seed import derive
+
+_BUSY_S = 0.004
+"""The inner engine is left this often for turns that have come meanwhile."""
+_CLOSE_S = 20.0
+_FULL_ERRORS = 5
+_MOST_RESTARTS = 16
+"""Times that an episode is begun anew since its process died of another one."""
+_MOST_FAILURES = 16
+"""Attempts that may fail before the first episode of the run ends well."""
+
+
+class Outcome(NamedTuple):
+    """What an episode has come to, for its reward."""
+
+    score: float
+    text: str
+    """Of its last turn."""
+    details: dict[str, float]
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    """An episode from submission to its end; fields are the loop's unless said."""
+
+    request: Request
+    prompt: Prompt
+    so_far: Transcript
+    task: asyncio.Task | None = None
+    turn: RequestId = ""
+    """Of the caller's thread: the request that the inner engine has for it."""
+    length: int = 0
+    """Of the caller's thread: tokens that there are at the end of the last turn."""
+    is_aborted: bool = False
+    """Of the caller's thread."""
+
+
+class EpisodeEngine:
+    """See the module. `protocols.Engine`, and `Mortal` as far as the inner engine is."""
+
+    def __init__(
+        self,
+        inner: Engine,
+        name: str,
+        kind: Kind,
+        config: EnvConfig,
+        *,
+        dialogue: Dialogue,
+        decode: Callable[[Sequence[int]], str],
+        prompt_of: Callable[[GroupId], Prompt],
+        seed: int = 0,
+        barrier: bool = False,
+        log_file: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            name: the selector of `kind`.
+            prompt_of: the row behind a group, asked when its requests are submitted.
+            seed: an environment is reset with a seed that is derived from this and its row: all of
+                a group begin alike.
+            barrier: all episodes take their turns together.
+        """
+        self._inner, self._name, self._kind, self._config = inner, name, kind, config
+        self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
+        self._seed, self._barrier = seed, barrier
+        self.outcomes: dict[RequestId, Outcome] = {}
+        """Of finished episodes, until somebody takes them."""
+        # the caller's
+        self._episodes: dict[RequestId, _Episode] = {}
+        self._turns: dict[RequestId, _Episode] = {}
+        self._held: list[tuple[_Episode, Request]] = []
+        """Turns that wait for the others, with `barrier`."""
+        self._closed = False
+        # shared, under the lock
+        self._changed = threading.Condition()
+        self._asked: deque[tuple[_Episode, Request]] = deque()
+        self._ended: deque[tuple[_Episode, Sample, Outcome]] = deque()
+        self._counts: Counter[str] = Counter()
+        self._failure = ""
+        # the loop's
+        self._waiting: dict[_Episode, asyncio.Future[Sample]] = {}
+        self._errors: Counter[str] = Counter()
+        self._ended_well = False
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._main, args=(log_file, started), name="envs", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+        if self._failure:
+            raise RuntimeError(self._failure)
+
+    # ---- requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin episodes. What they had as parts of others (`Request.resume`) is not used."""
+        for request in requests:
+            if request.id in self._episodes:
+                raise ValueError(f"request {request.id}: is already here; ids are used once")
+        for request in requests:
+            episode = _Episode(
+                request,
+                self._prompt_of(request.group),
+                Transcript(request.id, np.asarray(request.prompt, np.int32)),
+            )
+            self._episodes[request.id] = episode
+            self._loop.call_soon_threadsafe(self._begin, episode)
+
+    def abort(self, ids: Collection[RequestId]) -> None:
+        """Stop episodes; each comes back as `Aborted` with an empty sample."""
+        turns = []
+        for episode in [self._episodes[i] for i in ids if i in self._episodes]:
+            episode.is_aborted = True
+            self._loop.call_soon_threadsafe(self._cancel, episode)
+            if episode.turn:
+                turns.append(episode.turn)
+        if turns:
+            self._inner.abort(turns)
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        """Events of episodes; `Progress` whenever one has had a turn. RuntimeError where no
+        environment can run."""
+        self._hand_over()
+        if self._turns:
+            waits = len(self._turns) < len(self._episodes)
+            found = self._inner.poll(min(timeout_s, _BUSY_S) if waits else timeout_s)
+        else:
+            if self._episodes:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._asked or self._ended or self._failure, timeout_s
+                    )
+            found = self._inner.poll(0.0 if self._episodes else timeout_s)
+            self._hand_over()
+        out: list[AnyEvent] = []
+        for event in found:
+            out += self._translate(event)
+        out += self._aborted() + self._finished()
+        with self._changed:
+            failure = self._failure
+            counts, self._counts = self._counts, Counter()
+        if failure:
+            raise RuntimeError(failure)
+        if counts:
+            out.append(Stats(running=len(self._episodes), **counts))
+        return out
+
+    # ---- the caller's thread
+
+    def _hand_over(self) -> None:
+        """Turns that episodes have asked for go to the inner engine."""
+        with self._changed:
+            asked, self._asked = list(self._asked), deque()
+        self._held += [(e, r) for e, r in asked if not e.is_aborted]
+        if self._barrier:
+            live = sum(not e.is_aborted for e in self._episodes.values())
+            if len(self._held) < min(live, self._config.max_running):
+                return
+            self._held.sort(key=lambda pair: pair[0].request.id)
+        ready, self._held = [pair for pair in self._held if not pair[0].is_aborted], []
+        for episode, request in ready:
+            episode.turn = request.id
+            self._turns[request.id] = episode
+        if ready:
+            self._inner.submit([request for _, request in ready])
+
+    def _translate(self, event: AnyEvent) -> list[AnyEvent]:
+        if isinstance(event, Finished):
+            return self._turn_ended(event.id, event.sample)
+        if isinstance(event, Aborted):
+            return self._turn_ended(event.id, None)
+        if isinstance(event, Preempted):
+            episode = self._turns.get(event.id)
+            return [Preempted(id=episode.request.id)] if episode is not None else []
+        if isinstance(event, Progress):
+            pairs = [
+                (self._turns[i], n)
+                for i, n in zip(event.ids, event.lengths, strict=True)
+                if i in self._turns
+            ]
+            return [
+                Progress(
+                    ids=tuple(e.request.id for e, _ in pairs),
+                    lengths=tuple(len(e.so_far.tokens) + n for e, n in pairs),
+                )
+            ]
+        if isinstance(event, Stats):
+            return [structs.replace(event, running=max(event.running, len(self._episodes)))]
+        if isinstance(event, Down):
+            lost = tuple(self._episodes)
+            self._drop_all()
+            return [Down(reason=event.reason, lost=lost)]
+        return [event]
+
+    def _turn_ended(self, turn: RequestId, sample: Sample | None) -> list[AnyEvent]:
+        """The inner engine is through with it; without a sample it was aborted."""
+        episode = self._turns.pop(turn, None)
+        if episode is None:
+            return []
+        episode.turn = ""
+        if episode.is_aborted:
+            return []  # it is gone when the next poll looks
+        if sample is None:  # not by us: the engine lets go of everything
+            episode.is_aborted = True
+            self._loop.call_soon_threadsafe(self._cancel, episode)
+            return []
+        episode.length = len(episode.so_far.tokens) + len(sample.tokens)
+        self._loop.call_soon_threadsafe(self._answer, episode, sample)
+        return [Progress(ids=(episode.request.id,), lengths=(episode.length,))]
+
+    def _aborted(self) -> list[AnyEvent]:
+        """Those of which the inner engine has nothing any more."""
+        gone = [e for e in self._episodes.values() if e.is_aborted and not e.turn]
+        out: list[AnyEvent] = []
+        for episode in gone:
+            so_far = episode.so_far
+            nothing = Transcript(so_far.id, so_far.prompt).sample("abort")
+            out.append(Aborted(id=so_far.id, num_tokens=episode.length, sample=nothing))
+            del self._episodes[so_far.id]
+        return out
+
+    def _finished(self) -> list[AnyEvent]:
+        with self._changed:
+            ended, self._ended = list(self._ended), deque()
+        out: list[AnyEvent] = []
+        for episode, sample, outcome in ended:
+            if self._episodes.get(sample.id) is not episode:  # it was aborted meanwhile
+                continue
+            del self._episodes[sample.id]
+            self.outcomes[sample.id] = outcome
+            out.append(
+                Finished(
+                    id=sample.id,
+                    num_tokens=len(sample.tokens),
+                    finish=sample.finish,
+                    sample=sample,
+                    num_observed=int((sample.versions < 0).sum()),
+                )
+            )
+        return out
+
+    def _drop_all(self) -> None:
+        """The inner engine has nothing any more."""
+        for episode in self._episodes.values():
+            episode.is_aborted = True  # its task may just be asking for another turn
+            self._loop.call_soon_threadsafe(self._cancel, episode)
+        self._episodes.clear()
+        self._turns.clear()
+        self._held.clear()
+        with self._changed:
+            self._asked.clear()
+            self._ended.clear()
+
+    # ---- the loop's thread
+
+    def _main(self, log_file: Path | None, started: threading.Event) -> None:
+        try:
+            asyncio.run(self._run(log_file, started))
+        except Exception as error:  # a thread's end must not be silent: poll raises it
+            log.exception("env %s: its thread failed", self._name)
+            self._fail(f"--env {self._name}: its thread failed: {error!r}")
+        finally:
+            started.set()
+
+    async def _run(self, log_file: Path | None, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._pool = Pool(self._name, self._config, log_file=log_file)
+        self._slots = asyncio.Semaphore(self._config.max_running)
+        started.set()
+        try:
+            await self._over.wait()
+        finally:
+            self._pool.close()
+
+    def _begin(self, episode: _Episode) -> None:
+        episode.task = self._loop.create_task(self._live(episode))
+        episode.task.add_done_callback(self._check)
+
+    def _check(self, task: asyncio.Task) -> None:
+        """An error of ours must not be silent: poll raises it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an episode failed", exc_info=error)
+            self._fail(f"--env {self._name}: an episode failed: {error!r}")
+
+    def _fail(self, sentence: str) -> None:
+        with self._changed:
+            self._failure = self._failure or sentence
+            self._changed.notify_all()
+
+    def _cancel(self, episode: _Episode) -> None:
+        if episode.task is not None:
+            episode.task.cancel()
+
+    def _answer(self, episode: _Episode, sample: Sample) -> None:
+        future = self._waiting.pop(episode, None)
+        if future is not None and not future.done():
+            future.set_result(sample)
+
+    async def _live(self, episode: _Episode) -> None:
+        """An episode with all its attempts."""
+        failures = 0
+        async with self._slots:
+            for attempt in itertools.count():
+                try:
+                    await self._attempt(episode, attempt, alone=failures > 0)
+                except EnvError as error:
+                    self._count_failure(episode, error)
+                    failures += not error.is_innocent or attempt >= _MOST_RESTARTS
+                    if failures <= self._config.retries:
+                        continue
+                    nothing = Transcript(episode.request.id, episode.so_far.prompt)
+                    why = Outcome(0.0, "", {}, f"{error.reason}: {error}")
+                    self._end(episode, nothing.sample("failed"), why)
+                finally:
+                    with self._changed:
+                        self._counts["turns"] += episode.so_far.num_turns
+                        self._counts["env_calls"] += episode.so_far.num_calls
+                        self._counts["env_s"] += episode.so_far.env_s
+                return
+
+    async def _attempt(self, episode: _Episode, attempt: int, *, alone: bool) -> None:
+        request, cfg = episode.request, self._config
+        so_far = Transcript(request.id, episode.so_far.prompt)
+        episode.so_far = so_far
+        place = await self._pool.open(alone=alone)
+        try:
+            finish = await play(
+                so_far,
+                place,
+                lambda turn: self._policy(episode, turn),
+                self._dialogue,
+                self._decode,
+                request.sampling,
+                Limits(cfg.max_turns, cfg.turn_tokens),
+                prompt=episode.prompt,
+                seed=derive(self._seed, "env", episode.prompt.source, episode.prompt.index),
+                name=f"{request.id}.again{attempt}" if attempt else request.id,
+            )
+        finally:
+            place.close()
+        self._ended_well = True
+        details = {
+            "env/turns": float(so_far.num_turns),
+            "env/wait_s": so_far.env_s,
+            "env/cut": float(finish == "length"),
+            **{f"env/{name}": value for name, value in so_far.numbers.items()},
+        }
+        outcome = Outcome(so_far.score, so_far.text, details)
+        self._end(episode, so_far.sample(finish), outcome)
+
+    async def _policy(self, episode: _Episode, turn: Request) -> Sample:
+        future = self._waiting[episode] = self._loop.create_future()
+        with self._changed:
+            self._asked.append((episode, turn))
+            self._changed.notify_all()
+        try:
+            return await future
+        finally:
+            self._waiting.pop(episode, None)
+
+    def _end(self, episode: _Episode, sample: Sample, outcome: Outcome) -> None:
+        with self._changed:
+            self._counts["episodes"] += 1
+            self._ended.append((episode, sample, outcome))
+            self._changed.notify_all()
+
+    def _count_failure(self, episode: _Episode, error: EnvError) -> None:
+        names = {"timeout": "env_timeouts", "crash": "env_crashes", "error": "env_errors"}
+        with self._changed:
+            self._counts[names[error.reason]] += 1
+            self._counts["env_lost_tokens"] += episode.so_far.num_sampled
+        self._errors[error.reason] += 1
+        count = self._errors[error.reason]
+        if count <= _FULL_ERRORS or not count & (count - 1):
+            nth = f" ({count} of this kind so far)" if count > _FULL_ERRORS else ""
+            log.warning("env %s: episode %s: %s%s", self._name, episode.request.id, error, nth)
+        if self._pool.failure:
+            self._fail(self._pool.failure)
+        elif not self._ended_well and sum(self._errors.values()) >= _MOST_FAILURES:
+            self._fail(
+                f"--env {self._name}: the first {_MOST_FAILURES} episodes all failed, the last "
+                f"with {error.reason}: {error}"
+            )
+
+    # ---- the rest of an engine
+
+    def pause(self, mode: PauseMode) -> None:
+        """Environments go on, turns do not."""
+        if mode == "abort":
+            self.abort(list(self._episodes))
+        self._inner.pause(mode)
+
+    def resume(self) -> None:
+        self._inner.resume()
+
+    def begin_load(self, version: int) -> None:
+        self._inner.begin_load(version)
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+        self._inner.load_bucket(bucket, payloads)
+
+    def end_load(self) -> None:
+        self._inner.end_load()
+
+    def sleep(self, tags: Collection[Tag]) -> None:
+        self._inner.sleep(tags)
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        self._inner.wake(tags)
+
+    def relayout(self, tp: int) -> None:
+        self._inner.relayout(tp)
+
+    def remember(self, histories: Sequence[History]) -> None:
+        self._inner.remember(histories)
+
+    @property
+    def down(self) -> str:
+        """Why the inner engine is dead."""
+        return self._inner.down if isinstance(self._inner, Mortal) else ""
+
+    def fail(self, reason: str) -> None:
+        """End the inner engine; its `Down` comes by `poll`."""
+        self._mortal().fail(reason)
+
+    def restart(self) -> None:
+        """Start the inner engine again, without episodes."""
+        self._drop_all()
+        self._mortal().restart()
+
+    def is_starting(self, timeout_s: float) -> bool:
+        return isinstance(self._inner, Mortal) and self._inner.is_starting(timeout_s)
+
+    def _mortal(self) -> Any:
+        assert isinstance(self._inner, Mortal), "an engine in this process does not die alone"
+        return self._inner
+
+    def close(self) -> None:
+        """End the inner engine, the episodes and their environments. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._inner.close()
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.error("env %s: its processes did not end within %g s", self._name, _CLOSE_S)

@@ -1,0 +1,88 @@
+"""An environment that takes its time, for experiments: every step lasts max(0, N(mean, std)), some
+last longer (fail-slow), some for ever (fail-stop). ROLL Flash's simulated latency, PAPERS.md D5.
+
+It goes around the rows of any data set: the turns before the last are answered with a text, the
+last one is scored by `--reward`.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Text
+
+from rlcore.config.schema import EnvConfig
+from rlcore.envs.kind import Kind
+from rlcore.utils.seed import rng
+
+_FOR_EVER_S = 1e7
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyConfig(EnvConfig):
+    """Of --env latency."""
+
+    turns: int = 4
+    """Of an episode."""
+    mean_s: float = 0.1
+    std_s: float = 0.1
+    fail_slow: float = 0.0
+    """Share of the steps that last `slow_factor` times as long."""
+    slow_factor: float = 10.0
+    fail_stop: float = 0.0
+    """Share of the steps that never end."""
+    answer: str = ";"
+    """What a step shows."""
+
+    def problems(self) -> list[str]:
+        """As `EnvConfig.problems`."""
+        out = []
+        for key in ("mean_s", "std_s", "slow_factor"):
+            if not getattr(self, key) >= 0:
+                out.append(f"--env.{key} {getattr(self, key):g}: must be 0 or more")
+        for key in ("fail_slow", "fail_stop"):
+            if not 0 <= getattr(self, key) <= 1:
+                out.append(f"--env.{key} {getattr(self, key):g}: a share, from 0 to 1")
+        if not 1 <= self.turns <= self.max_turns:
+            out.append(
+                f"--env.turns {self.turns}: must be from 1 to env.max_turns {self.max_turns}"
+            )
+        return out
+
+
+class Latency(gymnasium.Env[str, str]):
+    """The times of an episode hang on its seed and its name alone."""
+
+    observation_space = action_space = Text(max_length=1 << 20, min_length=0)
+
+    def __init__(self, config: LatencyConfig) -> None:
+        self._config, self._left = config, config.turns
+        self._random = rng(0, "latency")
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Takes no time."""
+        super().reset(seed=seed)
+        self._random = rng(seed or 0, "latency", (options or {}).get("episode", ""))
+        self._left = self._config.turns
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Sleeps."""
+        seconds = self.next_s()
+        time.sleep(seconds)
+        self._left -= 1
+        return self._config.answer, 0.0, self._left == 0, False, {"latency_s": seconds}
+
+    def next_s(self) -> float:
+        """How long the next step lasts."""
+        c, random = self._config, self._random
+        seconds = max(0.0, random.gauss(c.mean_s, c.std_s))
+        if random.random() < c.fail_slow:
+            seconds *= c.slow_factor
+        return _FOR_EVER_S if random.random() < c.fail_stop else seconds
+
+
+KIND = Kind(LatencyConfig, Latency, scored_by="reward")

@@ -1,0 +1,311 @@
+"""The processes that run a rank's environments, seen from an event loop.
+
+An environment that raises, or does not answer in time, or whose process dies, fails its episode:
+`EnvError` says why. A process in which one did not answer takes no more of them, and is ended when
+the others there are over. When a process dies, those that it was at work for may be to blame, and
+the others are not. Who may be to blame gets a process of its own the next time, so that what kills
+its process twice kills nobody else.
+"""
+
+import asyncio
+import os
+import selectors
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from rlcore.config.schema import EnvConfig
+from rlcore.envs.kind import Step
+from rlcore.envs.wire import READY, Call, Reply, Start
+from rlcore.records import Prompt
+from rlcore.utils import net
+from rlcore.utils.children import Child, exit_text, last_lines
+from rlcore.utils.log import log
+from rlcore.utils.net import frame
+
+Reason = Literal["timeout", "crash", "error"]
+_LOG_BYTES = 4 << 20
+_MOST_FAILED_STARTS = 3
+_OWN_PER_WORKER = 4  # processes of one episode, at a time
+
+
+class EnvError(Exception):
+    """An environment failed its episode."""
+
+    def __init__(self, reason: Reason, text: str, *, is_innocent: bool = False) -> None:
+        """`is_innocent`: its process died while it asked nothing of it."""
+        super().__init__(text)
+        self.reason: Reason = reason
+        self.is_innocent = is_innocent
+
+
+class LoopSelector:
+    """Pipes of children in an asyncio loop: as much of a selector as `Child` needs."""
+
+    def __init__(self, ready: Callable[[Any, str, int], None]) -> None:
+        """`ready` hears of what is registered: its data, and which events are there."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = ready
+        self._keys: dict[int, selectors.SelectorKey] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> None:
+        """As a selector's."""
+        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
+        if events & selectors.EVENT_READ:
+            self._loop.add_reader(fd, self._ready, *data, selectors.EVENT_READ)
+        if events & selectors.EVENT_WRITE:
+            self._loop.add_writer(fd, self._ready, *data, selectors.EVENT_WRITE)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
+        """As a selector's."""
+        self.unregister(fileobj)
+        self.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> None:
+        """As a selector's."""
+        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        del self._keys[fd]
+        self._loop.remove_reader(fd)
+        self._loop.remove_writer(fd)
+
+    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
+        """As a selector's."""
+        return self._keys[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
+
+
+class _Process(Child):
+    """One child, and what it was asked."""
+
+    def __init__(
+        self, selector: LoopSelector, start: bytes, sink: Callable[[bytes], None], is_own: bool
+    ) -> None:
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # is looked at
+        self.calls: dict[int, asyncio.Future[Reply]] = {}
+        self.num_envs = 0
+        self.is_own = is_own
+        """Of one episode."""
+        self.is_open = True
+        """Takes more environments."""
+        self.is_dead = False
+        super().__init__(selector, start, sink, "rlcore.envs.child")
+
+
+class Place:
+    """One environment in its process."""
+
+    def __init__(self, pool: "Pool", process: _Process, key: int) -> None:
+        self._pool, self._process, self._key = pool, process, key
+
+    async def reset(self, seed: int, prompt: Prompt, episode: str) -> Step:
+        """Make the environment and begin. Raises EnvError."""
+        return await self._ask(what="reset", seed=seed, prompt=prompt, episode=episode)
+
+    async def step(self, text: str, tokens: tuple[int, ...]) -> Step:
+        """A turn of the policy. Raises EnvError."""
+        return await self._ask(what="step", text=text, tokens=tokens)
+
+    async def _ask(self, **what: Any) -> Step:
+        reply = await self._pool.ask(self._process, key=self._key, **what)
+        return Step(reply.seen, reply.reward, reply.is_over, reply.numbers, reply.seconds)
+
+    def close(self) -> None:
+        """The episode is over, whatever it is at."""
+        self._pool.leave(self._process, self._key)
+
+
+class Pool:
+    """Lives in one event loop, and every method belongs there."""
+
+    def __init__(
+        self,
+        env: str,
+        config: EnvConfig,
+        *,
+        log_file: Path | None = None,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        """`env` is the selector; what environments print goes to `log_file`, up to 4 MiB."""
+        self.name, self._config = env, config
+        self._start_timeout_s, self._log_file = start_timeout_s, log_file
+        self._log_room = _LOG_BYTES
+        if log_file is not None:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._start = frame(
+            Start(
+                env=env,
+                config=asdict(config),
+                sys_path=tuple(os.path.abspath(p) for p in sys.path),
+            )
+        )
+        self._selector = LoopSelector(self._serve)
+        self._processes: list[_Process] = []
+        self._own = asyncio.Semaphore(_OWN_PER_WORKER * config.workers)
+        self._numbers = 0
+        self._failed_starts = 0
+        self._closing = False
+        self.failure = ""
+        """Why no environment can run at all."""
+        for _ in range(config.workers):
+            self._add(is_own=False)
+
+    async def open(self, *, alone: bool = False) -> Place:
+        """A place for an environment, in the process that has the fewest, or in one of its own.
+        Raises EnvError where the process does not start."""
+        if alone:
+            await self._own.acquire()
+        try:
+            process = self._choose(alone)
+        except BaseException:
+            if alone:
+                self._own.release()
+            raise
+        process.num_envs += 1
+        self._numbers += 1
+        place = Place(self, process, self._numbers)
+        try:
+            # not wait_for: in Python 3.11 a task that is cancelled as its future is done goes on
+            async with asyncio.timeout(self._start_timeout_s):
+                await asyncio.shield(process.ready)
+        except BaseException as error:
+            place.close()
+            if isinstance(error, TimeoutError):
+                why = f"its process did not start within {self._start_timeout_s:g} s"
+                self._end(process, why)
+                raise EnvError("timeout", why) from error
+            raise
+        return place
+
+    async def ask(self, process: _Process, **what: Any) -> Reply:
+        """One call and its answer. Raises EnvError."""
+        if process.is_dead:
+            raise EnvError("crash", "its process had died", is_innocent=True)
+        self._numbers += 1
+        number = self._numbers
+        future = process.calls[number] = asyncio.get_running_loop().create_future()
+        process.send(frame(Call(number=number, **what)))
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                reply = await future
+        except TimeoutError as error:
+            if process.is_open and not process.is_dead:
+                process.is_open = False
+                process.print_stack()
+            raise EnvError(
+                "timeout", f"no answer to {what['what']} within {self._config.timeout_s:g} s"
+            ) from error
+        finally:
+            process.calls.pop(number, None)
+        if reply.error:
+            raise EnvError("error", reply.error)
+        return reply
+
+    def leave(self, process: _Process, key: int) -> None:
+        """An environment is not needed any more."""
+        process.num_envs -= 1
+        if process.is_own:
+            self._own.release()
+        if process.is_dead:
+            return
+        process.send(frame(Call(number=0, key=key, what="close")))
+        if not process.num_envs and (process.is_own or not process.is_open):
+            self._end(process, "")
+
+    def close(self) -> None:
+        """End all processes."""
+        self._closing = True
+        for process in list(self._processes):
+            self._end(process, "closed")
+
+    # ---- processes
+
+    def _choose(self, alone: bool) -> _Process:
+        if self.failure:
+            raise EnvError("crash", self.failure)
+        shared = [p for p in self._processes if p.is_open and not p.is_own]
+        if alone or (len(shared) < self._config.workers and all(p.num_envs for p in shared)):
+            return self._add(is_own=alone)
+        return min(shared, key=lambda p: p.num_envs)
+
+    def _add(self, *, is_own: bool) -> _Process:
+        process = _Process(self._selector, self._start, self._print, is_own)
+        self._processes.append(process)
+        return process
+
+    def _serve(self, process: _Process, what: str, events: int) -> None:
+        if process.is_dead:  # it ended earlier in this turn of the loop
+            return
+        if what == "output":
+            process.read_output()
+        elif events & selectors.EVENT_WRITE:
+            process.flush()
+        else:
+            self._receive(process)
+
+    def _receive(self, process: _Process) -> None:
+        data = process.read()
+        if data is None:
+            return
+        if not data:
+            self._end(process, "", exiting=True)
+            return
+        try:
+            for body in process.frames.feed(data):
+                self._answer(process, net.decode(body, Reply))
+        except (ValueError, IndexError) as error:
+            self._end(process, f"wrote to its channel ({error})")
+
+    def _answer(self, process: _Process, reply: Reply) -> None:
+        if reply.number == READY and not process.ready.done():
+            if reply.error:
+                self.failure = f"--env {self.name}: cannot start in a process: {reply.error}"
+                process.ready.set_exception(EnvError("crash", self.failure))
+            else:
+                self._failed_starts = 0
+                process.ready.set_result(None)
+            return
+        future = process.calls.get(reply.number)
+        if future is not None and not future.done():  # else it was too late
+            future.set_result(reply)
+
+    def _end(self, process: _Process, reason: str, exiting: bool = False) -> None:
+        """End a process; what it was asked fails. Without a reason it is its exit status."""
+        if process.is_dead:
+            return
+        process.is_dead, process.is_open = True, False
+        self._processes.remove(process)
+        status = process.end(exiting=exiting)
+        reason = reason or f"its process ended: {exit_text(status)}"
+        if not process.ready.done():
+            if self._closing:
+                process.ready.cancel()
+            else:
+                self._failed_start(process, reason)
+        for future in process.calls.values():
+            if not future.done():
+                future.set_exception(EnvError("crash", reason))
+
+    def _failed_start(self, process: _Process, reason: str) -> None:
+        """It ended before it was ready: try again, but not for ever."""
+        self._failed_starts += 1
+        sentence = f"--env {self.name}: a process failed before its first episode: {reason}"
+        log.warning("%s%s", sentence, last_lines(process.printed()))
+        if self._failed_starts >= _MOST_FAILED_STARTS:
+            self.failure = f"{sentence}, {self._failed_starts} times in a row"
+        process.ready.set_exception(EnvError("crash", reason))
+
+    def _print(self, data: bytes) -> None:
+        """What environments print goes to the log file while there is room."""
+        if self._log_file is None or self._log_room <= 0:
+            return
+        data = data[: self._log_room]
+        self._log_room -= len(data)
+        try:
+            with self._log_file.open("ab") as file:
+                file.write(data)
+        except OSError as error:  # a full disk must not cost the episodes
+            self._log_room = 0
+            log.warning("env: %s cannot be written: %s", self._log_file, error)

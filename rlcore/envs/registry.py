@@ -1,0 +1,54 @@
+"""Names to kinds of environments: `--env NAME`, or a dotted path to a module, a class or a KIND.
+
+A subclass of `EnvConfig` in the module of a class (at most one) becomes the section `--env.*`.
+"""
+
+import importlib
+import inspect
+from typing import Any
+
+from rlcore.config import dotted
+from rlcore.config.schema import EnvConfig
+from rlcore.envs.kind import Kind
+
+ENVS: dict[str, str] = {
+    "alfworld": "rlcore.envs.alfworld",
+    "blackjack": "rlcore.envs.blackjack",
+    "frozenlake": "rlcore.envs.frozenlake",
+    "latency": "rlcore.envs.latency",
+    "single_turn": "rlcore.envs.single_turn",
+    "swe": "rlcore.envs.swe",
+    "tools": "rlcore.envs.tools",
+}
+"""Modules, imported when they are asked for; each has its `KIND`."""
+
+
+def resolve(name: str) -> Kind:
+    """The kind behind a name. ValueError in one sentence where there is none."""
+    if name in ENVS:
+        return importlib.import_module(ENVS[name]).KIND
+    if "." not in name:
+        raise ValueError(
+            f"--env {name}: allowed are {', '.join(ENVS)}, and a dotted path to a class with "
+            "gymnasium's interface, or to a module with a KIND"
+        )
+    module, found = dotted.find("--env", name)
+    if inspect.ismodule(found):
+        found = getattr(found, "KIND", None)
+    if isinstance(found, Kind):
+        return found
+    if inspect.isclass(found) and all(hasattr(found, m) for m in ("reset", "step", "close")):
+        return Kind(dotted.section("--env", name, module, EnvConfig), _maker(found))
+    raise ValueError(
+        f"--env {name}: give a class with reset, step and close, or a module with a KIND"
+    )
+
+
+def config_class(name: str) -> type[EnvConfig]:
+    """The class of the section `--env.*`; without an environment the base, for its defaults."""
+    return resolve(name).config if name else EnvConfig
+
+
+def _maker(cls: type) -> Any:
+    takes = "config" in inspect.signature(cls).parameters
+    return (lambda config: cls(config=config)) if takes else (lambda config: cls())

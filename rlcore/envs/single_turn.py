@@ -1,0 +1,31 @@
+"""One turn, and that is the answer: what a run without an environment does, as an environment."""
+
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Text
+
+from rlcore.config.schema import EnvConfig
+from rlcore.envs.kind import Kind
+
+_ANY = Text(max_length=1 << 20, min_length=0)
+
+
+class SingleTurn(gymnasium.Env[str, str]):
+    """Over after the first turn, which `--reward` scores."""
+
+    observation_space = action_space = _ANY
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """The prompt is all that there is to read."""
+        super().reset(seed=seed)
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """The answer."""
+        return "", 0.0, True, False, {}
+
+
+KIND = Kind(EnvConfig, lambda config: SingleTurn(), scored_by="reward")

@@ -1,0 +1,169 @@
+"""Software tasks in the manner of SWE-bench: shell commands in a container, then its tests.
+
+Optional: needs docker. A row of `--data.train` has the fields `image`, `tests` (a command that ends
+with 0 where the task is done) and, if it likes, `workdir`; the prompt is the issue. A turn with a
+fenced block of bash has it run and is shown what it printed; a turn with a line `submit` ends the
+episode, and the tests are its score.
+
+Containers are asked for through `Workspace`; the contract test has a stub in its place. With docker
+this has not been run here.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import gymnasium
+from gymnasium.spaces import Text
+
+from rlcore.config.schema import EnvConfig
+from rlcore.envs.kind import Kind
+
+_BLOCK = re.compile(r"```(?:bash|sh)[^\n]*\n(.*?)```", re.DOTALL)
+_SUBMIT = re.compile(r"^\s*submit\s*$", re.MULTILINE | re.IGNORECASE)
+_TIMED_OUT = 124  # of `timeout`
+_GRACE_S = 10.0
+
+
+class Task(NamedTuple):
+    """What a row asks for."""
+
+    image: str
+    tests: str
+    workdir: str
+
+
+class Workspace(Protocol):
+    """A machine of one episode."""
+
+    def run(self, command: str, timeout_s: float) -> tuple[int, str]:
+        """Exit status and what was printed; 124 where it took longer."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweConfig(EnvConfig):
+    """Of --env swe."""
+
+    max_turns: int = 40
+    timeout_s: float = 900.0
+    command_s: float = 120.0
+    """A command that takes longer is killed, and its turn is told so."""
+    tests_s: float = 600.0
+    """The tests that take longer have failed."""
+    output_chars: int = 8000
+    """A longer output is cut in the middle."""
+    docker_args: tuple[str, ...] = ("--network=none", "--memory=4g", "--pids-limit=512")
+    """Of `docker run`."""
+
+    def problems(self) -> list[str]:
+        """As `EnvConfig.problems`."""
+        out = [
+            f"--env.{key} {getattr(self, key):g}: must be above 0 and below env.timeout_s "
+            f"{self.timeout_s:g}"
+            for key in ("command_s", "tests_s")
+            if not 0 < getattr(self, key) < self.timeout_s
+        ]
+        if self.output_chars < 100:
+            out.append(f"--env.output_chars {self.output_chars}: must be at least 100")
+        return out
+
+
+class Swe(gymnasium.Env[str, str]):
+    """One workspace an episode."""
+
+    observation_space = action_space = Text(max_length=1 << 20, min_length=0)
+
+    def __init__(self, config: SweConfig, open_workspace: Callable[[Task], Workspace]) -> None:
+        self._config, self._open = config, open_workspace
+        self._task = Task("", "", "")
+        self._workspace: Workspace | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Starts the workspace; the prompt is the issue. ValueError for a row that is no task."""
+        super().reset(seed=seed)
+        row = options or {}
+        for field in ("image", "tests"):
+            if not row.get(field):
+                raise ValueError(f"the row has no field {field}; --env swe needs image and tests")
+        self.close()
+        self._task = Task(str(row["image"]), str(row["tests"]), str(row.get("workdir") or "/"))
+        self._workspace = self._open(self._task)
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """A command and what it printed, or the tests."""
+        assert self._workspace is not None, "reset comes first"
+        blocks = _BLOCK.findall(action)
+        if blocks:
+            code, printed = self._workspace.run(blocks[-1], self._config.command_s)
+            return self._shown(code, printed), 0.0, False, False, {"success": 0.0}
+        if not _SUBMIT.search(action):
+            said = "Give a command in a block of bash, or a line that says submit.\n"
+            return said, 0.0, False, False, {"success": 0.0}
+        code, _ = self._workspace.run(self._task.tests, self._config.tests_s)
+        done = float(code == 0)
+        return "", done, True, False, {"success": done}
+
+    def close(self) -> None:
+        """End the workspace."""
+        if self._workspace is not None:
+            self._workspace.close()
+            self._workspace = None
+
+    def _shown(self, code: int, printed: str) -> str:
+        most = self._config.output_chars
+        if len(printed) > most:
+            half = most // 2
+            left = len(printed) - 2 * half
+            printed = f"{printed[:half]}\n... {left} characters ...\n{printed[-half:]}"
+        end = f"killed after {self._config.command_s:g} s" if code == _TIMED_OUT else f"exit {code}"
+        return f"{printed.rstrip()}\n[{end}]\n"
+
+
+class Container:
+    """A container of docker, which waits for commands and goes with its episode."""
+
+    def __init__(self, task: Task, args: tuple[str, ...]) -> None:
+        words = ["run", "--detach", "--rm", "--init", *args, "--workdir", task.workdir]
+        self._id = self._docker([*words, task.image, "sleep", "infinity"], 300.0).strip()
+
+    def run(self, command: str, timeout_s: float) -> tuple[int, str]:
+        """As `Workspace`'s."""
+        words = ["exec", self._id, "timeout", "-k", "5", f"{timeout_s:g}", "bash", "-c", command]
+        done = subprocess.run(
+            ["docker", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout_s + _GRACE_S,
+            check=False,
+        )
+        return done.returncode, done.stdout.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """As `Workspace`'s."""
+        self._docker(["rm", "--force", self._id], 60.0)
+
+    def _docker(self, words: list[str], timeout_s: float) -> str:
+        done = subprocess.run(
+            ["docker", *words], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"docker {words[0]}: {done.stderr.strip()[-300:]}")
+        return done.stdout
+
+
+def _make(config: SweConfig) -> Swe:
+    if shutil.which("docker") is None:
+        raise RuntimeError("there is no docker on PATH; install it, or take another --env")
+    return Swe(config, lambda task: Container(task, config.docker_args))
+
+
+KIND = Kind(SweConfig, _make)

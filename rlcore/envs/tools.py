@@ -1,0 +1,213 @@
+"""Questions with tools: a calculator, and Python in the sandbox (`rlcore/sandbox`).
+
+    policy        12 % of 1347 is <calc>0.12 * 1347</calc>
+    environment   <result>161.64</result>
+    policy        ... so the answer is 161.64
+
+A turn with a call is answered; the first without one is the answer, and `--reward` scores it.
+"""
+
+import ast
+import math
+import operator
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import gymnasium
+from gymnasium.spaces import Text
+
+from rlcore.config.schema import EnvConfig
+from rlcore.envs.kind import Kind
+from rlcore.sandbox import walls
+from rlcore.sandbox.box import Broken, Sandbox
+
+_CALL = re.compile(r"<(calc|python)>(.*?)(?:</\1>|\Z)", re.DOTALL)
+_MOST_CHARS, _MOST_NODES, _MOST_POWER = 1000, 200, 256
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_NAMES: dict[str, Any] = {"pi": math.pi, "e": math.e}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "ceil": math.ceil,
+    "cos": math.cos,
+    "exp": math.exp,
+    "floor": math.floor,
+    "log": math.log,
+    "max": max,
+    "min": min,
+    "round": round,
+    "sin": math.sin,
+    "sqrt": math.sqrt,
+    "tan": math.tan,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolsConfig(EnvConfig):
+    """Of --env tools."""
+
+    max_turns: int = 8
+    tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
+    """What may be called."""
+    program_s: float = 10.0
+    """A program that takes longer is killed, and its result says so."""
+    result_chars: int = 2000
+    """A longer result is cut in the middle."""
+    require_isolation: bool = False
+    """Refuse to run programs where this machine has no namespaces for them."""
+
+    def problems(self) -> list[str]:
+        """As `EnvConfig.problems`."""
+        out = []
+        if not self.tools or len(set(self.tools)) < len(self.tools):
+            out.append(
+                f"--env.tools {' '.join(self.tools)}: calc, python or both, each once; without a "
+                "tool take no --env"
+            )
+        if not 0 < self.program_s < self.timeout_s:
+            out.append(
+                f"--env.program_s {self.program_s:g}: must be above 0 and below env.timeout_s "
+                f"{self.timeout_s:g}"
+            )
+        if self.result_chars < 20:
+            out.append(f"--env.result_chars {self.result_chars}: must be at least 20")
+        return out
+
+
+class Tools(gymnasium.Env[str, str]):
+    """Answers the last call of a turn. A sandbox is started by the first program of an episode and
+    ends with it; every program has a process of its own."""
+
+    observation_space = action_space = Text(max_length=1 << 20, min_length=0)
+
+    def __init__(self, config: ToolsConfig) -> None:
+        self._config = config
+        self._box: Sandbox | None = None
+        self._calls = self._errors = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """The prompt is the question."""
+        super().reset(seed=seed)
+        self._calls = self._errors = 0
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """A result, or the end. The info counts calls and those that ended in an error."""
+        calls = _CALL.findall(action)
+        if not calls:
+            return "", 0.0, True, False, self._counts()
+        tool, text = calls[-1]
+        self._calls += 1
+        try:
+            if tool not in self._config.tools:
+                there = " ".join(self._config.tools)
+                raise ValueError(f"there is no tool {tool}; there is {there}")
+            result = f"{calculate(text):.12g}" if tool == "calc" else self._python(text)
+        except (ValueError, TypeError, ArithmeticError, SyntaxError, RecursionError) as error:
+            self._errors += 1
+            result = f"error: {error}"
+        shown = _cut(result, self._config.result_chars)
+        return f"<result>{shown}</result>\n", 0.0, False, False, self._counts()
+
+    def close(self) -> None:
+        """End the sandbox."""
+        if self._box is not None:
+            self._box.close()
+            self._box = None
+
+    def _counts(self) -> dict[str, float]:
+        return {"calls": float(self._calls), "call_errors": float(self._errors)}
+
+    def _python(self, source: str) -> str:
+        """What the program prints. ValueError with the end of what it said where it fails."""
+        if self._box is None:
+            self._box = Sandbox(_is_isolated(self._config.require_isolation))
+        end = time.monotonic() + self._config.program_s
+        try:
+            outcome = self._box.run(source, lambda: end)
+        except Broken as error:
+            self.close()
+            raise ValueError(f"the sandbox broke: {error}") from error
+        printed = outcome.stdout.decode("utf-8", "replace").strip()
+        if outcome.why or outcome.code:
+            said = outcome.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            raise ValueError(outcome.why or " ".join(said) or f"exit code {outcome.code}")
+        return printed
+
+
+@cache
+def _is_isolated(required: bool) -> bool:
+    """What this machine allows, tried once a process."""
+    return walls.grade(required).isolated
+
+
+def calculate(text: str) -> float:
+    """The value of an arithmetic expression: + - * / // % ** and brackets, pi, e and a dozen
+    functions. ValueError, TypeError, ArithmeticError or SyntaxError for what is none, or too
+    large."""
+    text = text.strip().replace("^", "**")
+    if len(text) > _MOST_CHARS:
+        raise ValueError(f"an expression of {len(text)} characters: at most {_MOST_CHARS}")
+    tree = ast.parse(text, mode="eval")
+    if sum(1 for _ in ast.walk(tree)) > _MOST_NODES:
+        raise ValueError("too long an expression")
+    found = float(_value(tree.body))
+    if not math.isfinite(found):
+        raise ValueError("the value is not finite")
+    return found
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return float(node.value)
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if type(node.op) in _BINARY:
+            return _BINARY[type(node.op)](left, right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        function = _FUNCTIONS.get(node.func.id)
+        if function is not None:
+            values = [_value(a) for a in node.args]
+            if function is round and len(values) == 2:
+                return round(values[0], int(values[1]))
+            return float(function(*values))
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic")
+
+
+def _power(base: float, exponent: float) -> float:
+    if abs(exponent) > _MOST_POWER:
+        raise ValueError(f"a power of {exponent:g}: at most {_MOST_POWER}")
+    found = base**exponent
+    if isinstance(found, complex):
+        raise ValueError("a root of a negative number")
+    return found
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = (most - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+KIND = Kind(ToolsConfig, Tools, scored_by="reward")

@@ -1,0 +1,43 @@
+"""What travels between a rank and the processes that run its environments: frames of msgpack."""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from rlcore.records import Prompt
+
+READY = -1
+"""Number of the reply that says whether the child could load the environment."""
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """The first frame to a child: what it runs."""
+
+    env: str
+    config: dict[str, Any]
+    sys_path: tuple[str, ...]
+
+
+class Call(Struct, frozen=True, kw_only=True):
+    number: int
+    key: int
+    """Of the environment."""
+    what: Literal["reset", "step", "close"]
+    """`reset` makes it, `close` has no reply."""
+    seed: int = 0
+    prompt: Prompt | None = None
+    episode: str = ""
+    text: str = ""
+    """Of the turn."""
+    tokens: tuple[int, ...] = ()
+    """Of the turn."""
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    number: int
+    seen: str | list[int] = ""
+    reward: float = 0.0
+    is_over: bool = False
+    numbers: dict[str, float] = {}
+    seconds: float = 0.0
+    error: str = ""

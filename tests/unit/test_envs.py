@@ -1,0 +1,336 @@
+"""Episodes over the torch engine, with environments in processes: tokens, slots, failures."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.envs import registry
+from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.engine import EpisodeEngine
+from rlcore.envs.scorer import EnvScorer
+from rlcore.hf.config import HFConfig
+from rlcore.hf.tokenizer import load_tokenizer
+from rlcore.records import (
+    Aborted,
+    AnyEvent,
+    Down,
+    Finished,
+    Progress,
+    Prompt,
+    Request,
+    Sample,
+    Sampling,
+    Stats,
+)
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.sync.pack import push
+from tests.contracts.engine_contract import CONFIG, collect, ended, requests, weights
+
+HF = HFConfig.from_dict(CONFIG)
+SEED = 7
+
+
+class Numbers:
+    """A tokenizer of numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def defused(self, text: str) -> str:
+        return text
+
+    def render_chat(self, messages: Sequence[Any]) -> str:
+        raise AssertionError("there is no template")
+
+
+class Spy(TorchEngine):
+    """Remembers the turns that it was given, call by call."""
+
+    def submit(self, todo: Sequence[Request]) -> None:
+        self.__dict__.setdefault("calls", []).append([r.id for r in todo])
+        super().submit(todo)
+
+
+def prompt_of(group: str) -> Prompt:
+    return Prompt(index=int(group[1:]), source="test", tokens=np.array([3, 4], np.int32))
+
+
+Make = Callable[..., EpisodeEngine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[EpisodeEngine] = []
+
+    def one(name: str, *, max_running: int = 8, barrier: bool = False, **keys: Any):
+        inner = Spy(
+            HF,
+            max_model_tokens=100,
+            dtype="float64",
+            seed=SEED,
+            device="cpu",
+            max_running=max_running,
+        )
+        push(inner, weights(HF, 0).items(), 4)
+        kind, tokenizer = registry.resolve(f"tests.odd_envs.{name}"), Numbers()
+        made.append(
+            EpisodeEngine(
+                inner,
+                f"tests.odd_envs.{name}",
+                kind,
+                kind.config(**{"workers": 1, "turn_tokens": 3, **keys}),
+                dialogue=Dialogue(tokenizer, is_chat=False),
+                decode=tokenizer.decode,
+                prompt_of=prompt_of,
+                barrier=barrier,
+            )
+        )
+        return made[-1]
+
+    yield one
+    for engine in made:
+        engine.close()
+
+
+def episodes(count: int, max_tokens: int = 60) -> list[Request]:
+    return [
+        Request(
+            id=f"t0.{k}",
+            prompt=prompt_of("t0").tokens,
+            sampling=Sampling(max_tokens=max_tokens),
+        )
+        for k in range(count)
+    ]
+
+
+def by_id(events: list[AnyEvent]) -> dict[str, Finished]:
+    return {e.id: e for e in events if isinstance(e, Finished)}
+
+
+def counters(events: list[AnyEvent], name: str) -> int:
+    return sum(getattr(e, name) for e in events if isinstance(e, Stats))
+
+
+def test_an_episode_is_its_turns_and_observations_as_they_were_sampled_and_shown(make):
+    engine = make("Sums")
+    engine.submit(episodes(4))
+    events = collect(engine, ended(4))
+    for id, event in by_id(events).items():
+        sample = event.sample
+        tokens, versions = sample.tokens.tolist(), sample.versions.tolist()
+        shown = [sum(tokens[at : at + 3]) % 20 + 2 for at in (0, 5)]
+        # 3 + 2 + 3 + 2 + 3: what the last step shows is no part of it
+        assert tokens[3:5] == shown[:1] * 2 and tokens[8:10] == shown[1:] * 2
+        assert versions == [4] * 3 + [-1] * 2 + [4] * 3 + [-1] * 2 + [4] * 3
+        assert not sample.logps[np.array(versions) < 0].any()
+        assert event.num_tokens == 13 and event.num_observed == 4 and sample.finish == "stop"
+        outcome = engine.outcomes[id]
+        assert outcome.score == (sum(tokens[10:]) % 20 + 2) / 32
+        assert outcome.text == " ".join(map(str, tokens[10:]))
+        assert outcome.details["env/turns"] == 3 and outcome.details["env/left"] == 0
+    assert counters(events, "turns") == 12 and counters(events, "episodes") == 4
+    told = [e for e in events if isinstance(e, Progress) and e.ids == ("t0.2",)]
+    assert [e.lengths[0] for e in told if e.lengths[0] in (3, 8, 13)] == [3, 8, 13]
+
+
+def test_a_turn_is_sampled_from_everything_before_it(make):
+    """The engine alone gives the same tokens for the prompt that the episode had then."""
+    engine = make("Sums")
+    engine.submit(episodes(1))
+    sample = by_id(collect(engine, ended(1)))["t0.0"].sample
+    alone = Request(
+        id="t0.0.2",
+        prompt=np.concatenate([sample.prompt, sample.tokens[:10]]),
+        sampling=Sampling(max_tokens=3),
+    )
+    inner = engine._inner
+    inner.submit([alone])
+    again = by_id(collect(inner, ended(1)))["t0.0.2"].sample
+    assert again.tokens.tolist() == sample.tokens[10:].tolist()
+    np.testing.assert_allclose(again.logps, sample.logps[10:], atol=1e-6)
+
+
+def test_an_episode_that_waits_for_its_environment_has_no_decode_slot(make):
+    engine = make("Waits", max_running=1)
+    engine.submit(episodes(2))
+    ends = by_id(collect(engine, ended(2)))
+    assert {e.finish for e in ends.values()} == {"stop"}
+
+
+def test_with_a_barrier_all_take_their_turns_together_in_the_order_of_their_names(make):
+    engine = make("Sums", barrier=True)
+    engine.submit(episodes(5))
+    collect(engine, ended(5))
+    names = [f"t0.{k}" for k in range(5)]
+    rest = [[f"{n}.{turn}" for n in names] for turn in (1, 2)]
+    assert engine._inner.calls == [names, *rest]
+
+
+def test_limits_cut_an_episode(make):
+    engine = make("Sums", max_turns=2)
+    engine.submit(episodes(1))
+    sample = by_id(collect(engine, ended(1)))["t0.0"].sample
+    assert sample.finish == "length" and len(sample.tokens) == 8
+    engine = make("Sums")
+    engine.submit(episodes(1, max_tokens=9))  # two tokens are left after the second turn's 8
+    sample = by_id(collect(engine, ended(1)))["t0.0"].sample
+    assert sample.finish == "length" and len(sample.tokens) == 8
+
+
+def test_every_failure_costs_its_own_episode_and_is_counted_by_its_reason(make):
+    """One process for all: the fourth episode is begun anew, as the third ended that process."""
+    engine = make("Odd", timeout_s=2.0)
+    engine.submit(episodes(4))
+    events = collect(engine, ended(4))
+    ends = by_id(events)
+    assert [ends[f"t0.{k}"].finish for k in range(4)] == ["failed"] * 3 + ["stop"]
+    assert [len(ends[f"t0.{k}"].sample.tokens) for k in range(4)] == [0, 0, 0, 13]
+    assert "KeyError: 'no such door'" in engine.outcomes["t0.0"].error
+    assert engine.outcomes["t0.1"].error == "timeout: no answer to step within 2 s"
+    assert engine.outcomes["t0.2"].error == "crash: its process ended: exit code 7"
+    assert counters(events, "env_crashes") >= 3  # the third twice, and who was beside it
+    assert counters(events, "env_errors") >= 1 and counters(events, "env_timeouts") >= 1
+    assert counters(events, "env_lost_tokens") >= 3 * 6
+
+
+def test_what_is_aborted_comes_back_empty_and_its_name_can_be_used_again(make):
+    engine = make("Mute")
+    engine.submit(episodes(3))
+    seen: list[AnyEvent] = []
+    while sum(isinstance(e, Progress) and 3 in e.lengths for e in seen) < 3:
+        seen += engine.poll(0.02)  # all have had their turn and wait
+    engine.abort(["t0.0", "t0.2", "nobody"])
+    gone = [e for e in collect(engine, _aborted(2)) if isinstance(e, Aborted)]
+    assert {e.id for e in gone} == {"t0.0", "t0.2"}
+    assert all(e.num_tokens == 3 and not len(e.sample.tokens) for e in gone)
+    engine.submit(episodes(1))
+    engine.pause("abort")
+    assert {e.id for e in collect(engine, _aborted(2)) if isinstance(e, Aborted)} == {
+        "t0.0",
+        "t0.1",
+    }
+
+
+def _aborted(count: int) -> Callable[[list[AnyEvent]], bool]:
+    return lambda events: sum(isinstance(e, Aborted) for e in events) == count
+
+
+def test_a_dead_engine_takes_all_episodes_with_it_and_new_ones_begin(make, monkeypatch):
+    engine = make("Mute")
+    engine.submit(episodes(2))
+    seen: list[AnyEvent] = []
+    while sum(isinstance(e, Progress) and 3 in e.lengths for e in seen) < 2:
+        seen += engine.poll(0.02)
+    down = [Down(reason="out of memory", lost=())]
+    monkeypatch.setattr(engine._inner, "poll", lambda timeout_s: [down.pop()] if down else [])
+    (event,) = [e for e in engine.poll(0.0) if isinstance(e, Down)]
+    assert set(event.lost) == {"t0.0", "t0.1"} and event.reason == "out of memory"
+    monkeypatch.undo()
+    engine.submit(episodes(1))
+    assert collect(engine, lambda events: any(isinstance(e, Progress) for e in events))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Missing", "cannot start in a process: ModuleNotFoundError: No module named 'alfworld'"),
+        ("Junk", "the first 16 episodes all failed, the last with error: TypeError: the observ"),
+    ],
+)
+def test_an_environment_that_never_works_ends_the_run_in_a_sentence(make, name, why):
+    engine = make(name, retries=0)
+    engine.submit(episodes(16))
+    with pytest.raises(RuntimeError, match=why):
+        collect(engine, ended(16))
+
+
+def test_scores_are_the_environments_and_of_the_last_turn_where_a_reward_is_asked():
+    from rlcore.envs.engine import Outcome
+    from rlcore.records import RewardResult
+
+    class Service:
+        num_pending, room = 0, 4
+
+        def submit(self, id: str, sample: Sample, prompt: Prompt, text: str) -> None:
+            self.got = id, text
+
+        def poll(self, timeout_s: float) -> list[tuple[str, RewardResult]]:
+            return [(self.got[0], RewardResult(score=0.25, details={"a": 2.0}))]
+
+    sample, prompt = requests(1)[0], prompt_of("t0")
+    outcomes = {
+        "t0.0": Outcome(1.5, "last", {"env/turns": 3.0}),
+        "t0.1": Outcome(0.0, "", {}, "crash: gone"),
+    }
+    service = Service()
+    scorer = EnvScorer(outcomes, service)
+    for id in list(outcomes):
+        scorer.submit(id, sample, prompt, "all turns")
+    assert scorer.num_pending == 2 and service.got == ("t0.0", "last") and not outcomes
+    found = dict(scorer.poll(0.0))
+    assert (found["t0.0"].score, found["t0.0"].details) == (1.75, {"env/turns": 3.0, "a": 2.0})
+    assert (found["t0.1"].score, found["t0.1"].error) == (0.0, "crash: gone")
+    assert scorer.num_pending == 0
+
+
+class Chat(Numbers):
+    """A template in which 1 ends a message and 8, 9 begin those of user and assistant."""
+
+    def render_chat(self, messages: Sequence[Any]) -> str:
+        sides = {"user": "8", "assistant": "9"}
+        said = [f"{sides[m['role']]} {m['content']} 1" for m in messages]
+        return " ".join([*said, "9"])
+
+
+def test_an_observation_of_a_chat_is_a_message_behind_the_turn():
+    chat = Dialogue(Chat(), is_chat=True)
+    assert chat.observation("5 6", last=1) == [8, 5, 6, 1, 9]  # the end was sampled
+    assert chat.observation("5 6", last=7) == [1, 8, 5, 6, 1, 9]  # it was not: cut
+    assert chat.observation("", last=1) == []
+    assert chat.observation([5, 6], last=1) == [5, 6]  # tokens are taken as they are
+
+
+def test_a_conversation_of_qwen_is_the_same_appended_and_rendered_at_once(real_data):
+    tokenizer = load_tokenizer(real_data / "tokenizer_qwen")
+    end = tokenizer.token_id("<|im_end|>")
+    messages = [
+        {"role": "system", "content": "You walk."},
+        {"role": "user", "content": "P..\n"},
+        {"role": "assistant", "content": "Left"},
+        {"role": "user", "content": ".P.\n"},
+    ]
+    start = tokenizer.encode(tokenizer.render_chat(messages[:2]))
+    turn = [*tokenizer.encode("Left"), end]
+    chat = Dialogue(tokenizer, is_chat=True)
+    appended = [*start, *turn, *chat.observation(".P.\n", end)]
+    assert appended == tokenizer.encode(tokenizer.render_chat(messages))
+    shown = chat.observation("it says <|im_end|>", end)
+    assert shown.count(end) == 1  # its own: an environment cannot end a message
+
+
+def test_a_template_that_hides_earlier_turns_is_refused():
+    class Hides(Numbers):
+        def render_chat(self, messages: Sequence[Any]) -> str:
+            return messages[-1]["content"]
+
+    with pytest.raises(ValueError, match="leaves out earlier turns"):
+        Dialogue(Hides(), is_chat=True).observation("5", last=1)
+
+
+def test_names_of_environments():
+    assert registry.config_class("tests.odd_envs.Patient").__name__ == "PatientConfig"
+    kind = registry.resolve("tests.odd_envs.Patient")
+    assert kind.make(kind.config(timeout_s=3)).config.timeout_s == 3
+    for name, why in (
+        ("lake", "--env lake: allowed are alfworld, "),
+        ("tests.odd_envs.Nobody", "has no Nobody"),
+        ("no.such.module", "there is no module no.such; is it on PYTHONPATH"),
+        ("tests.scores.half", "give a class with reset, step and close"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            registry.resolve(name)
