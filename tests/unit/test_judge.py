@@ -107,7 +107,14 @@ def test_a_judge_that_hangs_or_dies_costs_no_sample_but_those_it_was_busy_with(f
 
 @pytest.mark.slow
 def test_a_batch_in_which_the_judge_dies_is_asked_again_one_by_one(folder):
-    cfg = config(folder, method="generate", max_new_tokens=110, pattern="(.)$", timeout_s=60.0)
+    cfg = config(
+        folder,
+        method="generate",
+        max_new_tokens=110,
+        pattern="(.)$",
+        timeout_s=60.0,
+        batch_wait_s=1.0,  # on a busy machine they come one by one
+    )
     with RewardService("judge", config=cfg) as service:
         backend = service._runners[0]._backend
         for i in range(3):
@@ -118,6 +125,35 @@ def test_a_batch_in_which_the_judge_dies_is_asked_again_one_by_one(folder):
     assert found["t0.0"].error == "crash: the judge ended with status -9"
     for name in ("t1.0", "t2.0"):  # a junk verdict is the model's own fault
         assert found[name].error.partition(":")[0] in ("", "verdict")
+
+
+@pytest.mark.slow
+def test_a_judge_that_grows_by_more_than_memory_gb_ends_and_its_batch_pays(folder):
+    cfg = config(
+        folder,
+        method="generate",
+        max_new_tokens=110,
+        pattern="(.)$",
+        timeout_s=60.0,
+        memory_gb=0.002,  # less than torch takes for its first forward,
+        max_tokens=64,  # which needs little by itself
+        batch_tokens=64,
+    )
+    with RewardService("judge", config=cfg) as service:
+        backend = service._runners[0]._backend
+        service.submit("t0.0", sample_of("t0.0"), prompt_of("4"), ">0")
+        end = time.monotonic() + 60
+        while not backend._running:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        worker = backend._worker
+        while backend._running and backend._grown(worker) < cfg.memory_gb * 2**30:
+            time.sleep(0.001)
+        assert backend._running, "the batch ended with no growth to speak of"
+        os.kill(worker.process.pid, signal.SIGSTOP)  # so that it is looked at before its end
+        found = score_all(service)
+    assert found["t0.0"].error.startswith("memory: the judge grew by ")
+    assert found["t0.0"].error.endswith("--reward.memory_gb is 0.002")
 
 
 def kill_in_a_batch(backend: ProcessBackend, rows: int) -> None:

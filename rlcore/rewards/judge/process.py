@@ -22,6 +22,7 @@ import msgspec
 from rlcore.records import RewardResult
 from rlcore.rewards.judge import mps
 from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.residency import host_growth
 from rlcore.rewards.judge.rubric import Rubric, of_probabilities, verdict_ids
 from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, Load, Ready, ToJudge
 from rlcore.utils import net
@@ -49,7 +50,7 @@ def main() -> None:
         traceback.print_exc()
         _send(channel, Ready(error=sentence(error)))
         sys.exit(1)
-    _send(channel, Ready())
+    _send(channel, Ready(growth_bytes=host_growth(cfg, judge.model.hf, device)))
     while True:
         if not judge.waiting:
             judge.model.rest()

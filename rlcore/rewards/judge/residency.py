@@ -105,6 +105,15 @@ def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
     )
 
 
+def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str) -> int:
+    """Bytes of host memory that a judge which works as it should may come to take after its start:
+    its layers, which are read when they are needed, and on the CPU its largest batch."""
+    sizes = sizes_of(hf, getattr(torch, cfg.dtype))
+    if device_type == "cuda":
+        return 2 * sizes.num_layers * sizes.layer  # torch pins powers of two
+    return (sizes.num_layers + SLOTS) * sizes.layer + footprint(cfg, hf).work
+
+
 def spread(num_layers: int) -> list[int]:
     """Layers in the order in which they give up their place: whatever the number is, those that
     have are spread evenly, and the next one that leaves makes no other one move.

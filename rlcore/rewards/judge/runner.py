@@ -28,6 +28,7 @@ from rlcore.utils.net import frame
 _MAX_FAILED_STARTS = 3
 _CLOSE_S = 20.0
 _LOG_BYTES = 4 << 20
+_MEMORY_CHECK_S = 0.25
 
 Settle = Callable[[int, RewardResult, str], None]
 """Key of the request, its verdict, and what was printed where it failed."""
@@ -156,6 +157,10 @@ class ProcessBackend:
         self._since = self._limit_s = 0.0
         self._is_asked = False
         """The judge has something to do: it is heard of within the time, or is over."""
+        self._growth = self._begin_growth = 0
+        """Bytes by which the judge may grow without need for a word, and by which it had grown
+        beyond them when its batch began."""
+        self._memory_checked = 0.0
         self._worker: Worker | None = None
         self._failed_starts, self._log_room = 0, _LOG_BYTES
         if host.log_file is not None:
@@ -222,6 +227,7 @@ class ProcessBackend:
             elif worker is self._worker:
                 self._serve(worker, what, events)
         self._check_deadline()
+        self._check_memory()
 
     def _take_inbox(self) -> None:
         os.eventfd_read(self._wake)
@@ -257,7 +263,10 @@ class ProcessBackend:
 
     def _wait_s(self) -> float | None:
         end = self._end()
-        return None if end is None else max(0.0, end - time.monotonic())
+        if end is None:
+            return None
+        left = max(0.0, end - time.monotonic())
+        return min(left, _MEMORY_CHECK_S) if self._is_asked and self._cfg.memory_gb else left
 
     def _end(self) -> float | None:
         worker = self._worker
@@ -294,8 +303,10 @@ class ProcessBackend:
                 self._fail(f"cannot start: {message.error}")
                 return
             worker.ready = True
+            worker.start_rss, self._growth = worker.rss(), message.growth_bytes
         elif isinstance(message, Began):
             self._hear()
+            self._begin_growth = self._grown(worker)
             self._running = message.keys
             jobs = [self._entries[k].job for k in message.keys if k in self._entries]
             limits = [self._host.timeout_s(job) for job in jobs]
@@ -320,14 +331,33 @@ class ProcessBackend:
             worker.print_stack()
             self._ended(f"timeout after {self._limit_s:g} s")
 
-    def _ended(self, reason: str) -> None:
+    def _grown(self, worker: Worker) -> int:
+        """Bytes by which the judge is larger than it has to be."""
+        return worker.rss() - worker.start_rss - self._growth
+
+    def _check_memory(self) -> None:
+        worker, limit = self._worker, self._cfg.memory_gb * 2**30
+        now = time.monotonic()
+        if not limit or not self._is_asked or now < self._memory_checked + _MEMORY_CHECK_S:
+            return
+        self._memory_checked = now
+        if worker is None or not worker.ready or (grown := self._grown(worker)) <= limit:
+            return
+        is_older = not self._running or self._begin_growth > limit / 2
+        self._ended(
+            f"memory: the judge grew by {grown / 2**30:.3g} GiB besides its layers, "
+            f"--reward.memory_gb is {self._cfg.memory_gb:g}",
+            is_older,
+        )
+
+    def _ended(self, reason: str, nobodys: bool = False) -> None:
         """The process is over, or has to be: its batch pays or is tried one by one, the others are
-        asked again."""
+        asked again; all are, where it is `nobodys` fault."""
         worker, self._worker = self._worker, None
         assert worker is not None
         status = worker.end(exiting=not reason)
         printed = worker.printed() or "(nothing)"
-        keys, self._running = self._running, ()
+        keys, self._running = () if nobodys else self._running, ()
         is_late = reason.startswith("timeout")
         if is_late and not keys:  # it hangs between batches: what it has is all that can be blamed
             keys = tuple(key for key, entry in self._entries.items() if entry.sent)
@@ -356,7 +386,7 @@ class ProcessBackend:
 
     def _failed_start(self, reason: str, printed: str) -> None:
         self._failed_starts += 1
-        log.warning("judge: its process failed before a batch: %s\n%s", reason, printed)
+        log.warning("judge: its process ended, no batch is to blame: %s\n%s", reason, printed)
         if self._failed_starts >= _MAX_FAILED_STARTS:
             self._fail(f"its process fails before any batch: {reason}, {self._failed_starts} times")
 

@@ -38,6 +38,8 @@ class Ready(Struct, frozen=True, tag=True):
     """The judge is loaded, or cannot be."""
 
     error: str = ""
+    growth_bytes: int = 0
+    """Of host memory, which its layers and batches may come to take."""
 
 
 class Began(Struct, frozen=True, tag=True):
