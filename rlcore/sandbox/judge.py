@@ -48,7 +48,7 @@ class Remote:
         return self._link.ask("length", self._number)
 
     def __bool__(self) -> bool:
-        return True
+        return self._link.ask("truth", self._number) is True
 
     def __str__(self) -> str:
         return self._link.ask("text", self._number)

@@ -90,6 +90,8 @@ def _answer(question: dict[str, Any], names: dict[str, Any], kept: list[Any]) ->
         return list(value)
     if what == "length":
         return len(value)
+    if what == "truth":
+        return bool(value)
     return str(value)
 
 

@@ -47,6 +47,8 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
         return ["type", value.__name__]
     if hasattr(type(value), "__index__"):  # numbers of other libraries
         return ["i", format(operator.index(value), "x")]
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # its booleans
+        return encode(value.item(), refer)
     return ["ref", refer(value)]
 
 

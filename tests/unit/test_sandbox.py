@@ -134,6 +134,8 @@ def test_a_sandbox_that_dies_says_so_and_comes_back(is_isolated):
         ("def f(x): return x", "def check(c):\n assert c(b'a') == b'a'\ncheck(f)", True),
         ("import copy\ndef copy(x): return x", "assert copy(3) == 3", True),
         ("f = lambda x: None", "assert f(1) is None", True),
+        ("class E:\n def __bool__(s): return False\nf = E", "assert not f()", True),
+        ("class E:\n def __len__(s): return 0\nf = E", "assert f()", False),
     ],
 )
 def test_a_test_means_what_it_means_in_python(box, program, test, passes):
