@@ -1,6 +1,6 @@
 """What it saves that rewards run beside the rollout: step time with overlap against without.
 
-    .venv/bin/python tools/bench_reward_overlap.py --json OUT       # about five minutes
+    .venv/bin/python tools/bench_reward_overlap.py --json OUT       # eight idle minutes
 
 Runs of the whole program on the tiny task (random weights, one rank, engine and reward child in
 processes of their own). A decode step has a floor, as on a memory-bound GPU, and responses end at
@@ -9,12 +9,14 @@ time, measured first with a reward that takes none. Without overlap (--debug.rew
 starts when the engine has nothing left to decode.
 
 Rows: name, value (seconds per step with overlap, median), unit, baseline (without), ratio (baseline
-/ value), bound (what would be saved if all of the shorter one were hidden).
+/ value), bound (what would be saved if all of the shorter one were hidden), cpu_s and
+baseline_cpu_s (of the whole runs: on a busy machine, whether both had the same work).
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -34,7 +36,7 @@ DEADLINE_S = 900.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.5, 1.0, 2.0])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--floor-ms", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -49,24 +51,27 @@ def main() -> None:
         for ratio in a.ratios:
             wait_s = ratio * rollout_s / (PROMPTS * SAMPLES)
             found = [
-                step(folder, model, a, f"r{ratio:g}{barrier:d}", wait_s, barrier=barrier)["step"]
+                step(folder, model, a, f"r{ratio:g}{barrier:d}", wait_s, barrier=barrier)
                 for barrier in (False, True)
             ]
+            times = [f["step"] for f in found]
             reward_s = ratio * rollout_s
             bound = (rollout_s + reward_s + rest_s) / (max(rollout_s, reward_s) + rest_s)
             out.append(
                 {
                     "name": f"step_reward_{ratio:g}",
-                    "value": found[0],
+                    "value": times[0],
                     "unit": "s",
-                    "baseline": found[1],
-                    "ratio": found[1] / found[0],
+                    "baseline": times[1],
+                    "ratio": times[1] / times[0],
                     "bound": bound,
+                    "cpu_s": found[0]["cpu"],
+                    "baseline_cpu_s": found[1]["cpu"],
                 }
             )
             print(
-                f"reward {ratio:g} x rollout: {found[0]:.2f} s with overlap, {found[1]:.2f} s "
-                f"without, ratio {found[1] / found[0]:.2f} (bound {bound:.2f})",
+                f"reward {ratio:g} x rollout: {times[0]:.2f} s with overlap, {times[1]:.2f} s "
+                f"without, ratio {times[1] / times[0]:.2f} (bound {bound:.2f})",
                 flush=True,
             )
     if a.json:
@@ -82,7 +87,8 @@ def step(
     *,
     barrier: bool,
 ) -> dict[str, float]:
-    """Medians over the steps of one run after the first: `step` and `gen`, in seconds."""
+    """Medians over the steps of one run after the first: `step` and `gen`, in seconds; `cpu`: of
+    the whole run."""
     words: list[object] = ["--reward", "rewards_wait.score", "--reward.wait_s", wait_s]
     words += ["--run.steps", a.steps, "--run.seed", a.seed, "--rollout.process", "child"]
     words += ["--data.prompts_per_step", PROMPTS, "--rollout.samples_per_prompt", SAMPLES]
@@ -92,6 +98,7 @@ def step(
     words += ["--eval.no_at_end", "--log.no_progress"]
     words += ["--debug.reward_barrier"] if barrier else []
     path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    before_s = children_s()
     done = subprocess.run(
         [sys.executable, "-m", "rlcore", "train", *arguments(model, folder, name, *words)],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -104,7 +111,14 @@ def step(
         raise SystemExit(f"run {name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "timing_s/step" in row][1:]
-    return {k: statistics.median(r[f"timing_s/{k}"] for r in rows) for k in ("step", "gen")}
+    medians = {k: statistics.median(r[f"timing_s/{k}"] for r in rows) for k in ("step", "gen")}
+    return medians | {"cpu": children_s() - before_s}
+
+
+def children_s() -> float:
+    """CPU time of all ended children and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ FILE has a JSON object per line: id, source, response, gold, label (1 right, 0 w
 names rows that were read by hand, with what is right about them and why. Rows of the JSON:
 
     source, rows, agree (with the labels), accuracy (with the verdicts), disputed (rows with one)
-    name, value, unit, baseline (plain math-verify in the same run), ratio
+    name, value, unit, baseline (plain math-verify in the same run), ratio, wall, baseline_wall,
+    algebra (share of answers about which math-verify was asked)
 
-Speed is in answers per second of CPU time of one process: every pair of gold and answer once, after
-a warm-up over other rows. `all`: of every kind. `number`: gold and final answer are plain numbers.
+Speed is in answers per second of CPU time of one process, which other jobs on the machine change
+little, and by the wall clock (`wall`): every pair of gold and answer once, after a warm-up over
+other rows. `all`: of every kind. `number`: gold and final answer are plain numbers.
 `latex`: one of them has a backslash. `unmarked`: nothing marks the final answer.
 """
 
@@ -94,6 +96,16 @@ def accuracy(rows: list[Row], verdicts: dict[str, Row]) -> list[Row]:
     return out
 
 
+class CountingReward(MathReward):
+    """Counts the answers about which math-verify is asked."""
+
+    asked = 0
+
+    def _algebra(self, *args: Any) -> bool:
+        CountingReward.asked += 1
+        return super()._algebra(*args)
+
+
 def scorer() -> Callable[[Row], int]:
     """The verdict of our reward on a row, with the row's options."""
     made: dict[tuple[int, bool], MathReward] = {}
@@ -102,7 +114,7 @@ def scorer() -> Callable[[Row], int]:
         options = row.get("options") or {}
         key = options.get("precision", 6), options.get("strict", True)
         if key not in made:
-            made[key] = MathReward(MathRewardConfig(decimals=key[0]), strict=key[1])
+            made[key] = CountingReward(MathRewardConfig(decimals=key[0]), strict=key[1])
         return int(made[key].score(None, _prompt(row["gold"]), row["response"]))
 
     return score
@@ -127,18 +139,24 @@ def speed(rows: list[Row], count: int, rng: random.Random) -> list[Row]:
         rng.shuffle(chosen)
         chosen = chosen[: 2 * count]
         half = len(chosen) // 2
-        rates = [_rate(chosen[:half], chosen[half:], f) for f in (scorer(), _plain())]
+        warm, timed = chosen[:half], chosen[half:]
+        (ours, wall), asked = _rates(warm, timed, scorer()), CountingReward.asked
+        plain, plain_wall = _rates(warm, timed, _plain())
         print(
-            f"{name:10s} {half} answers: {rates[0]:9.0f} answers/s of CPU, plain math-verify "
-            f"{rates[1]:7.0f}, ratio {rates[0] / rates[1]:.1f}"
+            f"{name:10s} {half} answers: {ours:9.0f} answers/s of CPU, plain math-verify "
+            f"{plain:7.0f}, ratio {ours / plain:.1f}; {wall:.0f} and {plain_wall:.0f} by the wall "
+            f"clock; {asked / len(timed):.2f} of them by algebra"
         )
         out.append(
             {
                 "name": f"math_{name}",
-                "value": rates[0],
+                "value": ours,
                 "unit": "answers/s of CPU time",
-                "baseline": rates[1],
-                "ratio": rates[0] / rates[1],
+                "baseline": plain,
+                "ratio": ours / plain,
+                "wall": wall,
+                "baseline_wall": plain_wall,
+                "algebra": asked / len(timed),
             }
         )
     return out
@@ -160,13 +178,20 @@ def _class_of(row: Row) -> str:
     return "number" if all(n is not None for n in numbers) else "text"
 
 
-def _rate(warm: Iterable[Row], timed: list[Row], score: Callable[[Row], int]) -> float:
+def _rates(
+    warm: Iterable[Row], timed: list[Row], score: Callable[[Row], int]
+) -> tuple[float, float]:
+    """Answers per second of CPU time, and of the wall clock."""
     for row in warm:
         score(row)
-    begin = time.process_time()
+    CountingReward.asked = 0
+    cpu, wall = time.process_time(), time.monotonic()
     for row in timed:
         score(row)
-    return len(timed) / (time.process_time() - begin)
+    return (
+        len(timed) / (time.process_time() - cpu),
+        len(timed) / (time.monotonic() - wall),
+    )
 
 
 def _plain() -> Callable[[Row], int]:
