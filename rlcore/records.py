@@ -310,6 +310,12 @@ class Released(Event):
     partials: dict[RequestId, Partial] = {}
 
 
+class Moved(Event):
+    """The replica has let go of requests that were to `Move`."""
+
+    partials: dict[RequestId, Partial] = {}
+
+
 class Trained(Event):
     """The rank is through with the oldest `Train` that it was sent."""
 
@@ -340,6 +346,7 @@ AnyEvent = (
     | Stats
     | Down
     | Released
+    | Moved
     | Trained
     | Held
     | Wanted
@@ -378,6 +385,12 @@ class Histories(Record):
 
 class Abort(Command):
     """Stop these requests."""
+
+    ids: tuple[RequestId, ...]
+
+
+class Move(Command):
+    """Let go of these requests and say `Moved`: they go on elsewhere."""
 
     ids: tuple[RequestId, ...]
 
@@ -467,6 +480,7 @@ AnyCommand = (
     Submit
     | Remember
     | Abort
+    | Move
     | Release
     | Ship
     | Train

@@ -52,6 +52,7 @@ from rlcore.rollout.rounds import Log, Rounds
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import Hub, free_port
 from rlcore.sched.balance import Balance
+from rlcore.sched.histopipe import Pipe
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.sched.reward import AdaptiveTimeout
@@ -807,7 +808,7 @@ def make_elastic(
 
 
 def make_place(cfg: Config) -> LeastLoaded:
-    """Where requests go.
+    """Where requests go; of `histopipe`, those of an evaluation.
 
     Without --rollout.queue everything goes out at once and what has no room waits in the engines.
     Where the controller fills replicas as they get free, the clock decides which requests are
@@ -817,6 +818,16 @@ def make_place(cfg: Config) -> LeastLoaded:
     r = cfg.rollout
     most = cfg.env.max_running if cfg.select.env else r.max_running
     return LeastLoaded(most if r.queue else sys.maxsize, spread=r.place == "response")
+
+
+def make_pipe(cfg: Config, leaders: Sequence[int]) -> Pipe:
+    """Where requests go by what the epoch before says of their lengths."""
+    return Pipe(
+        replicas=leaders,
+        batch=cfg.data.prompts_per_step,
+        longest=cfg.rollout.max_tokens,
+        rows=cfg.rollout.max_running,
+    )
 
 
 def make_controller(
@@ -862,7 +873,7 @@ def make_flow(
             samplers=samplers,
             ranks=leaders,
             members={first: range(first + 1, first + tp) for first in leaders},
-            place=make_place(cfg),
+            place=make_pipe(cfg, leaders) if cfg.rollout.place == "histopipe" else make_place(cfg),
             deadline_s=cfg.rollout.deadline_s,
             dynamic=cfg.async_.dynamic,
         )

@@ -129,6 +129,11 @@ def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
             f"{world_size - apart} train ranks before them, since an engine begins at a multiple "
             "of its size; take a divisor of both"
         )
+    if cfg.rollout.place == "histopipe" and apart < 2 * tp:
+        out.append(
+            f"--rollout.place histopipe: needs two engines, and {apart} rollout ranks make one; "
+            "take more, or --rollout.place group"
+        )
     if site and world_size % site:
         out.append(
             f"--sync.ranks_per_site {site}: must divide the {world_size} ranks; take a divisor, or "
@@ -184,6 +189,11 @@ def warnings(cfg: Config) -> list[str]:
         out.append(
             f"--rollout.draft {r.draft}: the task label is endless, so no prompt comes twice and "
             "drafts come from a request's own text alone; give --data.num_prompts"
+        )
+    if r.place == "histopipe" and "label" in cfg.data.train and not cfg.data.num_prompts:
+        out.append(
+            "--rollout.place histopipe: the task label is endless, so no prompt comes twice and "
+            "lengths are never known; give --data.num_prompts"
         )
     if r.sglang and r.engine != "sglang":
         out.append(f"--rollout.sglang {r.sglang[0]}: has no effect with rollout.engine {r.engine}")
@@ -494,6 +504,8 @@ def _rollout(cfg: Config) -> list[str]:
         out.append(
             f"--rollout.tp {r.tp}: the torch engine is one rank; use --rollout.engine sglang, or 1"
         )
+    if r.place == "histopipe":
+        out += _histopipe(cfg)
     out += _sizes(cfg)
     if r.engine == "sglang":
         if r.process == "inline":
@@ -511,6 +523,18 @@ def _rollout(cfg: Config) -> list[str]:
                 "--rollout.dtype float64: SGLang has float32 and bfloat16; set one of them, or "
                 "--rollout.engine torch"
             )
+    return out
+
+
+def _histopipe(cfg: Config) -> list[str]:
+    key, out = "--rollout.place histopipe", []
+    if cfg.select.mode != "async" or cfg.async_.alpha < 1:
+        out.append(
+            f"{key}: engines begin the next step while others end this one; set --mode async, with "
+            "--async.alpha 1 or more"
+        )
+    if cfg.rollout.queue:
+        out.append(f"{key}: says itself which engine a request waits at; leave out --rollout.queue")
     return out
 
 

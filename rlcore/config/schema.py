@@ -120,9 +120,11 @@ class RolloutConfig:
     """Further stop tokens; the tokenizer's end of sequence always stops."""
     max_running: int = 256
     """Requests that one engine decodes at a time."""
-    place: Literal["group", "response"] = "group"
+    place: Literal["group", "response", "histopipe"] = "group"
     """`group`: the responses to a prompt go to one engine, which prefills it once. `response`: each
-    goes to the engine that has the fewest, wherever the others are."""
+    goes to the engine that has the fewest, wherever the others are. `histopipe`, with --mode async:
+    by the prompt's longest response of the epoch before, such that an engine has long ones in one
+    step and short ones in the next."""
     queue: bool = False
     """Requests wait at the controller for the first engine with a place free; else all go out at
     once, those of an engine wait there, and who is decoded beside whom does not hang on the

@@ -25,6 +25,8 @@ from rlcore.records import (
     Held,
     Hold,
     Holding,
+    Move,
+    Moved,
     Preempted,
     Progress,
     Prompt,
@@ -37,6 +39,7 @@ from rlcore.records import (
     group_of,
 )
 from rlcore.rollout.controller import Controller
+from rlcore.sched.histopipe import Pipe
 from rlcore.sched.roles import GroupState, Place, RequestState
 from rlcore.sched.staleness import Refill, SampleBuffer
 from rlcore.sched.stop import EQUAL_REWARDS
@@ -57,6 +60,7 @@ class Saved(Struct, frozen=True):
     buffer: dict[str, Any]
     groups: tuple[SavedGroup, ...]
     order: int
+    pipe: dict[str, Any] = {}
 
 
 class AsyncController(Controller):
@@ -71,13 +75,15 @@ class AsyncController(Controller):
         trainers: Sequence[int],
         samplers: Sequence[int],
         ranks: Sequence[int],
-        place: Place,
+        place: Place | Pipe,
         deadline_s: float,
         members: Mapping[int, Sequence[int]] | None = None,
         dynamic: bool = False,
     ) -> None:
-        """`issue`, `dynamic`: as in `Refill`."""
-        self._refill = Refill(buffer, issue, dynamic)
+        """`issue`, `dynamic`: as in `Refill`. A `Pipe` as `place` is told of all work, and may have
+        requests move."""
+        self._pipe = place if isinstance(place, Pipe) else None
+        self._refill = Refill(buffer, self._issue_by(issue), dynamic)
         super().__init__(
             ranks=ranks,
             all_ranks=[*trainers, *samplers],
@@ -100,6 +106,18 @@ class AsyncController(Controller):
         """Of the last batch."""
         self._found: dict[str, float] = {}
         """Anchors of rewards, see `EndRound`."""
+
+    def _issue_by(self, issue: Callable[[int], list[Work]]) -> Callable[[int], list[Work]]:
+        pipe = self._pipe
+        if pipe is None:
+            return issue
+
+        def ordered(count: int) -> list[Work]:
+            work = issue(count)
+            pipe.order(work)
+            return work
+
+        return ordered
 
     # ---- the interface
 
@@ -130,6 +148,9 @@ class AsyncController(Controller):
         if isinstance(event, Wanted | Holding | Held):
             self._seen[event.rank] = now
             return self._told(event)
+        if isinstance(event, Moved):
+            self._seen[event.rank] = now
+            return self._moved(event)
         if isinstance(event, Progress):
             event = self._known(event)
             for i, length in zip(event.ids, event.lengths, strict=True):
@@ -142,13 +163,15 @@ class AsyncController(Controller):
                 self._up[event.rank] -= 1
             return self._submit()
         commands = super().handle(event, now)
+        if isinstance(event, Progress):
+            commands += self._move(event)
         return [*commands, *self._give()]
 
     def take_stats(self) -> dict[str, float]:
         """Counters since the last call."""
         found, self._stats = self._stats, {}
         found.pop("timing_s/reward", None)  # nobody waits for the last one
-        return found
+        return found | (self._pipe.metrics() if self._pipe is not None else {})
 
     # ---- what the learner asks
 
@@ -179,6 +202,9 @@ class AsyncController(Controller):
         self.prompts = {g: self._groups[g].work.prompt for g in chosen}
         stats = self._reward_stats(groups) | self.buffer.metrics()
         self._found |= self._anchors(chosen)
+        if self._pipe is not None:
+            for group in groups:
+                self._pipe.learn(self._groups[group.id].work.prompt, group.lengths)
         for group in chosen:
             self._leave(group)
         return [Batch(rank=r, groups=groups, stats=stats) for r in self._learners]
@@ -231,6 +257,36 @@ class AsyncController(Controller):
             event, ids=tuple(i for i, _ in pairs), lengths=tuple(n for _, n in pairs), tails=()
         )
 
+    # ---- requests that go on elsewhere
+
+    def _move(self, event: Progress) -> list[AnyCommand]:
+        """Some of these may have become too long for where they are."""
+        if self._pipe is None or self._holds or event.rank not in self._up:
+            return []
+        here = {
+            i: length
+            for i, length in zip(event.ids, event.lengths, strict=True)
+            if self._requests[i].rank == event.rank and not self._requests[i].finish
+        }
+        ids = self._pipe.leave(here)
+        return [Move(rank=event.rank, ids=tuple(ids))] if ids else []
+
+    def _moved(self, event: Moved) -> list[AnyCommand]:
+        """A replica has let go of them; they are the next to be placed."""
+        for i, partial in event.partials.items():
+            if event.rank in self._up:
+                self._up[event.rank] -= 1
+            request = self._requests.get(i)
+            if request is None or request.finish:  # its group has left, or was closed
+                self._count("sched/aborted_tokens", len(partial.tokens))
+                continue
+            request.rank, request.resume = -1, partial
+            request.num_tokens = len(partial.tokens)
+            self._waiting.appendleft(request)
+            self._count("sched/migrated", 1)
+            self._count("sched/migrated_tokens", request.num_tokens)
+        return self._submit()
+
     # ---- engines that let go or die
 
     def _released(self, event: Released) -> list[AnyCommand]:
@@ -261,11 +317,14 @@ class AsyncController(Controller):
             )
             for state in self._groups.values()
         )
-        return Saved(buffer=self.buffer.state(), groups=groups, order=self._num_started)
+        pipe = self._pipe.state() if self._pipe is not None else {}
+        return Saved(buffer=self.buffer.state(), groups=groups, order=self._num_started, pipe=pipe)
 
     def restore(self, saved: Saved, owner_of: Callable[[int], int]) -> None:
         """Go on from there. `owner_of`: the rank that has the samples of a former rank."""
         self.buffer.restore(saved.buffer)
+        if self._pipe is not None and saved.pipe:
+            self._pipe.restore(saved.pipe)
         self._num_started = saved.order
         for group in saved.groups:
             requests = {r.id: r for r in group.requests}

@@ -450,7 +450,7 @@ class Controller:
             if request.finish:  # its group was closed meanwhile
                 self._waiting.popleft()
                 continue
-            rank = self._place.choose(group_of(request.id), self._up)
+            rank = self._place.choose(request.id, self._up)
             if rank is None:
                 break
             self._waiting.popleft()

@@ -26,6 +26,8 @@ from rlcore.records import (
     Held,
     Hold,
     Meet,
+    Move,
+    Moved,
     Partial,
     Prompt,
     Ready,
@@ -162,6 +164,8 @@ class Agent:
         self._releasing = False
         self._partials: dict[RequestId, Partial] = {}
         """Of the requests that are being released."""
+        self._moving: set[RequestId] = set()
+        """Those that are to go on elsewhere, until the engine has let go of them."""
         self._to_train: deque[Train] = deque()
         self.received: dict[RequestId, Sample] = {}
         """Samples of other ranks that have come before the round was over here, to be trained in it
@@ -323,6 +327,7 @@ class Agent:
                     self._partials |= event.partials
             self._lost = True
             self._live.clear()
+            self._moving.clear()
 
     def wait_for_call(self) -> None:
         """Between rounds, on a rank that only samples: until rank 0 says Meet. It says Alive as it
@@ -388,6 +393,12 @@ class Agent:
         elif isinstance(command, Abort):
             assert self._engine is not None
             self._engine.abort(command.ids)
+        elif isinstance(command, Move):
+            assert self._engine is not None
+            ids = self._live.intersection(command.ids)
+            if ids and not self._down:
+                self._moving |= ids
+                self._engine.abort(sorted(ids))
         elif isinstance(command, Release):
             assert self._engine is not None
             if not self._down:
@@ -469,6 +480,7 @@ class Agent:
                 sample = event.sample
                 assert sample is not None, event.id
                 self._live.discard(event.id)
+                self._moving.discard(event.id)
                 self.samples[event.id] = sample
                 sampled = sample.versions[sample.versions >= 0]
                 version = int(sampled[0]) if len(sampled) else 0
@@ -480,11 +492,17 @@ class Agent:
                 event = msgspec.structs.replace(event, sample=None, version=version)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)
-                if self._releasing and event.sample is not None:
+                moves = event.id in self._moving
+                self._moving.discard(event.id)
+                if (self._releasing or moves) and event.sample is not None:
                     s = event.sample
-                    self._partials[s.id] = Partial(
+                    part = Partial(
                         tokens=s.tokens, logps=s.logps, versions=s.versions, drafted=s.drafted
                     )
+                    if self._releasing:
+                        self._partials[s.id] = part
+                    else:
+                        out.append(Moved(partials={s.id: part}))
                     continue
                 event = msgspec.structs.replace(event, sample=None)
             elif isinstance(event, Stats):
@@ -499,6 +517,7 @@ class Agent:
                 self.knee = event.knee or self.knee
             elif isinstance(event, Down):
                 self._live.clear()
+                self._moving.clear()
                 self._down = event.reason
             out.append(event)
         return out

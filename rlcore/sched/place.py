@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rlcore.records import GroupId
+from rlcore.records import GroupId, RequestId, group_of
 
 
 class LeastLoaded:
@@ -17,7 +17,8 @@ class LeastLoaded:
         self._max_running, self._spread = max_running, spread
         self._home: dict[GroupId, int] = {}
 
-    def choose(self, group: GroupId, load: Mapping[int, int]) -> int | None:
+    def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
+        group = group_of(request)
         home = self._home.get(group)
         if home is not None and load.get(home, self._max_running) < self._max_running:
             return home

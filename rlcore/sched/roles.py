@@ -80,9 +80,9 @@ class Verdict:
 
 
 class Place(Protocol):
-    def choose(self, group: GroupId, load: Mapping[int, int]) -> int | None:
-        """The rank that takes the next request of `group`; None makes it wait. `load` counts the
-        live requests of every replica that is up."""
+    def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
+        """The rank that takes this request; None makes it wait. `load` counts the live requests of
+        every replica that is up."""
 
     def forget(self, group: GroupId) -> None:
         """It has no more requests; called where rounds do not end."""

@@ -128,3 +128,21 @@ def test_the_split_that_rates_propose_is_in_the_metrics_and_said(found: Found) -
 def test_async_without_ranks_that_sample_is_refused(found: Found) -> None:
     assert [found.gang.code("alone", rank) for rank in (0, 1)] == [2, 2]
     assert "--cluster.rollout_ranks 0: --mode async needs" in found.gang.text("alone")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(3)
+def test_histopipe_places_by_the_epoch_before(tmp_path: Path) -> None:
+    """Two ranks sample, one trains: epochs of two steps, one step off-policy."""
+    model = runs.tiny_model(tmp_path / "model")
+    pipe = "--rollout.place", "histopipe", "--data.num_prompts", 8
+    words = "--mode", "async", "--cluster.rollout_ranks", 2, "--async.alpha", 1
+    argv = runs.arguments(model, tmp_path, "pipe", *pipe, *words, *SLOW, "--run.steps", 6)
+    job: runs.Job = {"name": "pipe", "argv": [*argv, "--checkpoint.no_export_hf"]}
+    gang = runs.run(3, [job], tmp_path / "gang")
+    gang.check("pipe", 3)
+    rows = runs.rows(tmp_path / "pipe")
+    assert rows[1]["pipe/known"] == 0 and rows[6]["pipe/known"] == 1
+    assert all(0 <= rows[step]["pipe/higher"] < 1 for step in range(1, 7))
+    assert max(rows[step][AGE + "/max"] for step in range(1, 7)) == 1
+    assert all(rows[step]["training/trained_rows"] == 16 for step in range(1, 7))

@@ -147,6 +147,33 @@ def test_sglang_refuses_what_is_the_torch_engines(argv, key):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--mode async --async.alpha 1", ""),
+        ("--mode async --async.alpha 0.5", "--rollout.place histopipe: .* --async.alpha 1 or more"),
+        ("", "--rollout.place histopipe: .* set --mode async"),
+        ("--mode async --rollout.queue", "leave out --rollout.queue"),
+    ],
+)
+def test_histopipe_is_for_a_flow_that_does_not_end(words, said):
+    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+    base += [
+        "--data.num_prompts",
+        "64",
+        "--cluster.rollout_ranks",
+        "2" if "async" in words else "0",
+    ]
+    cfg = parse([*base, "--rollout.place", "histopipe", *words.split()])
+    found = rules.broken(cfg)
+    assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
+    if not said:
+        assert rules.of_world(cfg, 4, 4) == []
+        one = dataclasses.replace(cfg.cluster, rollout_ranks=1)
+        (line,) = rules.of_world(dataclasses.replace(cfg, cluster=one), 4, 4)
+        assert line.startswith("--rollout.place histopipe: needs two engines, and 1 rollout ranks")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         ("--rollout.adaptive_tp", ""),
         ("--rollout.adaptive_tp --rollout.tp 2 --rollout.max_tp 8", ""),
         ("--debug.rollout_tp 1 2 1", ""),

@@ -30,6 +30,7 @@ from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
+from rlcore.sched.histopipe import Pipe
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.race import Misfit
 from rlcore.sched.staleness import SampleBuffer
@@ -84,6 +85,7 @@ class World:
         engines: list[Any],
         record: Recorder | None = None,
         replay: EventLog | None = None,
+        pipe: Pipe | None = None,
     ) -> None:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
         self.tokenizer, store = load_tokenizer(model), Store()
@@ -100,7 +102,7 @@ class World:
             trainers=[0],
             samplers=samplers,
             ranks=samplers,
-            place=LeastLoaded(10**6),
+            place=pipe or LeastLoaded(10**6),
             deadline_s=60.0,
         )
         self.agents = [
@@ -139,6 +141,7 @@ class World:
         ]
         self.version = 5  # that of `torch_engine`
         self.batches: list[tuple[int, Batch, dict[str, Sample]]] = []
+        self.stats: list[dict[str, float]] = []
 
     def work(self, i: int, tag: str = "t") -> Work:
         row = label_task.make("train", 0, i)
@@ -165,7 +168,7 @@ class World:
                 owners = {ref.id: ref.owner for g in batch.groups for ref in g.refs}
                 samples = self.flows[0].fetch(dict.fromkeys(owners, (0,)), owners)
                 self.batches.append((version, batch, samples))
-                self.flows[0].hold(mode)
+                self.stats.append(self.flows[0].hold(mode))
             else:
                 self.agents[rank].go_on()
             self.barrier.wait(60)
@@ -244,6 +247,24 @@ def test_responses_outlive_pushes_and_are_those_of_an_uninterrupted_engine(
         assert held <= three.controller.groups.keys() | set(three.controller._forget)
         for agent in three.agents[1:]:
             assert agent.prompts.keys() <= three.controller.groups.keys() | held
+
+
+def test_responses_that_move_to_another_replica_are_those_of_an_uninterrupted_engine(
+    model: Path, wanted: dict[str, np.ndarray]
+) -> None:
+    """HistoPipe, with a history of answers that are shorter than those that come."""
+    floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
+    engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
+    pipe = Pipe(replicas=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
+    with world(model, engines, pipe=pipe) as three:
+        for i in range(40):
+            pipe.learn(three.work(i).prompt, [2 + i % 2])
+        for _ in range(4):
+            three.step("recompute")
+        three.check(wanted)
+        moved = sum(stats.get("sched/migrated", 0) for stats in three.stats)
+        tokens = sum(stats.get("sched/migrated_tokens", 0) for stats in three.stats)
+        assert moved > 0 and tokens > 2 * moved
 
 
 def test_an_evaluation_in_between_changes_nothing(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rlcore.ops.suffix import Forest
+from rlcore.records import Prompt, Sampling, Work
 from rlcore.sched import histopipe
 from rlcore.sim import rhymerl
 from rlcore.sim.rhymerl import LENGTHS
@@ -66,17 +67,67 @@ def test_the_threshold_is_a_length_that_two_percent_of_the_history_exceed():
         histopipe.threshold([])
 
 
-def test_groups_go_to_the_replicas_of_their_worker_and_elsewhere_when_these_are_gone():
-    groups = [["t0", "t1"], ["t2", "t3"]]
-    one = histopipe.place(groups, 1, [[0, 1], [2]], max_running=4)
-    assert one.worker_of == {"t0": 0, "t1": 1, "t2": 2, "t3": 2}
-    two = histopipe.place(groups, 2, [[0, 1], [2]], max_running=4)
-    assert two.worker_of == {"t2": 0, "t3": 1, "t0": 2, "t1": 2}
-    assert one.choose("t2", {0: 0, 1: 0, 2: 3}) == 2
-    assert one.choose("t2", {0: 0, 1: 0, 2: 4}) is None
-    assert one.choose("t2", {0: 2, 1: 1}) == 1 and one.choose("t9", {0: 2, 1: 1}) == 1
-    with pytest.raises(ValueError, match="2 ranking groups for 1 workers"):
-        histopipe.place(groups, 1, [[0]], max_running=4)
+def works(count, first=0):
+    return [
+        Work(
+            id=f"t{first + i}",
+            prompt=Prompt(index=i, source="s", tokens=np.ones(2, np.int32)),
+            num_samples=2,
+            sampling=Sampling(max_tokens=100),
+        )
+        for i in range(count)
+    ]
+
+
+def test_replicas_have_long_prompts_in_one_step_and_short_ones_in_the_next():
+    """Four prompts over two replicas; the longest answers are of prompts 1 and 2."""
+    pipe = histopipe.Pipe(replicas=[3, 5], batch=4, longest=100, rows=100)
+    idle = {3: 0, 5: 0}
+    pipe.order(works(4))  # nothing is known: in their order
+    assert [pipe.choose(f"t{i}.0", idle) for i in range(4)] == [3, 3, 5, 5]
+    for work, lengths in zip(works(4), [(5, 9), (50, 60), (70, 80), (6, 7)], strict=True):
+        pipe.learn(work.prompt, lengths)
+    pipe.order(works(8, first=4)[:4])
+    assert [pipe.choose(f"t{4 + i}.1", idle) for i in range(4)] == [5, 3, 3, 5]  # step 2
+    pipe.order(works(4, first=8))
+    assert [pipe.choose(f"t{8 + i}.0", idle) for i in range(4)] == [3, 5, 5, 3]
+    found = pipe.metrics()
+    assert found["pipe/known"] == 1 and found["pipe/higher"] == 0
+    assert found["pipe/longest_group"] == 80 and found["pipe/moved"] == 0
+    assert pipe.choose("t8.0", {5: 7}) == 5  # its replica is gone
+    assert pipe.choose("t99.0", {3: 2, 5: 1}) == 5 and pipe.choose("t99.0", {}) is None
+    pipe.order(works(1, first=12))  # in another's place, no step
+    assert pipe.choose("t12.0", {3: 1, 5: 0}) == 5
+
+
+def test_answers_beyond_the_threshold_of_their_group_leave_once_for_a_higher_one():
+    pipe = histopipe.Pipe(replicas=[3, 5], batch=4, longest=100, rows=100)
+    for work, lengths in zip(works(4), [(5, 9), (50, 60), (70, 80), (6, 7)], strict=True):
+        pipe.learn(work.prompt, lengths)
+    pipe.order(works(4))  # t0 and t3 are the lower group, whose longest answer had 9 tokens
+    running = {"t0.0": 9, "t0.1": 10, "t3.0": 40, "t1.0": 99}
+    assert pipe.leave(running) == ["t0.1", "t3.0"]
+    assert pipe.leave(running) == []
+    assert [pipe.choose(i, {3: 0, 5: 9}) for i in ("t0.0", "t0.1", "t3.0", "t1.0")] == [3, 5, 5, 5]
+    assert pipe.choose("t0.1", {3: 4}) == 3
+    assert pipe.metrics()["pipe/moved"] == 2 / 8
+    for group in ("t0", "t1", "t2", "t3"):
+        pipe.forget(group)
+    assert not pipe._workers and not pipe._away
+
+
+def test_groups_of_long_answers_get_more_replicas():
+    """Eight replicas, four prompts a group: 4 answers of 10 tokens in the lower, of 80 in the
+    upper, ten places a replica."""
+    pipe = histopipe.Pipe(replicas=range(8), batch=40, longest=100, rows=2, groups=2)
+    work = works(40)
+    for i, w in enumerate(work):
+        pipe.learn(w.prompt, [10, 10] if i < 20 else [80, 80])
+    pipe.order(work)
+    load = dict.fromkeys(range(8), 0)
+    short = {pipe.choose(f"t{i}.0", load) for i in range(20)}
+    long = {pipe.choose(f"t{i}.0", load) for i in range(20, 40)}
+    assert len(long) > len(short) and short | long == set(range(8)) and not short & long
 
 
 def test_on_the_generated_workload_ranks_jump_and_answers_migrate_as_published():
