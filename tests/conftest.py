@@ -1,6 +1,8 @@
 """Options and skips of the whole suite."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,16 @@ settings.register_profile("new", deadline=None)
 settings.load_profile(os.environ.get("RLCORE_EXAMPLES", "same"))
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def silent_log() -> Iterator[None]:
+    """What a test that runs a command sets up in the logger is not there in the next test."""
+    yield
+    log = logging.getLogger("rlcore")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

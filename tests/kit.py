@@ -141,6 +141,7 @@ def run_ranks(
         (folder / "args.json").write_text(json.dumps(dict(args or {})))
         env = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
         env |= {"WORLD_SIZE": str(n), "CUDA_VISIBLE_DEVICES": ""}  # one GPU makes no NCCL world
+        env["RANKS_FOLDER"] = name
         gang = []
         for rank in range(n):
             of_rank = env | {"RANK": str(rank)}

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -382,7 +381,7 @@ def death(rank: int, learner: Any, engine: Keeper, found: dict[str, Any]) -> lis
 
 def leave_result(rank: int, result: Any) -> None:
     """What `kit.run_ranks` returns for a rank that does not come back."""
-    torch.save(result, Path(sys.argv[2]) / f"result{rank}")
+    torch.save(result, Path(os.environ["RANKS_FOLDER"]) / f"result{rank}")
 
 
 def mixed(rank: int) -> dict[str, Any]:

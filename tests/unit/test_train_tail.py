@@ -23,6 +23,9 @@ shutil.copytree(run / "checkpoints/step_000001", folder / "lost")
 state = json.loads((folder / "lost/state.json").read_text())
 state["source"]["queue"] = {"": [[0, 3], [0, 77]]}
 (folder / "lost/state.json").write_text(json.dumps(state))
+from rlcore.trainer import seal
+(folder / "lost" / seal.MANIFEST).unlink()
+assert not seal.write(folder / "lost", None)
 """
 """A checkpoint whose queue has a prompt that the data do not have."""
 
