@@ -14,6 +14,9 @@ The primary figure is what a request gains in one forward (1 without drafts) whe
 to 7 requests, which is the tail of a round, and over all batches; then acceptance, tokens a second
 and the gate's decisions by epoch. Samples are the same in all arms, but for ties within rounding.
 
+--engine sglang is the same with SGLang. Its attention on a CPU goes request by request, so forwards
+and tokens of a forward are what can be read off there, not seconds.
+
 On a CPU a forward takes longer the more tokens it has, so a full batch may lose by drafts, and the
 gate says so; --decode-floor-ms makes every forward last as long whatever it holds, as on a GPU that
 waits for memory. One run at a time, since they are timed; finished runs in --dir are read.
@@ -81,6 +84,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--epochs", type=int, default=7)
     p.add_argument("--prompts", type=int, default=64, help="of the task; 32 make a step")
     p.add_argument("--paper", action="store_true", help="its settings instead of our defaults")
+    p.add_argument("--engine", choices=("torch", "sglang"), default="torch")
     p.add_argument("--decode-floor-ms", type=float, default=0.0)
     p.add_argument("--dir", type=Path, default=ROOT / "runs")
     p.add_argument("--json", type=Path, required=True)
@@ -89,6 +93,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     a = p.parse_args(argv)
     if a.prompts % 32 or a.prompts < 32:
         p.error(f"--prompts {a.prompts}: must be a multiple of the 32 of a step")
+    if a.engine == "sglang" and a.decode_floor_ms:
+        p.error("--decode-floor-ms: is the torch engine's; leave it, or --engine torch")
     if a.epochs < 2:
         p.error(f"--epochs {a.epochs}: must be at least 2, the first has no history")
     return a
@@ -97,7 +103,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def run(a: argparse.Namespace, arm: str, seed: int) -> Path:
     """The folder of one run; it is made where it is not there."""
     name = f"histospec_{arm.replace(' ', '')}_{seed}_{a.epochs}x{a.prompts}_{a.decode_floor_ms:g}"
-    name += "_paper" * a.paper
+    name += "_paper" * a.paper + "_sglang" * (a.engine == "sglang")
     folder = a.dir / name
     if (folder / "summary.json").is_file():
         return folder
@@ -108,6 +114,9 @@ def run(a: argparse.Namespace, arm: str, seed: int) -> Path:
     command += ["--run.steps", str(steps), "--data.num_prompts", str(a.prompts)]
     command += ["--eval.every", "0", "--eval.no_at_start", "--eval.no_at_end"]
     command += ["--checkpoint.no_at_end", "--checkpoint.no_export_hf"]
+    command += ["--rollout.engine", a.engine]
+    if a.engine == "sglang" and ARMS[arm]:
+        command += ["--draft.width", "9"]  # drafts of 8, as the arm of that name wants
     command += ["--debug.decode_floor_ms", f"{a.decode_floor_ms:g}", *a.rest]
     print(" ".join(command), flush=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -264,6 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         "prompts": a.prompts,
         "decode_floor_ms": a.decode_floor_ms,
         "paper": a.paper,
+        "engine": a.engine,
         "load_before": load,
     }
     text = {"what": __doc__.splitlines()[0], "settings": head, "machine": env.report()}
@@ -271,7 +281,8 @@ def main(argv: list[str] | None = None) -> int:
     write_atomic(a.json, json.dumps(text | {"rows": rows}, indent=1) + "\n")
     print(a.json)
     floor = f", every step at least {a.decode_floor_ms:g} ms" if a.decode_floor_ms else ""
-    title = f"tiny task, {a.prompts} prompts x 8, {a.epochs} epochs, 2 CPU cores{floor}"
+    what = f"{a.prompts} prompts x 8, {a.epochs} epochs"
+    title = f"tiny task, {what}, {a.engine} engine, 2 CPU cores{floor}"
     draw(rows, a.picture or a.json.with_suffix(".png"), title)
     return 0
 

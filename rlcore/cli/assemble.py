@@ -558,6 +558,9 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         )
     return settings | {
         "memory_fraction": r.gpu_memory_utilization,
+        "draft": r.draft,
+        "draft_width": cfg.draft.width,
+        "draft_settings": draft_settings(cfg),
         "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
         "deadline_s": cfg.cluster.timeout_s,
     }

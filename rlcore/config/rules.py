@@ -500,6 +500,11 @@ def _rollout(cfg: Config) -> list[str]:
             out.append(
                 f"--rollout.sglang {argument}: must be key=value, such as attention_backend=triton"
             )
+        if argument.startswith("speculative_"):
+            out.append(
+                f"--rollout.sglang {argument}: SGLang's own check of drafts samples otherwise than "
+                "its log-probs say; use --rollout.draft and --draft.width"
+            )
     if r.engine == "torch" and r.tp > 1:
         out.append(
             f"--rollout.tp {r.tp}: the torch engine is one rank; use --rollout.engine sglang, or 1"
@@ -550,10 +555,16 @@ def _draft(cfg: Config) -> list[str]:
             f.name for f in fields(d) if getattr(d, f.name) != getattr(DraftConfig(), f.name)
         ]
         return [f"--draft.{name}: has no effect without --rollout.draft" for name in changed]
-    if cfg.rollout.engine != "torch":
-        out.append(
-            f"--rollout.draft {kind}: is the torch engine's; use --rollout.engine torch, or none"
-        )
+    if cfg.rollout.engine != "sglang" and d.width != DraftConfig().width:
+        out.append(f"--draft.width {d.width}: is SGLang's; leave it, or set --draft.window")
+    if cfg.rollout.engine == "sglang":
+        if not 2 <= d.width <= 256:
+            out.append(f"--draft.width {d.width}: must be from 2 to 256")
+        if d.window != DraftConfig().window and d.window >= d.width:
+            out.append(
+                f"--draft.window {d.window}: must be below draft.width {d.width}, as SGLang checks "
+                "a draft beside the last token; set both"
+            )
     if not 1 <= d.window <= 4096:
         out.append(f"--draft.window {d.window}: must be from 1 to 4096")
     if d.start > d.window:

@@ -144,7 +144,7 @@ class RolloutConfig:
     """Guess the next tokens and verify the guesses in one forward; samples stay what they are.
     `ngram`: from the request's own text. `history`: from earlier epochs' responses to the same
     prompt, too, along the most frequent continuation. `history_reward`: along the one with the
-    largest sum of rewards. Of the torch engine."""
+    largest sum of rewards."""
     fp32_lm_head: bool = False
     """Logits in fp32, whatever rollout.dtype is: the engine's output layer, of the torch engine its
     last norm too."""
@@ -163,6 +163,9 @@ class DraftConfig:
 
     window: int = 32
     """Longest draft."""
+    width: int = 8
+    """With SGLang: tokens of a request in one forward, its last one and the draft, which is shorter
+    than this. On a GPU always as many, since CUDA graphs are captured for it."""
     start: int = 2
     """A request's first drafts are this long, and those after a wrong one; with the gate, in small
     batches up to a quarter of the window."""

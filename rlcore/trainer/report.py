@@ -103,9 +103,11 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
     if run.cfg.rollout.draft == "none" or not totals["decode_steps"]:
         return {}
     t = totals
+    gained = sum(n for name, n in t.items() if name.startswith("tokens/"))
     out = {
         "spec/gate": t["verify_steps"] / t["decode_steps"],
-        "spec/tokens_per_forward": t["decode_tokens"] / t["decode_steps"],
+        # Not `decode_tokens`: SGLang samples a response's first token in the prefill.
+        "spec/tokens_per_forward": gained / t["decode_steps"],
         "spec/speculated_tokens": t["accepted_tokens"] / max(t["decode_tokens"], 1),
         "spec/drafted_tokens": t["drafted_tokens"],
         "spec/draft_s": t["draft_s"],

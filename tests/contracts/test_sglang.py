@@ -124,13 +124,14 @@ def children():
             engine.close()
 
 
-@pytest.fixture
-def lab(children):
+def lab_of(made: dict[bool, ChildEngine], **always) -> Lab:
+    """Engines with these settings beside what a test asks for."""
+
     def child(**options) -> Engine:
         narrow = bool(options)
-        if narrow not in children:
-            children[narrow] = start(**(NARROW if narrow else {}))
-        engine = children[narrow]
+        if narrow not in made:
+            made[narrow] = start(**always, **(NARROW if narrow else {}))
+        engine = made[narrow]
         engine.pause("abort")
         engine.sleep(("weights", "kv_cache"))
         engine.wake(("weights", "kv_cache"))
@@ -140,6 +141,11 @@ def lab(children):
         return engine
 
     return Lab(make=child, exact=False, tolerance=TOLERANCE, draws=1000)
+
+
+@pytest.fixture
+def lab(children):
+    return lab_of(children)
 
 
 # ---- the other engine
@@ -265,22 +271,22 @@ def payloads(buffer: memoryview, ranks: int) -> list[bytes]:
     return [bytes(buffer)] * ranks
 
 
-def push_to(engine: Engine, ranks: int, version: int = 0) -> None:
+def push_to(engine: Engine, ranks: int, std: float = 0.25) -> None:
     """As `push`, for an engine of tensor-parallel size `ranks`."""
-    engine.begin_load(version)
-    for bucket, buffer in pack(weights(HF, 0).items(), 2**20):
+    engine.begin_load(0)
+    for bucket, buffer in pack(weights(HF, 0, std).items(), 2**20):
         engine.load_bucket(bucket, payloads(buffer, ranks))
     engine.end_load()
 
 
-def start_two() -> list[ChildEngine]:
+def start_two(**options: Any) -> list[ChildEngine]:
     """The shares of one engine, which meet again at another port when they are restarted."""
     meetings = [f"127.0.0.1:{free_port()}" for _ in range(2)]
 
     def settings(rank: int) -> Callable[[], dict[str, Any]]:
         places = iter(meetings)
         share = {"tp": 2, "nnodes": 2, "node_rank": rank, "rank": rank}
-        return lambda: OPTIONS | share | {"dist_init_addr": next(places)}
+        return lambda: OPTIONS | options | share | {"dist_init_addr": next(places)}
 
     return [ChildEngine(FACTORY, settings(rank), rank=rank, start_s=280.0) for rank in (0, 1)]
 

@@ -123,6 +123,35 @@ def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_drafts_from_history_change_no_score(tmp_path: Path) -> None:
+    """Three epochs of two steps with SGLang: what the first has sampled is drafted from later."""
+    model = runs.tiny_model(tmp_path / "model")
+    epochs = "--run.steps", 6, "--data.num_prompts", 8, "--rollout.max_running", 16
+    arms = {"none": (), "history": ("--rollout.draft", "history", "--draft.no_gate")}
+    jobs = [
+        {
+            "name": name,
+            "argv": runs.arguments(model, tmp_path, name, *SGLANG, *epochs, *keys),
+            "ranks": 1,
+        }
+        for name, keys in arms.items()
+    ]
+    gang = runs.run(1, jobs, tmp_path / "gang", timeout_s=540)
+    found = {}
+    for name in arms:
+        gang.check(name)
+        found[name] = runs.rows(tmp_path / name)
+    for step, row in found["none"].items():
+        for name in SCORES:
+            assert found["history"][step][name] == pytest.approx(row[name], rel=1e-9), (step, name)
+    rows = list(found["history"].values())
+    assert rows[-1]["spec/history_prompts"] >= 6  # of 8, of which some may be equal
+    assert sum(row["spec/speculated_tokens"] for row in rows) > 0.01
+    assert all(row["spec/gate"] == 1 for row in rows)
+    assert max(row["spec/mean_accept_len"] for row in rows) > 1
+
+
+@pytest.mark.slow
 def test_weights_go_to_engines_of_two_sites_and_change_no_score(tmp_path: Path) -> None:
     """Two ranks, each a site with an SGLang of its own, and one learner over both."""
     model = runs.tiny_model(tmp_path / "model")

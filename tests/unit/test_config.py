@@ -174,6 +174,23 @@ def test_histopipe_is_for_a_flow_that_does_not_end(words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--rollout.draft history --data.num_prompts 64", ""),
+        ("--rollout.draft ngram --draft.width 16 --draft.window 15 --rollout.tp 2", ""),
+        ("--rollout.draft ngram --draft.window 8", "--draft.window 8: must be below draft.width 8"),
+        ("--rollout.draft ngram --draft.width 1", "--draft.width 1: must be from 2"),
+        ("--rollout.sglang speculative_algorithm=NGRAM", "use --rollout.draft"),
+        ("--rollout.engine torch --rollout.draft ngram --draft.width 4", "width 4: is SGLang's"),
+    ],
+)
+def test_drafts_of_sglang_have_a_width(words, said):
+    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+    found = rules.broken(parse([*base, "--rollout.engine", "sglang", *words.split()]))
+    assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         ("--rollout.adaptive_tp", ""),
         ("--rollout.adaptive_tp --rollout.tp 2 --rollout.max_tp 8", ""),
         ("--debug.rollout_tp 1 2 1", ""),

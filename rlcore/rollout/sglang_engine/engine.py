@@ -11,11 +11,13 @@ Members of a group share a prefill: the others start when the first has its firs
 
 import asyncio
 import heapq
+import itertools
 import math
 import queue
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -38,10 +40,15 @@ from rlcore.records import (
     Sample,
     Stats,
 )
+from rlcore.rollout.histospec import Draft, prompt_key
 from rlcore.rollout.refusals import check_request, check_tags, gap
+from rlcore.rollout.sglang_engine.page import Page
+from rlcore.rollout.sglang_engine.plugin import ALGORITHM, PROMPT_KEY, REMEMBER
 from rlcore.rollout.sglang_engine.server import Server, set_environment
+from rlcore.rollout.torch_engine.drafter import DraftSettings
 from rlcore.rollout.torch_engine.sampler import GOLDEN
 from rlcore.rollout.transport import free_port
+from rlcore.utils.net import encode
 from rlcore.utils.seed import derive
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -60,6 +67,8 @@ class _Job:
     seed: int
     """With a token's position, the counter of its random number; a signed 64-bit number."""
     prompt: list[int]
+    prompt_key: int
+    """Names the prompt's history; 0 where there are no drafts."""
     tokens: list[int]
     logps: list[float]
     versions: list[int]
@@ -110,6 +119,9 @@ class SGLangEngine:
     - A pause in place may last as long as it likes. With SGLang's overlapped scheduler it waits for
       the token in work, which is handed over with the version that made it; the overlap itself
       stays, and only the step after a pause goes without it.
+    - With `draft` decode steps check guesses of the next tokens: `worker.py`. A request has at most
+      `draft_width` tokens in a step, its last one and the guess; on a GPU always as many.
+      `draft_settings` are the fields of `DraftSettings`. SGLang's overlapped scheduler is off then.
 
     `cache_tokens` is SGLang's max_total_tokens; 0 leaves it to `memory_fraction`, its
     mem_fraction_static. `sglang` are further arguments of its server; they win over ours.
@@ -136,6 +148,9 @@ class SGLangEngine:
         node_rank: int = 0,
         nnodes: int = 1,
         dist_init_addr: str = "",
+        draft: Draft = "none",
+        draft_width: int = 8,
+        draft_settings: Mapping[str, Any] | None = None,
         tell_tokens: bool = False,
         sglang: Mapping[str, Any] | None = None,
         deadline_s: float = 110.0,
@@ -149,6 +164,8 @@ class SGLangEngine:
                 f"{nnodes} ranks share an engine of tensor-parallel size {tp}: the number must "
                 "divide it, and dist_init_addr say where they meet"
             )
+        if draft != "none" and draft_width < 2:
+            raise ValueError(f"draft_width {draft_width}: at least 2, the last token and a guess")
         kind, _, number = device.partition(":")
         self.hf = hf
         self.version = -1
@@ -183,14 +200,22 @@ class SGLangEngine:
         self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # begun flights of a prompt
         self._cached = self._most_cached = 0  # tokens of begun flights, now and since the report
         self._busy_since = 0.0
+        self._drafts = draft != "none"
+        self._tellings = itertools.count()
 
-        set_environment(kind, tp)
+        drafts = None
+        if self._drafts:
+            found = _draft_settings(draft_width, draft_settings, kind)
+            drafts = {"draft": draft, "settings": found, "stream_interval": stream_interval}
+        set_environment(kind, tp, drafts)
+        # SGLang keeps room in the cache for what two steps may add to a request.
+        room = 2 * draft_width if self._drafts else 0
         arguments = {
             "device": kind,
             "dtype": dtype,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "context_length": max_model_tokens + _SPARE,
+            "context_length": max_model_tokens + _SPARE + room,
             "max_running_requests": max_running,
             "random_seed": seed % 2**31,
             "sampling_backend": "pytorch",  # ours takes its place, which wants no library
@@ -203,7 +228,7 @@ class SGLangEngine:
             "log_level": "error",
         }
         if cache_tokens:
-            arguments["max_total_tokens"] = cache_tokens + _SPARE
+            arguments["max_total_tokens"] = cache_tokens + _SPARE + room
         if dist_init_addr:
             arguments["dist_init_addr"] = dist_init_addr
         else:
@@ -218,12 +243,25 @@ class SGLangEngine:
             arguments |= {
                 "attention_backend": "torch_native",
                 "disable_overlap_schedule": True,
-                "max_total_tokens": (cache_tokens or _cpu_tokens(max_running, max_model_tokens))
-                + _SPARE,
+                "max_total_tokens": (
+                    cache_tokens or _cpu_tokens(max_running, max_model_tokens + room)
+                )
+                + _SPARE
+                + room,
+            }
+        if self._drafts:
+            arguments |= {
+                "speculative_algorithm": ALGORITHM,
+                "speculative_num_draft_tokens": draft_width,
+                "speculative_ngram_max_bfs_breadth": 1,  # chains
+                "disable_overlap_schedule": True,
             }
         arguments |= dict(sglang or {})
         self._server = Server(arguments, hf.to_dict(), deadline_s)
         self._leads = self._server.manager is not None
+        self._page: Page | None = None
+        if self._leads and self._drafts:
+            self._page = Page(self._server.folder)
         if self._leads:
             self._server.call(self._start(), "start")
 
@@ -254,6 +292,7 @@ class SGLangEngine:
                 # The sampler adds the position of the last known token: prompt and response.
                 seed=_signed(key + (1 - len(prompt)) * GOLDEN),
                 prompt=prompt,
+                prompt_key=prompt_key(request.prompt) if self._drafts else 0,
                 tokens=[] if part is None else part.tokens.tolist(),
                 logps=[] if part is None else part.logps.tolist(),
                 versions=[] if part is None else part.versions.tolist(),
@@ -454,7 +493,17 @@ class SGLangEngine:
             )
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Ignored: this engine does not draft."""
+        """Draft the answers to these prompts from these earlier ones, as soon as they are indexed.
+        Those to prompts that no request is here for are forgotten."""
+        if self._drafts and histories:
+            self._call(self._remember(histories), "remember")
+
+    async def _remember(self, histories: Sequence[History]) -> None:
+        """In a file, as SGLang writes what is sent to its schedulers into its log."""
+        wanted = sorted({job.prompt_key for job in self._jobs.values()})
+        file = Path(self._server.folder) / f"histories-{next(self._tellings)}"
+        file.write_bytes(encode((tuple(histories), wanted)))
+        await self._server.everywhere(REMEMBER, path=str(file))
 
     def close(self) -> None:
         """End SGLang's processes; requests are dropped without events."""
@@ -509,6 +558,7 @@ class SGLangEngine:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = job.request.sampling
+        drafts = {"custom_params": {PROMPT_KEY: job.prompt_key}} if self._drafts else {}
         request = GenerateReqInput(
             rid=flight.rid,
             input_ids=job.prompt + job.tokens,
@@ -522,6 +572,7 @@ class SGLangEngine:
                 "ignore_eos": not sampling.stop_ids,  # else its model's own end tokens stop
                 "sampling_seed": job.seed,
                 "stream_interval": self._stream_interval,
+                **drafts,
             },
             return_logprob=True,
             logprob_start_len=-1,
@@ -551,8 +602,10 @@ class SGLangEngine:
                 "check the weights"
             )
             return
+        if self._drafts:
+            new = new[: self._up_to_stop(job, new)]
         job.tokens += new
-        job.logps += logps
+        job.logps += logps[: len(new)]
         job.versions += [self.version] * len(new)
         if not flight.begun and new:
             flight.begun = True
@@ -572,6 +625,14 @@ class SGLangEngine:
         for _ in range(retractions - flight.retractions):
             self._emit(Preempted, id=job.request.id)
         flight.retractions = max(retractions, flight.retractions)
+
+    def _up_to_stop(self, job: _Job, new: Sequence[int]) -> int:
+        """How many of these tokens are the response's: a draft may have more behind a stop token,
+        and SGLang keeps that where it aborts the request in this step."""
+        stops = job.request.sampling.stop_ids
+        if job.tokens and job.tokens[-1] in stops:
+            return 0
+        return next((i for i, token in enumerate(new, 1) if token in stops), len(new))
 
     def _free_followers(self, job: _Job, flight: _Flight) -> None:
         """The prefill of the group is done, or will not be: its other members go on."""
@@ -730,6 +791,8 @@ class SGLangEngine:
             tails = tuple(map(self._tail, running)) if self._tell_tokens else ()
             self._emit(Progress, ids=ids, lengths=lengths, tails=tails)
         self._totals["decode_steps"] = max(self._grown.values(), default=0)
+        if self._page is not None:
+            self._totals |= self._page.take()
         self._emit(
             Stats,
             **self._totals,
@@ -746,6 +809,15 @@ def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
     """An engine from plain data, for `ChildEngine`: the contents of config.json and the keywords of
     `SGLangEngine`. Its progress events carry the tokens, which should outlive it."""
     return SGLangEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
+
+
+def _draft_settings(width: int, settings: Mapping[str, Any] | None, device: str) -> dict[str, Any]:
+    """Fields of `DraftSettings`, for forwards that are at most `width` wide."""
+    s = DraftSettings(**(settings or {}))
+    s = replace(s, window=min(s.window, width - 1), start=min(s.start, width - 1))
+    if device != "cpu":  # all forwards are as wide, whatever a gate says
+        s = replace(s, gate=False)
+    return asdict(s)
 
 
 def _no_counts() -> dict[str, Any]:

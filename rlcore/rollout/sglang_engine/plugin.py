@@ -1,5 +1,5 @@
 """What we add to SGLang's processes, by its own plug-in interface: a sampler, a way to load
-buckets, and what a pause needs.
+buckets, what a pause needs, and drafts.
 
 SGLang finds it as the entry point `rlcore` of `sglang.srt.plugins` and calls it in every process.
 It does nothing in a process that is not ours.
@@ -11,13 +11,27 @@ from typing import Any
 
 OWNER = "RLCORE_SGLANG"
 """Environment: process id of the engine that the schedulers belong to."""
+DRAFTS = "RLCORE_SGLANG_DRAFTS"
+"""Environment: how it drafts, JSON; not set where it does not."""
+ALGORITHM = "HISTOSPEC"
+"""The drafts' name among SGLang's speculative algorithms."""
+REMEMBER = "rlcore_remember"
+"""Name of `worker.remember` among the methods of SGLang's scheduler."""
+PROMPT_KEY = "rlcore_prompt"
+"""In a request's `custom_params`: the name of its prompt's history."""
 _targets: list[str] = []
 
 
 def install() -> None:
     """Called by SGLang before anything else of it runs."""
     owner = os.environ.get(OWNER)
-    if owner is None or int(owner) == os.getpid():
+    if owner is None:
+        return
+    if DRAFTS in os.environ:
+        from rlcore.rollout.sglang_engine import algorithm
+
+        algorithm.register()
+    if int(owner) == os.getpid():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import kill_itself_when_parent_died
@@ -53,6 +67,25 @@ def install() -> None:
     ):
         _targets.append(target)
         HookRegistry.register(target, hook, kind)
+    if DRAFTS in os.environ:
+        _draft()
+
+
+def _draft() -> None:
+    """What drafts need beside the algorithm."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import is_cpu
+
+    from rlcore.rollout.sglang_engine import worker
+
+    setattr(Scheduler, REMEMBER, worker.remember)
+    if is_cpu():
+        from rlcore.rollout.sglang_engine import attention
+
+        backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        _targets.append(f"{backend}.forward_extend")
+        HookRegistry.register(_targets[-1], attention.extend, HookType.AROUND)
 
 
 def missing() -> list[str]:

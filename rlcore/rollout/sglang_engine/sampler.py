@@ -2,7 +2,9 @@
 
 SGLang's own returns log-probs from before its filters and numbers its random draws by a seed only
 in its deterministic mode, which needs other kernels. Here a token depends on the logits, the
-request's settings and its counter alone, and both engines draw the same one.
+request's settings and its counter alone, and both engines draw the same one. So do decode steps
+that check drafts: SGLang's own check gives log-probs from before the filters, and on a CPU takes
+the likeliest token.
 """
 
 import torch
@@ -44,21 +46,38 @@ def create(backend: str | None = None) -> Sampler:
     return Sampler()
 
 
-def _settings(info) -> Settings:
-    top_k = info.top_ks.to(torch.int64)
+def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """What plain decoding draws behind the tokens at `positions` [N, W] of the requests, if those
+    are right: tokens [N, W] int64 and their log-probs, float32. Logits are [N * W, V]."""
+    count, width = positions.shape
+    counter = info.sampling_seed[:, None] + positions.to(torch.int64) * GOLDEN
+    logits = logits_output.next_token_logits.float()
+    tokens, logps = sample(logits, counter.flatten(), _settings(info, width))
+    return tokens.view(count, width), logps.float().view(count, width)
+
+
+def _settings(info, width: int = 1) -> Settings:
+    """`width`: rows of logits that each request has."""
+
+    def rows_of(values: Tensor) -> Tensor:
+        return values.repeat_interleave(width) if width > 1 else values
+
+    top_k, top_p, min_p = (
+        rows_of(x) for x in (info.top_ks.to(torch.int64), info.top_ps, info.min_ps)
+    )
     settings = Settings(
-        scale=1 / info.temperatures[:, 0],
+        scale=1 / rows_of(info.temperatures[:, 0]),
         greedy=top_k <= 1 if info.is_any_greedy else None,
         filtered=None,
     )
     filters = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
     if info.is_all_greedy or not filters:
         return settings
-    wanted = (top_k < NO_TOP_K) | (info.top_ps < 1) | (info.min_ps > 0)
+    wanted = (top_k < NO_TOP_K) | (top_p < 1) | (min_p > 0)
     rows = torch.nonzero(wanted & (top_k > 1))[:, 0]
     if len(rows):
         settings.filtered = rows
         settings.top_k = top_k[rows]
-        settings.top_p = info.top_ps[rows].double()
-        settings.min_p = info.min_ps[rows].double()
+        settings.top_p = top_p[rows].double()
+        settings.min_p = min_p[rows].double()
     return settings

@@ -36,6 +36,7 @@ _OWNER = "owner"  # the locked file
 _LOADS = Path("/dev/shm")  # noqa: S108 - where SGLang has them
 _MOST_PATH = 107  # bytes of a socket's path
 _WATCH_S = 0.2  # between two looks at the processes
+_ANSWER_S = 0.001
 _START_S = 3600.0  # whoever starts us gives up earlier
 _HERE = Path(__file__).parent
 
@@ -89,6 +90,26 @@ class Server:
     def soon(self, function: Callable[[], None]) -> None:
         """Run a function on the loop, without waiting."""
         self.loop.call_soon_threadsafe(function)
+
+    @property
+    def folder(self) -> str:
+        """Files of this engine; the schedulers know it as the model's path."""
+        return self._folder
+
+    async def everywhere(self, method: str, **parameters: Any) -> None:
+        """On the loop: call a method of every rank's scheduler, with plain values. RuntimeError
+        with what went wrong on the first rank."""
+        from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+
+        socket = self._engine.send_to_rpc
+        while socket.poll(0):  # the answer to a call that was given up
+            sock_recv(socket)
+        sock_send(socket, RpcReqInput(method=method, parameters=parameters))
+        while not socket.poll(0):  # SGLang's own call would hold up the loop
+            await asyncio.sleep(_ANSWER_S)
+        answer = sock_recv(socket)
+        if not answer.success:
+            raise RuntimeError(f"SGLang's scheduler, {method}: {answer.message}")
 
     def fail(self, reason: str) -> None:
         """What went wrong on the loop: the next `check` raises it."""
@@ -173,8 +194,9 @@ class Server:
             signal.signal(signal.SIGQUIT, quit_handler)
 
 
-def set_environment(device: str, ranks: int) -> None:
-    """Of this process and those that SGLang starts from it. Call it before importing sglang."""
+def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = None) -> None:
+    """Of this process and those that SGLang starts from it. Call it before importing sglang.
+    `drafts` is what `worker.Worker` reads; without it there are none."""
     if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
         raise RuntimeError(
             "SGLang does not find rlcore's plug-in: rlcore was installed before it had one, or not "
@@ -182,6 +204,9 @@ def set_environment(device: str, ranks: int) -> None:
         )
     env = os.environ
     env[plugin.OWNER] = str(os.getpid())
+    env.pop(plugin.DRAFTS, None)
+    if drafts is not None:
+        env[plugin.DRAFTS] = json.dumps(drafts)
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"
     env["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # ours has room for its own checks

@@ -2,12 +2,33 @@
 
 `torch.ops.sgl_kernel` stays empty on purpose: SGLang then sees no AMX and takes the plain torch
 version of every layer. What it imports by name and a text model without speculation does not run
-raises.
+raises; of what speculation runs our drafts need two functions.
 """
 
+import ctypes
 from typing import Any
 
 __version__ = "0.0.0"
+
+
+def assign_req_to_token_pool_cpu(
+    rows: Any, table: Any, starts: Any, ends: Any, places: Any, width: int
+) -> None:
+    """Write the next of `places` [T] into table[rows[i], starts[i] : ends[i]] for every i."""
+    done = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[row, start:end] = places[done : done + end - start].to(table.dtype)
+        done += end - start
+
+
+def copy_all_layer_kv_cache_cpu(buffers: Any, row_bytes: Any, targets: Any, sources: Any) -> None:
+    """Copy rows of every layer's keys and values, given by their addresses; all are read before
+    one is written. SGLang tries it once at its start."""
+    pairs = list(zip(targets.tolist(), sources.tolist(), strict=True))
+    for address, size in zip(buffers.tolist(), row_bytes.tolist(), strict=True):
+        rows = [ctypes.string_at(address + source * size, size) for _, source in pairs]
+        for (target, _), row in zip(pairs, rows, strict=True):
+            ctypes.memmove(address + target * size, row, size)
 
 
 def __getattr__(name: str) -> Any:

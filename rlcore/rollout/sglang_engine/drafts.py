@@ -1,0 +1,150 @@
+"""The drafter of `torch_engine/drafter.py` for the requests of SGLang's scheduler.
+
+`Drafts` gives every request that is decoded a seat, reads what it has, and keeps count of what the
+drafts gained. It knows nothing of SGLang but the names of a request's fields.
+
+Letters: N requests, W width of a step: the last token of a request and its draft.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlcore.records import History
+from rlcore.rollout.histospec import Draft
+from rlcore.rollout.sglang_engine.page import Page
+from rlcore.rollout.sglang_engine.plugin import PROMPT_KEY
+from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
+
+_NEVER = 1 << 30
+_NEAR = 2.0
+"""Steps are neighbours where one ends at most so many times its length after the other."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request that is decoded."""
+
+    prompt: np.ndarray  # [P] int32, with what a resumed request had
+    prompt_key: int
+    seat: int
+
+
+class Drafts:
+    """The drafter of an engine, with the requests of SGLang in its seats."""
+
+    def __init__(
+        self,
+        kind: Draft,
+        settings: DraftSettings,
+        *,
+        num_seats: int,
+        stream_interval: int,
+        page: Page,
+    ) -> None:
+        self._drafter = Drafter(kind, settings, num_seats)
+        self._page = page
+        self._interval = stream_interval
+        self._rows: dict[str, _Row] = {}
+        self._free = list(range(num_seats - 1, -1, -1))
+        self._tokens = np.zeros((num_seats, 64), np.int32)
+        self._counts = np.zeros(num_seats, np.int64)
+        self._wanted = False
+        self._seats = np.zeros(0, np.int64)
+        self._sizes = np.zeros(0, np.int64)
+        self._begin = self._end = 0.0
+
+    def remember(self, histories: Sequence[History], wanted: Sequence[int]) -> None:
+        """As `Drafter.remember`."""
+        self._drafter.remember(histories, set(wanted))
+
+    def propose(self, reqs: Sequence[Any], longest: int) -> np.ndarray:
+        """Drafts [N, longest] int64 of these requests, -1 behind their ends."""
+        self._begin = time.monotonic()
+        out = np.full((len(reqs), longest), -1, np.int64)
+        self._wanted = self._drafter.gate.wants(len(reqs))
+        if not self._wanted:
+            return out
+        self._seat(reqs)
+        rows = [self._rows[req.rid] for req in reqs]
+        drafts, sizes = self._drafter.propose(self._seats, rows, self._tokens, self._counts)
+        # Room for the draft and the one more.
+        room = [req.sampling_params.max_new_tokens - len(req.output_ids) - 1 for req in reqs]
+        self._sizes = np.minimum(sizes, np.minimum(room, longest)).astype(np.int64)
+        width = min(longest, drafts.shape[1])
+        kept = np.arange(width) < self._sizes[:, None]
+        out[:, :width] = np.where(kept, drafts[:, :width], -1)
+        self._page.add(draft_s=time.monotonic() - self._begin)
+        return out
+
+    def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
+        """The step of the last `propose` is over: of `tokens` [N, W] the first `taken` [N] of each
+        request are its next ones."""
+        gained = taken.copy()
+        for i, req in enumerate(reqs):
+            stops = req.sampling_params.stop_token_ids or ()
+            for j in range(taken[i]):
+                if int(tokens[i, j]) in stops:  # it ends the response wherever it stands
+                    gained[i] = j + 1
+                    break
+            self._stream(req, int(gained[i]))
+        running, num, now = len(reqs), int(gained.sum()), time.monotonic()
+        step_s = now - self._begin
+        near = now - self._end < _NEAR * step_s
+        self._drafter.gate.note(
+            running,
+            drafts=self._wanted,
+            tokens=tokens.size,
+            gained=num,
+            seconds=now - self._end if near else step_s,  # with what SGLang does between steps
+        )
+        self._end = now
+        self._page.step(running, num, self._wanted)
+        if not self._wanted:
+            return
+        accepted = taken - 1
+        self._drafter.accepted(self._seats, accepted)
+        self._page.add(
+            verify_steps=1,
+            verify_rows=running,
+            verify_tokens=num,
+            drafted_tokens=int(self._sizes.sum()),
+            accepted_tokens=int(np.minimum(gained, accepted).sum()),
+            verify_s=step_s,
+            knee=self._drafter.gate.knee or 0.0,
+        )
+
+    def _stream(self, req: Any, gained: int) -> None:
+        """SGLang tells of a request where its length is 1 more than a multiple of the interval,
+        which a step of several tokens may jump over. Here it tells where one was reached."""
+        before = len(req.output_ids) - 1
+        crossed = (before + gained) // self._interval > before // self._interval
+        req.sampling_params.stream_interval = 1 if crossed else _NEVER
+
+    def _seat(self, reqs: Sequence[Any]) -> None:
+        """Give new requests a seat, take back those of others, and read what is new."""
+        here = {req.rid for req in reqs}
+        gone = [rid for rid in self._rows if rid not in here]
+        if gone:
+            seats = [self._rows.pop(rid).seat for rid in gone]
+            self._drafter.leave(np.array(seats))
+            self._free += seats
+        for req in reqs:
+            row = self._rows.get(req.rid)
+            if row is None:
+                row = self._rows[req.rid] = _Row(
+                    prompt=np.array(req.origin_input_ids, np.int32),
+                    prompt_key=req.sampling_params.custom_params[PROMPT_KEY],
+                    seat=self._free.pop(),
+                )
+                self._counts[row.seat] = 0
+            have, count = int(self._counts[row.seat]), len(req.output_ids)
+            if count > self._tokens.shape[1]:
+                more = max(count, 2 * self._tokens.shape[1]) - self._tokens.shape[1]
+                self._tokens = np.pad(self._tokens, ((0, 0), (0, more)))
+            self._tokens[row.seat, have:count] = req.output_ids[have:count]
+            self._counts[row.seat] = count
+        self._seats = np.fromiter((self._rows[r.rid].seat for r in reqs), np.int64, len(reqs))

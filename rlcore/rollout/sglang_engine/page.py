@@ -1,0 +1,56 @@
+"""What drafts did, from the scheduler that makes them to the engine: counters in a file that both
+map. They only grow; whoever reads asks for what is new."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = "drafts"
+"""In the engine's folder."""
+_COUNTS = (
+    "decode_steps",
+    "verify_steps",
+    "verify_rows",
+    "verify_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+_SECONDS = ("draft_s", "verify_s")
+_NAMES = (*_COUNTS, *_SECONDS, "knee")
+_SIZES = 24
+"""Sizes of batches that are told apart: 1, 2 to 3, 4 to 7, ..."""
+
+
+class Page:
+    """One side of it; the numbers of `Stats` by its names."""
+
+    def __init__(self, folder: str, *, new: bool = False) -> None:
+        """`new` makes the file, which the other side then finds."""
+        shape = (len(_NAMES) + 3 * _SIZES,)
+        mode = "w+" if new else "r+"
+        self._numbers = np.memmap(Path(folder) / FILE, np.float64, mode, shape=shape)
+        self._taken = self._numbers.copy()
+
+    def add(self, **numbers: float) -> None:
+        """To the counters of these names; `knee` is no counter and is set."""
+        for name, number in numbers.items():
+            at = _NAMES.index(name)
+            self._numbers[at] = number if name == "knee" else self._numbers[at] + number
+
+    def step(self, running: int, gained: int, drafts: bool) -> None:
+        """A decode step gave `running` requests `gained` tokens."""
+        at = len(_NAMES) + 3 * min(running.bit_length() - 1, _SIZES - 1)
+        self._numbers[at : at + 3] += running, gained, running * drafts
+        self.add(decode_steps=1)
+
+    def take(self) -> dict[str, Any]:
+        """Fields of `Stats`: what has come since the last call."""
+        now = np.array(self._numbers)
+        new, self._taken = now - self._taken, now
+        found: dict[str, Any] = {name: int(new[i]) for i, name in enumerate(_COUNTS)}
+        found |= {name: float(new[_NAMES.index(name)]) for name in _SECONDS}
+        sizes = new[len(_NAMES) :].astype(int).reshape(_SIZES, 3)
+        last = int(np.flatnonzero(sizes.any(1))[-1]) + 1 if sizes.any() else 0
+        found["by_batch"] = tuple((int(a), int(b), int(c)) for a, b, c in sizes[:last])
+        return found | {"knee": float(now[_NAMES.index("knee")])}

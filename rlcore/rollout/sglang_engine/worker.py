@@ -1,0 +1,143 @@
+"""SGLang's decoding step where drafts are on: a speculative algorithm of our own.
+
+Every decode step is a verification: the last token of each request and its draft go through one
+forward, `sampler.verify` samples every position with the random number that plain decoding would
+use there, and tokens are taken up to and with the first that is not what the draft has. So the
+tokens are those of plain decoding; `torch_engine/engine.py` says why.
+
+Drafts are made on the first tensor-parallel rank and sent to the others, so all check the same.
+A draft is a chain and stands in the cache where its tokens would: what is accepted stays there.
+
+On a GPU all steps are `speculative_num_draft_tokens` wide, as CUDA graphs are captured for that. On
+a CPU a step is as wide as its longest draft, and one without drafts is plain decoding.
+
+Letters: N requests, W width of a step.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+from rlcore.records import History
+from rlcore.rollout.sglang_engine import sampler
+from rlcore.rollout.sglang_engine.drafts import Drafts
+from rlcore.rollout.sglang_engine.mask import chain_mask
+from rlcore.rollout.sglang_engine.page import Page
+from rlcore.rollout.sglang_engine.plugin import DRAFTS
+from rlcore.rollout.torch_engine.drafter import DraftSettings
+from rlcore.utils.net import decode
+
+
+class Worker(BaseSpecWorker):
+    """Of each tensor-parallel rank."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._width: int = get_spec().speculative_num_draft_tokens
+        self._group = get_parallel().tp_group
+        self._is_cpu = server_args.device == "cpu"
+        told = json.loads(os.environ[DRAFTS])
+        self._drafts: Drafts | None = None
+        if self._group.rank_in_group == 0:
+            self._drafts = Drafts(
+                told["draft"],
+                DraftSettings(**told["settings"]),
+                num_seats=get_schedule().max_running_requests,
+                stream_interval=told["stream_interval"],
+                page=Page(server_args.model_path, new=True),
+            )
+
+    @property
+    def draft_worker(self) -> None:
+        """There is no model that drafts."""
+        return None
+
+    def remember(self, path: str) -> None:
+        """Read histories from a file, and remove it."""
+        if self._drafts is not None:
+            file = Path(path)
+            histories, wanted = decode(file.read_bytes(), tuple[tuple[History, ...], list[int]])
+            file.unlink()
+            self._drafts.remember(histories, wanted)
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """A prefill, which samples one token of every request, or a decode step."""
+        if batch.forward_mode.is_decode():
+            return self._verify(batch)
+        result = self.target_worker.forward_batch_generation(batch)
+        result.accept_lens = torch.ones_like(batch.seq_lens, dtype=torch.int32)
+        result.new_seq_lens = batch.seq_lens.clone()
+        result.speculative_num_draft_tokens = self._width
+        return result
+
+    def _verify(self, batch: Any) -> GenerationBatchResult:
+        drafts = self._propose(batch)
+        sizes = (drafts >= 0).sum(1)
+        width = int(sizes.max()) + 1 if self._is_cpu else self._width
+        nodes = np.zeros((len(batch.reqs), width), np.int64)
+        nodes[:, 0] = [req.output_ids[-1] for req in batch.reqs]
+        nodes[:, 1:] = drafts[:, : width - 1].clip(0)  # what follows a draft is never accepted
+        tokens = torch.from_numpy(nodes).to(batch.device, non_blocking=True)
+        column = torch.arange(width, device=batch.device)
+        positions = batch.seq_lens[:, None] + column
+        table = batch.req_to_token_pool.req_to_token
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = tokens.flatten()
+        batch.out_cache_loc = table[batch.req_pool_indices[:, None], positions].long().flatten()
+        mask = None  # on a CPU: `attention.py`
+        if not self._is_cpu:
+            mask = chain_mask(batch.seq_lens_cpu.long(), width, batch.device)
+        batch.spec_info = NgramVerifyInput(
+            draft_token=batch.input_ids,
+            custom_mask=mask,
+            positions=positions.flatten(),
+            draft_token_num=width,
+            new_seq_lens=batch.seq_lens,
+        )
+        result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        found, logps = sampler.verify(result.logits_output, batch.sampling_info, positions)
+        if self._group.world_size > 1:  # as SGLang does: a rank may differ in the last bit
+            found = self._group.broadcast(found, src=0)
+        room = torch.from_numpy(sizes).to(batch.device, non_blocking=True)
+        right = (found[:, :-1] == tokens[:, 1:]) & (column[1:] <= room[:, None])
+        taken = right.long().cumprod(1).sum(1) + 1
+        if self._drafts is not None:
+            host = torch.cat((found, taken[:, None]), 1).cpu().numpy()
+            self._drafts.verified(batch.reqs, host[:, :-1], host[:, -1])
+        batch.forward_mode = ForwardMode.DECODE
+        result.logits_output.next_token_logprobs = logps
+        result.next_token_ids = found.flatten()
+        result.accept_lens = taken.int()
+        result.new_seq_lens = batch.seq_lens + taken
+        result.speculative_num_draft_tokens = width
+        return result
+
+    def _propose(self, batch: Any) -> np.ndarray:
+        """The same drafts [N, width - 1] on all ranks."""
+        longest = self._width - 1
+        if self._drafts is not None:
+            drafts = self._drafts.propose(batch.reqs, longest)
+        else:
+            drafts = np.empty((len(batch.reqs), longest), np.int64)
+        if self._group.world_size > 1:
+            torch.distributed.broadcast(
+                torch.from_numpy(drafts), self._group.ranks[0], group=self._group.cpu_group
+            )
+        return drafts
+
+
+def remember(scheduler: Any, path: str) -> None:
+    """What `collective_rpc` calls on every rank: a method of SGLang's scheduler."""
+    scheduler.draft_worker.remember(path)
