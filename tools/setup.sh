@@ -14,6 +14,7 @@ usage: bash tools/setup.sh [flags]
   --te           also Transformer Engine (builds against CUDA; minutes)
   --bench        also the peer of tools/bench_judge.py
   --browser      also Chromium, for the tests of pages (Debian and Ubuntu; needs root)
+  --slurm        also Slurm and munge, for the tests of jobs (Debian and Ubuntu; needs root)
   --apex SOURCE  also NVIDIA Apex, built from SOURCE: a folder or a git URL (builds; many minutes)
   --cuda         insist on a CUDA build of torch
   --cpu          accept a CPU build of torch on a machine with an NVIDIA GPU
@@ -35,7 +36,7 @@ die() {
   exit 1
 }
 
-EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0 MUX=0
+EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0 MUX=0 SLURM=0
 while (($#)); do
   case $1 in
     --test | --te | --sglang | --bench | --wandb) EXTRAS+=("${1#--}") ;;
@@ -46,6 +47,7 @@ while (($#)); do
       ;;
     --browser) BROWSER=1 ;;
     --mux) MUX=1 ;;
+    --slurm) SLURM=1 ;;
     --cuda | --cpu) TORCH=${1#--} ;;
     --quiet) QUIET=1 ;;
     --help | -h)
@@ -108,6 +110,7 @@ ready() {
   [[ -z $APEX ]] || stamped apex "$APEX" || return 1
   ((! BROWSER)) || has_browser || return 1
   ((! MUX)) || has_redis || return 1
+  ((! SLURM)) || has_slurm || return 1
   sandbox_ready && native_ready
 }
 
@@ -118,6 +121,13 @@ sandbox_ready() { # bubblewrap is there, or it was tried and said
 has_browser() { command -v chromium >/dev/null || command -v google-chrome >/dev/null; }
 
 has_redis() { command -v redis-server >/dev/null; }
+
+has_slurm() { # Debian has the daemons where only root looks
+  local name
+  for name in slurmctld slurmd munged sbatch; do
+    PATH=$PATH:/usr/sbin command -v "$name" >/dev/null || return 1
+  done
+}
 
 # ---- the parts
 
@@ -239,11 +249,14 @@ install_sandbox() { # programs of code rewards run without namespaces where this
   touch "$VENV/rlcore-sandbox.stamp"
 }
 
-install_debian() { # flag name package
-  command -v apt-get >/dev/null || die "$1: there is no apt-get here; install $2 by hand, on PATH"
-  ((EUID == 0)) || die "$1: apt-get needs root; run as root: apt-get install $3"
+install_debian() { # flag name packages...
+  local flag=$1 name=$2
+  shift 2
+  command -v apt-get >/dev/null ||
+    die "$flag: there is no apt-get here; install $name by hand, on PATH"
+  ((EUID == 0)) || die "$flag: apt-get needs root; run as root: apt-get install $*"
   step 'package lists' apt-get update
-  step "$2" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$3"
+  step "$name" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
 }
 
 install_native() {
@@ -279,5 +292,6 @@ done
 sandbox_ready || install_sandbox
 ((! BROWSER)) || has_browser || install_debian --browser Chromium chromium
 ((! MUX)) || has_redis || install_debian --mux Redis redis-server
+((! SLURM)) || has_slurm || install_debian --slurm Slurm slurm-wlm munge
 native_ready || install_native
 echo "setup: ready after $SECONDS s; the log is build/setup.log"

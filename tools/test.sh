@@ -7,7 +7,7 @@ usage() {
 usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
 
   --fast   the inner loop: no ranks, nothing slow, no SGLang
-  (none)   what CI runs: all but the slow tests; installs SGLang, and as root Redis
+  (none)   what CI runs: all but the slow tests; installs SGLang, and as root Redis and Slurm
   --long   everything: seed tables, soak, fuzz
 
   bash tools/test.sh tests/unit -k net     # arguments of pytest: without the check of form
@@ -21,12 +21,12 @@ TEXT
 
 MARKS='not slow'
 EXTRAS=(--test --sglang)
-REDIS=1
+SERVICES=1
 case ${1:-} in
   --fast)
     MARKS='not slow and not ranks'
     EXTRAS=(--test)
-    REDIS=0
+    SERVICES=0
     shift
     ;;
   --long)
@@ -44,8 +44,9 @@ esac
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 bash tools/setup.sh "${EXTRAS[@]}" --quiet
-if ((REDIS && EUID == 0)) && ! command -v redis-server >/dev/null; then
+if ((SERVICES && EUID == 0)); then
   bash tools/setup.sh --mux --quiet || echo 'tools/test.sh: no Redis: tests of mux are skipped' >&2
+  bash tools/setup.sh --slurm --quiet || echo 'tools/test.sh: no Slurm: its tests are skipped' >&2
 fi
 BIN=${RLCORE_VENV:-$ROOT/.venv}/bin
 export PATH="$BIN:$PATH"

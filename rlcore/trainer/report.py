@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -293,9 +294,16 @@ def memory_gb() -> float:
     return total / 1e9
 
 
+UNFINISHED = "RLCORE_UNFINISHED"
+"""Environment: a file to make where a run was told to end before its last step and has saved. The
+exit code is 0, so job.sbatch would not know that it has to be queued again."""
+
+
 def interrupted(run: Run) -> None:
     """A run that was told to end has saved."""
     if run.rank == 0:
+        if file := os.environ.get(UNFINISHED):
+            Path(file).touch()
         log.info(
             "ended by SIGTERM after step %d of %d, which is saved: the same command goes on",
             run.step,
