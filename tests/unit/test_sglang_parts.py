@@ -210,7 +210,9 @@ def test_aborting_what_waits_does_not_wake_what_is_held(adapter):
 
 def job(id: str) -> _Job:
     request = Request(id=id, prompt=np.array([3], np.int32), sampling=Sampling(max_tokens=4))
-    return _Job(request, arrival=0, seed=1, prompt=[3], tokens=[], logps=[], versions=[])
+    return _Job(
+        request, arrival=0, seed=1, prompt=[3], prompt_key=0, tokens=[], logps=[], versions=[]
+    )
 
 
 def test_whatever_goes_wrong_behind_a_request_fails_the_engine(adapter, monkeypatch):
