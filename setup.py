@@ -3,13 +3,14 @@
 RLCORE_NATIVE=0 leaves the native part out, RLCORE_NATIVE=1 insists on it. Without either, a machine
 that cannot compile (no C++ compiler, no Python headers) installs the Python part and says so.
 RLCORE_CUDA=0 leaves the CUDA kernels out, RLCORE_CUDA=1 insists on them; else they are built where
-nvcc is. RLCORE_CUDA_ARCHS is CMake's list of architectures. The ops of torch need its headers:
-`pip install --no-build-isolation -e .`, as tools/setup.sh does.
+nvcc is and torch is a CUDA build. RLCORE_CUDA_ARCHS is CMake's list of architectures. The ops of
+torch need its headers: `pip install --no-build-isolation -e .`, as tools/setup.sh does.
 """
 
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,13 +40,18 @@ def torch_folder() -> str:
     return str(Path(spec.origin).parent) if spec and spec.origin else ""
 
 
-def cuda() -> str:
-    """CMake's RLCORE_CUDA."""
+def cuda() -> tuple[str, str]:
+    """CMake's RLCORE_CUDA, and why it is OFF without having been told so."""
     names = {"0": "OFF", "1": "ON", "": "AUTO"}
     wanted = os.environ.get("RLCORE_CUDA", "")
     if wanted not in names:
         raise SystemExit(f"RLCORE_CUDA={wanted}: 0, 1, or leave it unset")
-    return names[wanted]
+    version = Path(torch_folder()) / "version.py"
+    of_torch = version.read_text() if version.is_file() else ""
+    # Nothing else would use the kernels, and to compile them takes longer than all the rest.
+    if not wanted and re.search(r"^cuda\b.*= None", of_torch, re.M):
+        return "OFF", ": torch is a CPU build, RLCORE_CUDA=1 makes them nonetheless"
+    return names[wanted], ""
 
 
 class CMakeBuild(build_ext):
@@ -66,6 +72,7 @@ class CMakeBuild(build_ext):
         import ninja
         import pybind11
 
+        with_cuda, why_not = cuda()
         # A CMake cache holds the paths of the source and of the environment that configured it.
         where = hashlib.sha256(f"{ROOT} {sys.prefix}".encode()).hexdigest()[:8]
         build = ROOT / "build" / f"native-{sys.implementation.cache_tag}-{where}"
@@ -78,7 +85,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DRLCORE_TORCH={torch_folder()}",
-            f"-DRLCORE_CUDA={cuda()}",
+            f"-DRLCORE_CUDA={with_cuda}",
         ]
         archs = os.environ.get("RLCORE_CUDA_ARCHS")
         # Without one, CMakeLists.txt's own, not what an earlier build has left in the cache.
@@ -94,7 +101,7 @@ class CMakeBuild(build_ext):
         library = target.parent / "_C_torch.so"
         if torch_folder():
             kernels = (build / "cuda.txt").read_text().strip()  # CMakeLists.txt: what took part
-            parts.append(f"{library.name} ({kernels})")
+            parts.append(f"{library.name} ({kernels}{why_not})")
             if self.editable_mode:  # setuptools copies the extensions it knows
                 fresh = ROOT / "rlcore" / f".{library.name}.new"
                 shutil.copy2(library, fresh)

@@ -27,6 +27,7 @@ environment
                       default: the index that pip is configured for
   RLCORE_NATIVE       0 leaves the C++ part out, 1 insists on it
   RLCORE_CUDA         0 leaves the CUDA kernels out, 1 insists on them; default: where nvcc is
+                      and torch is a CUDA build
   RLCORE_CUDA_ARCHS   architectures for nvcc; default 80;90-real;100
 TEXT
 }
@@ -82,7 +83,7 @@ packages_key() {
 native_key() {
   {
     find csrc CMakeLists.txt setup.py pyproject.toml -type f -print0 | sort -z | xargs -0 sha256sum
-    cat "$VENV/pyvenv.cfg"
+    cat "$VENV/pyvenv.cfg" "$VENV"/lib/python*/site-packages/torch/version.py
     echo "$ROOT ${RLCORE_NATIVE:-} ${RLCORE_CUDA:-} ${RLCORE_CUDA_ARCHS:-} ${CXX:-}"
     command -v c++ g++ clang++ nvcc || true
     nvcc --version 2>/dev/null || true

@@ -72,18 +72,25 @@ class Watchdog:
         self._clock = RealClock()
         self._changed = threading.Condition()
         self._phase, self._since, self._told, self._closed = "", 0.0, False, False
+        self._armed = -math.inf
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def beat(self, phase: str) -> None:
         """The process is alive and now in `phase`."""
-        if phase:
-            faulthandler.dump_traceback_later(self._timeout_s + self._grace_s, file=self._file)
-        else:
+        now = self._clock.now()
+        # Both timers are threads: to wake one at every beat costs a turn of a busy machine.
+        if not phase:
             faulthandler.cancel_dump_traceback_later()
+            self._armed = -math.inf
+        elif now - self._armed > self._grace_s / 10:
+            faulthandler.dump_traceback_later(self._timeout_s + self._grace_s, file=self._file)
+            self._armed = now
         with self._changed:
-            self._phase, self._since, self._told = phase, self._clock.now(), False
-            self._changed.notify()
+            sleeps = not self._phase or self._told  # it has no time to look at
+            self._phase, self._since, self._told = phase, now, False
+            if sleeps:
+                self._changed.notify()
 
     def close(self) -> None:
         """Stop watching. Safe to call twice."""

@@ -6,13 +6,15 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu"))
-ARCHITECTURES = ("80", "90a", "100a")
+ARCHITECTURES = "80", "90a", "100a"
+SHORT = "90a"
 MAX_REGISTERS = 128
 """Half of a thread's 255: two blocks of 256 threads fit a multiprocessor."""
 FLAGS = (
@@ -66,18 +68,49 @@ def test_the_build_lists_every_source() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "arch", [a if a == SHORT else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES]
+)
 def test_a_source_compiles_without_warnings_and_spills(
-    nvcc: str, source: str, tmp_path: Path
+    nvcc: str, source: str, arch: str, tmp_path: Path
 ) -> None:
-    for arch in ARCHITECTURES:
-        command = [nvcc, *FLAGS.split(), f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-        command += [f"-I{ROOT / 'csrc'}", str(ROOT / source), "-o", str(tmp_path / "out.cubin")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, f"sm_{arch}:\n{said[-4000:]}"
-        found = kernels(said)
-        no_clusters = "row_sm90" in source and arch == "80"
-        assert found or no_clusters, f"sm_{arch}: no kernel in {source}:\n{said}"
-        for name, (spilled, registers) in found.items():
-            assert spilled == 0, f"sm_{arch} {name}: {spilled} bytes spilled"
-            assert registers <= MAX_REGISTERS, f"sm_{arch} {name}: {registers} registers"
+    command = [nvcc, *FLAGS.split(), f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    command += [f"-I{ROOT / 'csrc'}", str(ROOT / source), "-o", str(tmp_path / "out.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, f"sm_{arch}:\n{said[-4000:]}"
+    found = kernels(said)
+    no_clusters = "row_sm90" in source and arch == "80"
+    assert found or no_clusters, f"sm_{arch}: no kernel in {source}:\n{said}"
+    for name, (spilled, registers) in found.items():
+        assert spilled == 0, f"sm_{arch} {name}: {spilled} bytes spilled"
+        assert registers <= MAX_REGISTERS, f"sm_{arch} {name}: {registers} registers"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_library_with_the_kernels_links_and_loads(nvcc: str, tmp_path: Path) -> None:
+    """The set-up leaves them out where torch is a CPU build."""
+    import ninja
+    import pybind11
+    import torch
+
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": tmp_path / "out",
+        "CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR) / "ninja",
+        "Python_EXECUTABLE": sys.executable,
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+        "RLCORE_TORCH": Path(torch.__file__).parent,
+        "RLCORE_CUDA": "ON",
+    }
+    cmake, build = [sys.executable, "-m", "cmake"], tmp_path / "build"
+    flags = [f"-D{name}={value}" for name, value in options.items()]
+    for step in (["-G", "Ninja", "-S", ROOT, "-B", build, *flags], ["--build", build]):
+        done = subprocess.run([*cmake, *step], capture_output=True, text=True, timeout=800)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "kernels for 80;90-real;100" in (build / "cuda.txt").read_text()
+    [library] = (tmp_path / "out").glob("_C_torch*")
+    load = f"import torch; torch.ops.load_library({str(library)!r})"
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -569,9 +569,10 @@ def test_settings_that_make_no_sense_are_refused():
     [
         # Not optimised: that would take three times as long to compile.
         pytest.param("-O0 -fsanitize=address,undefined -fno-sanitize-recover=all", id="sanitized"),
-        pytest.param("-O2", marks=pytest.mark.slow, id="optimised"),
+        pytest.param("-O2", id="optimised"),
     ],
 )
+@pytest.mark.slow
 def test_the_host_test_of_the_kernels_bodies_passes(flags, tmp_path):
     sources = ["loss/row_host.cpp", "tests/loss_row_test.cpp"]
     said = host.run(host.build(tmp_path, sources, f"{flags} {host.STRICT}"))

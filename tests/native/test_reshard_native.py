@@ -192,6 +192,7 @@ def test_other_arguments_that_do_not_fit_the_table_are_refused() -> None:
         ops.reshard_copy(pieces, 1, null, bucket[:63], total, True, False, 0)
 
 
+@pytest.mark.slow
 def test_host_code_and_kernel_body_pass_under_address_and_undefined_sanitizers(
     tmp_path: Path,
 ) -> None:

@@ -9,7 +9,7 @@ from tests.ranks.sizes import LENGTHS
 
 pytestmark = pytest.mark.ranks(4)
 
-DENSE: dict[str, dict[str, Any]] = {
+ALL: dict[str, dict[str, Any]] = {
     "dp4": {},
     "dp4 distributed optimizer": {"distributed_optimizer": True, "recompute": "selective"},
     "tp2": {"tp": 2, "sp": False},
@@ -21,11 +21,15 @@ DENSE: dict[str, dict[str, Any]] = {
     "cp2 tp2": {"cp": 2, "tp": 2},
     "cp2 pp2": {"cp": 2, "pp": 2},
 }
-EXPERTS: dict[str, dict[str, Any]] = {
-    "ep2": {"ep": 2},
-    "tp2 ep2": {"tp": 2, "ep": 2},
-    "pp2 ep2 distributed optimizer": {"pp": 2, "ep": 2, "distributed_optimizer": True},
-}
+DENSE = kit.cases(ALL, "tp2", "pp2", "cp2")
+EXPERTS: dict[str, dict[str, Any]] = kit.cases(
+    {
+        "ep2": {"ep": 2},
+        "tp2 ep2": {"tp": 2, "ep": 2},
+        "pp2 ep2 distributed optimizer": {"pp": 2, "ep": 2, "distributed_optimizer": True},
+    },
+    "ep2",
+)
 CASES = {name: {"layout": layout} for name, layout in DENSE.items()} | {
     name: {"layout": layout, "arch": "qwen3_moe"} for name, layout in EXPERTS.items()
 }

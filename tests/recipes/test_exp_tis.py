@@ -112,6 +112,7 @@ def started(bench, monkeypatch):
     return bench.folder / "runs"
 
 
+@pytest.mark.slow
 def test_runs_are_one_process_each_and_two_go_side_by_side(exp, started, monkeypatch, capfd):
     monkeypatch.setenv("SLEEP_S", "3")
     runs = exp.plan(["int3-none", "int3-ppo_is"], [0], 5, started)
@@ -124,6 +125,7 @@ def test_runs_are_one_process_each_and_two_go_side_by_side(exp, started, monkeyp
     assert "int3-ppo_is_0_5: " in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_repeated_a_failed_one_is_and_the_others_go_on(
     exp, started, monkeypatch, capfd
 ):

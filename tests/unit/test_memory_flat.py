@@ -29,7 +29,9 @@ def resident_bytes() -> list[int]:
     return [p.memory_info().rss for p in (me, *me.children())]
 
 
-@pytest.mark.parametrize("where", ["in this process", "in a child"])
+@pytest.mark.parametrize(
+    "where", ["in this process", pytest.param("in a child", marks=pytest.mark.slow)]
+)
 def test_ten_rounds_of_offload_onload_and_push_leave_host_memory_flat(
     where: str,
 ) -> None:
