@@ -11,6 +11,7 @@ import asyncio
 import os
 import selectors
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -145,7 +146,7 @@ class Pool:
         self._processes: list[_Process] = []
         self._own = asyncio.Semaphore(_OWN_PER_WORKER * config.workers)
         self._numbers = 0
-        self._failed_starts = 0
+        self._failed_starts, self._failed_at = 0, 0.0
         self._closing = False
         self.failure = ""
         """Why no environment can run at all."""
@@ -289,8 +290,10 @@ class Pool:
                 future.set_exception(EnvError("crash", reason))
 
     def _failed_start(self, process: _Process, reason: str) -> None:
-        """It ended before it was ready: try again, but not for ever."""
-        self._failed_starts += 1
+        """It ended before it was ready: try again, but not for ever. Processes that were started
+        side by side and end together, as when all are killed, count once."""
+        if process.started > self._failed_at:
+            self._failed_starts, self._failed_at = self._failed_starts + 1, time.monotonic()
         sentence = f"--env {self.name}: a process failed before its first episode: {reason}"
         log.warning("%s%s", sentence, last_lines(process.printed()))
         if self._failed_starts >= _MOST_FAILED_STARTS:

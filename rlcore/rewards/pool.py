@@ -65,7 +65,7 @@ class Pool:
         self._failure = ""
         self._queue: deque[Entry] = deque()
         self._workers: list[Worker] = []
-        self._failed_starts = 0
+        self._failed_starts, self._failed_at = 0, 0.0
         self._latency_s = _WINDOW_S
         self._memory_checked = 0.0
         self._selector = selectors.DefaultSelector()
@@ -297,8 +297,10 @@ class Pool:
             log.warning("reward %s: a dying child sent junk: %s", self._host.name, error)
 
     def _failed_start(self, reason: str, worker: Worker) -> None:
-        """A child that ended without a sample to blame: try again, but not for ever."""
-        self._failed_starts += 1
+        """A child that ended without a sample to blame: try again, but not for ever. Children that
+        were started side by side and end together, as when all are killed, count once."""
+        if worker.started > self._failed_at:
+            self._failed_starts, self._failed_at = self._failed_starts + 1, time.monotonic()
         sentence = f"reward {self._host.name}: a child process failed before scoring: {reason}"
         log.warning("%s%s", sentence, last_lines(worker.printed()))
         if self._failed_starts >= _MAX_FAILED_STARTS:

@@ -14,6 +14,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlcore.config.schema import RewardConfig
@@ -336,6 +337,32 @@ def test_a_reward_that_cannot_start_in_the_child_ends_the_wait_with_a_sentence(
         service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "x")
         with pytest.raises(RuntimeError, match=sentence):
             service.poll(WAIT_S)
+
+
+def test_children_that_are_killed_together_while_they_start_are_one_failure(tmp_path, monkeypatch):
+    """As by whoever frees memory: the next ones score."""
+    (tmp_path / "slow_start.py").write_text(
+        "import sys, time\n"
+        "if 'rlcore.rewards.child' in sys.orig_argv:\n"
+        "    time.sleep(1)\n"
+        "def score(sample, prompt, text): return 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RewardConfig(workers=4)
+    with RewardService("slow_start.score", config=config) as service:
+        for k in range(4):
+            service.submit(f"t{k}.0", sample_of(f"t{k}.0"), prompt_of("7"), "x")
+        end, victims = time.monotonic() + WAIT_S, []
+        while len(victims) < 4:
+            assert time.monotonic() < end, victims
+            children = psutil.Process().children()
+            victims = [c for c in children if "rlcore.rewards.child" in c.cmdline()]
+        for victim in victims:
+            victim.kill()
+        found = []
+        while len(found) < 4:
+            found += service.poll(WAIT_S)
+    assert all(result.score == 1 and not result.error for _, result in found)
 
 
 @pytest.mark.usefixtures("make")
