@@ -159,7 +159,7 @@ class RolloutConfig:
 
 @Section
 class DraftConfig:
-    """Of --rollout.draft; rlcore/rollout/README.md."""
+    """Of --rollout.draft; rlcore/rollout/RHYMERL.md."""
 
     window: int = 32
     """Longest draft."""

@@ -1,5 +1,4 @@
-"""The texts of the READMEs, followed: what they tell a user to write works, and what they name is
-there."""
+"""The texts, followed: what they tell a user to write works, and what they name is there."""
 
 import re
 from pathlib import Path
@@ -14,9 +13,13 @@ from rlcore.rewards import registry
 from tests import runs
 
 ROOT = runs.ROOT
-READMES = sorted(
-    p for p in ROOT.glob("**/README.md") if not {"build", ".venv"} & set(p.relative_to(ROOT).parts)
+PAGES = sorted(
+    p
+    for p in ROOT.glob("**/*.md")
+    if not {"build", "runs"} & set(p.relative_to(ROOT).parts)
+    and not any(part.startswith(".") for part in p.relative_to(ROOT).parts)
 )
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 ONE = ["--run.steps", "1", "--checkpoint.no_at_end", "--checkpoint.no_export_hf"]
 OF_EXAMPLES = {"algo.push", "reward.bonus"}
 """Keys that the texts themselves invent."""
@@ -94,9 +97,9 @@ def known_keys() -> set[str]:
     return found | {"sim.seed"} | OF_EXAMPLES
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_every_key_and_file_that_a_readme_names_exists(readme: Path) -> None:
-    text, known = readme.read_text(), known_keys()
+@by_page
+def test_every_key_and_file_that_a_page_names_exists(page: Path) -> None:
+    text, known = page.read_text(), known_keys()
     sections = {k.partition(".")[0] for k in known}
     for name in re.findall(r"--((?:[a-z]+)\.[a-z][a-z_0-9.]*[a-z0-9])", text):
         positive = re.sub(r"\.no_", ".", name)
@@ -105,3 +108,53 @@ def test_every_key_and_file_that_a_readme_names_exists(readme: Path) -> None:
         r"(?<![\w/.])((?:tests|tools|rlcore|recipes)/[\w/.]+\.(?:py|sh|md))", text
     ):
         assert (ROOT / name).is_file() or "RECIPE" in name, name
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as a link names them: small letters, hyphens for spaces, no marks."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@by_page
+def test_every_link_leads_to_a_file_and_to_a_heading(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def systems() -> dict[str, Path]:
+    """Of the table in the README: the name of a system and its page, the first that it links."""
+    rows = re.findall(r"^\| ([^|:]+): .*\|([^|]+)\|$", section("README.md", "Five systems"), re.M)
+    return {name: ROOT / re.search(r"\]\(([^)]+)\)", cell)[1] for name, cell in rows}
+
+
+def test_the_readme_has_five_systems_and_a_page_for_each() -> None:
+    assert len(systems()) == len(set(systems().values())) == 5
+
+
+@pytest.mark.parametrize("name", systems())
+def test_the_page_of_a_system_says_how_what_for_and_when_not(name: str) -> None:
+    """A gain is a row: figure, kind, command, file; without a file it is said not to be measured,
+    and a figure of the README's table stands on the page, too."""
+    page = systems()[name].relative_to(ROOT).as_posix()
+    for title in ("Switch it on", "When not to use it"):
+        assert section(page, title).strip(), title
+    rows = re.findall(r"^\| (.*) \|$", section(page, "What it gained here"), re.M)[2:]
+    assert rows
+    for figure, kind, command, file in (row.split(" | ") for row in (f"{r} " for r in rows)):
+        assert "`" in command or command == "the same", figure
+        assert file.strip() or kind.startswith("not measured yet"), figure
+    line = re.search(rf"^\| {re.escape(name)}: .*$", section("README.md", "Five systems"), re.M)
+    gained = line[0].split(" | ")[2]
+    for number in re.findall(r"(?<![\w.])[+-]?\d*\.\d+x?(?![\w.]*`)", gained):
+        assert number in section(page, "What it gained here"), number
+
+
+def test_the_table_of_recipes_has_them_all() -> None:
+    listed = set(
+        re.findall(r"^\| `(\w[\w.]*\.sh)\b", (ROOT / "recipes/README.md").read_text(), re.M)
+    )
+    assert listed == {p.name for p in ROOT.glob("recipes/*.sh")} - {"common.sh"}
