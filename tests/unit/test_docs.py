@@ -11,6 +11,7 @@ from rlcore.config.schema import Config
 from rlcore.envs import registry as envs
 from rlcore.rewards import registry
 from tests import runs
+from tests.contracts import env_contract
 
 ROOT = runs.ROOT
 PAGES = sorted(
@@ -48,7 +49,7 @@ def keys(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> runs.Gang:
-    """What the two texts have a user do, and a step of each."""
+    """What the three texts have a user do, and a step of each."""
     folder = tmp_path_factory.mktemp("docs")
     package = folder / "my_pkg"
     package.mkdir()
@@ -58,14 +59,17 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> runs.Gang:
     (package / "my_loss.py").write_text(head + code(algorithm))
     reward = section("rlcore/rewards/README.md", "Add a reward in two steps")
     (package / "my_reward.py").write_text(code(reward))
+    environment = section("rlcore/envs/README.md", "Add an environment in two steps")
+    (package / "my_env.py").write_text(code(environment))
     model = runs.tiny_model(folder / "model")
+    texts = {"algorithm": algorithm, "reward": reward, "environment": environment}
     jobs = [
         {
             "name": name,
             "argv": runs.arguments(model, folder / "runs", name, *ONE, *keys(text)),
             "path": [str(folder)],
         }
-        for name, text in (("algorithm", algorithm), ("reward", reward))
+        for name, text in texts.items()
     ]
     return runs.run(1, jobs, folder / "gang")
 
@@ -81,6 +85,20 @@ def test_the_reward_of_the_text_scores(done: runs.Gang) -> None:
     row = runs.rows(done.folder.parent / "runs" / "reward")[1]
     assert row["reward/errors"] == 0
     assert row["critic/score/max"] in (pytest.approx(0.1), pytest.approx(1.1))
+
+
+def test_the_environment_of_the_text_answers(
+    done: runs.Gang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done.check("environment")
+    row = runs.rows(done.folder.parent / "runs" / "environment")[1]
+    assert row["env/right"] == 0  # random weights, 24 tokens
+    assert row["env/turns"] > 1 and 0 < row["env/observed_tokens"] < 1
+    monkeypatch.syspath_prepend(done.folder.parent)
+    monkeypatch.setenv("PYTHONPATH", f"{done.folder.parent}:{ROOT}")
+    prompt = env_contract.prompt_of(answer="21")
+    told = env_contract.check_env("my_pkg.my_env.Again", prompt, ["3>3", "9+12=21;>21"])
+    assert told == [("", 0.0, False), ("-", 0.0, False), ("-", 1.0, True)]
 
 
 def known_keys() -> set[str]:
