@@ -12,6 +12,7 @@ from rlcore.config.schema import Config, reward_sections
 from rlcore.hf.config import HFConfig, read_json
 
 if TYPE_CHECKING:  # the command line should not pay for torch
+    from rlcore.mcore.layout import Layout
     from rlcore.trainer.memory import Beside
 
 GPU_GB = 80.0
@@ -59,17 +60,18 @@ def show(cfg: Config) -> int:
         print("\n".join(arithmetic(cfg, world, layout.dp)))
         tp = cfg.rollout.tp
         print(
-            f"world        {world} ranks: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x "
-            f"dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}"
+            f"world        {_count(world, 'rank')}: tp {layout.tp} x cp {layout.cp} x "
+            f"pp {layout.pp} x dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}"
             + (f" on the first {train_ranks}" if apart else "")
             + f"; {_count((apart or world) // tp, 'engine')} ({cfg.rollout.engine}) of "
             + _count(tp, "rank")
             + (", or another size after some steps" if rules.changes_size(cfg) else "")
         )
+        print(rank_map(layout, world, per_node, tp))
     for line in notes:
         print(line)
     if hf is not None and not problems:
-        gpu_bytes = gpu_gb(cfg) * memory.GB
+        gpu_bytes, source = gpu_gb(cfg) * memory.GB, gpu_source(cfg)
         most = gpu_bytes or GPU_GB * memory.GB
         if apart:
             cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload=False))
@@ -85,7 +87,7 @@ def show(cfg: Config) -> int:
                 problems.append(said)
             elif gpu_bytes:
                 where = plan.worst.replace("_", "-")
-                print(f"  fits {gpu_bytes / memory.GB:g} GB: {where} takes most")
+                print(f"  fits {gpu_bytes / memory.GB:g} GB{source}: {where} takes most")
     if hf is not None and not problems and not apart:
         print(expected(cfg, hf, world))
     if hf is not None and not problems and cfg.select.mode == "async":
@@ -114,7 +116,25 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
     phases = ", ".join(f"{p} {s:.1f}" for p, s in found.phases.items() if s >= 0.05)
     return (
         f"expected     {found.seconds:.1f} s a step on {world} x {gpu.name} ({phases}), by the "
-        f"simulator; lengths {said}; rewards not counted"
+        f"simulator; lengths {said}; {'turns and rewards' if cfg.select.env else 'rewards'} not "
+        "counted"
+    )
+
+
+def rank_map(layout: "Layout", world: int, per_node: int, tp: int) -> str:
+    """A sentence on which rank is what: `layout` is of the ranks that train, `tp` of an engine."""
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
+    stride, terms = 1, []
+    for name, size in sizes.items():
+        if size > 1:
+            terms.append(name if stride == 1 else f"{stride} x {name}")
+        stride *= size
+    first = stride if stride < world else 0
+    engine = " + ".join(filter(None, [f"{first}" if first else "", f"{tp} x engine"]))
+    return (
+        f"rank map     rank = {' + '.join(terms) or '0'}, counted from 0"
+        + (f"; {layout.ep} neighbours of a stage share the experts" if layout.ep > 1 else "")
+        + f"; an engine begins at rank {engine}; node = rank / {per_node}"
     )
 
 
@@ -177,6 +197,17 @@ def gpu_gb(cfg: Config) -> float:
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory / 1e9
     return GPU_GB
+
+
+def gpu_source(cfg: Config) -> str:
+    """Where that figure is from, if nobody gave it."""
+    import torch
+
+    if cfg.cluster.gpu_gb is not None:
+        return ""
+    if torch.cuda.is_available():
+        return " (the GPU here)"
+    return " (no GPU here: an assumption; --cluster.gpu_gb says another size)"
 
 
 def _count(number: int, what: str) -> str:

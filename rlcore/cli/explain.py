@@ -25,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
         if found := rules.of_batch(cfg):
             raise ValueError("\n".join(found))
         world = world_size()
-        print("\n".join(arithmetic(cfg, world, layout_of(cfg.train, world, 0).dp)))
+        train_ranks = max(world - cfg.cluster.rollout_ranks, 1)
+        print("\n".join(arithmetic(cfg, world, layout_of(cfg.train, train_ranks, 0).dp)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -45,7 +46,7 @@ def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
     per_update = cfg.train.samples_per_update or total
     updates = max(1, total // per_update)
     most = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
-    engines = world // cfg.rollout.tp
+    engines = (cfg.cluster.rollout_ranks or world) // cfg.rollout.tp
     started = f"{prompts} prompts x {samples} responses"
     if cfg.select.schedule == "tail_batching":
         tail = cfg.tail

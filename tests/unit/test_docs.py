@@ -1,17 +1,21 @@
 """The texts, followed: what they tell a user to write works, and what they name is there."""
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlcore import algos
-from rlcore.config import resolve
+from rlcore.cli import settings
+from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
 from rlcore.envs import registry as envs
 from rlcore.rewards import registry
 from tests import runs
 from tests.contracts import env_contract
+from tests.recipes.conftest import Bench
 
 ROOT = runs.ROOT
 PAGES = sorted(
@@ -40,62 +44,124 @@ def code(text: str) -> str:
     return re.sub(r"^ {7}", "", block[1], flags=re.M)
 
 
-def keys(text: str) -> list[str]:
-    """The keys of its command."""
-    found = re.search(r"Run it: `bash recipes/\w+\.sh ([^`]+)`", text)
+def command(text: str) -> tuple[str, list[str]]:
+    """The recipe of its last step, and the keys behind it."""
+    found = re.search(r"Run it: `bash recipes/(\w+\.sh) ([^`]+)`", text)
     assert found, "there is no command in it"
-    return found[1].split()
+    return found[1], found[2].split()
+
+
+STEPS = {
+    "algorithm": section("rlcore/algos/README.md", "Add an algorithm in three steps"),
+    "reward": section("rlcore/rewards/README.md", "Add a reward in two steps"),
+    "environment": section("rlcore/envs/README.md", "Add an environment in two steps"),
+}
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> runs.Gang:
-    """What the three texts have a user do, and a step of each."""
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder on PYTHONPATH into which the three texts have a user put code."""
     folder = tmp_path_factory.mktemp("docs")
     package = folder / "my_pkg"
     package.mkdir()
-    algorithm = section("rlcore/algos/README.md", "Add an algorithm in three steps")
     copied = (ROOT / "rlcore" / "algos" / "cispo.py").read_text()
     head = copied[: copied.index("@dataclass")]  # step 1; step 2 replaces config and loss
-    (package / "my_loss.py").write_text(head + code(algorithm))
-    reward = section("rlcore/rewards/README.md", "Add a reward in two steps")
-    (package / "my_reward.py").write_text(code(reward))
-    environment = section("rlcore/envs/README.md", "Add an environment in two steps")
-    (package / "my_env.py").write_text(code(environment))
-    model = runs.tiny_model(folder / "model")
-    texts = {"algorithm": algorithm, "reward": reward, "environment": environment}
+    (package / "my_loss.py").write_text(head + code(STEPS["algorithm"]))
+    (package / "my_reward.py").write_text(code(STEPS["reward"]))
+    (package / "my_env.py").write_text(code(STEPS["environment"]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(theirs: Path) -> runs.Gang:
+    """A step of each."""
+    model = runs.tiny_model(theirs / "model")
     jobs = [
         {
             "name": name,
-            "argv": runs.arguments(model, folder / "runs", name, *ONE, *keys(text)),
-            "path": [str(folder)],
+            "argv": runs.arguments(model, theirs / "runs", name, *ONE, *command(text)[1]),
+            "path": [str(theirs)],
         }
-        for name, text in texts.items()
+        for name, text in STEPS.items()
     ]
-    return runs.run(1, jobs, folder / "gang")
+    return runs.run(1, jobs, theirs / "gang")
 
 
-def test_the_algorithm_of_the_text_trains(done: runs.Gang) -> None:
+def commands() -> dict[str, tuple[str, list[str]]]:
+    """What the pages and the recipes' own texts start: the recipe and the keys behind it. Not those
+    with a gap (`...`, FILE) or with somebody's own code."""
+    found = {}
+    for page in (*PAGES, *ROOT.glob("recipes/*.sh")):
+        text = re.sub(r"\\\n *", "", page.read_text())  # a command may go on in the next line
+        for recipe, rest in re.findall(
+            r"(?:^ {4,}|`)(?:\w+=\S* )*bash recipes/([\w.]+\.sh)([^`#\n]*)", text, re.M
+        ):
+            if not re.search(r"\.\.\.|\b[A-Z]{3,}\b|\bmy", recipe + rest):
+                found[f"{recipe}{rest.rstrip()}"] = recipe, rest.split()
+    return found
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """The keys that a recipe gives to the program."""
+    bench = Bench(tmp_path_factory.mktemp("recipes"))
+
+    @functools.cache
+    def keys_of(recipe: str) -> list[str]:
+        rc, out = bench.run("bash", ROOT / "recipes" / recipe, "--dry-run")
+        assert rc == 0, out
+        return bench.records()[0]["argv"][1:-1]
+
+    return keys_of
+
+
+def refused(argv: list[str]) -> list[str]:
+    try:
+        return rules.broken(settings.parse(argv))
+    except ValueError as error:
+        return [str(error)]
+
+
+@pytest.mark.slow  # starts every recipe
+def test_the_keys_of_every_command_fit_its_recipe(given) -> None:
+    bad = {}
+    for line, (recipe, words) in commands().items():
+        if said := refused(
+            [*given(recipe), *(w for w in words if w not in ("--dry-run", "--help"))]
+        ):
+            bad[line] = said
+    assert len(commands()) > 30 and not bad, bad
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_command_of_the_last_step_fits_its_recipe(theirs, given, monkeypatch, name) -> None:
+    monkeypatch.syspath_prepend(theirs)
+    recipe, words = command(STEPS[name])
+    assert not refused([*given(recipe), *words])
+
+
+def test_the_algorithm_of_the_text_trains(theirs: Path, done: runs.Gang) -> None:
     done.check("algorithm")
-    row = runs.rows(done.folder.parent / "runs" / "algorithm")[1]
+    row = runs.rows(theirs / "runs" / "algorithm")[1]
     assert row["actor/grad_norm"] > 0 and "algo/push" in row
 
 
-def test_the_reward_of_the_text_scores(done: runs.Gang) -> None:
+def test_the_reward_of_the_text_scores(theirs: Path, done: runs.Gang) -> None:
     done.check("reward")
-    row = runs.rows(done.folder.parent / "runs" / "reward")[1]
+    row = runs.rows(theirs / "runs" / "reward")[1]
     assert row["reward/errors"] == 0
     assert row["critic/score/max"] in (pytest.approx(0.1), pytest.approx(1.1))
 
 
 def test_the_environment_of_the_text_answers(
-    done: runs.Gang, monkeypatch: pytest.MonkeyPatch
+    theirs: Path, done: runs.Gang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done.check("environment")
-    row = runs.rows(done.folder.parent / "runs" / "environment")[1]
+    row = runs.rows(theirs / "runs" / "environment")[1]
     assert row["env/right"] == 0  # random weights, 24 tokens
     assert row["env/turns"] > 1 and 0 < row["env/observed_tokens"] < 1
-    monkeypatch.syspath_prepend(done.folder.parent)
-    monkeypatch.setenv("PYTHONPATH", f"{done.folder.parent}:{ROOT}")
+    monkeypatch.syspath_prepend(theirs)
+    monkeypatch.setenv("PYTHONPATH", f"{theirs}:{ROOT}")
     prompt = env_contract.prompt_of(answer="21")
     told = env_contract.check_env("my_pkg.my_env.Again", prompt, ["3>3", "9+12=21;>21"])
     assert told == [("", 0.0, False), ("-", 0.0, False), ("-", 1.0, True)]

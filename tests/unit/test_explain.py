@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.cli import dry_run, explain, settings, splits
 from rlcore.hf.config import HFConfig
+from rlcore.mcore.layout import layout_of
 from rlcore.sim import expect
 from tests import kit
 
@@ -40,6 +41,39 @@ def test_the_arithmetic_of_a_batch_by_hand(monkeypatch, capsys):
     assert "24 + 1000 = 1024 a sample, 262 k a step, 16 k a rank's" in lines["tokens"]
     assert "8 engine(s) of 1 rank(s)" in lines["decoding"] and "2 wave(s)" in lines["decoding"]
     assert "actor.ppo_mini_batch_size 8" in out
+
+
+def test_ranks_that_only_sample_have_the_engines_and_no_share_of_an_update(monkeypatch, capsys):
+    monkeypatch.setenv("GPUS_PER_NODE", "8")
+    keys = "--mode async --cluster.rollout_ranks 6 --rollout.tp 2 --rollout.max_running 16"
+    assert explain.main([*KEYS.split(), *keys.split()]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "32 samples of an update on each of 2 ranks of data" in lines["rank"]
+    assert "3 engine(s) of 2 rank(s), 16 at a time each: 6 wave(s)" in lines["decoding"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "train_ranks", "world", "said"),
+    [
+        ("--train.tp 4 --train.cp 2", 32, 32, "tp + 4 x cp + 8 x dp, counted from 0; an engine"),
+        ("--train.pp 2", 8, 8, "dp + 4 x pp, counted from 0; an engine begins at rank 2 x engine"),
+        ("--train.tp 2", 4, 16, "tp + 2 x dp, counted from 0; an engine begins at rank 4 + 2 x"),
+        ("--train.ep 4", 8, 8, "dp, counted from 0; 4 neighbours of a stage share the experts"),
+        ("", 1, 1, "rank = 0, counted from 0"),
+    ],
+)
+def test_the_rank_map_is_that_of_the_layout(keys, train_ranks, world, said):
+    layout = layout_of(settings.parse(keys.split()).train, train_ranks, 0)
+    assert said in dry_run.rank_map(layout, world, 8, 2)
+
+
+def test_the_terms_of_the_rank_map_give_every_rank():
+    train = settings.parse(["--train.tp", "2", "--train.cp", "3", "--train.pp", "2"]).train
+    said = dry_run.rank_map(layout_of(train, 48, 0), 48, 8, 1)
+    assert "rank = tp + 2 x cp + 6 x dp + 24 x pp" in said
+    for rank in range(48):
+        at = layout_of(train, 48, rank)
+        assert rank == at.tp_rank + 2 * at.cp_rank + 6 * at.dp_rank + 24 * at.pp_rank
 
 
 def test_a_key_that_is_not_there_is_refused(capsys):
