@@ -2,12 +2,15 @@
 
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlcore import algos
+from rlcore.__main__ import COMMANDS
 from rlcore.cli import settings
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
@@ -242,3 +245,14 @@ def test_the_table_of_recipes_has_them_all() -> None:
         re.findall(r"^\| `(\w[\w.]*\.sh)\b", (ROOT / "recipes/README.md").read_text(), re.M)
     )
     assert listed == {p.name for p in ROOT.glob("recipes/*.sh")} - {"common.sh"}
+
+
+def test_the_tree_of_the_readme_has_every_command_and_help_needs_no_torch() -> None:
+    listed = re.search(r"commands: ([\w, ]+)", section("README.md", "The tree"))
+    assert listed and listed[1].split(", ") == list(COMMANDS)
+    program = (
+        "import sys; from rlcore.__main__ import main; main(['--help']); "
+        "print({'torch', 'numpy', 'tyro', 'megatron'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
