@@ -130,7 +130,7 @@ def rank_map(layout: "Layout", world: int, per_node: int, tp: int) -> str:
             terms.append(name if stride == 1 else f"{stride} x {name}")
         stride *= size
     first = stride if stride < world else 0
-    engine = " + ".join(filter(None, [f"{first}" if first else "", f"{tp} x engine"]))
+    engine = (f"{first} + " if first else "") + (f"{tp} x engine" if tp > 1 else "engine")
     return (
         f"rank map     rank = {' + '.join(terms) or '0'}, counted from 0"
         + (f"; {layout.ep} neighbours of a stage share the experts" if layout.ep > 1 else "")
