@@ -298,9 +298,10 @@ class Gate:
         client.set(key, self._incarnation, px=int(self._lease_s * 1000))
 
     def _heartbeat(self) -> None:
-        client = store.connect(self._url)
+        often_s = self._lease_s / 10
+        client = store.connect(self._url, min(store.TIMEOUT_S, often_s))
         renewed = time.monotonic()
-        while not self._closed.wait(self._lease_s / 5):
+        while not self._closed.wait(often_s):
             begin = time.monotonic()
             try:
                 self._renew(client)
@@ -319,7 +320,8 @@ class Gate:
             except redis.RedisError as error:
                 if _is_gone(error):
                     renewed = begin  # no server, no arbiter: nobody is given our nodes
-            if time.monotonic() - renewed > 0.7 * self._lease_s and not self._closed.is_set():
+            # A wait, a connection and an answer later the lease is not over yet.
+            if time.monotonic() - renewed > self._lease_s * 2 / 3 and not self._closed.is_set():
                 self._on_lost(f"its lease of {self._lease_s:g} s could not be renewed")
                 return
 

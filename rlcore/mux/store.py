@@ -35,8 +35,11 @@ COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")
 """That a job's user may give."""
 
 
-def connect(url: str) -> redis.Redis:
+def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
     """A client, which connects when it is used.
+
+    Args:
+        timeout_s: of a connection, and of an answer.
 
     Raises:
         ValueError: this is no address of a Redis server.
@@ -46,8 +49,8 @@ def connect(url: str) -> redis.Redis:
         return redis.Redis.from_url(
             url,
             decode_responses=True,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
             retry=None,
         )
     except ValueError as error:

@@ -232,6 +232,22 @@ def test_who_was_replaced_ends_before_it_does_harm(up: Up):
 
 
 @needs_redis
+@pytest.mark.slow
+def test_a_job_whose_server_does_not_answer_ends_before_its_lease_is_over(up: Up):
+    lost: list[str] = []
+    one = Gate(up.url, "A", PROFILE, lease_s=6, on_lost=lost.append)
+    redis_pid = up.about["pids"]["redis"]
+    os.kill(redis_pid, signal.SIGSTOP)
+    try:
+        _until(lambda: lost)
+    finally:
+        os.kill(redis_pid, signal.SIGCONT)
+    assert "its lease of 6 s could not be renewed" in lost[0]
+    assert store.connect(up.url).exists(store.key("A", "alive"))
+    one.close()
+
+
+@needs_redis
 def test_a_job_that_takes_longer_than_its_profile_joins_again_as_what_it_is(up: Up, capsys):
     """A was promised 3.2 s an iteration; with B's 0.02 s it is 3 s, switches included, and with
     0.8 s it would be 3.3 s."""
