@@ -1,15 +1,18 @@
-"""A cluster for tests: Redis and an arbiter in a folder."""
+"""A cluster for tests: Redis and an arbiter in a folder; what jobs of rlcore did in it."""
 
 import json
 import os
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlcore.cli import mux as cli
 from rlcore.rollout.transport import free_port
+from tests import runs
 
 needs_redis = pytest.mark.skipif(
     shutil.which("redis-server") is None, reason="no redis-server; tools/setup.sh --mux installs it"
@@ -47,3 +50,37 @@ class Up:
         capsys.readouterr()
         assert cli.main(["status", "--json", "--dir", str(self.folder)]) == 0
         return json.loads(capsys.readouterr().out)
+
+
+NODES = {"rollout": ("start", "rollout", "eval"), "train": ("start", "train", "save")}
+"""Phases of a job with ranks that only sample, by the pool whose nodes they are on."""
+
+
+def learned(run: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of a run by step, without the clock's and those of its turns and of how weights
+    came: what it is alone, it is among others."""
+    return {
+        step: {k: v for k, v in runs.same(row).items() if not k.startswith(("mux/", "sync/"))}
+        for step, row in runs.rows(run).items()
+    }
+
+
+def turns(folder: Path) -> list[dict[str, Any]]:
+    """Of all runs in a folder, or of one. The line that a killed one was writing is left out."""
+    return [
+        json.loads(line)
+        for path in folder.rglob("turns.jsonl")
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
+
+
+def overlaps(jobs: Iterable[list[dict[str, Any]]], pool: str) -> list[tuple]:
+    """Turns of jobs on the one node of a pool that were there together."""
+    spans = sorted(
+        (turn["granted"], turn["left"], job)
+        for job, of_job in enumerate(jobs)
+        for turn in of_job
+        if turn["phase"] in NODES[pool]
+    )
+    return [(a, b) for a, b in zip(spans, spans[1:], strict=False) if b[0] < a[1]]

@@ -113,21 +113,34 @@ class Running:
             of_rank = env | {"GANG_RANK": str(rank)}
             self.processes.append(Fork(_rank, (folder,), of_rank, folder / f"start.{rank}.txt"))
 
+    def poll(self) -> Gang | None:
+        """What became of it, once it is over. When one rank dies the others are ended, as torchrun
+        does."""
+        codes = [p.poll() for p in self.processes]
+        if None in codes and not any(codes):
+            return None
+        self.kill()
+        return Gang(self.folder, [p.returncode for p in self.processes])
+
+    def kill(self) -> None:
+        """End what still runs, at once."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
     def wait(self, timeout_s: float = 280.0) -> Gang:
-        """The end of all ranks; AssertionError past the time. When one dies the others are ended,
-        as torchrun does. Nothing is left behind."""
+        """The end of all ranks; AssertionError past the time. Nothing is left behind."""
         end = time.monotonic() + timeout_s
         try:
-            while None in (codes := [p.poll() for p in self.processes]) and not any(codes):
+            while (gang := self.poll()) is None:
                 if time.monotonic() > end:
                     texts = [p.read_text()[-1500:] for p in sorted(self.folder.glob("*.txt"))]
                     raise AssertionError("not done in time\n" + "\n----\n".join(texts))
                 time.sleep(0.02)
         finally:
-            for process in self.processes:
-                process.kill()
-                process.wait()
-        return Gang(self.folder, [p.returncode for p in self.processes])
+            self.kill()
+        return gang
 
 
 def run(n: int, jobs: Sequence[Job], folder: Path, timeout_s: float = 280.0) -> Gang:

@@ -12,7 +12,7 @@ from rlcore.cli import mux as cli
 from rlcore.mux import arbiter
 from rlcore.mux.gate import Gate, Profile
 from tests import kit, runs
-from tests.mux_cluster import Up, needs_redis
+from tests.mux_cluster import Up, learned, needs_redis, overlaps, turns
 
 pytestmark = [pytest.mark.ranks(2), needs_redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -71,23 +71,15 @@ class Found:
             self.killed = killed.codes
         finally:
             holder.close()
-            for process in [p for gang in gangs for p in gang.processes]:
-                process.kill()
-                process.wait()
+            for gang in gangs:
+                gang.kill()
             assert cli.main(["down", "--dir", str(up.folder)]) == 0
 
     def rows(self, job: str, how: str) -> dict[int, dict[str, Any]]:
-        """The metrics of a run, but for those of its turns and of how weights came."""
+        """What a run has learned, which went well."""
         name = f"{job}_{how}"
         self.gangs[name].check(name, 2)
-        return {
-            step: {k: v for k, v in runs.same(row).items() if not k.startswith(("mux/", "sync/"))}
-            for step, row in runs.rows(self.runs / name).items()
-        }
-
-    def turns(self, job: str) -> list[dict[str, Any]]:
-        lines = (self.runs / f"{job}_mux" / "turns.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return learned(self.runs / name)
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +114,12 @@ def test_a_job_whose_server_is_away_runs_alone_and_says_so(found: Found) -> None
 
 
 def test_turns_alternate_and_nobody_is_where_another_is(found: Found) -> None:
-    both = [(row, job) for job in "ab" for row in found.turns(job)]
-    for pool, phases in (("rollout", "start rollout eval"), ("train", "start train save")):
-        spans = sorted(
-            (row["granted"], row["left"], job)
-            for row, job in both
-            if row["phase"] in phases.split()
-        )
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), pool
-    rollouts = sorted((row["granted"], job) for row, job in both if row["phase"] == "rollout")
+    both = {job: turns(found.runs / f"{job}_mux") for job in "ab"}
+    for pool in ("rollout", "train"):
+        assert overlaps(both.values(), pool) == []
+    rollouts = sorted(
+        (row["granted"], job) for job in "ab" for row in both[job] if row["phase"] == "rollout"
+    )
     order = "".join(job for _, job in rollouts)
     assert len(order) == 2 * STEPS and "aaa" not in order and "bbb" not in order
 
