@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,16 @@ class Up:
         return json.loads(capsys.readouterr().out)
 
 
-NODES = {"rollout": ("start", "rollout", "eval"), "train": ("start", "train", "save")}
-"""Phases of a job with ranks that only sample, by the pool whose nodes they are on."""
+PHASES = {"rollout": ("start", "rollout", "eval"), "train": ("start", "train", "save")}
+"""Of a job with ranks that only sample, by the pool whose nodes they are on."""
 
 
 def learned(run: Path) -> dict[int, dict[str, Any]]:
-    """The metrics of a run by step, without the clock's and those of its turns and of how weights
-    came: what it is alone, it is among others."""
+    """The metrics of a run by step, without the clock's and those of its turns, of how weights came
+    and of what was on the device with --train.offload: what it is alone, it is among others."""
+    loose = "mux/", "sync/", "memory/"
     return {
-        step: {k: v for k, v in runs.same(row).items() if not k.startswith(("mux/", "sync/"))}
+        step: {k: v for k, v in runs.same(row).items() if not k.startswith(loose)}
         for step, row in runs.rows(run).items()
     }
 
@@ -75,12 +76,15 @@ def turns(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def overlaps(jobs: Iterable[list[dict[str, Any]]], pool: str) -> list[tuple]:
-    """Turns of jobs on the one node of a pool that were there together."""
+def overlaps(
+    jobs: Iterable[list[dict[str, Any]]], pool: str, colocated: Collection[int] = ()
+) -> list[tuple]:
+    """Turns of jobs on the one node of a pool that were there together. Of `colocated` ones every
+    turn is on the nodes of both."""
     spans = sorted(
         (turn["granted"], turn["left"], job)
         for job, of_job in enumerate(jobs)
         for turn in of_job
-        if turn["phase"] in NODES[pool]
+        if not turn.get("part") and (job in colocated or turn["phase"] in PHASES[pool])
     )
     return [(a, b) for a, b in zip(spans, spans[1:], strict=False) if b[0] < a[1]]

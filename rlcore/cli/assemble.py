@@ -64,7 +64,7 @@ from rlcore.sched.tail_batching import TailBatching
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers
 from rlcore.sync.shelf import Shelf
-from rlcore.trainer import memory, relayout, resume, stream_loop, sync_loop, turns
+from rlcore.trainer import memory, relayout, report, resume, stream_loop, sync_loop, turns
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, log
 from rlcore.utils.deadline import Watchdog
@@ -236,7 +236,7 @@ def _assemble(
         if world.samples:
             run.shelf = Shelf(cfg.rollout.tp)
             on_close(run.shelf.close)
-    elif cfg.cluster.rollout_ranks and cfg.select.mode == "sync" and world.rank == 0:
+    elif cfg.select.mode == "sync" and report.counts_nodes(run) and world.rank == 0:
         run.on_step.append(make_profiler(cfg, world).see)
     if cfg.log.trace:
         behind = collective.clock_offset(group=world.everyone)
@@ -727,8 +727,11 @@ def make_weight_channel(
     )
 
 
-POOLS = {"start": ("rollout", "train"), "eval": ("rollout",), "save": ("train",)}
+BOTH = ("rollout", "train")
+POOLS = {"start": BOTH, "eval": ("rollout",), "save": ("train",)}
 """That a phase uses where it is not named after its pool."""
+POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "eval", "save"), BOTH)
+"""Where every rank samples and trains."""
 
 
 def make_gate(cfg: Config, world: World) -> "RanksGate | None":
@@ -756,7 +759,8 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
             profile,
             otherwise=mux.otherwise,
             slo=mux.slo,
-            pools=POOLS,
+            colocated=not world.rollout_ranks,
+            pools=POOLS if world.rollout_ranks else POOLS_COLOCATED,
             lease_s=mux.lease_s,
             wait_s=mux.wait_s,
         )
@@ -768,13 +772,18 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
 
 
 def make_profiler(cfg: Config, world: World) -> Profiler:
-    """Writes what other jobs' schedulers have to know of this one."""
+    """Writes what other jobs' schedulers have to know of this one. Where every rank does both, half
+    of the nodes are taken to be of either pool, and a single one to have both in it."""
     per_node = ranks_per_node(world)
+    rollout, train = (math.ceil(n / per_node) for n in (world.rollout_ranks, world.train_ranks))
+    if not world.rollout_ranks:
+        rollout, train = max(1, train // 2), (train + 1) // 2
     return Profiler(
         run_folder(cfg),
         max_tokens=cfg.rollout.max_tokens,
-        rollout_nodes=math.ceil(world.rollout_ranks / per_node),
-        train_nodes=math.ceil(world.train_ranks / per_node),
+        rollout_nodes=rollout,
+        train_nodes=train,
+        colocated=not world.rollout_ranks,
     )
 
 

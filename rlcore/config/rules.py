@@ -703,10 +703,10 @@ def _mux(cfg: Config) -> list[str]:
             f"--mode {cfg.select.mode}: with --mux.url rollout and training take turns with those "
             "of other jobs, one after the other; take --mode sync"
         )
-    if not cfg.cluster.rollout_ranks:
+    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else refused anyway
         out.append(
-            "--cluster.rollout_ranks 0: with --mux.url some ranks sample and others train, so that "
-            "other jobs have the nodes of the ones meanwhile; say how many, such as half of them"
+            "--mux.url: engines of a changing size are started between the turns of a job, where "
+            "others have its nodes; leave out rollout.adaptive_tp and debug.rollout_tp"
         )
     if not found.slo >= 1:
         out.append(f"--mux.slo {found.slo:g}: must be at least 1, which is as fast as alone")

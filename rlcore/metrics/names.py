@@ -275,6 +275,7 @@ METRICS = [
     Metric("mux/wait_s/<phase>", "s", "waiting for the turn of a rollout, training, eval or save"),
     Metric("mux/load_s/<phase>", "s", "warm start: what the phase needs, from host memory"),
     Metric("mux/store_s/<phase>", "s", "giving the device back after the phase"),
+    Metric("mux/step_s", "s", "all of a step's turn, where every rank samples and trains"),
     Metric("mux/start_s", "s", "cold start: engine and learner from nothing, in the first row"),
     Metric("mux/resident_gb/<phase>", "GB", "that were loaded, of the rank that has most"),
     # the end of a run: summary.json only

@@ -20,6 +20,7 @@ from typing import Any
 import redis
 
 from rlcore.mux import store
+from rlcore.mux.profile import STEP
 from rlcore.sched import drift
 from rlcore.sched.cluster import Cluster, Decision, Group, Job, Pool
 from rlcore.sched.phase_mux import Grant, Member, PhaseMux, Todo
@@ -32,6 +33,9 @@ IDLE_S = 0.2
 LEAST_PATIENCE_S = 30.0
 """A job may take at least so long between two phases before its turn passes."""
 ROLLOUT, TRAIN = "rollout", "train"
+PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
+"""By phase: what of the profile it may take. Other phases are not promised."""
+PROMISED_COLOCATED = {STEP: ("rollout_s", "train_s", "sync_s")}
 
 
 class _Lost(RuntimeError):
@@ -300,10 +304,12 @@ class Arbiter:
             known.seconds[switch] = _last(known.seconds.get(switch), switch_s)
         found: dict[str, float] = {}
         why = []
-        if phase in (ROLLOUT, TRAIN):
-            key, before = f"{phase}_s", known.profile[f"{phase}_s"]
+        promised = PROMISED_COLOCATED if known.profile.get("colocated") else PROMISED
+        if phase in promised:
+            parts = {key: known.profile[key] for key in promised[phase]}
+            before = sum(parts.values())
             if (seconds := drift.drifted(recent, before)) is not None:
-                found[key] = seconds
+                found |= {key: part * seconds / before for key, part in parts.items()}
                 why.append(
                     f"takes {seconds:.2f} s for {phase} and was admitted with {before:.2f} s"
                 )
@@ -473,9 +479,9 @@ def status(url: str) -> dict[str, Any]:
                 "period_s": group.period_s,
                 "host_gb": dict(zip((ROLLOUT, TRAIN), group.host_gb, strict=True)),
                 "utilization": {
-                    ROLLOUT: sum(j.rollout_s * j.rollout_nodes for j in group.jobs.values())
+                    ROLLOUT: sum(j.busy_s[0] * j.rollout_nodes for j in group.jobs.values())
                     / (group.period_s * len(group.load)),
-                    TRAIN: sum(j.train_s for j in group.jobs.values()) / group.period_s,
+                    TRAIN: sum(j.busy_s[1] for j in group.jobs.values()) / group.period_s,
                 },
                 "jobs": members,
             }

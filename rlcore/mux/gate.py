@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import redis
 
 from rlcore.mux import store
-from rlcore.mux.profile import Profile
+from rlcore.mux.profile import STEP, Profile
 from rlcore.utils.log import log
 
 if TYPE_CHECKING:  # torch takes seconds that a job without it should not pay
@@ -95,8 +95,8 @@ class Gate:
     ) -> None:
         """
         Args:
-            pools: by phase the pools that it uses; else a phase is named after its pool. A job
-                whose engines and learner share nodes takes both for every phase.
+            pools: by phase the pools that it uses; else a phase is named after its pool. The
+                phase `step` of a job whose profile is `colocated` uses both.
             lease_s: a job that is silent for so long is dead.
             wait_s: at most so long is waited for a place, and for each permit.
             on_lost: called with a sentence where the nodes may be somebody else's; it must not
@@ -112,7 +112,7 @@ class Gate:
                 f"lease_s {lease_s}: at least 1 second, or a slow moment kills the job"
             )
         self._url, self._job = url, store.check_name(job)
-        self._pools = dict(pools or {})
+        self._pools = {STEP: ("rollout", "train")} | dict(pools or {})
         self._lease_s, self._wait_s = lease_s, wait_s
         self._incarnation = secrets.token_hex(8)
         self._on_lost = on_lost or self._end
@@ -347,30 +347,43 @@ def connect(
     *,
     otherwise: Literal["wait", "solo"] = "wait",
     slo: float = 2.0,
+    colocated: bool | None = None,
     **more: Any,
 ) -> "Gate | NoGate":
     """The gate of a job; without `url` one that lets every phase pass.
 
     `otherwise`: what a job does that gets no answer or no place: `wait` until it does (a job that
     can never have one raises), or run `solo`, as if nobody shared its nodes. Without `profile` it
-    is the one that `mux add` was given, with this `slo`.
+    is the one that `mux add` was given, with this `slo`. `colocated`: what the profile must say of
+    itself; None: either.
 
     Raises:
-        ValueError: no profile.
+        ValueError: no profile, or one of another kind of job.
         Refused, TimeoutError, ConnectionError: as `Gate`; with `solo` none of them.
     """
     if not url:
         return NoGate()
+
+    def about() -> Profile:
+        found = profile or stored(url, job, slo)
+        if colocated is not None and found.colocated != colocated:
+            kinds = "some ranks sampled and others trained", "every rank did both"
+            raise ValueError(
+                f"job {job}: its profile is of a run in which {kinds[found.colocated]}, and here "
+                f"{kinds[colocated]}; profile it as it shall run (cluster.rollout_ranks)"
+            )
+        return found
+
     if otherwise == "solo":
         try:
-            return Gate(url, job, profile or stored(url, job, slo), **more)
+            return Gate(url, job, about(), **more)
         except (ConnectionError, Refused, TimeoutError) as error:
             log.warning("mux: %s; the job runs solo", error)
             return NoGate()
     end, said = time.monotonic() + more.get("wait_s", math.inf), -math.inf
     while True:
         try:
-            return Gate(url, job, profile or stored(url, job, slo), **more)
+            return Gate(url, job, about(), **more)
         except ConnectionError as error:
             is_down = isinstance(error.__cause__, redis.ConnectionError | redis.TimeoutError)
             is_wrong = isinstance(error.__cause__, redis.AuthenticationError)

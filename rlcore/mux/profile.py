@@ -12,6 +12,8 @@ from typing import Any
 from rlcore.metrics.jsonl import write_atomic
 
 FILE = "mux_profile.json"
+STEP = "step"
+"""The phase of a colocated job, on the nodes of both pools: a rollout and its training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,7 @@ class Profile:
     slo: float = 2.0
     rollout_gb: float = 0.0
     train_gb: float = 0.0
+    colocated: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Profile":
@@ -33,14 +36,17 @@ class Profile:
         missing or no number."""
         known = {f.name for f in fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
+        colocated = found.pop("colocated", False)
         wrong = [
             n for n, v in found.items() if isinstance(v, bool) or not isinstance(v, int | float)
         ]
+        if not isinstance(colocated, bool):
+            raise ValueError(f"a job's profile: colocated {colocated!r}: must be true or false")
         if missing := {"rollout_s", "train_s"} - found.keys():
             wrong += sorted(missing)
         if wrong:
             raise ValueError(f"a job's profile: {', '.join(wrong)}: must be there, and be numbers")
-        return cls(**found)
+        return cls(**found, colocated=colocated)
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
@@ -49,8 +55,8 @@ class Profile:
             return cls.of(json.loads(path.read_text()))
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"{path}: no profile of a job ({error}); a run with cluster.rollout_ranks and "
-                f"without --mux.url writes one, {FILE} in its folder"
+                f"{path}: no profile of a job ({error}); a run without --mux.url and with "
+                f"cluster.rollout_ranks or --debug.full_length writes one, {FILE} in its folder"
             ) from error
 
 
@@ -62,11 +68,18 @@ class Profiler:
     with --debug.full_length needs no such guess."""
 
     def __init__(
-        self, folder: Path, *, max_tokens: int, rollout_nodes: int, train_nodes: int
+        self,
+        folder: Path,
+        *,
+        max_tokens: int,
+        rollout_nodes: int,
+        train_nodes: int,
+        colocated: bool = False,
     ) -> None:
         """`max_tokens`: of a response at its limit."""
         self._path, self._max_tokens = folder / FILE, max_tokens
         self._nodes = {"rollout_nodes": rollout_nodes, "train_nodes": train_nodes}
+        self._colocated = colocated
         self._steps = 0
         self._worst = {"rollout_s": 0.0, "train_s": 0.0}
         self._stretch = 1.0
@@ -85,6 +98,7 @@ class Profiler:
         profile = Profile(
             **self._worst,
             **self._nodes,
+            colocated=self._colocated,
             rollout_gb=metrics["perf/rollout_node_gb"],
             train_gb=metrics["perf/train_node_gb"],
         )

@@ -84,6 +84,10 @@ class RanksGate:
         """
         self._gate, self._group = gate, group
         self._path = folder / FILE if folder is not None else None
+        self._is_inside = False
+        """A phase runs; phases in it are parts of it."""
+        self._switch_s = 0.0
+        """That loading and storing took within the phase and its parts."""
         self.alive: Callable[[], None] = lambda: None
         """Called while all wait."""
         self.tell: Callable[[dict[str, float]], None] = lambda found: None
@@ -91,11 +95,15 @@ class RanksGate:
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
-        """As `Gate.phase`, on all ranks. Where the phase fails nothing is stored and the permit is
-        kept until the lease of the job is over: ranks of it may be at work still."""
+        """As `Gate.phase`, on all ranks. Within a phase another one is a part of it: it loads and
+        stores, and needs no permit of its own. Where the phase fails nothing is stored and the
+        permit is kept until the lease of the job is over: ranks of it may be at work still."""
         assert resident is None or isinstance(resident, Resident), resident
         gate, asked = self._gate, time.time()
-        patiently((lambda: gate.enter(name)) if gate else None, self._group, self.alive)
+        is_part, self._is_inside = self._is_inside, True
+        if not is_part:
+            patiently((lambda: gate.enter(name)) if gate else None, self._group, self.alive)
+            self._switch_s = 0.0
         granted = time.time()
         if resident is not None:
             resident.load()
@@ -109,12 +117,15 @@ class RanksGate:
             resident.store()
         collective.barrier(self._group)
         left = time.time()
-        seconds, switch_s = ended - began, began - granted + left - ended
-        leave = (lambda: gate.leave(name, seconds, switch_s)) if gate else None
-        patiently(leave, self._group, self.alive)  # the server may be away
+        self._switch_s += began - granted + left - ended
+        if not is_part:
+            self._is_inside = False
+            seconds, switch_s = left - granted - self._switch_s, self._switch_s
+            leave = (lambda: gate.leave(name, seconds, switch_s)) if gate else None
+            patiently(leave, self._group, self.alive)  # the server may be away
         if gate is None:
             return
-        found = {f"mux/wait_s/{name}": granted - asked}
+        found = {} if is_part else {f"mux/wait_s/{name}": granted - asked}
         if resident is None:
             found[f"mux/{name}_s"] = left - granted
         else:
@@ -122,7 +133,8 @@ class RanksGate:
             found[f"mux/store_s/{name}"] = left - ended
             found[f"mux/resident_gb/{name}"] = size / 1e9
         self.tell(found)
-        self._write(phase=name, asked=asked, granted=granted, began=began, ended=ended, left=left)
+        times = {"asked": asked, "granted": granted, "began": began, "ended": ended, "left": left}
+        self._write(phase=name, **times, **({"part": True} if is_part else {}))
 
     def see(self, metrics: dict[str, float]) -> None:
         """The metrics of a step: the arbiter hears what the job has in host memory."""

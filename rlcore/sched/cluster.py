@@ -18,11 +18,22 @@ is a promise and not an estimate. A job goes where it adds least to the bill: on
 into a group that rents further nodes for it, or into one of its own. Groups without slack,
 T_load >= T_cycle, are not asked.
 
-Differs from the paper: a group that has too few train nodes for a job may rent them, too; node sets
-of a group are nested or disjoint, since across overlapping ones a cyclic order can take longer than
-the busiest node (`tests/unit/test_sched_phase_mux.py` has the example); nobody's sampling or
-training is taken to be faster on more nodes unless its profile says so; and `repack` may move
-jobs, which the paper never does.
+A colocated job samples and trains on all of its nodes, so it leaves others no gap and takes the
+nodes of both pools for a whole iteration. A round of a group that has some is at most that of the
+others, each one rollout and one training from an empty start, and then the colocated ones one after
+the other:
+
+    period = makespan(others, in the order of turns) + sum over colocated jobs of T_solo
+
+each with its switches. Whoever need not wait for somebody in this order is only earlier, so it is a
+promise as well. Such jobs fill no gaps, they share time: T_load is the period, every group with one
+is saturated, and asked all the same, since the SLO says how much time there is to share.
+
+Differs from the paper, which has no colocated jobs in a group: a group that has too few train nodes
+for a job may rent them, too; node sets of a group are nested or disjoint, since across overlapping
+ones a cyclic order can take longer than the busiest node (`tests/unit/test_sched_phase_mux.py` has
+the example); nobody's sampling or training is taken to be faster on more nodes unless its profile
+says so; and `repack` may move jobs, which the paper never does.
 """
 
 import heapq
@@ -62,6 +73,8 @@ class Job:
     train_gb: float = 0.0
     train_scaling: float = 0.0
     """On n times its train nodes training takes n**-this of the time: 0 as long, 1 an n-th."""
+    colocated: bool = False
+    """It samples and trains on all of its nodes, and has them to itself for a whole iteration."""
 
     def __post_init__(self) -> None:
         def check(is_good: bool, name: str, allowed: str) -> None:
@@ -78,6 +91,7 @@ class Job:
             check(value >= 0 and math.isfinite(value), name, "at least 0")
         check(self.slo >= 1, "slo", "at least 1, which is as fast as the job alone")
         check(0 <= self.train_scaling <= 1, "train_scaling", "from 0 to 1")
+        check(not (self.colocated and self.train_scaling), "train_scaling", "0 where colocated")
 
     @property
     def solo_s(self) -> float:
@@ -88,6 +102,11 @@ class Job:
     def limit_s(self) -> float:
         """What an iteration may take."""
         return self.slo * self.solo_s
+
+    @property
+    def busy_s(self) -> tuple[float, float]:
+        """Of an iteration: how long it has its rollout nodes, and its train nodes."""
+        return (self.solo_s, self.solo_s) if self.colocated else (self.rollout_s, self.train_s)
 
     def train_on(self, nodes: int) -> float:
         """Seconds of its training on this many nodes."""
@@ -172,6 +191,7 @@ class Group:
         "_train_gb",
         "_train_sum",
         "cycle_s",
+        "has_colocated",
         "id",
         "jobs",
         "limit_s",
@@ -203,7 +223,7 @@ class Group:
             job = self.jobs[name]
             for node in nodes_of:
                 seconds, count, gb = load.get(node, (0.0, 0, 0.0))
-                load[node] = (seconds + job.rollout_s, count + 1, gb + job.rollout_gb)
+                load[node] = (seconds + job.busy_s[0], count + 1, gb + job.rollout_gb)
         self.load = load
         to_rollout, to_train = self.switches(len(self.jobs))
         self.cycle_s = self._chain + to_rollout + to_train
@@ -213,6 +233,25 @@ class Group:
             max((s + n * to_rollout for s, n, _ in load.values()), default=0.0),
         )
         """Phases of an iteration of all jobs on the busiest node: T_load."""
+        self.has_colocated = any(j.colocated for j in self.jobs.values())
+        if self.has_colocated:
+            self.load_s = self._round_s()
+
+    def _round_s(self) -> float:
+        """Seconds of a round with nobody beside a colocated job."""
+        to_rollout, to_train = self.switches(len(self.jobs))
+        free = dict.fromkeys(self.load, 0.0)
+        trained = ended = shared = 0.0
+        for name in self.order():
+            job = self.jobs[name]
+            if job.colocated:
+                shared += job.solo_s + to_rollout + to_train
+                continue
+            sampled = max(free[n] for n in self.pinned[name]) + to_rollout + job.rollout_s
+            free |= dict.fromkeys(self.pinned[name], sampled)
+            trained = max(trained, sampled) + to_train + job.train_on(max(len(self.train), 1))
+            ended = max(ended, trained + job.sync_s)
+        return ended + shared
 
     def training(self, nodes: int) -> tuple[float, float]:
         """On this many train nodes: seconds of all trainings, the longest chain of a job."""
@@ -250,8 +289,15 @@ class Group:
 
     def order(self) -> list[str]:
         """Jobs in the order of their turns: those on more nodes first, then as they came. With
-        nested node sets the period is then the closed form's."""
-        return sorted(self.jobs, key=lambda name: -len(self.pinned[name]))
+        nested node sets the period is then the closed form's. Colocated ones are the last."""
+        return sorted(self.jobs, key=lambda n: (self.jobs[n].colocated, -len(self.pinned[n])))
+
+    def with_one(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> "Group":
+        """What it would be with one job more; the group itself stays as it is."""
+        other = Group(self.id, self.pools)
+        other.jobs, other.pinned = dict(self.jobs), dict(self.pinned)
+        other.add(job, rollout, train)
+        return other
 
     def add(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> None:
         """Pins a job; `train` are the group's train nodes from now on."""
@@ -470,6 +516,8 @@ class Cluster:
     def _could_share(self, a: Job, b: Job) -> bool:
         """Two jobs keep their promises in one group, if with nodes of their own for rollouts."""
         switches = self.pools[0].switch_s + self.pools[1].switch_s
+        if a.colocated or b.colocated:
+            return a.solo_s + b.solo_s + 2 * switches <= min(a.limit_s, b.limit_s)
         train = a.train_s + b.train_s + 2 * self.pools[1].switch_s
         return max(a.solo_s + switches, b.solo_s + switches, train) <= min(a.limit_s, b.limit_s)
 
@@ -555,7 +603,7 @@ class Cluster:
         if not (self._rollout.has(job.rollout_nodes) and self._train.has(job.train_nodes)):
             return None
         added = job.rollout_nodes * self.pools[0].price + job.train_nodes * self.pools[1].price
-        busiest = max(job.rollout_s, job.train_s) / job.solo_s
+        busiest = max(job.busy_s) / job.solo_s
         return _Offer(None, (), job.rollout_nodes, job.train_nodes, added, job.solo_s, busiest)
 
     def _offers(self, job: Job, passed: Counter[str]) -> Iterator[_Offer]:
@@ -569,7 +617,9 @@ class Cluster:
 
     def _limit(self, group: Group, job: Job) -> float:
         """Seconds that an iteration of the group may take with this job; 0: do not ask it."""
-        return 0.0 if group.is_saturated else min(group.limit_s, job.limit_s) * ROUNDING
+        if group.is_saturated and not (group.has_colocated or job.colocated):
+            return 0.0
+        return min(group.limit_s, job.limit_s) * ROUNDING
 
     def _ask(self, group: Group, job: Job) -> _Offer | str:
         """The cheapest that a group can do, or why it can do nothing."""
@@ -578,6 +628,8 @@ class Cluster:
             return "saturated"
         if len(group.jobs) == self._most_jobs:
             return "full"
+        if group.has_colocated or job.colocated:
+            return self._ask_round(group, job, limit)
         to_rollout, to_train = group.switches(len(group.jobs) + 1)
         nodes = max(len(group.train), job.train_nodes)
         total, chain = group._train_sum, group._chain
@@ -612,6 +664,31 @@ class Cluster:
         if load > limit:
             return "too slow for somebody"
         return _Offer(group, keep, more, more_train, added, max(cycle, load), load / cycle)
+
+    def _ask_round(self, group: Group, job: Job, limit: float) -> _Offer | str:
+        """As `_ask` where there are colocated jobs and no sums: a round with the job is laid out,
+        with it on nodes of the group, or else beside them."""
+        more_train = max(0, job.train_nodes - len(group.train))
+        if not self._train.has(more_train):
+            return "without free nodes"
+        if group._train_gb + job.train_gb > self.pools[1].memory_gb:
+            return "without host memory"
+        train = tuple(range(len(group.train) + more_train))
+        most_gb = self.pools[0].memory_gb - job.rollout_gb
+        fits = sorted((s, node) for node, (s, _, gb) in group.load.items() if gb <= most_gb)
+        why = "without free nodes"
+        for nodes in (fits, []):
+            keep = self._placement(group, job.rollout_nodes, nodes)
+            if keep is None:
+                continue
+            more = job.rollout_nodes - len(keep)
+            found = group.with_one(job, (*keep, *range(-more, 0)), train)
+            if found.period_s <= limit:
+                added = more * self.pools[0].price + more_train * self.pools[1].price
+                use = found.load_s / found.cycle_s
+                return _Offer(group, keep, more, more_train, added, found.period_s, use)
+            why = "too slow for somebody"
+        return why
 
     def _placement(
         self, group: Group, nodes: int, fits: Sequence[tuple[float, int]]

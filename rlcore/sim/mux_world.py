@@ -33,6 +33,8 @@ class VirtualJob:
     batch_share: float = 0.0
     """Of a decode step's time, what grows with the batch: so much slower is a rollout on fewer
     slots."""
+    colocated: bool = False
+    """An iteration is one phase, on the slots of both pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,8 @@ class World:
         if what == "ask":
             if run.step == ROLLOUT:
                 run.now = run.job.iteration(run.number)
-            return self.mux.ask(name, (run.step,), now)
+            pools = (ROLLOUT, TRAIN) if run.job.colocated else (run.step,)
+            return self.mux.ask(name, pools, now)
         if what == "tail":
             self._advance(run, now)
             run.is_tail = True
@@ -133,10 +136,10 @@ class World:
             return self.mux.progress(name, math.ceil(1000 * self._tail_share), 1000, now)
         if what == "end":
             self._close(name, run, list(run.opened), now)
-            run.step = STEPS[run.step]
+            run.step = "sync" if run.job.colocated else STEPS[run.step]
             todo = self.mux.done(name, now)
             if run.step == "sync":
-                self._at(now + run.now.sync_s, "synced", name)
+                self._at(now + (0.0 if run.job.colocated else run.now.sync_s), "synced", name)
                 return todo
             return todo + self._event(now, "ask", name, run)
         assert what == "synced", what
@@ -158,8 +161,10 @@ class World:
         if grant.is_more:
             self._advance(run, now)
         else:
-            took = run.now.rollout_s if run.step == ROLLOUT else run.now.train_s
-            run.left_s = took + self._switch.get(run.step, 0.0)
+            run.left_s = run.now.rollout_s if run.step == ROLLOUT else run.now.train_s
+            run.left_s += self._switch.get(run.step, 0.0)
+            if run.job.colocated:
+                run.left_s += run.now.train_s + run.now.sync_s + self._switch.get(TRAIN, 0.0)
             run.at, run.is_tail, run.has_moved = now, False, False
         self._plan(grant.job, run, now)
 

@@ -138,9 +138,15 @@ def engine_does(run: Run, what: str, call: Callable[[Engine], None]) -> None:
         log.warning("rank %d: the engine died at its %s: %s", run.rank, what, error)
 
 
+def hands_over(run: Run) -> bool:
+    """Engine and learner have the device one after the other, as --train.offload has it. Where
+    jobs take turns (--mux.url) that is part of the turns."""
+    return run.cfg.train.offload and run.gate is None
+
+
 def engine_sleeps(run: Run, *, has_left: bool = False) -> None:
     """With --train.offload the engine gives its memory to the learner, unless it has before."""
-    if run.cfg.train.offload:
+    if hands_over(run):
         engine_turns(run, "sleep", ["weights", "kv_cache"], here=not has_left)
         must_be_free(run, "hand_over")
         for learner in run.learners:
@@ -150,7 +156,7 @@ def engine_sleeps(run: Run, *, has_left: bool = False) -> None:
 
 def engine_takes_weights(run: Run) -> None:
     """Before a push: of the learner only the weights that are pushed stay beside the engine's."""
-    if run.cfg.train.offload:
+    if hands_over(run):
         run.learner.offload(["optimizer", "gradients"])
         for learner in run.learners[1:]:
             learner.offload()
@@ -162,7 +168,7 @@ def engine_takes_weights(run: Run) -> None:
 
 def engine_wakes(run: Run) -> None:
     """The learner has gone when the cache wakes, which takes what is left."""
-    if run.cfg.train.offload:
+    if hands_over(run):
         for learner in run.learners:
             learner.offload()
         engine_turns(run, "wake", ["kv_cache"])
@@ -173,7 +179,7 @@ def engine_wakes(run: Run) -> None:
 def learner_here(run: Run, parts: Collection[Part]) -> Iterator[None]:
     """With --train.offload: outside of an update these parts of the learner come back for as long
     as they are written. The engine keeps its weights and lends the room of its cache."""
-    if not run.cfg.train.offload:
+    if not hands_over(run):
         yield
         return
     engine_turns(run, "sleep", ["kv_cache"])

@@ -268,16 +268,27 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
     }
 
 
+def counts_nodes(run: Run) -> bool:
+    """The memory of nodes is of interest: some ranks sample and others train, the job shares its
+    nodes, or is profiled for that."""
+    cfg = run.cfg
+    return bool(cfg.cluster.rollout_ranks or cfg.debug.full_length) or run.gate is not None
+
+
 def of_nodes(run: Run) -> dict[str, float]:
-    """Where some ranks sample and others train: host memory of a node's ranks of either kind, of
-    the node that has most. Pages that several processes share count several times. Collective over
-    all ranks."""
-    if not run.cfg.cluster.rollout_ranks:
+    """Host memory of a node's ranks of either kind, of the node that has most, where it is of
+    interest; a rank that samples and trains is of both. Pages that several processes share count
+    several times. Collective over all ranks."""
+    if not counts_nodes(run):
         return {}
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size))
     nodes = math.ceil(run.world_size / per_node)
     sizes = [0.0] * (2 * nodes)  # by node: of those that sample, of those that train
-    sizes[2 * (run.rank // per_node) + run.trains] = memory_gb()
+    found = memory_gb()
+    if run.engine is not None:
+        sizes[2 * (run.rank // per_node)] = found
+    if run.trains:
+        sizes[2 * (run.rank // per_node) + 1] = found
     sums = collective.reduce_floats(sizes, group=run.everyone)
     return {"perf/rollout_node_gb": max(sums[::2]), "perf/train_node_gb": max(sums[1::2])}
 

@@ -4,7 +4,8 @@ Every rank runs this program; lines marked C are collective over the train ranks
 phases have the papers' names, and the metrics `timing_s/<phase>` are their seconds. With
 --cluster.rollout_ranks some ranks have an engine and no learner and the others a learner and no
 engine: each leaves out what it has nothing for, the steps are the same. With --mux.url each `turn`
-waits until other jobs have left the nodes that it needs.
+waits until other jobs have left the nodes that it needs; where every rank does both, that is a
+`whole_step`.
 """
 
 import os
@@ -16,7 +17,7 @@ from rlcore.records import EndRound, Group, RequestId, Sample
 from rlcore.rollout.replica import COUNTS
 from rlcore.trainer import credit, evaluate, learn, phases, plan, relayout, report, resume
 from rlcore.trainer.run import Run
-from rlcore.trainer.turns import EngineState, turn
+from rlcore.trainer.turns import EngineState, turn, whole_step
 from rlcore.utils import collective
 from rlcore.utils import seed as seeds
 
@@ -88,23 +89,24 @@ def _is_due(run: Run, every: int, at_end: bool) -> bool:
 def one_step(run: Run) -> None:
     """One rollout and everything that is learned from it."""
     spans = run.spans
-    with turn(run, "rollout"), spans.phase("gen"):
-        end = next_groups(run)
-        groups, baselines = credit.split_baselines(run, end.groups)
-    with turn(run, "train"):
-        with spans.phase("route"):
-            todo = plan_of(run, groups, len(run.replicas))
-            samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
-            batches = phases.batches(run, todo, samples) if run.trains else []
-            show_samples(run, groups, samples)
-            learn_histories(run)
-        if run.trains:
-            phases.engine_sleeps(run)
-            learn.all_models(run, todo, batches, baselines)
-        meet(run)
-        relayout.before_push(run)  # C
-        with spans.phase("sync"):
-            push_weights(run, run.step)
+    with whole_step(run):
+        with turn(run, "rollout"), spans.phase("gen"):
+            end = next_groups(run)
+            groups, baselines = credit.split_baselines(run, end.groups)
+        with turn(run, "train"):
+            with spans.phase("route"):
+                todo = plan_of(run, groups, len(run.replicas))
+                samples = run.rollout.route(todo.destination(run.replicas), todo.owners())
+                batches = phases.batches(run, todo, samples) if run.trains else []
+                show_samples(run, groups, samples)
+                learn_histories(run)
+            if run.trains:
+                phases.engine_sleeps(run)
+                learn.all_models(run, todo, batches, baselines)
+            meet(run)
+            relayout.before_push(run)  # C
+            with spans.phase("sync"):
+                push_weights(run, run.step)
     rollout_metrics(run, groups, end.stats, todo)
 
 

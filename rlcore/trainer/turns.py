@@ -6,6 +6,8 @@ A run that has its nodes alone passes here at no cost.
     train, save     the learner: weights, optimizer, gradients
 
 A push is part of the training: it ends on the shelf, so that no phase needs the nodes of both.
+Where every rank samples and trains, all phases need them: a whole step is one turn, and what engine
+and learner need comes and goes within it.
 """
 
 from collections.abc import Iterator
@@ -24,6 +26,24 @@ def turn(run: Run, name: str) -> Iterator[None]:
         yield
         return
     resident = EngineState(run) if name in ("rollout", "eval") else LearnerState(run)
+    with _phase(run, name, resident):
+        yield
+
+
+@contextmanager
+def whole_step(run: Run) -> Iterator[None]:
+    """One turn for a rollout and what is learned from it, where every rank does both."""
+    if run.gate is None or run.cfg.cluster.rollout_ranks:
+        yield
+        return
+    with _phase(run, "step", None):
+        yield
+
+
+@contextmanager
+def _phase(run: Run, name: str, resident: object | None) -> Iterator[None]:
+    """A phase of the gate, whose entrance and exit are the span of the turn."""
+    assert run.gate is not None
     span = partial(run.spans.phase, name if name in ("eval", "save") else "turn")
     with ExitStack() as stack:
         with span():

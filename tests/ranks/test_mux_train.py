@@ -23,6 +23,24 @@ NOWHERE = "redis://127.0.0.1:1"
 START_S = WAIT_S = 600.0
 
 
+def start_together(up: Up, jobs: dict[Path, list[runs.Job]], gangs: list[runs.Running]) -> None:
+    """Two ranks for the jobs of each folder, added to `gangs`. Nobody has a turn before all have
+    joined: from then on turns alternate. Whoever keeps them has gaps for all, by its profile."""
+    holder = Gate(up.url, "holder", Profile(rollout_s=100, train_s=100, slo=1e6), lease_s=60)
+    try:
+        with holder.phase("rollout"):
+            gangs += [runs.Running(2, of_gang, folder) for folder, of_gang in jobs.items()]
+            processes = [p for gang in gangs for p in gang.processes]
+            end = time.monotonic() + START_S
+            while time.monotonic() < end and not any(p.poll() for p in processes):
+                members = [j for g in arbiter.status(up.url)["groups"] for j in g["jobs"]]
+                if sum(j["waits_s"] is not None for j in members) == len(jobs):
+                    break
+                time.sleep(0.1)
+    finally:
+        holder.close()
+
+
 class Found:
     """`a` and `b` alone, and then with each other: `b` is killed after its second step and started
     again. And `a` once more, whose server is away."""
@@ -46,31 +64,18 @@ class Found:
                 job(f"{name}_lost", seed, *lost, *profile),
             ]
 
-        # Nobody starts before both have joined: from then on their turns alternate.
-        holder = Gate(up.url, "holder", Profile(rollout_s=1, train_s=1, slo=1e6), lease_s=60)
-        gangs = []
+        a, b = jobs("a", 0), jobs("b", 1)[:2]
+        again = b[1] | {"argv": list(b[1]["argv"])}
+        b[1]["argv"] += ["--debug.die_at_step", str(STEPS - 1)]
+        gangs: list[runs.Running] = []
         try:
-            with holder.phase("rollout"):
-                a, b = jobs("a", 0), jobs("b", 1)[:2]
-                again = b[1] | {"argv": list(b[1]["argv"])}
-                b[1]["argv"] += ["--debug.die_at_step", str(STEPS - 1)]
-                gangs.append(runs.Running(2, a, folder / "a"))
-                gangs.append(runs.Running(2, b, folder / "b"))
-                processes = [p for gang in gangs for p in gang.processes]
-                end = time.monotonic() + START_S
-                while time.monotonic() < end and not any(p.poll() for p in processes):
-                    members = [j for g in arbiter.status(up.url)["groups"] for j in g["jobs"]]
-                    if sum(j["waits_s"] is not None for j in members) == 2:
-                        break
-                    time.sleep(0.1)
-            holder.close()
+            start_together(up, {folder / "a": a, folder / "b": b}, gangs)
             killed = gangs[1].wait(WAIT_S)
             gangs.append(runs.Running(2, [again], folder / "again"))
             self.gangs = {"b_alone": killed, "b_mux": gangs[2].wait(WAIT_S)}
             self.gangs |= dict.fromkeys(("a_alone", "a_mux", "a_lost"), gangs[0].wait(WAIT_S))
             self.killed = killed.codes
         finally:
-            holder.close()
             for gang in gangs:
                 gang.kill()
             assert cli.main(["down", "--dir", str(up.folder)]) == 0
@@ -135,3 +140,43 @@ def test_what_turns_cost_is_in_the_metrics(found: Found) -> None:
     about = json.loads((found.runs / "a_alone" / "mux_profile.json").read_text())
     assert about["rollout_s"] > 0 and about["train_s"] > 0 and about["rollout_gb"] > 0
     assert not (found.runs / "a_mux" / "mux_profile.json").exists()
+
+
+def test_a_job_whose_ranks_do_both_shares_its_nodes_too(tmp_path: Path) -> None:
+    """A step of it is one turn on the nodes of both pools, and changes nothing of what it learns,
+    nor of what the other one does."""
+    model = runs.tiny_model(tmp_path / "model")
+    both = ("--train.offload", "--debug.full_length", "--run.seed", 2)
+    keys = {"both": (*both, *APART[2:]), "apart": ("--run.seed", 0, *APART)}
+    up, gangs, jobs = Up(tmp_path / "mux", 1, 1), [], {}
+    for name, of_job in keys.items():
+        profile = tmp_path / f"{name}_alone" / "mux_profile.json"
+        more = "--mux.url", up.url, "--mux.profile", profile, "--mux.slo", 10_000
+        more += ("--mux.lease_s", 30)
+        jobs[tmp_path / name] = [
+            {"name": run, "argv": runs.arguments(model, tmp_path, run, *of_job, *also)}
+            for run, also in ((f"{name}_alone", ()), (f"{name}_mux", more))
+        ]
+    try:
+        start_together(up, jobs, gangs)
+        for name, gang in zip(keys, gangs, strict=True):
+            gang.wait(WAIT_S).check(f"{name}_mux", 2)
+    finally:
+        for gang in gangs:
+            gang.kill()
+        assert cli.main(["down", "--dir", str(up.folder)]) == 0
+    for name in keys:
+        alone = learned(tmp_path / f"{name}_alone")
+        assert list(alone) == list(range(STEPS + 1))
+        assert learned(tmp_path / f"{name}_mux") == alone
+    about = json.loads((tmp_path / "both_alone" / "mux_profile.json").read_text())
+    assert about["colocated"] and about["rollout_nodes"] == about["train_nodes"] == 1
+    assert about["rollout_gb"] > 0 and about["train_gb"] > 0
+    of_jobs = [turns(tmp_path / f"{name}_mux") for name in keys]
+    for pool in ("rollout", "train"):
+        assert overlaps(of_jobs, pool, colocated=[0]) == []
+    steps = [row for row in of_jobs[0] if row["phase"] == "step"]
+    parts = [row["phase"] for row in of_jobs[0] if row.get("part")]
+    assert len(steps) == STEPS and parts == ["rollout", "train"] * STEPS
+    rows = runs.rows(tmp_path / "both_mux")
+    assert rows[STEPS]["mux/step_s"] > rows[STEPS]["mux/load_s/train"] > 0

@@ -256,7 +256,11 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
         ),
         ("--cluster.train_cores 1", "--cluster.train_cores 1: has no effect without"),
         ("--mux.slo 3", "--mux.slo: has no effect without --mux.url"),
-        ("--mux.url redis://h", "--cluster.rollout_ranks 0: with --mux.url some ranks sample"),
+        ("--mux.url redis://h", ""),
+        (
+            "--mux.url redis://h --rollout.adaptive_tp --rollout.engine sglang",
+            "--mux.url: engines of a changing size are started between the turns",
+        ),
         ("--mux.url redis://h --cluster.rollout_ranks 1 --mux.slo 1.5", ""),
         ("--mux.url redis://h --cluster.rollout_ranks 1 --mux.slo 0.5", "--mux.slo 0.5: must be"),
         (

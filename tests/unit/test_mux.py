@@ -151,6 +151,44 @@ def test_a_profile_that_was_added_is_what_a_job_joins_with(up: Up, tmp_path: Pat
 
 
 @needs_redis
+def test_a_colocated_job_has_the_nodes_of_both_pools_for_a_step_and_counts_with_it(
+    up: Up, tmp_path: Path, capsys
+):
+    """A alone 4 s, C's step 0.5 s, and a second for each of four switches."""
+    a = Gate(up.url, "A", Profile(rollout_s=2, train_s=2, slo=2.2), lease_s=30)
+    both = Profile(rollout_s=0.3, train_s=0.2, slo=40, colocated=True)
+    lost: list[str] = []
+    slow = Gate(up.url, "slow", both, lease_s=2, on_lost=lost.append)
+    for _ in range(3):  # A would be too late
+        slow.enter("step")
+        slow.leave("step", 0.9)
+    _until(lambda: lost)
+    assert "s for step and was admitted with 0.50 s; somebody would miss the SLO" in lost[0]
+    c = Gate(up.url, "C", both, lease_s=30)
+    begun = threading.Event()
+
+    def sample() -> None:
+        with a.phase("rollout"):
+            begun.set()
+
+    other = threading.Thread(target=sample, daemon=True)
+    with c.phase("step"):
+        (group,) = up.status(capsys)["groups"]
+        assert group["period_s"] == 2 + 2 + 0.5 + 4
+        assert {j["job"]: j["holds"] for j in group["jobs"]} == {"A": [], "C": ["r0", "t0"]}
+        assert group["utilization"]["rollout"] == pytest.approx(2.5 / 8.5)
+        other.start()
+        _until(lambda: up.status(capsys)["groups"][0]["jobs"][0]["behind"] == ["C"])
+        assert not begun.is_set()
+    assert begun.wait(ENOUGH_S)
+    other.join(ENOUGH_S)
+    with pytest.raises(ValueError, match="of a run in which some ranks sampled and others trained"):
+        connect(up.url, "D", PROFILE, colocated=True)
+    c.close()
+    a.close()
+
+
+@needs_redis
 def test_a_job_whose_memory_grows_counts_with_it_and_leaves_where_a_node_has_no_more(
     tmp_path: Path, capsys
 ):

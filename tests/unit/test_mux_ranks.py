@@ -12,6 +12,7 @@ import pytest
 from rlcore.cli import world
 from rlcore.mux import profile, ranks
 from rlcore.mux.profile import Profile, Profiler
+from rlcore.mux.ranks import RanksGate
 from rlcore.trainer import turns
 from rlcore.utils.spans import Spans
 
@@ -40,6 +41,15 @@ def test_a_profile_is_the_worst_step_but_the_first_with_every_response_at_its_li
     assert (found.rollout_gb, found.train_gb) == (1.5, 3.0)
     about = json.loads((tmp_path / profile.FILE).read_text())
     assert (about["steps"], about["stretched_by"]) == (3, 2.5)
+
+
+def test_a_profile_says_whether_every_rank_does_both(tmp_path: Path):
+    one = Profiler(tmp_path, max_tokens=9, rollout_nodes=1, train_nodes=1, colocated=True)
+    one.see(metrics(1.0, 2.0, 9.0))
+    assert Profile.read(tmp_path / profile.FILE).colocated
+    (tmp_path / profile.FILE).write_text('{"rollout_s": 1, "train_s": 1, "colocated": "no"}')
+    with pytest.raises(ValueError, match="colocated 'no': must be true or false"):
+        Profile.read(tmp_path / profile.FILE)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"rollout_s": 1}', '{"rollout_s": 1, "train_s": []}'])
@@ -98,13 +108,16 @@ class Part:
         return lambda tags=(): self.said.append(f"{self.name} {what} {' '.join(tags)}".strip())
 
 
-def run_of(said: list[str], folder: Path) -> SimpleNamespace:
+def run_of(said: list[str], folder: Path, ranks: int = 1) -> SimpleNamespace:
+    """`ranks`: that only sample."""
     found: dict[str, float] = {}
-    gate = ranks.RanksGate(Gate(said), folder)
+    gate = RanksGate(Gate(said), folder)
     gate.tell = found.update
     learner, engine = Part("learner", said), Part("engine", said)
     return SimpleNamespace(
-        cfg=SimpleNamespace(train=SimpleNamespace(offload=False)),
+        cfg=SimpleNamespace(
+            train=SimpleNamespace(offload=False), cluster=SimpleNamespace(rollout_ranks=ranks)
+        ),
         gate=gate,
         shelf=SimpleNamespace(fill=lambda e: said.append(f"fill {e.name}"), num_bytes=10**9),
         engine=engine,
@@ -143,6 +156,29 @@ def test_a_phase_has_what_it_needs_on_the_device_and_leaves_it_empty(tmp_path: P
     assert [row["phase"] for row in rows] == ["rollout", "train"]
     times = [row[at] for row in rows for at in ("asked", "granted", "began", "ended", "left")]
     assert times == sorted(times)
+
+
+def test_a_job_whose_ranks_do_both_takes_one_turn_for_a_step(tmp_path: Path):
+    """Engine and learner come and go within it; others sample and train in two turns."""
+    said: list[str] = []
+    run = run_of(said, tmp_path, ranks=0)
+    for _ in range(2):
+        with turns.whole_step(run):
+            for name in ("rollout", "train"):
+                with turns.turn(run, name):
+                    said.append(f"in {name}")
+    assert [line for line in said if line.startswith(("enter", "in", "leave"))] == [
+        "enter step",
+        "in rollout",
+        "in train",
+        "leave step",
+    ] * 2
+    assert said.index("engine sleep weights kv_cache") < said.index("learner onload")
+    assert said.index("learner offload") < said.index("leave step")
+    assert run.found["mux/wait_s/step"] >= 0 and "mux/wait_s/train" not in run.found
+    assert run.found["mux/step_s"] >= run.found["mux/load_s/train"]
+    with turns.whole_step(run_of(said, tmp_path)):
+        assert said[-1] == "leave step"
 
 
 def test_a_phase_that_fails_keeps_its_permit_and_stores_nothing(tmp_path: Path):

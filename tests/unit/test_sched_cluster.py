@@ -5,7 +5,7 @@ import json
 import math
 import random
 import statistics
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from rlcore.sched.cluster import Cluster, Group, Job, Pool
 from rlcore.sched.drift import drifted, grown
+from rlcore.sched.phase_mux import Member
 from rlcore.sim.mux_baselines import optimum
+from rlcore.sim.mux_world import Iteration, VirtualJob, World
 
 ROLLOUT = Pool(price=14.8, memory_gb=1500, switch_s=1.0)
 TRAIN = Pool(price=42.24, memory_gb=1500, switch_s=5.0)
@@ -123,6 +125,7 @@ def test_a_job_may_not_grow_beyond_the_memory_of_its_nodes():
         ({"train_s": math.nan}, "train_s nan: must be seconds above 0"),
         ({"train_nodes": 0}, "train_nodes 0: must be at least 1"),
         ({"train_scaling": 2}, "train_scaling 2: must be from 0 to 1"),
+        ({"train_scaling": 1, "colocated": True}, "train_scaling 1: must be 0 where colocated"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(wrong, what):
@@ -131,8 +134,79 @@ def test_a_job_that_cannot_be_is_refused(wrong, what):
         Job(id="A", **values)
 
 
+def test_colocated_jobs_share_time_as_far_as_promises_reach():
+    """A rollout and a training of 100 s each, a switch of 1 and 5 s, and C on both nodes for 50 s:
+    101 + 105 + 56. Whoever comes first, the same."""
+    a, c = job("A", 100, 100, slo=1.4), job("C", 30, 20, slo=8, colocated=True)
+    for first, second in ((a, c), (c, a)):
+        cluster = Cluster(ROLLOUT, TRAIN)
+        assert cluster.admit(first).kind == "isolated"
+        made = cluster.admit(second)
+        assert (made.kind, made.added, made.period_s) == ("packed", 0.0, 262)
+        assert cluster.groups[0].order() == ["A", "C"]
+        assert cluster.admit(job("D", 30, 20, slo=8, colocated=True)).passed == {
+            "too slow for somebody": 1  # 318 s; A was promised 280
+        }
+        assert not cluster.reprofile(job("C", 49, 20, slo=8, colocated=True))
+        assert cluster.reprofile(job("C", 48, 20, slo=8, colocated=True))
+        cluster.leave("C")
+        assert cluster.group_of("A").period_s == 200
+
+
+def test_beside_a_colocated_job_rollouts_have_nodes_of_their_own_where_it_pays():
+    """A's training ends after 256 s; B's after 302 + 55 s on A's node, 256 + 55 beside it. Then C:
+    56 s. The limit is 375 s."""
+    cluster = Cluster(ROLLOUT, TRAIN)
+    cluster.admit(job("C", 30, 20, slo=7.5, colocated=True))
+    assert cluster.admit(job("A", 200, 50, slo=2)).kind == "packed"
+    made = cluster.admit(job("B", 100, 50, slo=2.5))
+    assert (made.kind, made.rollout, made.period_s) == ("scaled", (1,), 367)
+
+
+def member_of(group: Group, name: str) -> VirtualJob:
+    """As the arbiter has it take its turns, at its worst."""
+    one = group.jobs[name]
+    slots = {
+        "rollout": tuple(f"r{n}" for n in group.pinned[name]),
+        "train": tuple(f"t{n}" for n in group.train[: one.train_nodes]),
+    }
+    took = Iteration(
+        rollout_s=one.rollout_s, train_s=one.train_on(len(group.train)), sync_s=one.sync_s
+    )
+    member = Member(job=name, slots=slots)
+    return VirtualJob(member=member, iteration=lambda _: took, colocated=one.colocated)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_turns_of_a_group_with_colocated_jobs_take_longer_than_its_period(seed):
+    """By the turns that the arbiter gives: every iteration ends at its time of the round that was
+    laid out, or before."""
+    dice = random.Random(seed)
+    cluster = Cluster(Pool(switch_s=dice.choice([0, 3])), Pool(switch_s=dice.choice([0, 5])))
+    for n in range(dice.randint(2, 7)):
+        took = dice.uniform(5, 100), dice.uniform(5, 100)
+        sizes = {"rollout_nodes": dice.randint(1, 3), "train_nodes": dice.randint(1, 2)}
+        more = {"colocated": n == 0 or dice.random() < 0.4, "sync_s": dice.choice([0.0, 4.0])}
+        cluster.admit(job(str(n), *took, slo=dice.uniform(1, 12), **sizes, **more))
+    for group in (g for g in cluster if g.has_colocated):
+        jobs = [member_of(group, name) for name in group.order()]
+        switch = dict(zip(("rollout", "train"), group.switches(len(jobs)), strict=True))
+        ends = World(jobs, switch_s=switch).run(8).ends
+        for name, times in ends.items():
+            for n, at in enumerate(times):
+                assert at <= (n + 1) * group.period_s + 1e-6, (name, n)
+            if all(j.colocated for j in jobs):  # all are on the first train node
+                assert times[-1] - times[-2] == pytest.approx(group.period_s)
+
+
+def job_of(colocated: bool, train_scaling: float, **values) -> Job:
+    return Job(colocated=colocated, train_scaling=0.0 if colocated else train_scaling, **values)
+
+
 jobs_of = st.builds(
-    Job,
+    job_of,
+    colocated=st.booleans(),
     id=st.uuids().map(str),
     rollout_nodes=st.integers(1, 3),
     train_nodes=st.integers(1, 2),
@@ -202,8 +276,8 @@ def _check(cluster: Cluster, there: list[Job]) -> None:
         assert sum(j.train_gb for j in group.jobs.values()) <= 1500
         for a, b in product(map(set, group.pinned.values()), repeat=2):
             assert a <= b or b <= a or not a & b
-        sizes = [len(group.pinned[name]) for name in group.order()]
-        assert all(a >= b for a, b in pairwise(sizes))
+        turns = [(group.jobs[n].colocated, -len(group.pinned[n])) for n in group.order()]
+        assert turns == sorted(turns)
 
 
 def _partitions(items):
