@@ -81,8 +81,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--picture", type=Path, help="default: beside the JSON file")
     p.add_argument("rest", nargs="*", help="after --: further keys for every run")
     a = p.parse_args(argv)
-    if a.steps < WARM_UP + 3:
-        p.error(f"--steps {a.steps}: at least {WARM_UP + 3}, the first {WARM_UP} are not timed")
+    least = WARM_UP + 4  # all jobs are at work for two steps of each, wherever in a round it begins
+    if a.steps < least:
+        p.error(f"--steps {a.steps}: at least {least}, the first {WARM_UP} are not timed")
     return a
 
 
