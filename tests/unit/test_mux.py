@@ -158,7 +158,7 @@ def test_a_colocated_job_has_the_nodes_of_both_pools_for_a_step_and_counts_with_
     a = Gate(up.url, "A", Profile(rollout_s=2, train_s=2, slo=2.2), lease_s=30)
     both = Profile(rollout_s=0.3, train_s=0.2, slo=40, colocated=True)
     lost: list[str] = []
-    slow = Gate(up.url, "slow", both, lease_s=2, on_lost=lost.append)
+    slow = Gate(up.url, "slow", both, lease_s=5, on_lost=lost.append)
     for _ in range(3):  # A would be too late
         slow.enter("step")
         slow.leave("step", 0.9)
@@ -195,7 +195,7 @@ def test_a_job_whose_memory_grows_counts_with_it_and_leaves_where_a_node_has_no_
     up = Up(tmp_path / "mux", 1, 1, "--rollout-memory-gb", "10")
     lost: list[str] = []
     a = Gate(up.url, "A", replace(PROFILE, rollout_gb=4.0), lease_s=30)
-    b = Gate(up.url, "B", replace(PROFILE, rollout_gb=2.0), lease_s=2, on_lost=lost.append)
+    b = Gate(up.url, "B", replace(PROFILE, rollout_gb=2.0), lease_s=5, on_lost=lost.append)
     for gb in (5.0, 6.0):
         b.host_gb = {"rollout": gb}
         with b.phase("rollout"):
@@ -261,7 +261,7 @@ def test_a_resident_set_that_cannot_be_loaded_says_so_and_the_nodes_are_free(up:
 @needs_redis
 def test_who_was_replaced_ends_before_it_does_harm(up: Up):
     lost: list[str] = []
-    first = Gate(up.url, "A", PROFILE, lease_s=1, on_lost=lost.append)
+    first = Gate(up.url, "A", PROFILE, lease_s=5, on_lost=lost.append)
     second = Gate(up.url, "A", PROFILE, lease_s=30)
     _until(lambda: lost)
     assert "another process has joined as this job" in lost[0]
@@ -292,7 +292,7 @@ def test_a_job_that_takes_longer_than_its_profile_joins_again_as_what_it_is(up: 
     lost: list[str] = []
     a = Gate(up.url, "A", Profile(rollout_s=0.5, train_s=0.5, slo=3.2), lease_s=30)
     slow = Profile(rollout_s=0.02, train_s=0.02, slo=100)
-    b = Gate(up.url, "B", slow, lease_s=2, on_lost=lost.append)
+    b = Gate(up.url, "B", slow, lease_s=5, on_lost=lost.append)
     assert a.place["group"] == b.place["group"]
     for _ in range(3):
         with b.phase("rollout"):
