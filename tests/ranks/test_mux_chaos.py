@@ -75,17 +75,22 @@ class Job:
         self._killed, self.starts_at = len(self.ends) + 1, starts_at
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_whoever_is_killed_every_step_counts_once(tmp_path: Path, seed: int) -> None:
-    """The last one to be killed stays away until the others are done, who need its nodes."""
+@pytest.mark.parametrize(("seed", "colocated"), [(0, ()), (1, (2,))])
+def test_whoever_is_killed_every_step_counts_once(
+    tmp_path: Path, seed: int, colocated: tuple[int, ...]
+) -> None:
+    """The last one to be killed stays away until the others are done, who need its nodes. Of
+    `colocated` jobs every rank samples and trains."""
     dice = random.Random(seed)
     found = tmp_path / "runs"
     model = runs.tiny_model(tmp_path / "model")
-    apart = ("--cluster.rollout_ranks", 1, "--run.steps", STEPS, "--checkpoint.no_export_hf")
-    apart += ("--checkpoint.every", 1, "--cluster.timeout_s", 300)
+    common = ("--run.steps", STEPS, "--checkpoint.no_export_hf")
+    common += ("--checkpoint.every", 1, "--cluster.timeout_s", 300)
+    apart, both = ("--cluster.rollout_ranks", 1), ("--train.offload", "--debug.full_length")
 
     def argv(at: int, how: str, *more: object) -> list[str]:
-        return runs.arguments(model, found, f"{JOBS[at]}_{how}", *apart, "--run.seed", at, *more)
+        keys = *common, *(both if at in colocated else apart), "--run.seed", at, *more
+        return runs.arguments(model, found, f"{JOBS[at]}_{how}", *keys)
 
     alone = [{"name": name, "argv": argv(at, "alone")} for at, name in enumerate(JOBS)]
     gang = runs.run(2, alone, tmp_path / "alone", timeout_s=END_S / 2)
@@ -152,4 +157,4 @@ def test_whoever_is_killed_every_step_counts_once(tmp_path: Path, seed: int) -> 
     of_jobs = [job.turns for job in jobs]
     assert all(of_jobs)
     for pool in ("rollout", "train"):
-        assert overlaps(of_jobs, pool) == []
+        assert overlaps(of_jobs, pool, colocated) == []
