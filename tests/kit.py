@@ -177,8 +177,11 @@ def _wait(gang: Sequence[Fork], timeout_s: float) -> tuple[int, str] | None:
 def _rank(target: str, name: str) -> None:
     import torch.distributed as dist
 
+    from rlcore.utils import collective
+
     folder, rank, world = Path(name), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    collective.share_gloo_device()
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)

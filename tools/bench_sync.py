@@ -426,7 +426,9 @@ def node_rank(rank: int, args: dict) -> dict:
     from rlcore.hf.config import HFConfig
     from rlcore.mcore.learner import MegatronLearner
     from rlcore.sync.channel import make_channel
+    from rlcore.utils import collective
 
+    collective.share_gloo_device()
     store = dist.FileStore(f"{args['results']}/store", args["size"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args["size"])
     hidden = args["hidden"]

@@ -65,7 +65,7 @@ from rlcore.rollout.child import ChildEngine  # noqa: E402
 from rlcore.rollout.torch_engine.engine import TorchEngine  # noqa: E402
 from rlcore.sync.pack import MAX_BYTES, pack  # noqa: E402
 from rlcore.tensors import Batch  # noqa: E402
-from rlcore.utils import env  # noqa: E402
+from rlcore.utils import collective, env  # noqa: E402
 from rlcore.utils.seed import derive  # noqa: E402
 
 Row = dict[str, Any]
@@ -532,6 +532,7 @@ def one_rank(folder: Path) -> None:
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    collective.share_gloo_device()
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300)

@@ -98,6 +98,7 @@ def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -
         torch.cuda.set_device(device)
     # torch then remembers the last collectives of every process group, for the flight record
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
+    collective.share_gloo_device()
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlcore.config.schema import TrainConfig
 from rlcore.mcore.layout import Layout, layout_of
+from rlcore.utils import collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,7 @@ def initialise(
                 dist.destroy_process_group(group)
         _left.clear()
         if own_world:
+            collective.share_gloo_device()
             cpu = (where or device()).type == "cpu"
             backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
