@@ -33,7 +33,7 @@ class Found:
             job("history", *STEADY),
             job("resumed", *STEADY, "--run.resume", third),
             job("idle", "--draft.window", 8),
-            job("sglang", *STEADY, "--rollout.engine", "sglang"),
+            job("width", "--rollout.draft", "ngram", "--draft.width", 4),
         ]
         self.gang = runs.run(1, jobs, folder / "gang")
 
@@ -99,7 +99,7 @@ def test_a_resumed_run_drafts_from_what_the_checkpoint_has_and_goes_on_bit_by_bi
     ("name", "words"),
     [
         ("idle", "--draft.window: has no effect without --rollout.draft"),
-        ("sglang", "--rollout.draft history_reward: is the torch engine's"),
+        ("width", "--draft.width 4: is SGLang's; leave it, or set --draft.window"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(found: Found, name: str, words: str) -> None:
