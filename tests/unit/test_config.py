@@ -171,6 +171,13 @@ def test_histopipe_is_for_a_flow_that_does_not_end(words, said):
         assert line.startswith("--rollout.place histopipe: needs two engines, and 1 rollout ranks")
 
 
+def assert_rule_of_sglang(words: str, said: str) -> None:
+    """With that engine these words break one rule, which says this, or none."""
+    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+    found = rules.broken(parse([*base, "--rollout.engine", "sglang", *words.split()]))
+    assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -183,9 +190,7 @@ def test_histopipe_is_for_a_flow_that_does_not_end(words, said):
     ],
 )
 def test_drafts_of_sglang_have_a_width(words, said):
-    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
-    found = rules.broken(parse([*base, "--rollout.engine", "sglang", *words.split()]))
-    assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
+    assert_rule_of_sglang(words, said)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +209,7 @@ def test_drafts_of_sglang_have_a_width(words, said):
     ],
 )
 def test_engines_that_change_their_size_have_rules(words, said):
-    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
-    found = rules.broken(parse([*base, "--rollout.engine", "sglang", *words.split()]))
-    assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
+    assert_rule_of_sglang(words, said)
 
 
 def test_sizes_that_engines_may_come_to_divide_the_ranks_too():

@@ -24,6 +24,7 @@ def extend(
     it. Alone they are computed as SGLang's decode step does."""
     if not forward_batch.forward_mode.is_target_verify():
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
+    # `HFConfig` refuses such models, so this says only that the mask below knows no window.
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         raise NotImplementedError("drafts on a CPU: this model has a sliding window")
     if save_kv_cache:
