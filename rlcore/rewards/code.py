@@ -28,6 +28,7 @@ from rlcore.sandbox.box import Broken, Limits, Outcome, Sandbox
 from rlcore.utils.log import log
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)^[ \t]*```", re.M | re.S)
+_OPEN = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*)\Z", re.M | re.S)
 _CLOSE_S = 20.0
 _SENTENCES = {
     "memory": "memory: the program took more than {limits.memory_mb} MB",
@@ -196,10 +197,13 @@ def _same_words(printed: bytes, wanted: str) -> bool:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of Python (or of no language) in a response; without a fence all of
-    it."""
-    blocks = [body for language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else text
+    """The last fenced block of Python (or of no language) in a response. Without one what follows
+    a fence that is never closed; without any fence all of it."""
+    for found in (_FENCE.findall(text), _OPEN.findall(_FENCE.sub("", text))):
+        blocks = [body for language, body in found if language.lower() in _PYTHON]
+        if blocks:
+            return blocks[-1]
+    return text
 
 
 _PYTHON = ("", "py", "python", "python3")

@@ -96,19 +96,27 @@ class HttpReward:
     def submit(self, job: Job) -> None:
         """See `Runner`."""
         body = self._write(job)
-        self._loop.call_soon_threadsafe(self._enqueue, job, body)
+        self._tell(self._enqueue, job, body)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
         """See `Runner`."""
-        self._loop.call_soon_threadsafe(self._forget, frozenset(ids))
+        self._tell(self._forget, frozenset(ids))
 
     def close(self) -> None:
         """Drop what is under way."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self._tell(self._stop.set)
             self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             log.error("reward %s: requests did not end within %g s", self._url, _CLOSE_S)
+
+    def _tell(self, call: Callable[..., None], *about: object) -> None:
+        """To the loop's thread. Where that has failed the host knows why, and says so."""
+        try:
+            self._loop.call_soon_threadsafe(call, *about)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
     # ---- the loop's thread
 

@@ -39,6 +39,9 @@ def scores(jobs: list[tuple[Prompt, str]], **settings) -> list:
         ("```\na\n```\nor rather\n```py\nb\n```", "b\n"),
         ("```python\nx = 1\n```\nwhich prints\n```text\n1\n```", "x = 1\n"),
         ("```bash\nls\n```", "```bash\nls\n```"),
+        ("So:\n```python\nx = 1\n", "x = 1\n"),
+        ("```bash\nls\n```\nthen\n```python\nx = 1", "x = 1"),
+        ("```python\nx = 1\n```\nand\n```python\nx =", "x = 1\n"),
     ],
 )
 def test_the_program_is_the_last_fenced_block_of_python(text, program):

@@ -130,3 +130,19 @@ def test_nobody_at_the_address_costs_samples_and_closing_does_not_wait() -> None
         with pytest.raises(ValueError, match="row 0 of test cannot be sent to the reward"):
             service.submit("t1.0", sample_of("t1.0"), bad, "x")
         assert service.num_pending == 0
+
+
+def test_where_the_thread_of_requests_fails_the_run_hears_why(monkeypatch) -> None:
+    def broken(**_: object) -> None:
+        raise OSError("no certificates here")
+
+    monkeypatch.setattr("rlcore.rewards.http.httpx.AsyncClient", broken)
+    url = "http://127.0.0.1:9/"
+    with RewardService(url, config=config_class(url)(timeout_s=30.0)) as service:
+        for thread in threading.enumerate():
+            if thread.name == "reward http":
+                thread.join(10.0)
+        service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "x")
+        service.cancel(["t0.0"])
+        with pytest.raises(RuntimeError, match="its thread failed: OSError: no certificates here"):
+            service.poll(1.0)
