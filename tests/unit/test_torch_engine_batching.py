@@ -6,7 +6,7 @@ import torch
 
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.records import Finished, Preempted, Progress, Request, Sampling, Stats
+from rlcore.records import Finished, Partial, Preempted, Progress, Request, Sampling, Stats
 from rlcore.rollout.torch_engine.engine import TorchEngine, _spans
 from rlcore.sync.pack import push
 from tests.contracts.engine_contract import (
@@ -73,6 +73,54 @@ def test_in_float32_samples_part_only_at_rounding_ties():
         ties += len(differ) > 0
         np.testing.assert_allclose(a.logps[:common], b.logps[:common], atol=1e-4)
     assert ties <= 2
+
+
+def test_what_ran_before_does_not_show_in_the_forwards(monkeypatch):
+    """A run that goes on from a checkpoint has a fresh engine: rows in another order, or attention
+    over other lengths, would round differently."""
+
+    def forwards(engine, todo):
+        seen, forward, fill = [], engine._model.forward, engine._model.fill
+
+        def note(then):
+            def call(step, cache):
+                seen.append((step.tokens.tolist(), step.positions.tolist(), list(step.spans)))
+                return then(step, cache)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._model, "forward", note(forward))
+            patch.setattr(engine._model, "fill", note(fill))
+            found = run(engine, todo)
+        return seen, {i: s.logps.tobytes() for i, s in found.items()}
+
+    half = [  # of a response: its rest is prefilled beside the others of its group
+        Request(
+            id=f"h.{k}",
+            prompt=np.arange(2, 12, dtype=np.int32),
+            sampling=Sampling(max_tokens=80),
+            resume=Partial(
+                tokens=(np.arange(n) % 20 + 3).astype(np.int32),
+                logps=np.zeros(n, np.float32),
+                versions=np.zeros(n, np.int32),
+            ),
+        )
+        for k, n in enumerate((0, 40, 3))
+    ]
+    # One span for all rows is as good as two a few tokens later, when a fresh cache has to grow.
+    alike = [
+        Request(
+            id=f"a{n}.0",
+            prompt=np.arange(n, n + (35 if n % 2 else 60)).astype(np.int32) % 20 + 3,
+            sampling=Sampling(max_tokens=30),
+        )
+        for n in range(128)
+    ]
+    todo = alike + half
+    used = make(dtype="float32", max_running=200)
+    run(used, mixed(110))
+    assert forwards(used, todo) == forwards(make(dtype="float32", max_running=200), todo)
 
 
 def test_spans_cover_all_rows_and_are_one_when_lengths_are_alike():

@@ -665,14 +665,15 @@ class TorchEngine:
             for row, part in enumerate(batch):
                 tokens[row, : len(part)] = part
             begin = np.array(starts[done : done + len(batch)])
+            end = int((begin + [len(part) for part in batch]).max())
             # Padding is written too: behind the row's end, where nothing looks before it is
-            # overwritten, and never past the last column.
-            positions = np.minimum(begin[:, None] + np.arange(width), self._cache.capacity - 1)
+            # overwritten. There is a column more than `end`, for the token that is left out.
+            positions = np.minimum(begin[:, None] + np.arange(width), end)
             step = Step(
                 tokens=torch.from_numpy(tokens).to(self._device),
                 positions=torch.from_numpy(positions).to(self._device),
                 slot=slot + done,
-                spans=[(0, len(batch), min(int(begin.max()) + width, self._cache.capacity))],
+                spans=[(0, len(batch), end)],
                 causal=not begin.any(),
             )
             self._model.fill(step, self._cache)
@@ -692,8 +693,9 @@ class TorchEngine:
         for job in lost:
             self._emit(Preempted, id=job.request.id)
         self._used = max(self._used, self._cache.share(len(self._rows), longest))
-        if self._cache.reserve(len(self._rows), longest, len(self._rows)):
-            self._batch = None
+        if self._cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
+            # No new batch: that may sort rows, and their order would tell what ran here before.
+            self._batch.step.index = None
 
     def _decode(self) -> tuple[int, int]:
         """One token for every row. Returns the tokens of the forward, and those that were gained,
