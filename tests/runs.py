@@ -98,7 +98,8 @@ class Gang:
 class Running:
     """A gang at work."""
 
-    def __init__(self, n: int, jobs: Sequence[Job], folder: Path):
+    def __init__(self, n: int, jobs: Sequence[Job], folder: Path, nodes: Sequence[str] = ()):
+        """`nodes`: what the node of each rank is called."""
         from tests import kit
 
         self.folder = folder
@@ -111,6 +112,8 @@ class Running:
         self.processes = []
         for rank in range(n):
             of_rank = env | {"GANG_RANK": str(rank)}
+            if nodes:
+                of_rank["RLCORE_NODE"] = nodes[rank]
             self.processes.append(Fork(_rank, (folder,), of_rank, folder / f"start.{rank}.txt"))
 
     def poll(self) -> Gang | None:

@@ -10,13 +10,16 @@ on each. First each job alone, then all of a mix at once with Redis and the arbi
 
 How long sampling takes is set by --debug.decode_floor_ms, from a short run without: an engine that
 waits for its floor sleeps, as one on a GPU waits for memory, so that rollout nodes of a pool can be
-one core. The mix D+D+E has two rollout nodes. Profiles say what the short run took and --margin.
+one core. The mix D+D+E has two rollout nodes, one of E and one of both D. Profiles say what the
+short run took and --margin.
 
 Of each mix: the cost efficiency (what the work of the mix would have cost alone, by its share of
 the nodes, over what it has cost; 1 is alone), its ceiling (turns without overhead, from the phases
 alone), how much slower each job is than alone, how long nodes have nothing to do before and after,
 and whether each learned the same, bit by bit. Steps before all jobs are there do not count, nor
-those after the first has ended. Warm starts are those of turns, the cold one that of the job.
+those after the first has ended. The last row is how much slower a core computes while the other one
+does, too: two cores of a virtual machine may be one of silicon, and then jobs that overlap are
+slower for that alone. Warm starts are those of turns, the cold one that of the job.
 Finished runs alone in --dir are read, not repeated.
 """
 
@@ -49,6 +52,8 @@ SHAPES = {"A": 1.0, "D": 2.5, "E": 6.0}
 MIXES = {"A+A": ("A", "A"), "D+D+E": ("E", "D", "D")}
 """In the order in which they join: what is packed where depends on it."""
 ROLLOUT_NODES = {"A+A": 1, "D+D+E": 2}
+ROLLOUT_NODE = {"A": "r0", "E": "r0", "D": "r1"}
+"""Where a job samples; both are core 0."""
 PUBLISHED = {"A+A": 1.82, "D+D+E": 1.90}
 """Throughput for equal money over jobs alone: RollMux, arXiv 2512.11306."""
 LEARNED = ("actor/", "critic/", "response_length/", "rollout_corr/", "training/", "val-core/")
@@ -162,7 +167,8 @@ def together(a: argparse.Namespace, mix: str, jobs: list[Job], train: float) -> 
             profile.write_text(json.dumps(worst))
             keys = [*keys_of(a, job), "--mux.profile", str(profile), "--mux.slo", str(a.slo)]
             name = f"{job.name}_mux"
-            running[name] = start(a, name, keys, MUX_URL=url)
+            node = {"RLCORE_ROLLOUT_NODE": ROLLOUT_NODE[job.shape]}
+            running[name] = start(a, name, keys, MUX_URL=url, **node)
             await_place(url, name, running[name], a)
         found = arbiter.status(url)
         holder.leave("all", 0.0)
@@ -188,6 +194,34 @@ def await_place(url: str, name: str, process: subprocess.Popen, a: argparse.Name
         time.sleep(0.2)
     others = [o["why"] for o in arbiter.status(url)["others"]]
     raise SystemExit(f"{name} has no place: {others or a.dir / f'{name}.txt'}")
+
+
+CROWD = """
+import os, sys, time, numpy as np
+os.sched_setaffinity(0, [int(sys.argv[1])])
+x, n = np.ones((256, 256), np.float32), 0
+begin = time.perf_counter()
+while time.perf_counter() < begin + float(sys.argv[2]):
+    x @ x
+    n += 1
+print(n / (time.perf_counter() - begin))
+"""
+
+
+def crowding(seconds: float = 4.0) -> float:
+    """How much slower core 0 computes while core 1 does, too."""
+
+    def loop(core: int, seconds: float) -> subprocess.Popen:
+        command = [sys.executable, "-c", CROWD, str(core), str(seconds)]
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_thread)
+
+    alone = float(loop(0, seconds).communicate()[0])
+    other = loop(1, 3 * seconds)
+    time.sleep(seconds / 2)
+    beside = float(loop(0, seconds).communicate()[0])
+    other.communicate()
+    return alone / beside
 
 
 # ---- figures
@@ -365,6 +399,7 @@ def main(argv: list[str] | None = None) -> int:
     a.dir /= f"seed{a.seed}_prompts{a.prompts}_steps{a.steps}"  # of equal runs alone
     a.dir.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
+    crowded = crowding()
     train, decodes = probe(a)
     rows, mixes = [], {}
     for mix in a.mixes:
@@ -376,6 +411,8 @@ def main(argv: list[str] | None = None) -> int:
         status = together(a, mix, jobs, train)
         mixes[mix] = jobs
         rows += figures(mix, jobs, solo, a, status)
+    name = "seconds of core 0 while core 1 computes, too"
+    rows.append({"name": name, "value": crowded, "unit": "x", "baseline": 1.0, "ratio": crowded})
     width = max(len(r["name"]) for r in rows)
     for r in rows:
         ratio = "" if r["ratio"] is None else f"{r['ratio']:9.3f}x"

@@ -56,7 +56,7 @@ from rlcore.sched.histopipe import Pipe
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.planner import Listed, TPPlanner
 from rlcore.sched.reward import AdaptiveTimeout
-from rlcore.sched.roles import Elastic, Sizes, Stop
+from rlcore.sched.roles import Cell, Elastic, Sizes, Stop
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.sched.stream import Lengths, StreamWindow, cells
@@ -230,6 +230,9 @@ def _assemble(
         **data,
     )
     if gate is not None:
+        if cfg.mux.tail_nodes:
+            run.elastic, run.leaver = gate.tail, turns.Leaver(run)
+            agent.streamer = run.leaver
         gate.alive, gate.tell = run.spans.alive, lambda found: run.pending.update(found)
         if world.rank == 0:
             run.on_step.append(gate.see)
@@ -749,6 +752,8 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
             "--reward.url the address of a server, or take another reward"
         )
 
+    names = collective.gather_texts(node_name(cfg, world), world.everyone)
+
     def connect() -> "Gate | NoGate":
         profile = None
         if mux.profile:
@@ -761,14 +766,60 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
             slo=mux.slo,
             colocated=not world.rollout_ranks,
             pools=POOLS if world.rollout_ranks else POOLS_COLOCATED,
+            hosts=partial(nodes_by_pool, names, world.rollout_ranks),
+            keep=mux.tail_nodes,
             lease_s=mux.lease_s,
             wait_s=mux.wait_s,
         )
 
     first = world.rank == 0
-    return ranks.join(
+    gate = ranks.join(
         connect if first else None, world.everyone, run_folder(cfg) if first else None
     )
+    if gate is not None and mux.tail_nodes:
+        gate.leave_early(cells_by_node(names, world.rollout_ranks))
+    return gate
+
+
+NODE, ROLLOUT_NODE = "RLCORE_NODE", "RLCORE_ROLLOUT_NODE"
+"""In the environment: what a node is called, where host names do not tell nodes apart; the second
+is for ranks that only sample."""
+
+
+def node_name(cfg: Config, world: World) -> str:
+    """Of the node that this rank is on. Jobs whose ranks say the same name share a node; of a CPU
+    its cores may be nodes (`--cluster.rollout_cores`)."""
+    name = os.environ.get(NODE) or socket.gethostname()
+    if not world.trains:
+        name = os.environ.get(ROLLOUT_NODE) or name
+    cores = cfg.cluster.train_cores if world.trains else cfg.cluster.rollout_cores
+    return f"{name} core {'+'.join(map(str, sorted(cores)))}" if cores else name
+
+
+def nodes_by_pool(
+    names: Sequence[str], rollout_ranks: int, profile: Profile
+) -> dict[str, list[str]]:
+    """The nodes that a job samples and trains on, in the order of its ranks, whose nodes `names`
+    are. Where every rank does both, the first nodes count to the train pool and the last to the
+    rollout pool, as many as the profile says, and a single one to both."""
+    split = len(names) - rollout_ranks
+    if rollout_ranks:
+        return {
+            "rollout": list(dict.fromkeys(names[split:])),
+            "train": list(dict.fromkeys(names[:split])),
+        }
+    nodes = list(dict.fromkeys(names))
+    apart = profile.train_nodes if len(nodes) > 1 else 0
+    return {"rollout": nodes[apart:], "train": nodes[: apart or 1]}
+
+
+def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
+    """The engines, of one rank each, on every rollout node."""
+    split, found = len(names) - rollout_ranks, {}
+    for rank, name in enumerate(names):
+        if rank >= split:
+            found.setdefault(name, []).append(rank)
+    return [Cell(ranks=tuple(r), leaders=tuple(r), dp_ranks=()) for r in found.values()]
 
 
 def make_profiler(cfg: Config, world: World) -> Profiler:

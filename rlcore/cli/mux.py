@@ -198,6 +198,12 @@ def _status(a: argparse.Namespace) -> int:
     return 0
 
 
+def _nodes(group: dict[str, Any], pool: str) -> str:
+    """The nodes of a group, by name where a job has said one."""
+    names = {number: name for name, number in group["names"][pool].items()}
+    return ", ".join(names.get(n, str(n)) for n in group[pool])
+
+
 def show(found: dict[str, Any]) -> list[str]:
     """A status as lines."""
     lines = [] if found["arbiter"] else ["no arbiter is at work: `mux up` starts one"]
@@ -207,7 +213,8 @@ def show(found: dict[str, Any]) -> list[str]:
     for g in found["groups"]:
         use = ", ".join(f"{pool} {share:.0%}" for pool, share in g["utilization"].items())
         lines.append(
-            f"group {g['group']}: rollout {g['rollout']}, train {g['train']}, an iteration at most "
+            f"group {g['group']}: rollout {_nodes(g, 'rollout')}, train {_nodes(g, 'train')}, an "
+            f"iteration at most "
             f"{g['period_s']:.1f} s, in use at worst: {use}; host memory of a node: "
             + ", ".join(
                 f"{pool} {gb:.1f} of {found['nodes'][pool]['host_gb']:g} GB"

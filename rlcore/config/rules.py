@@ -708,6 +708,18 @@ def _mux(cfg: Config) -> list[str]:
             "--mux.url: engines of a changing size are started between the turns of a job, where "
             "others have its nodes; leave out rollout.adaptive_tp and debug.rollout_tp"
         )
+    if found.tail_nodes < 0:
+        out.append(f"--mux.tail_nodes {found.tail_nodes}: must be 0 or more")
+    if found.tail_nodes and not cfg.cluster.rollout_ranks:
+        out.append(
+            f"--mux.tail_nodes {found.tail_nodes}: only nodes that sample alone are left early; "
+            "set cluster.rollout_ranks"
+        )
+    if found.tail_nodes and cfg.rollout.tp > 1:
+        out.append(
+            f"--mux.tail_nodes {found.tail_nodes}: engines of several ranks do not leave a node in "
+            "the middle of a round; take --rollout.tp 1"
+        )
     if not found.slo >= 1:
         out.append(f"--mux.slo {found.slo:g}: must be at least 1, which is as fast as alone")
     if not found.lease_s >= 1:

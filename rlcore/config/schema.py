@@ -469,6 +469,10 @@ class MuxConfig:
     """An iteration may take this many times what it takes alone, at worst."""
     otherwise: Literal["wait", "solo"] = "wait"
     """Without an answer of the server, or without a place: wait for it, or run as if alone."""
+    tail_nodes: int = 0
+    """When 80 % of the responses of a rollout are there and another job could use its nodes, the
+    rest goes on, from the tokens that there are, on the first so many of its rollout nodes, and the
+    others are the other job's; 0: it stays on all."""
     lease_s: float = 15.0
     """A job that is silent for so long is dead, and its permits are another's."""
     wait_s: float = 86400.0

@@ -213,6 +213,7 @@ METRICS = [
     Metric("sched/cache_used", "", "largest share of its KV cache that an engine had in use"),
     Metric("sched/surplus_tokens", "", "share of the decoded tokens that is not trained"),
     Metric("sched/length_shift", "", "kept responses over all started ones of their groups, - 1"),
+    Metric("sched/tail_at", "", "share of the responses done when the rest left nodes to others"),
     Metric("sched/stream_at", "", "share of the responses done when replicas began to train"),
     Metric(
         "sched/streamed_tokens", "", "share of the tokens that were trained before the round ended"
@@ -275,6 +276,7 @@ METRICS = [
     Metric("mux/wait_s/<phase>", "s", "waiting for the turn of a rollout, training, eval or save"),
     Metric("mux/load_s/<phase>", "s", "warm start: what the phase needs, from host memory"),
     Metric("mux/store_s/<phase>", "s", "giving the device back after the phase"),
+    Metric("mux/tail_s", "s", "for which other jobs had nodes of a rollout that had left them"),
     Metric("mux/step_s", "s", "all of a step's turn, where every rank samples and trains"),
     Metric("mux/start_s", "s", "cold start: engine and learner from nothing, in the first row"),
     Metric("mux/resident_gb/<phase>", "GB", "that were loaded, of the rank that has most"),

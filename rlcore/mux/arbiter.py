@@ -22,8 +22,8 @@ import redis
 from rlcore.mux import store
 from rlcore.mux.profile import STEP
 from rlcore.sched import drift
-from rlcore.sched.cluster import Cluster, Decision, Group, Job, Pool
-from rlcore.sched.phase_mux import Grant, Member, PhaseMux, Todo
+from rlcore.sched.cluster import Cluster, Decision, Group, Job, Nodes, Pool
+from rlcore.sched.phase_mux import Grant, Member, Migrate, PhaseMux, Todo
 from rlcore.utils.log import log
 
 LOCK_S = 5.0
@@ -53,6 +53,13 @@ class Known:
     """`placed`, `queued`, `refused`."""
     why: str = ""
     profile: dict[str, Any] = field(default_factory=dict)
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+    """By pool: names of the nodes that it runs on, in the order of its ranks; none: it has not said
+    and goes itself where it is placed."""
+    nodes: dict[str, list[int]] = field(default_factory=dict)
+    """Of a placed one: their numbers."""
+    keep: int = 0
+    """Rollout nodes on which the tail of its rollouts can go on; 0: it stays where it is."""
     asked: int = 0
     """Number of the message that asked for the phase it waits for or runs."""
     phases: int = 0
@@ -257,7 +264,7 @@ class Arbiter:
         known = self._jobs.get(name)
         if what == "join":
             if known is None or known.incarnation != incarnation:
-                self._join(name, incarnation, number, said.get("profile"), now)
+                self._join(name, incarnation, number, said, now)
             return
         if known is None or known.incarnation != incarnation:
             self._tell(name, "place", {"incarnation": incarnation, "status": "lost"})
@@ -268,7 +275,7 @@ class Arbiter:
         self._note(name)
         try:
             self._do(name, known, what, said, now)
-        except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        except (ValueError, RuntimeError, LookupError, TypeError) as error:
             log.error("arbiter: job %s: %r is dropped: %s", name, what, error)
 
     def _do(self, name: str, known: Known, what: str, said: dict[str, Any], now: float) -> None:
@@ -289,6 +296,14 @@ class Arbiter:
             known.phases += 1
             self._carry_out(group, self._mux[group].done(name, now))
             self._drift(name, known, said, now)
+        elif what in ("progress", "freed") and said["of"] != known.asked:
+            pass  # of a rollout that is over
+        elif what == "progress":
+            todo = self._mux[group].progress(name, int(said["done"]), int(said["wanted"]), now)
+            self._carry_out(group, todo)
+        elif what == "freed":
+            slots = [f"{ROLLOUT[0]}{known.nodes[ROLLOUT][at]}" for at in said["nodes"]]
+            self._carry_out(group, self._mux[group].freed(name, slots, now))
         else:
             raise ValueError("no such message")
         if name in self._jobs:
@@ -340,14 +355,18 @@ class Arbiter:
         self._leave(name, now)
         self._tell(name, "place", {"incarnation": known.incarnation, "status": "lost", "why": text})
 
-    def _join(self, name: str, incarnation: str, number: int, profile: Any, now: float) -> None:
+    def _join(
+        self, name: str, incarnation: str, number: int, said: Mapping[str, Any], now: float
+    ) -> None:
         """A new arrival. Where the job was there before, that is over: its permit is free."""
         if name in self._jobs:
             log.info("arbiter: job %s has started again", name)
             self._leave(name, now)
         known = self._jobs[name] = Known(incarnation, number)
         try:
-            fields = dict(profile)
+            fields = dict(said["profile"])
+            known.hosts = _hosts(said.get("hosts"))
+            known.keep = int(said.get("keep", 0)) if known.hosts else 0
             known.profile = {"lease_s": min(float(fields.pop("lease_s")), store.MOST_LEASE_S)}
             known.profile |= asdict(Job(id=name, **fields))
             for what, seconds in self._measured.get(name, {}).items():
@@ -362,9 +381,16 @@ class Arbiter:
         """Find a place for a job; whether it has one or never will."""
         known = self._jobs[name]
         job = _job(known.profile)
-        made = self._cluster.admit(job)
+        if why := self._number(known):
+            made = Decision.queued(job.id, why)
+        else:
+            on = {pool: tuple(numbers) for pool, numbers in known.nodes.items()}
+            made = self._cluster.admit(job, Nodes(**on) if on else None)
         known.why = made.explain()
+        if known.hosts:
+            known.why += f" ({_names(known)})"
         if made.group is None:
+            known.nodes = {}
             known.status = made.kind
             if made.kind == "queued" and name not in self._queue:
                 self._queue.append(name)
@@ -378,13 +404,38 @@ class Arbiter:
 
     def _enter(self, group: Group, job: Job, now: float) -> None:
         mux = self._mux.setdefault(group.id, PhaseMux())
-        slots = {
-            ROLLOUT: tuple(f"r{n}" for n in group.pinned[job.id]),
-            TRAIN: tuple(f"t{n}" for n in group.train[: job.train_nodes]),
+        known = self._jobs[job.id]
+        nodes = known.nodes or {
+            ROLLOUT: group.pinned[job.id],
+            TRAIN: group.train[: job.train_nodes],
         }
-        patience = LEAST_PATIENCE_S + job.solo_s
-        mux.join(Member(job=job.id, slots=slots, patience_s=patience), now, group.order())
+        slots = {pool: tuple(f"{pool[0]}{n}" for n in numbers) for pool, numbers in nodes.items()}
+        member = Member(
+            job=job.id,
+            slots=slots,
+            keep=known.keep,
+            patience_s=LEAST_PATIENCE_S + job.solo_s,
+        )
+        mux.join(member, now, group.order())
         self._note_group(group.id)
+
+    def _number(self, known: Known) -> str:
+        """Numbers for the nodes that a job runs on: those of other jobs there, or some that nobody
+        uses. Why not, where there are not so many."""
+        known.nodes, found = {}, {}
+        for pool, names in known.hosts.items():
+            bound, free = _bound(self._jobs, pool), self._cluster.free(pool == ROLLOUT)
+            new = [name for name in names if name not in bound]
+            if len(new) > len(free):
+                others = ", ".join(sorted(bound)) or "with jobs that say no names"
+                return (
+                    f"its ranks are on the {pool} nodes {', '.join(new)}, and those of the pool "
+                    f"are {others}; start it there, or it waits until their jobs leave"
+                )
+            bound |= zip(new, free, strict=False)
+            found[pool] = [bound[name] for name in names]
+        known.nodes = found
+        return ""
 
     def _say_place(self, name: str, known: Known, made: Decision | None = None) -> None:
         about: dict[str, Any] = {
@@ -416,8 +467,17 @@ class Arbiter:
     def _carry_out(self, group: int, todo: list[Todo]) -> None:
         self._note_group(group)
         for t in todo:
-            assert isinstance(t, Grant), t  # nobody's rollout can move yet
-            self._permit(t.job, t.slots, [])
+            if isinstance(t, Grant):
+                self._permit(t.job, t.slots, [])
+            else:
+                self._ask_to_move(t)
+
+    def _ask_to_move(self, todo: Migrate) -> None:
+        """The tail of a rollout is to leave nodes, told by their places in the job's own order."""
+        known = self._jobs[todo.job]
+        mine = [f"{ROLLOUT[0]}{n}" for n in known.nodes[ROLLOUT]]
+        about = {"incarnation": known.incarnation, "n": known.asked}
+        self._tell(todo.job, "move", about | {"leave": [mine.index(s) for s in todo.free]})
 
     def _permit(self, name: str, slots: tuple[str, ...], behind: list[str]) -> None:
         """Of the phase that a job asked for last; without slots: it waits, behind others."""
@@ -432,6 +492,31 @@ class Arbiter:
 def _last(before: list[float] | None, seconds: Any) -> list[float]:
     """With one more, the last ones."""
     return [*(before or []), float(seconds or 0.0)][-drift.WINDOW :]
+
+
+def _hosts(said: Any) -> dict[str, list[str]]:
+    """ValueError where the names of nodes are none."""
+    if not said:
+        return {}
+    found = {pool: list(said[pool]) for pool in (ROLLOUT, TRAIN)}
+    for names in found.values():
+        if len(set(names)) != len(names) or not all(isinstance(n, str) for n in names):
+            raise ValueError(f"its nodes are called {names}")
+    return found
+
+
+def _bound(jobs: Mapping[str, Known], pool: str) -> dict[str, int]:
+    """Names of nodes that placed jobs run on, and their numbers."""
+    return {
+        name: number
+        for known in jobs.values()
+        if known.nodes
+        for name, number in zip(known.hosts[pool], known.nodes[pool], strict=True)
+    }
+
+
+def _names(known: Known) -> str:
+    return "; ".join(f"{pool} on {', '.join(known.hosts[pool])}" for pool in (ROLLOUT, TRAIN))
 
 
 def _job(profile: Mapping[str, Any]) -> Job:
@@ -476,6 +561,7 @@ def status(url: str) -> dict[str, Any]:
                 "group": group.id,
                 "rollout": sorted(group.load),
                 "train": list(group.train),
+                "names": {pool: _bound(jobs, pool) for pool in (ROLLOUT, TRAIN)},
                 "period_s": group.period_s,
                 "host_gb": dict(zip((ROLLOUT, TRAIN), group.host_gb, strict=True)),
                 "utilization": {

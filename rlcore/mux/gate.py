@@ -22,7 +22,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -89,6 +89,8 @@ class Gate:
         profile: Profile,
         *,
         pools: Mapping[str, tuple[str, ...]] | None = None,
+        hosts: Mapping[str, Sequence[str]] | None = None,
+        keep: int = 0,
         lease_s: float = 15.0,
         wait_s: float = 24 * 3600.0,
         on_lost: Callable[[str], None] | None = None,
@@ -97,6 +99,11 @@ class Gate:
         Args:
             pools: by phase the pools that it uses; else a phase is named after its pool. The
                 phase `step` of a job whose profile is `colocated` uses both.
+            hosts: by pool the names of the nodes on which the job's processes are already; jobs
+                that say the same name are on one node and take turns. Without it the job is
+                given numbers of nodes, `place`, and has to go there.
+            keep: rollout nodes, the first of them, on which the tail of a rollout can go on when
+                another job could use the others (`progress`); 0: it stays.
             lease_s: a job that is silent for so long is dead.
             wait_s: at most so long is waited for a place, and for each permit.
             on_lost: called with a sentence where the nodes may be somebody else's; it must not
@@ -125,6 +132,9 @@ class Gate:
         """By pool: host memory that the job has on a node, where somebody measures it."""
         self._inside = ""
         """The phase that runs."""
+        self.asked = 0
+        """Number of the message that asked for it."""
+        self._speaks = threading.Lock()
         self.place: dict[str, Any] = {}
         try:
             self._redis.ping()
@@ -135,7 +145,8 @@ class Gate:
         self._thread = threading.Thread(target=self._heartbeat, name="mux lease", daemon=True)
         self._thread.start()
         try:
-            self._say("join", profile=asdict(profile) | {"lease_s": lease_s})
+            more = {"hosts": {p: list(n) for p, n in hosts.items()}, "keep": keep} if hosts else {}
+            self._say("join", profile=asdict(profile) | {"lease_s": lease_s}, **more)
             self.place = self._placed()
         except BaseException:
             self.close()  # or it would be placed later, and nobody there
@@ -180,7 +191,7 @@ class Gate:
         number = self._say("ask", pools=self._pools.get(name, (name,)))
         self._permitted(name, number)
         self.waits.waited_s[name] = time.monotonic() - begin
-        self._inside = name
+        self._inside, self.asked = name, number
 
     def leave(self, name: str, seconds: float, switch_s: float = 0.0) -> None:
         """The nodes are the next job's.
@@ -192,6 +203,28 @@ class Gate:
         self._inside = ""
         more = {"gb": self.host_gb} if self.host_gb else {}
         self._say("done", phase=name, seconds=seconds, switch_s=switch_s, **more)
+
+    def progress(self, done: int, wanted: int, *, of: int) -> None:
+        """So many responses of a rollout are done. From `phase_mux.TAIL` of them on `leave_now` may
+        name nodes. `of`: which rollout, as `asked` was in it."""
+        self._say("progress", of=of, done=done, wanted=wanted)
+
+    def leave_now(self, *, of: int) -> tuple[int, ...]:
+        """Rollout nodes, by their places in `hosts`, that a rollout is to leave: another job could
+        start there. Say `freed` when nothing of this job is on their devices. Asks the server.
+
+        Raises:
+            ConnectionError: the server refuses this job.
+        """
+        text = self._try(lambda: self._redis.get(store.key(self._job, "move")), "move")
+        about = store.loads(text)
+        if about is None or (about["incarnation"], about["n"]) != (self._incarnation, of):
+            return ()
+        return tuple(about["leave"])
+
+    def freed(self, nodes: Sequence[int], *, of: int) -> None:
+        """These rollout nodes are the next job's until this rollout is over."""
+        self._say("freed", of=of, nodes=list(nodes))
 
     def close(self) -> None:
         """Leave; safe to call twice. A job that ends inside of a phase keeps its permit until its
@@ -213,10 +246,12 @@ class Gate:
 
     def _say(self, what: str, **more: Any) -> int:
         """Into the inbox, once: a number tells the arbiter what it has already seen."""
-        text = self._message(what, more)
-        self._try(lambda: self._redis.rpush(store.key(self._job, "in"), text), what)
+        with self._speaks:  # numbers arrive in their order
+            text = self._message(what, more)
+            number = self._count
+            self._try(lambda: self._redis.rpush(store.key(self._job, "in"), text), what)
         self._try(lambda: self._redis.rpush(store.BELL, self._job), what)
-        return self._count
+        return number
 
     def _message(self, what: str, more: Mapping[str, Any]) -> str:
         self._count += 1
@@ -348,6 +383,7 @@ def connect(
     otherwise: Literal["wait", "solo"] = "wait",
     slo: float = 2.0,
     colocated: bool | None = None,
+    hosts: Callable[[Profile], Mapping[str, Sequence[str]]] | None = None,
     **more: Any,
 ) -> "Gate | NoGate":
     """The gate of a job; without `url` one that lets every phase pass.
@@ -355,7 +391,7 @@ def connect(
     `otherwise`: what a job does that gets no answer or no place: `wait` until it does (a job that
     can never have one raises), or run `solo`, as if nobody shared its nodes. Without `profile` it
     is the one that `mux add` was given, with this `slo`. `colocated`: what the profile must say of
-    itself; None: either.
+    itself; None: either. `hosts`: from the profile the `hosts` of the `Gate`.
 
     Raises:
         ValueError: no profile, or one of another kind of job.
@@ -374,16 +410,20 @@ def connect(
             )
         return found
 
+    def join() -> Gate:
+        profile = about()
+        return Gate(url, job, profile, hosts=hosts(profile) if hosts else None, **more)
+
     if otherwise == "solo":
         try:
-            return Gate(url, job, about(), **more)
+            return join()
         except (ConnectionError, Refused, TimeoutError) as error:
             log.warning("mux: %s; the job runs solo", error)
             return NoGate()
     end, said = time.monotonic() + more.get("wait_s", math.inf), -math.inf
     while True:
         try:
-            return Gate(url, job, about(), **more)
+            return join()
         except ConnectionError as error:
             is_down = isinstance(error.__cause__, redis.ConnectionError | redis.TimeoutError)
             is_wrong = isinstance(error.__cause__, redis.AuthenticationError)

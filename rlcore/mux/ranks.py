@@ -11,7 +11,7 @@ turns.jsonl, by the clock of rank 0's machine.
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 
 from rlcore.mux.gate import Gate, NoGate, Resident
+from rlcore.mux.tail import TailMoves
+from rlcore.sched.roles import Cell
 from rlcore.utils import collective
 
 MEET_S = 1.0
@@ -88,6 +90,8 @@ class RanksGate:
         """A phase runs; phases in it are parts of it."""
         self._switch_s = 0.0
         """That loading and storing took within the phase and its parts."""
+        self.tail: TailMoves | None = None
+        """On rank 0, where the tail of a rollout may leave nodes."""
         self.alive: Callable[[], None] = lambda: None
         """Called while all wait."""
         self.tell: Callable[[dict[str, float]], None] = lambda found: None
@@ -113,6 +117,7 @@ class RanksGate:
         yield
         collective.barrier(self._group)
         ended = time.time()
+        freed = self.tail.end() if self.tail is not None else None
         if resident is not None:
             resident.store()
         collective.barrier(self._group)
@@ -132,9 +137,25 @@ class RanksGate:
             found[f"mux/load_s/{name}"] = began - granted
             found[f"mux/store_s/{name}"] = left - ended
             found[f"mux/resident_gb/{name}"] = size / 1e9
-        self.tell(found)
         times = {"asked": asked, "granted": granted, "began": began, "ended": ended, "left": left}
-        self._write(phase=name, **times, **({"part": True} if is_part else {}))
+        more: dict[str, Any] = {"part": True} if is_part else {}
+        if freed is not None:
+            nodes, at = freed
+            found["mux/tail_s"] = left - at
+            more["freed"] = {"nodes": list(nodes), "at": at}
+        self.tell(found)
+        self._write(phase=name, **times, **more)
+
+    def leave_early(self, cells: Sequence[Cell]) -> TailMoves | None:
+        """Have rollouts leave all but the first nodes in their tail, where another job could use
+        them. What decides it for the controller, on rank 0.
+
+        Args:
+            cells: the engines on each rollout node.
+        """
+        if self._gate is not None:
+            self.tail = TailMoves(self._gate, cells)
+        return self.tail
 
     def see(self, metrics: dict[str, float]) -> None:
         """The metrics of a step: the arbiter hears what the job has in host memory."""

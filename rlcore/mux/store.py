@@ -13,6 +13,7 @@ and its place, nothing of other jobs: the server refuses more to a user of Redis
     mux:job:<name>:alive     its lease; gone: the job is dead
     mux:job:<name>:place     where it was put, or why not
     mux:job:<name>:permit    the phase that it may run
+    mux:job:<name>:move      rollout nodes that this phase is to leave
     mux:job:<name>:bell      list: place or permit have changed
 """
 

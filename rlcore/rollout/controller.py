@@ -6,7 +6,7 @@ will do the same with virtual replicas. The same events in the same order give t
 
     start(work) -> [Submit...]
     handle(event, now) -> [Submit..., Abort..., Repair..., EndRound... | Fail...]
-    tick(now) -> [Alive... | Fail...]        deadlines
+    tick(now) -> [Alive... | Release... | Fail...]        deadlines, and what time alone changes
 """
 
 from collections import deque
@@ -106,6 +106,8 @@ class Controller:
         self._elastic = elastic
         self._leaving: set[int] = set()
         """Replicas that were told to release and have not yet."""
+        self._gone: set[int] = set()
+        """Those of cells that leave and train nothing."""
         self._trainers: list[Trainer] = []
         self._to_train: deque[GroupState] = deque()
         """Complete groups that are kept and that nobody trains yet."""
@@ -214,7 +216,7 @@ class Controller:
         if now - self._last_alive > self._alive_s:
             self._last_alive = now
             return [Alive(rank=r) for r in self._all_ranks]
-        return []
+        return self._release()
 
     # ---- events
 
@@ -310,7 +312,7 @@ class Controller:
             decodes = leader in self._up or leader in self._leaving
             return [Drop(rank=leader, reason=event.reason)] if decodes else []
         if event.rank in self._leaving:
-            self._leaving.discard(event.rank)
+            self._has_left(event.rank)
         elif self._up.pop(event.rank, None) is None:
             return []
         lost = self._requeue(event.rank, event.partials)
@@ -335,7 +337,7 @@ class Controller:
         self._count("sched/repairs", 1)
         self._forget_training()
         self._place.clear()  # or all would go to the replica that was left last
-        self._up = dict.fromkeys(self._ranks, 0)
+        self._up = {rank: 0 for rank in self._ranks if rank not in self._gone}
         self._ready.clear()
         return [Repair(rank=r) for r in self._all_ranks]
 
@@ -352,13 +354,15 @@ class Controller:
 
     def _release(self) -> list[AnyCommand]:
         """Tell replicas to stop decoding, if it is time."""
-        if self._elastic is None or self._trainers:
+        if self._elastic is None or self._trainers or self._gone:
             return []
         chosen = self._elastic.release(self.num_done, self.num_requests, self._live, self._up)
         if not chosen:
             return []
-        self._stats["sched/stream_at"] = self.num_done / self.num_requests
-        self._trainers = [Trainer(cell) for cell in chosen]
+        self._trainers = [Trainer(cell) for cell in chosen if cell.dp_ranks]
+        self._gone = {r for cell in chosen if not cell.dp_ranks for r in cell.leaders}
+        name = "sched/stream_at" if self._trainers else "sched/tail_at"
+        self._stats[name] = self.num_done / self.num_requests
         self._leaving = {r for cell in chosen for r in cell.leaders if r in self._up}
         for rank in self._leaving:
             del self._up[rank]
@@ -379,13 +383,19 @@ class Controller:
         """What a replica had under way goes on elsewhere, from the tokens that there are."""
         if event.rank not in self._leaving:  # it died of it, and said so
             return []
-        self._leaving.discard(event.rank)
+        self._has_left(event.rank)
         moved = self._requeue(event.rank, event.partials)
         self._count("sched/migrated", len(moved))
         self._count("sched/migrated_tokens", sum(r.num_tokens for r in moved))
         aborted = [p for i, p in event.partials.items() if self._requests[i].finish]
         self._count("sched/aborted_tokens", sum(len(p.tokens) for p in aborted))
         return self._go_on()
+
+    def _has_left(self, rank: int) -> None:
+        self._leaving.discard(rank)
+        if rank in self._gone:
+            assert self._elastic is not None
+            self._elastic.left(rank)
 
     def _trained(self, event: Trained) -> list[AnyCommand]:
         for trainer in self._trainers:

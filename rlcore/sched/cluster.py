@@ -129,6 +129,14 @@ class Pool:
     """From one job's phase to another's, whose state is in host memory."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """Where a job runs that cannot choose, since its processes are there: numbers of nodes."""
+
+    rollout: tuple[int, ...]
+    train: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What became of a job that came."""
@@ -150,6 +158,11 @@ class Decision:
     passed: Mapping[str, int]
     """Groups that were not taken, by reason."""
     why: str = ""
+
+    @classmethod
+    def queued(cls, job: str, why: str) -> "Decision":
+        """There is no room now for a job that nobody was asked about."""
+        return cls(job, "queued", None, (), (), 0.0, math.inf, math.inf, {}, why)
 
     def explain(self) -> str:
         """One sentence or two, for the log of the job."""
@@ -333,6 +346,8 @@ class _Offer:
     added: float
     period_s: float
     utilization: float
+    on: Nodes | None = None
+    """Of a job that runs somewhere: all its rollout nodes, and all train nodes of the group."""
 
 
 class _Nodes:
@@ -366,6 +381,9 @@ class _Nodes:
     def claim(self, nodes: Collection[int]) -> None:
         """Take these, which are free."""
         self.used += len(nodes)
+        top = max(nodes, default=-1) + 1
+        self._free += range(self._next, top)
+        self._next = max(self._next, top)
         self._free = [n for n in self._free if n not in nodes]
         heapq.heapify(self._free)
 
@@ -398,6 +416,13 @@ class Cluster:
         """In use: rollout, train."""
         return self._rollout.used, self._train.used
 
+    def free(self, is_rollout: bool) -> list[int]:
+        """Numbers of the nodes of a pool that no group has. Of a pool with a size."""
+        nodes = self._rollout if is_rollout else self._train
+        assert nodes.limit is not None
+        used = {n for g in self for n in (g.load if is_rollout else g.train)}
+        return [n for n in range(nodes.limit) if n not in used]
+
     def group_of(self, job: str) -> Group:
         """KeyError where there is no such job."""
         return self._group_of[job]
@@ -405,9 +430,10 @@ class Cluster:
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups.values())
 
-    def admit(self, job: Job) -> Decision:
+    def admit(self, job: Job, on: Nodes | None = None) -> Decision:
         """Place a job where it adds least to the bill and no job misses its SLO; among equals where
-        nodes are used most, then in the oldest group. `queued` and `refused` change nothing.
+        nodes are used most, then in the oldest group. One that runs `on` certain nodes is placed
+        there or nowhere. `queued` and `refused` change nothing.
 
         Raises:
             ValueError: there is a job of this name.
@@ -415,8 +441,13 @@ class Cluster:
         if job.id in self._group_of:
             raise ValueError(f"job {job.id}: the cluster has one of this name; take another")
         passed: Counter[str] = Counter()
-        if why := self._never(job):
+        if why := self._never(job) or _misfit(job, on):
             return self._away(job, "refused", why, passed)
+        if on is not None:
+            offer = self._offer_on(job, on)
+            if isinstance(offer, str):
+                return self._away(job, "queued", offer, passed)
+            return self._place(job, offer, passed)
         best = self._isolated(job)
         for offer in self._offers(job, passed):
             if best is None or _is_better(offer, best):
@@ -690,6 +721,50 @@ class Cluster:
             why = "too slow for somebody"
         return why
 
+    def _offer_on(self, job: Job, on: Nodes) -> _Offer | str:
+        """Of the group that has some of the nodes that the job runs on, or of these alone where
+        nobody has any; or why it has to wait."""
+        here = f"it runs on rollout {_names(on.rollout)} and train {_names(on.train)}"
+        later = "it is asked again when a job leaves"
+        mine = set(on.rollout), set(on.train)
+        owners = [g for g in self if mine[0] & g.load.keys() or mine[1].intersection(g.train)]
+        if not owners:
+            alone = self._isolated(job)
+            assert alone is not None, (job, on)  # its nodes are free
+            return replace(alone, on=on)
+        who = ", ".join(str(g.id) for g in owners)
+        if len(owners) > 1:
+            return f"{here}, nodes of groups {who}, and jobs of two groups take no turns; {later}"
+        (group,) = owners
+        first = set(group.train[: len(on.train)])
+        if mine[1] <= set(group.train):
+            if first != mine[1]:
+                return f"{here}, and group {who} trains on {_names(group.train)} first; {later}"
+            train = group.train
+        elif mine[1].issuperset(group.train):
+            train = (*group.train, *(n for n in on.train if n not in group.train))
+        else:
+            return f"{here}, and group {who} trains on {_names(group.train)}; {later}"
+        for name, nodes in group.pinned.items():
+            if len(mine[0].intersection(nodes)) not in (0, len(nodes), len(mine[0])):
+                return (
+                    f"{here}, and job {name} on rollout {_names(nodes)}: of two jobs that take "
+                    f"turns one has all rollout nodes of the other, or none; {later}"
+                )
+        if len(group.jobs) == self._most_jobs:
+            return f"{here}, those of group {who}, which is full; {later}"
+        found = group.with_one(job, on.rollout, train)
+        if not self._has_memory(found):
+            return f"{here}, whose hosts have no memory for one job more; {later}"
+        if found.period_s > found.limit_s * ROUNDING:  # a saturated group is asked: else it waits
+            return f"{here}, those of group {who}, where it is too slow for somebody; {later}"
+        keep = tuple(n for n in on.rollout if n in group.load)
+        more, more_train = len(on.rollout) - len(keep), len(train) - len(group.train)
+        added = more * self.pools[0].price + more_train * self.pools[1].price
+        use = found.load_s / found.cycle_s
+        there = Nodes(rollout=on.rollout, train=train)
+        return _Offer(group, keep, more, more_train, added, found.period_s, use, there)
+
     def _placement(
         self, group: Group, nodes: int, fits: Sequence[tuple[float, int]]
     ) -> tuple[int, ...] | None:
@@ -714,8 +789,14 @@ class Cluster:
             kind = "isolated"
             group = self.groups[self._next_group] = Group(self._next_group, self.pools)
             self._next_group += 1
-        rollout = (*offer.keep, *self._rollout.take(offer.more_rollout))
-        group.add(job, rollout, (*group.train, *self._train.take(offer.more_train)))
+        if offer.on is None:
+            rollout = (*offer.keep, *self._rollout.take(offer.more_rollout))
+            train = (*group.train, *self._train.take(offer.more_train))
+        else:
+            rollout, train = offer.on.rollout, offer.on.train
+            self._rollout.claim(set(rollout) - set(offer.keep))
+            self._train.claim(set(train) - set(group.train))
+        group.add(job, rollout, train)
         self._group_of[job.id] = group
         return Decision(
             job.id,
@@ -731,6 +812,16 @@ class Cluster:
 
     def _away(self, job: Job, kind: Kind, why: str, passed: Mapping[str, int]) -> Decision:
         return Decision(job.id, kind, None, (), (), 0.0, math.inf, math.inf, dict(passed), why)
+
+
+def _misfit(job: Job, on: Nodes | None) -> str:
+    """Its profile is of another number of nodes."""
+    if on is None or (len(on.rollout), len(on.train)) == (job.rollout_nodes, job.train_nodes):
+        return ""
+    return (
+        f"its profile is of {job.rollout_nodes} rollout and {job.train_nodes} train nodes, and it "
+        f"runs on {len(on.rollout)} and {len(on.train)}; profile it as it shall run"
+    )
 
 
 def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> bool:

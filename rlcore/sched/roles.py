@@ -99,7 +99,8 @@ class Cell:
     leaders: tuple[int, ...]
     """The ranks that speak for an engine."""
     dp_ranks: tuple[int, ...]
-    """The data-parallel ranks of the learner that its model replicas are."""
+    """The data-parallel ranks of the learner that its model replicas are; none where they leave
+    and train nothing."""
 
 
 class Live(NamedTuple):
@@ -131,6 +132,9 @@ class Elastic(Protocol):
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
         """How many of the groups that wait to be trained a cell takes at a time, from the first."""
+
+    def left(self, rank: int) -> None:
+        """A replica whose cell trains nothing (no `dp_ranks`) has nothing any more."""
 
 
 class Stop(Protocol):

@@ -134,6 +134,9 @@ class StreamWindow:
                 return n
         return len(ready)
 
+    def left(self, rank: int) -> None:
+        raise AssertionError("whoever stops decoding trains")
+
     def _peak_tokens(self, live: Iterable[Live]) -> float:
         total = 0.0
         for request in live:

@@ -83,13 +83,19 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
     return total / count if total > 1e-8 * count else 1.0
 
 
-def engine_revives(run: Run) -> None:
+def engine_leaves(run: Run) -> None:
+    """In the middle of a round: this rank's engine has nothing left to do and gives its memory
+    away. One that dies of it is found by the next push."""
+    engine_does(run, "sleep", lambda engine: engine.sleep(["weights", "kv_cache"]))
+
+
+def engine_revives(run: Run, *, here: bool = True) -> None:
     """A dead engine is started again, for the push that follows. What it held was given to others
     or is no longer waited for, so its last words are dropped. An engine that starts takes all that
     it may have, so with --train.offload the learner makes room until it sleeps, as it does where
     phases have turns (--mux.url). An engine over several ranks is started again on all of them
-    (C)."""
-    why = run.engine.down if isinstance(run.engine, Mortal) else ""
+    (C). `here`: this rank's is meant."""
+    why = run.engine.down if here and isinstance(run.engine, Mortal) else ""
     offload, anywhere = run.cfg.train.offload or run.gate is not None, bool(why)
     if len(run.engine_ranks) > 1:
         down = collective.reduce_floats(

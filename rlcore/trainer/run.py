@@ -26,6 +26,7 @@ from rlcore.utils.spans import Spans
 
 if TYPE_CHECKING:
     from rlcore.trainer.relayout import Relayout
+    from rlcore.trainer.turns import Leaver
 
 
 class Sampler(Protocol):
@@ -79,6 +80,8 @@ class Run:
     """Where other jobs have the same nodes: phases wait for their turn."""
     shelf: Shelf | None = None
     """With `gate`, on a rank that samples: the weights while its engine is away."""
+    leaver: "Leaver | None" = None
+    """With `gate`, where the tail of a rollout may leave this rank's node."""
     memory: Residency | None = None
     """Measures at every switch of the device between engine and learner."""
     balance: Balance | None = None

@@ -10,7 +10,6 @@ the whole step. So nothing that needs all samples before the first gradient can 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rlcore.protocols import Mortal
 from rlcore.records import Group, RequestId, Sample
 from rlcore.tensors import Batch
 from rlcore.trainer import credit, learn, phases, relayout
@@ -23,7 +22,6 @@ from rlcore.trainer.sync_loop import (
     push_weights,
     rollout_metrics,
 )
-from rlcore.utils.log import log
 
 if TYPE_CHECKING:
     from rlcore.trainer.objective import Objective
@@ -43,17 +41,10 @@ class Stream:
         """The engine has given its memory to the learner."""
 
     def engine_leaves(self) -> None:
-        """With --train.offload the engine goes to sleep; one that dies of it is found by the next
-        push."""
-        run, self.has_left = self._run, True
-        if not run.cfg.train.offload or run.engine is None:
-            return
-        try:
-            run.engine.sleep(["weights", "kv_cache"])
-        except RuntimeError as error:
-            if not (isinstance(run.engine, Mortal) and run.engine.down):
-                raise
-            log.warning("rank %d: the engine died at its sleep: %s", run.rank, error)
+        """With --train.offload the engine goes to sleep."""
+        self.has_left = True
+        if self._run.cfg.train.offload:
+            phases.engine_leaves(self._run)
 
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]

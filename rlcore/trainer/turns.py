@@ -10,10 +10,11 @@ Where every rank samples and trains, all phases need them: a whole step is one t
 and learner need comes and goes within it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from rlcore.records import Group, RequestId, Sample
 from rlcore.trainer import phases
 from rlcore.trainer.run import Run
 
@@ -60,22 +61,53 @@ class EngineState:
         self._run = run
 
     def load(self) -> None:
-        """Wake the engine, started again if it has died, with the weights of the last push."""
-        run = self._run
-        phases.engine_revives(run)
-        phases.engine_turns(run, "wake", ["weights"])
-        if run.shelf is not None and run.engine_ranks[0] == run.rank:
+        """Wake the engine, started again if it has died, with the weights of the last push. In the
+        middle of a rollout that has left this node there is nothing to wake."""
+        run, here = self._run, not self._has_left
+        phases.engine_revives(run, here=here)
+        phases.engine_turns(run, "wake", ["weights"], here=here)
+        if run.shelf is not None and run.engine_ranks[0] == run.rank and here:
             phases.engine_does(run, "load", run.shelf.fill)
-        phases.engine_turns(run, "wake", ["kv_cache"])
+        phases.engine_turns(run, "wake", ["kv_cache"], here=here)
 
     def store(self) -> None:
         """The engine sleeps; its weights are on the shelf still."""
-        phases.engine_turns(self._run, "sleep", ["weights", "kv_cache"])
+        here = not self._has_left
+        phases.engine_turns(self._run, "sleep", ["weights", "kv_cache"], here=here)
+        if self._run.leaver is not None:
+            self._run.leaver.has_left = False
+
+    @property
+    def _has_left(self) -> bool:
+        return self._run.leaver is not None and self._run.leaver.has_left
 
     @property
     def num_bytes(self) -> int:
         """Of the weights."""
         return self._run.shelf.num_bytes if self._run.shelf is not None else 0
+
+
+class Leaver:
+    """Of a rank whose node the tail of a rollout may leave (`--mux.tail_nodes`, mux/tail.py): the
+    agent's `Streamer`, which trains nothing."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.has_left = False
+        """The node is another job's until the rollout is over."""
+
+    def engine_leaves(self) -> None:
+        """The engine goes to sleep."""
+        self.has_left = True
+        phases.engine_leaves(self._run)
+
+    def train(
+        self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
+    ) -> None:
+        raise AssertionError("who leaves trains nothing")
+
+    def forget(self) -> None:
+        """Nothing was trained."""
 
 
 class LearnerState:

@@ -145,3 +145,15 @@ def broadcast_text(text: str, group: Group = None) -> str:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, group=group, group_src=0)
     return bytes(buffer.tolist()).decode()[:-1]
+
+
+def gather_texts(text: str, group: Group = None) -> list[str]:
+    """Every rank's text, in their order, on every rank; at most 255 bytes of each."""
+    if is_alone(group):
+        return [text]
+    rank, size = place(group)
+    data = text.encode()[:255]
+    table = torch.zeros(size, 256, dtype=torch.uint8)
+    table[rank, : len(data) + 1] = torch.tensor([len(data), *data], dtype=torch.uint8)
+    dist.all_reduce(table, group=group)  # all other rows are 0
+    return [bytes(row[1 : row[0] + 1]).decode(errors="replace") for row in table.tolist()]

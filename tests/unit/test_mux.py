@@ -19,8 +19,10 @@ from rlcore.cli import mux as cli
 from rlcore.mux import gate as gates
 from rlcore.mux import store
 from rlcore.mux.gate import Gate, NoGate, Profile, Refused, connect, phase
+from rlcore.mux.tail import TailMoves
 from rlcore.protocols import PhaseGate
 from rlcore.rollout.transport import free_port
+from rlcore.sched.roles import Cell
 from tests.mux_cluster import Up, needs_redis
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +191,87 @@ def test_a_colocated_job_has_the_nodes_of_both_pools_for_a_step_and_counts_with_
 
 
 @needs_redis
+def test_jobs_that_say_where_they_run_share_the_nodes_of_one_name(tmp_path: Path, capsys):
+    def on(rollout: str, train: str) -> dict[str, list[str]]:
+        return {"rollout": rollout.split(), "train": train.split()}
+
+    up = Up(tmp_path / "mux", 2, 2)
+    try:
+        a = Gate(up.url, "a", PROFILE, hosts=on("x", "p"), lease_s=30)
+        b = Gate(up.url, "b", PROFILE, hosts=on("x", "p"), lease_s=30)
+        c = Gate(up.url, "c", PROFILE, hosts=on("y", "q"), lease_s=30)
+        assert a.place["group"] == b.place["group"] != c.place["group"]
+        assert a.place["rollout"] == b.place["rollout"] != c.place["rollout"]
+        assert a.place["why"].endswith("(rollout on x; train on p)")
+        with pytest.raises(TimeoutError, match="on the rollout nodes z, and those of .* are x, y"):
+            Gate(up.url, "d", PROFILE, hosts=on("z", "p"), lease_s=30, wait_s=2)
+        with pytest.raises(TimeoutError, match="nodes of groups 0, 1, and jobs of two groups"):
+            Gate(up.url, "d", PROFILE, hosts=on("x", "q"), lease_s=30, wait_s=2)
+        with pytest.raises(Refused, match="profile is of 1 rollout .* and it runs on 2 and 1"):
+            Gate(up.url, "d", PROFILE, hosts=on("x y", "q"), lease_s=30)
+        with pytest.raises(Refused, match="its profile makes no sense"):
+            Gate(up.url, "d", PROFILE, hosts={"rollout": ["x"]}, lease_s=30)
+        assert "rollout x, train p" in cli.show(up.status(capsys))[1]
+        up.kill("arbiter")
+        up.up()
+        c.close()
+        d = Gate(up.url, "d", PROFILE, hosts=on("z", "q"), lease_s=30)  # y has gone
+        assert d.place["group"] != a.place["group"]
+        for gate in (a, b, d):
+            gate.close()
+    finally:
+        assert cli.main(["down", "--dir", str(up.folder)]) == 0
+
+
+@needs_redis
+def test_the_tail_of_a_rollout_leaves_a_node_to_the_job_that_waits_for_it(tmp_path: Path, capsys):
+    up, inside = Up(tmp_path / "mux", 2, 1), threading.Event()
+    try:
+        two = replace(PROFILE, rollout_nodes=2)
+        where = {"rollout": ["x", "y"], "train": ["t"]}
+        wide = Gate(up.url, "wide", two, hosts=where, keep=1, lease_s=30)
+        slim = Gate(up.url, "slim", PROFILE, hosts=where | {"rollout": ["y"]}, lease_s=30)
+        tail = TailMoves(wide, [Cell(ranks=(r,), leaders=(r,), dp_ranks=()) for r in (1, 2)])
+
+        def release(done: int, up: dict[int, int]) -> list[int]:
+            return [r for cell in tail.release(done, 10, list, up) for r in cell.leaders]
+
+        def work() -> None:
+            with slim.phase("rollout"):
+                inside.set()
+
+        with wide.phase("rollout"):
+            tail.start()
+            assert release(7, {1: 0, 2: 0}) == []
+            time.sleep(1.0)
+            assert release(8, {1: 0, 2: 0}) == []  # nobody waits
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            _until(lambda: release(8, {2: 0}) == [] and tail._talk.nodes)  # the other one has died
+            assert release(8, {1: 0, 2: 0}) == [2]
+            assert release(9, {1: 0}) == []  # once
+            assert not inside.is_set()
+            tail.left(2)
+            assert inside.wait(ENOUGH_S)
+            thread.join(ENOUGH_S)
+            old = wide.asked
+            _until(lambda: tail._talk.freed_at)
+            assert tail.end()[0] == (1,)
+        with wide.phase("rollout"):
+            wide.freed([1], of=old)  # too late: this rollout has both
+            wide.freed([7], of=wide.asked)  # no such node
+            wide.progress(1, 10, of=wide.asked)
+            time.sleep(1.0)
+            (group,) = up.status(capsys)["groups"]
+            (holds,) = [j["holds"] for j in group["jobs"] if j["job"] == "wide"]
+            assert holds == ["r0", "r1"] and wide.leave_now(of=wide.asked) == ()
+        wide.close()
+        slim.close()
+    finally:
+        assert cli.main(["down", "--dir", str(up.folder)]) == 0
+
+
+@needs_redis
 def test_a_job_whose_memory_grows_counts_with_it_and_leaves_where_a_node_has_no_more(
     tmp_path: Path, capsys
 ):
@@ -318,7 +401,7 @@ def test_whoever_is_killed_no_step_is_trained_twice_or_lost(tmp_path: Path, seed
     up = Up(tmp_path / "mux", 2, 1)
     env = os.environ | {"PYTHONPATH": str(ROOT), "LEASE_S": "4"}
     jobs: dict[str, subprocess.Popen] = {}
-    iterations, kills = 25, 0
+    iterations, kills = 60, 0
 
     def start(name: str) -> None:
         argv = [sys.executable, "tests/mux_job.py", up.url, name, str(tmp_path), str(iterations)]
@@ -329,7 +412,7 @@ def test_whoever_is_killed_no_step_is_trained_twice_or_lost(tmp_path: Path, seed
             start(name)
         end = time.monotonic() + 800
         while jobs and time.monotonic() < end:
-            time.sleep(dice.uniform(0.3, 2.0))
+            time.sleep(dice.uniform(0.2, 1.2))
             for name, job in list(jobs.items()):
                 code = job.poll()
                 if code == 0:

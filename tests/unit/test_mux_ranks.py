@@ -124,6 +124,7 @@ def run_of(said: list[str], folder: Path, ranks: int = 1) -> SimpleNamespace:
         learners=[learner],
         rank=0,
         engine_ranks=(0,),
+        leaver=None,
         spans=Spans(),
         found=found,
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.sched.cluster import Cluster, Group, Job, Pool
+from rlcore.sched.cluster import Cluster, Group, Job, Nodes, Pool
 from rlcore.sched.drift import drifted, grown
 from rlcore.sched.phase_mux import Member
 from rlcore.sim.mux_baselines import optimum
@@ -255,6 +255,69 @@ def test_no_promise_is_ever_broken(jobs, dice, is_small, repacks):
         while there and dice.random() < 0.4:
             cluster.leave(there.pop(dice.randrange(len(there))).id)
         _check(cluster, there)
+
+
+def test_a_job_that_runs_somewhere_is_placed_there_or_waits():
+    pools = [Pool(nodes=3, memory_gb=1500, switch_s=p.switch_s) for p in (ROLLOUT, TRAIN)]
+    cluster = Cluster(*pools)
+
+    def on(rollout, train):
+        return Nodes(rollout=rollout, train=train)
+
+    wide = cluster.admit(job("A", 100, 100, slo=4, nodes=2), on((2, 1), (2, 0)))
+    assert (wide.kind, wide.rollout, wide.train, wide.added) == ("isolated", (1, 2), (2, 0), 4.0)
+    wrong = cluster.admit(job("B", 100, 100, slo=4), on((0, 1), (2,)))
+    assert wrong.kind == "refused"
+    assert "its profile is of 1 rollout and 1 train nodes, and it runs on 2 and 1" in wrong.why
+    for where, why in (
+        (on((1,), (0,)), "group 0 trains on 2+0 first"),
+        (on((1, 0), (2,)), "job A on rollout 1+2: of two jobs that take turns"),
+    ):
+        waits = cluster.admit(
+            job("B", 100, 100, slo=4, nodes=len(where.rollout), train_nodes=1), where
+        )
+        assert (waits.kind, waits.group) == ("queued", None)
+        assert why in waits.why and "asked again when a job leaves" in waits.why
+    shared = cluster.admit(job("B", 100, 100, slo=4), on((1,), (2,)))
+    assert (shared.kind, shared.group, shared.added, shared.period_s) == ("packed", 0, 0.0, 210)
+    third = cluster.admit(job("C", 100, 100, slo=4), on((1,), (2,)))
+    assert (third.kind, third.period_s) == ("packed", 315)  # saturated, and still as promised
+    assert "too slow for somebody" in cluster.admit(job("D", 90, 90), on((1,), (2,))).why
+    apart = cluster.admit(job("D", 100, 100), on((0,), (1,)))
+    assert (apart.kind, apart.group, apart.rollout, apart.train) == ("isolated", 1, (0,), (1,))
+    both = cluster.admit(job("E", 100, 100, nodes=2, train_nodes=1), on((0, 1), (1,)))
+    assert "nodes of groups 0, 1" in both.why
+    cluster.leave("A")
+    assert cluster.nodes == (2, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(jobs_of, max_size=15, unique_by=lambda j: j.id), st.randoms())
+def test_no_promise_is_broken_to_jobs_that_run_somewhere(jobs, dice):
+    pools = [Pool(nodes=4, price=p.price, memory_gb=1500, switch_s=3) for p in (ROLLOUT, TRAIN)]
+    cluster, there = Cluster(*pools), {}
+    for one in jobs:
+        on = Nodes(
+            rollout=tuple(dice.sample(range(4), one.rollout_nodes)),
+            train=tuple(dice.sample(range(4), one.train_nodes)),
+        )
+        again = Cluster(*pools)
+        again.restore(json.loads(json.dumps(cluster.state())))
+        before = cluster.cost
+        made = cluster.admit(one, on)
+        assert again.admit(one, on) == made
+        assert cluster.cost == pytest.approx(before + made.added)
+        if made.group is not None:
+            there[one.id] = one, on
+        while there and dice.random() < 0.4:
+            name = dice.choice(sorted(there))
+            cluster.leave(name)
+            del there[name]
+        _check(cluster, [one for one, _ in there.values()])
+        for name, (_, where) in there.items():
+            group = cluster.group_of(name)
+            assert set(group.pinned[name]) == set(where.rollout)
+            assert set(group.train[: len(where.train)]) == set(where.train)
 
 
 def _where(cluster: Cluster) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -316,6 +316,63 @@ def test_a_gradient_that_is_begun_anew_takes_the_engine_back() -> None:
     assert not stream.has_left
 
 
+class Leaves:
+    """An `Elastic`: the last replica leaves when half is done, and trains nothing."""
+
+    def __init__(self, rank: int) -> None:
+        self.cell = Cell(ranks=(rank,), leaders=(rank,), dp_ranks=())
+        self.is_chosen, self.has_left = False, set()
+
+    def start(self) -> None:
+        pass
+
+    def finished(self, num_tokens: int) -> None:
+        pass
+
+    def release(self, done: int, wanted: int, live: Any, up: Any) -> list[Cell]:
+        if self.is_chosen or 2 * done < wanted or set(up) <= set(self.cell.leaders):
+            return []
+        self.is_chosen = True
+        return [self.cell]
+
+    def take(self, ready: Any, cell: Cell) -> int:
+        raise AssertionError
+
+    def left(self, rank: int) -> None:
+        assert rank not in self.has_left
+        self.has_left.add(rank)
+
+
+class Leavers(Replicas):
+    """A node that was left is another job's, whatever dies and starts again."""
+
+    def __init__(self, dice: random.Random, deaths: int) -> None:
+        super().__init__(FOUR, 4, All(), dice, deaths)
+        self.leaves = Leaves(3)
+        self.controller = Controller(
+            ranks=range(4), place=LeastLoaded(64), stop=All(), deadline_s=10.0, elastic=self.leaves
+        )
+
+    def do_in(self, rank: int) -> None:
+        super().do_in(rank)
+        self.decodes -= self.leaves.has_left
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**9), st.integers(0, 6))
+def test_a_node_that_was_left_gets_nothing_until_the_round_is_over(seed: int, deaths: int) -> None:
+    world = Leavers(random.Random(seed), deaths)
+    world.run(work(8, 3))
+    end = world.ends[0]
+    assert len(end.groups) == 8 and all(len(g.refs) == 3 for g in end.groups)
+    assert all(world.holds[ref.id] == ref.owner for g in end.groups for ref in g.refs)
+    assert not end.streamed and "sched/stream_at" not in end.stats
+    if world.leaves.is_chosen:
+        assert end.stats["sched/tail_at"] >= 0.5
+    if not deaths:
+        assert world.leaves.is_chosen
+
+
 def test_most_rounds_do_train_early() -> None:
     """Or the test above says nothing."""
     early = migrated = 0

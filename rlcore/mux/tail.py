@@ -1,0 +1,108 @@
+"""The tail of a rollout leaves nodes to the next job. RollMux's long-tail migration, PAPERS.md B4.
+
+    slots        r0        r1
+    rollout A    ########  ########      80 % of the responses are done, and job B waits for r1
+                 ####      B B B B       A goes on with r0, from the tokens that there are
+
+The arbiter says when and which (`phase_mux.py`); here is the job's side. The controller asks
+`TailMoves` after each response and now and then, as it asks who trains in `--mode stream`. What is
+said to the server and heard from it goes through a thread: a server that is away costs nothing but
+the move.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from rlcore.mux.gate import Gate
+from rlcore.sched.phase_mux import TAIL
+from rlcore.sched.roles import Cell, GroupState, Live
+from rlcore.utils.log import log
+
+LOOK_S = 0.2
+"""The server is asked this often in the tail of a rollout."""
+
+
+class TailMoves:
+    """An `Elastic` whose cells leave and train nothing. On rank 0."""
+
+    def __init__(self, gate: Gate, cells: Sequence[Cell], *, tail: float = TAIL) -> None:
+        """
+        Args:
+            cells: the engines on each rollout node, in the order of the job's `hosts`.
+            tail: share of the responses from which on nodes may be left.
+        """
+        self._gate, self._cells, self._tail = gate, cells, tail
+        self._talk: _Talk | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.end()
+        self._leaving: set[int] = set()
+        self._left: set[int] = set()
+
+    def finished(self, num_tokens: int) -> None:
+        """Lengths play no part."""
+
+    def release(
+        self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
+    ) -> Sequence[Cell]:
+        if done < self._tail * wanted or self._leaving:
+            return ()
+        if self._talk is None:
+            self._talk = _Talk(self._gate, done, wanted)
+        chosen = [self._cells[node] for node in self._talk.nodes]
+        leaving = {rank for cell in chosen for rank in cell.leaders}
+        if not chosen or leaving.issuperset(up):
+            return ()
+        self._leaving, self._left = leaving, leaving.difference(up)  # the dead have left
+        self._tell()
+        return chosen
+
+    def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
+        raise AssertionError("who leaves trains nothing")
+
+    def left(self, rank: int) -> None:
+        self._left.add(rank)
+        self._tell()
+
+    def end(self) -> tuple[Sequence[int], float] | None:
+        """The rollout is over: nodes that it had left before, by place, and when by `time.time`."""
+        talk, self._talk = self._talk, None
+        if talk is None:
+            return None
+        talk.over.set()
+        talk.may_free.set()
+        return (talk.nodes, talk.freed_at) if talk.freed_at else None
+
+    def _tell(self) -> None:
+        assert self._talk is not None
+        if self._leaving <= self._left:
+            self._talk.may_free.set()
+
+
+class _Talk:
+    """With the arbiter, about one rollout."""
+
+    def __init__(self, gate: Gate, done: int, wanted: int) -> None:
+        self.nodes: Sequence[int] = ()
+        """That are to be left, by place."""
+        self.freed_at = 0.0
+        self.may_free, self.over = threading.Event(), threading.Event()
+        self._gate, self._progress = gate, (done, wanted)
+        self._of = gate.asked
+        threading.Thread(target=self._run, name="mux tail", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._gate.progress(*self._progress, of=self._of)
+            while not self.nodes:
+                if self.over.wait(LOOK_S):
+                    return
+                self.nodes = self._gate.leave_now(of=self._of)
+            self.may_free.wait()
+            if not self.over.is_set():
+                self._gate.freed(self.nodes, of=self._of)
+                self.freed_at = time.time()
+        except ConnectionError as error:
+            log.warning("mux: the tail of this rollout stays where it is: %s", error)
