@@ -420,19 +420,21 @@ class Arbiter:
         self._note_group(group.id)
 
     def _number(self, known: Known) -> str:
-        """Numbers for the nodes that a job runs on: those of other jobs there, or some that nobody
-        uses. Why not, where there are not so many."""
+        """Numbers for the nodes that a job runs on: those of other jobs there, or some that have no
+        name yet, best such as nobody uses. Why not, where there are not so many."""
         known.nodes, found = {}, {}
         for pool, names in known.hosts.items():
             bound, free = _bound(self._jobs, pool), self._cluster.free(pool == ROLLOUT)
+            count = self._cluster.pools[pool == TRAIN].nodes or 0
+            others = sorted(set(range(count)).difference(bound.values(), free))
             new = [name for name in names if name not in bound]
-            if len(new) > len(free):
-                others = ", ".join(sorted(bound)) or "with jobs that say no names"
+            if len(new) > len(free) + len(others):
                 return (
                     f"its ranks are on the {pool} nodes {', '.join(new)}, and those of the pool "
-                    f"are {others}; start it there, or it waits until their jobs leave"
+                    f"are {', '.join(sorted(bound)) or f'only {count}'}; start it there, or it "
+                    "waits until their jobs leave"
                 )
-            bound |= zip(new, free, strict=False)
+            bound |= zip(new, (*free, *others), strict=False)
             found[pool] = [bound[name] for name in names]
         known.nodes = found
         return ""

@@ -219,6 +219,12 @@ def test_jobs_that_say_where_they_run_share_the_nodes_of_one_name(tmp_path: Path
         assert d.place["group"] != a.place["group"]
         for gate in (a, b, d):
             gate.close()
+        all_nodes = replace(PROFILE, rollout_nodes=2, train_nodes=2)
+        nameless = Gate(up.url, "nameless", all_nodes, lease_s=30)
+        e = Gate(up.url, "e", all_nodes, hosts=on("v w", "p q"), lease_s=30)
+        assert e.place["rollout"] == nameless.place["rollout"]
+        e.close()
+        nameless.close()
     finally:
         assert cli.main(["down", "--dir", str(up.folder)]) == 0
 
