@@ -294,8 +294,10 @@ class Arbiter:
                 self._permit(name, (), mux.blockers(name))
         elif what == "done":
             known.phases += 1
+            has_moved = self._mux[group].is_moving(name)
             self._carry_out(group, self._mux[group].done(name, now))
-            self._drift(name, known, said, now)
+            if not has_moved:  # else it took longer because it was asked to
+                self._drift(name, known, said, now)
         elif what in ("progress", "freed") and said["of"] != known.asked:
             pass  # of a rollout that is over
         elif what == "progress":

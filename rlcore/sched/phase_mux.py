@@ -218,6 +218,10 @@ class PhaseMux:
         """Slots of a job's running phase; none: it runs none."""
         return tuple(self._jobs[job].slots) if job in self._jobs else ()
 
+    def is_moving(self, job: str) -> bool:
+        """It was asked to leave slots of its running phase."""
+        return self._state(job).is_moving
+
     def blockers(self, job: str) -> list[str]:
         """Whom a waiting job waits for."""
         state = self._state(job)

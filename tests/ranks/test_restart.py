@@ -95,6 +95,27 @@ def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero
     assert (saved / "manifest.json").is_file()
 
 
+def test_a_sigterm_ends_an_asynchronous_run_which_goes_on_with_the_samples_that_it_had(
+    tmp_path: Path,
+) -> None:
+    where = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    keys = "--mode", "async", "--async.alpha", 2, "--cluster.rollout_ranks", 1
+    keys += "--debug.decode_floor_ms", 20, "--run.steps"
+    with launched(tmp_path, "one", where, *keys, 500) as process:
+        until(lambda: steps(tmp_path)[-1:] >= [4], process, tmp_path / "one.txt")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 0, (tmp_path / "one.txt").read_text()[-3000:]
+    last = steps(tmp_path)[-1]
+    said = (tmp_path / "one.txt").read_text()
+    assert f"ended by SIGTERM after step {last} of 500, which is saved" in said
+    with launched(tmp_path, "two", where, *keys, last + 2) as process:
+        assert process.wait(120) == 0, (tmp_path / "two.txt").read_text()[-3000:]
+    assert steps(tmp_path) == list(range(1, last + 3))
+    rows = runs.rows(tmp_path / "runs" / "x")
+    ages = [rows[last + n]["training/off_policy/trajectory_staleness_worst/max"] for n in (1, 2)]
+    assert 1 <= max(ages) <= 2
+
+
 @pytest.mark.slow
 def test_a_node_that_disappears_and_comes_back_is_waited_for(tmp_path: Path) -> None:
     """The launcher of node 1 and its rank are killed; node 0 starts its rank again, which waits for

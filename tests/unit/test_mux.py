@@ -271,6 +271,14 @@ def test_the_tail_of_a_rollout_leaves_a_node_to_the_job_that_waits_for_it(tmp_pa
             (group,) = up.status(capsys)["groups"]
             (holds,) = [j["holds"] for j in group["jobs"] if j["job"] == "wide"]
             assert holds == ["r0", "r1"] and wide.leave_now(of=wide.asked) == ()
+
+        def seconds() -> list[float]:
+            (group,) = up.status(capsys)["groups"]
+            (found,) = [j["seconds"] for j in group["jobs"] if j["job"] == "wide"]
+            return found.get("rollout", [])
+
+        _until(seconds)
+        assert len(seconds()) == 1  # the first took longer since it was asked to move
         wide.close()
         slim.close()
     finally:
