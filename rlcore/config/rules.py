@@ -493,8 +493,8 @@ def _rollout(cfg: Config) -> list[str]:
             f"--rollout.gpu_memory_utilization {r.gpu_memory_utilization}: must be above 0 and "
             "below 1"
         )
-    if cfg.cluster.gpu_gb is not None and not cfg.cluster.gpu_gb >= 0:
-        out.append(f"--cluster.gpu_gb {cfg.cluster.gpu_gb}: must be 0 or more; 0: not checked")
+    if cfg.cluster.gpu_gb is not None and not 0 <= cfg.cluster.gpu_gb < inf:
+        out.append(f"--cluster.gpu_gb {cfg.cluster.gpu_gb}: must be 0 or more GB; 0: not checked")
     for argument in r.sglang:
         if not argument.partition("=")[0].isidentifier() or "=" not in argument:
             out.append(

@@ -119,6 +119,7 @@ def test_a_good_configuration_breaks_no_rule():
         ("sync.bucket_mb", 0),
         ("sync.ranks_per_site", -1),
         ("cluster.gpu_gb", -1.0),
+        ("cluster.gpu_gb", float("inf")),
     ],
 )
 def test_every_rule_names_its_key(key, value):
