@@ -118,9 +118,10 @@ def steps_done(metrics: Path) -> int:
 
 
 def slopes(looks: Sequence[Look], steps: int) -> dict[str, tuple[float, float, bool]]:
-    """Of each figure after the warm-up: its mean, its slope per 100 steps, whether that is flat.
-    ValueError where there is too little to see."""
-    late = [found for found in looks if found["step"] > steps / 5]
+    """Of each figure after the warm-up and before the last step, behind which processes end: its
+    mean, its slope per 100 steps, whether that is flat. ValueError where there is too little to
+    see."""
+    late = [found for found in looks if steps / 5 < found["step"] < steps]
     if len({found["step"] for found in late}) < 3:
         raise ValueError(f"{len(late)} looks at the last steps of {steps}: give more --steps")
     out = {}
