@@ -58,10 +58,19 @@ def _turn(item: pytest.Item) -> tuple[int, bool]:
     return place, item.get_closest_marker("ranks") is None and "test_train" not in name
 
 
+HEAVY = Path(__file__).with_name("heavy.txt")
+"""Tests that `tools/test.sh --fast` has no time for; tools/heavy_tests.py writes it."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     items.sort(key=_turn)
+    heavy = set(HEAVY.read_text().split())
+    for item in items:
+        name = item.name.partition("[")[0]
+        if f"{item.path.relative_to(ROOT)}::{name}" in heavy:
+            item.add_marker("heavy")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -6,7 +6,7 @@ usage() {
   cat <<'TEXT'
 usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
 
-  --fast   the inner loop: no ranks, nothing slow, no SGLang
+  --fast   the inner loop, two minutes: no ranks, nothing slow or heavy, no SGLang
   (none)   what CI runs: all but the slow tests; installs SGLang, and as root Redis and Slurm
   --long   everything: seed tables, soak, fuzz
 
@@ -24,7 +24,7 @@ EXTRAS=(--test --sglang)
 SERVICES=1
 case ${1:-} in
   --fast)
-    MARKS='not slow and not ranks'
+    MARKS='not slow and not ranks and not heavy'
     EXTRAS=(--test)
     SERVICES=0
     shift

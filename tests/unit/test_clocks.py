@@ -19,6 +19,7 @@ REASONS = {
     "the waits in it are monotonic",
     "cli/doctor.py": "how old a file is",
     "mux/ranks.py": "when each job had which turn: jobs are laid over each other",
+    "mux/tail.py": "the same, of nodes that are left early",
     "mux/arbiter.py": "its history outlives the machine it runs on; leases are Redis' own",
 }
 

@@ -1,0 +1,50 @@
+"""Which tests `tools/test.sh --fast` leaves out: the longest, until the others take a minute.
+
+    PYTEST_ADDOPTS=--junitxml=junit.xml bash tools/test.sh
+    python tools/heavy_tests.py junit.xml > tests/heavy.txt
+
+A line is a test with all its parameters, and what it needs before it. Run it again when `--fast`
+takes more than two minutes.
+"""
+
+import argparse
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+SECONDS = 110.0
+"""Of the tests that are left, on one core; two share them."""
+
+
+def seconds_by_test(junit: Path) -> dict[str, float]:
+    """Of every test that ran, all its parameters together: `tests/unit/test_x.py::test_y`."""
+    found: dict[str, float] = defaultdict(float)
+    for case in ElementTree.parse(junit).iter("testcase"):
+        path = case.attrib["classname"].replace(".", "/") + ".py"
+        found[f"{path}::{case.attrib['name'].partition('[')[0]}"] += float(case.attrib["time"])
+    return found
+
+
+def heavy(seconds: dict[str, float], limit_s: float = SECONDS) -> list[str]:
+    """The longest tests, so many that the others take no longer than `limit_s`."""
+    left, out = sum(seconds.values()), []
+    for name, took in sorted(seconds.items(), key=lambda item: -item[1]):
+        if left <= limit_s:
+            break
+        out.append(name)
+        left -= took
+    return sorted(out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    p.add_argument("junit", type=Path, help="what pytest --junitxml has written")
+    p.add_argument("--seconds", type=float, default=SECONDS, help="of the tests that are left")
+    a = p.parse_args(argv)
+    print("\n".join(heavy(seconds_by_test(a.junit), a.seconds)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
