@@ -1,6 +1,6 @@
 """Long runs of the tiny task in every mode: do memory, file handles and speed stay where they are?
 
-    python tools/soak.py --steps 500 --json tools/results/soak.json      # about an hour, two cores
+    python tools/soak.py --steps 500 --json tools/results/soak.json      # half an hour, two cores
     python tools/soak.py --steps 20 --modes sync
 
 Each mode is a run of two processes with checkpoints and evaluations. Every second the whole tree of
@@ -173,9 +173,9 @@ def main(argv: list[str] | None = None) -> int:
                 f"{row['baseline']:10.1f}  {verdict}",
                 flush=True,
             )
-    if a.json:
-        about = {"machine": env.report(), "steps": a.steps, "load": os.getloadavg()[0]}
-        write_atomic(a.json, json.dumps(about | {"rows": rows}, indent=1, default=str) + "\n")
+        if a.json:  # after each mode: what ends the next one does not take this one along
+            about = {"machine": env.report(), "steps": a.steps, "load": os.getloadavg()[0]}
+            write_atomic(a.json, json.dumps(about | {"rows": rows}, indent=1, default=str) + "\n")
     return 1 if any(row.get("flat") is False for row in rows) else 0
 
 
