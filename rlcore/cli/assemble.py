@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import logging
-import math
 import os
 import socket
 import sys
@@ -239,8 +238,10 @@ def _assemble(
         if world.samples:
             run.shelf = Shelf(cfg.rollout.tp)
             on_close(run.shelf.close)
-    elif cfg.select.mode == "sync" and report.counts_nodes(run) and world.rank == 0:
-        run.on_step.append(make_profiler(cfg, world).see)
+    elif cfg.select.mode == "sync" and report.counts_nodes(run):
+        names = collective.gather_texts(node_name(cfg, world), world.everyone)
+        if world.rank == 0:
+            run.on_step.append(make_profiler(cfg, names, world.rollout_ranks).see)
     if cfg.log.trace:
         behind = collective.clock_offset(group=world.everyone)
         record = RunTrace(run.folder, world.rank, socket.gethostname(), behind, cfg.log.trace)
@@ -753,6 +754,12 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
         )
 
     names = collective.gather_texts(node_name(cfg, world), world.everyone)
+    cells = cells_by_node(names, world.rollout_ranks)
+    if mux.tail_nodes and mux.tail_nodes >= len(cells):
+        raise ValueError(
+            f"--mux.tail_nodes {mux.tail_nodes}: must be less than the nodes that sample, of which "
+            f"there are {len(cells)}, or the tail of a rollout has none to leave; give 0"
+        )
 
     def connect() -> "Gate | NoGate":
         profile = None
@@ -777,7 +784,7 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
         connect if first else None, world.everyone, run_folder(cfg) if first else None
     )
     if gate is not None and mux.tail_nodes:
-        gate.leave_early(cells_by_node(names, world.rollout_ranks))
+        gate.leave_early(cells)
     return gate
 
 
@@ -787,11 +794,13 @@ is for ranks that only sample."""
 
 
 def node_name(cfg: Config, world: World) -> str:
-    """Of the node that this rank is on. Jobs whose ranks say the same name share a node; of a CPU
-    its cores may be nodes (`--cluster.rollout_cores`)."""
+    """Of the node that this rank is on. Jobs whose ranks say the same name share a node; without
+    GPUs its cores may be nodes (`--cluster.rollout_cores`)."""
     name = os.environ.get(NODE) or socket.gethostname()
     if not world.trains:
         name = os.environ.get(ROLLOUT_NODE) or name
+    if world.device.type != "cpu":  # jobs of other cores take the same GPUs
+        return name
     cores = cfg.cluster.train_cores if world.trains else cfg.cluster.rollout_cores
     return f"{name} core {'+'.join(map(str, sorted(cores)))}" if cores else name
 
@@ -800,15 +809,15 @@ def nodes_by_pool(
     names: Sequence[str], rollout_ranks: int, profile: Profile
 ) -> dict[str, list[str]]:
     """The nodes that a job samples and trains on, in the order of its ranks, whose nodes `names`
-    are. Where every rank does both, the first nodes count to the train pool and the last to the
-    rollout pool, as many as the profile says, and a single one to both."""
+    are. Where every rank does both, the first nodes by name count to the train pool and the last to
+    the rollout pool, as many as the profile says, and a single one to both."""
     split = len(names) - rollout_ranks
     if rollout_ranks:
         return {
             "rollout": list(dict.fromkeys(names[split:])),
             "train": list(dict.fromkeys(names[:split])),
         }
-    nodes = list(dict.fromkeys(names))
+    nodes = sorted(set(names))  # or jobs on the same nodes, in another order, would not meet
     apart = profile.train_nodes if len(nodes) > 1 else 0
     return {"rollout": nodes[apart:], "train": nodes[: apart or 1]}
 
@@ -822,19 +831,20 @@ def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
     return [Cell(ranks=tuple(r), leaders=tuple(r), dp_ranks=()) for r in found.values()]
 
 
-def make_profiler(cfg: Config, world: World) -> Profiler:
-    """Writes what other jobs' schedulers have to know of this one. Where every rank does both, half
-    of the nodes are taken to be of either pool, and a single one to have both in it."""
-    per_node = ranks_per_node(world)
-    rollout, train = (math.ceil(n / per_node) for n in (world.rollout_ranks, world.train_ranks))
-    if not world.rollout_ranks:
+def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Profiler:
+    """Writes what other jobs' schedulers have to know of this one, whose ranks are on the nodes
+    `names`. Where every rank does both, half of the nodes are taken to be of either pool, and a
+    single one to have both in it."""
+    split = len(names) - rollout_ranks
+    rollout, train = len(set(names[split:])), len(set(names[:split]))
+    if not rollout_ranks:
         rollout, train = max(1, train // 2), (train + 1) // 2
     return Profiler(
         run_folder(cfg),
         max_tokens=cfg.rollout.max_tokens,
         rollout_nodes=rollout,
         train_nodes=train,
-        colocated=not world.rollout_ranks,
+        colocated=not rollout_ranks,
     )
 
 

@@ -720,6 +720,13 @@ def _mux(cfg: Config) -> list[str]:
             f"--mux.tail_nodes {found.tail_nodes}: engines of several ranks do not leave a node in "
             "the middle of a round; take --rollout.tp 1"
         )
+    for key, is_on, why in (
+        ("env", bool(cfg.select.env), "an episode under way cannot go on elsewhere"),
+        ("debug.deterministic", cfg.debug.deterministic, "the end alone says what counts"),
+        ("debug.replay", bool(cfg.debug.replay), "the end alone says what counts"),
+    ):
+        if found.tail_nodes and is_on:
+            out.append(f"--mux.tail_nodes {found.tail_nodes}: with --{key} {why}; leave one out")
     if not found.slo >= 1:
         out.append(f"--mux.slo {found.slo:g}: must be at least 1, which is as fast as alone")
     if not found.lease_s >= 1:

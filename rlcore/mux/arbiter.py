@@ -62,6 +62,8 @@ class Known:
     """Rollout nodes on which the tail of its rollouts can go on; 0: it stays where it is."""
     asked: int = 0
     """Number of the message that asked for the phase it waits for or runs."""
+    moved: int = 0
+    """The same of the last phase whose tail has left nodes."""
     phases: int = 0
     """That it has done."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -294,17 +296,21 @@ class Arbiter:
                 self._permit(name, (), mux.blockers(name))
         elif what == "done":
             known.phases += 1
-            has_moved = self._mux[group].is_moving(name)
             self._carry_out(group, self._mux[group].done(name, now))
-            if not has_moved:  # else it took longer because it was asked to
+            if known.moved != known.asked:  # else it took longer because it was asked to
                 self._drift(name, known, said, now)
         elif what in ("progress", "freed") and said["of"] != known.asked:
             pass  # of a rollout that is over
         elif what == "progress":
+            held = self._mux[group].held(name)
+            if known.keep and not set(held) <= set(_rollout_slots(known)):
+                raise ValueError("only a phase that holds rollout nodes alone can leave some")
             todo = self._mux[group].progress(name, int(said["done"]), int(said["wanted"]), now)
             self._carry_out(group, todo)
         elif what == "freed":
-            slots = [f"{ROLLOUT[0]}{known.nodes[ROLLOUT][at]}" for at in said["nodes"]]
+            mine = _rollout_slots(known)
+            slots = [mine[at] for at in said["nodes"]]
+            known.moved = known.asked
             self._carry_out(group, self._mux[group].freed(name, slots, now))
         else:
             raise ValueError("no such message")
@@ -383,8 +389,11 @@ class Arbiter:
         """Find a place for a job; whether it has one or never will."""
         known = self._jobs[name]
         job = _job(known.profile)
-        if why := self._number(known):
-            made = Decision.queued(job.id, why)
+        runs_on = (len(known.hosts[ROLLOUT]), len(known.hosts[TRAIN])) if known.hosts else None
+        if why := self._cluster.never(job, runs_on):
+            made = Decision.away(job.id, "refused", why)
+        elif why := self._meets(job, known) or self._number(known):
+            made = Decision.away(job.id, "queued", why)
         else:
             on = {pool: tuple(numbers) for pool, numbers in known.nodes.items()}
             made = self._cluster.admit(job, Nodes(**on) if on else None)
@@ -420,6 +429,28 @@ class Arbiter:
         )
         mux.join(member, now, group.order())
         self._note_group(group.id)
+
+    def _meets(self, job: Job, known: Known) -> str:
+        """Why a job has to wait that would be on a node at the same time as another, since one of
+        the two counts it to the other pool and holds both pools for a whole step."""
+        for name, other in self._jobs.items():
+            if other is known or not (other.nodes and other.hosts and known.hosts):
+                continue
+            is_colocated = job.colocated, bool(other.profile["colocated"])
+            if not any(is_colocated):
+                continue
+            for mine, theirs in ((ROLLOUT, TRAIN), (TRAIN, ROLLOUT)):
+                node = min(set(known.hosts[mine]).intersection(other.hosts[theirs]), default=None)
+                held = {mine, TRAIN, ROLLOUT} if is_colocated[0] else {mine}
+                held &= {theirs, TRAIN, ROLLOUT} if is_colocated[1] else {theirs}
+                if node is None or any(_share(known, other, pool) for pool in held):
+                    continue
+                return (
+                    f"it has {node} as a {mine} node and job {name} has it as a {theirs} node, so "
+                    f"they would take no turns; start it on the nodes of job {name}, or it waits "
+                    "until that leaves"
+                )
+        return ""
 
     def _number(self, known: Known) -> str:
         """Numbers for the nodes that a job runs on: those of other jobs there, or some that have no
@@ -479,7 +510,7 @@ class Arbiter:
     def _ask_to_move(self, todo: Migrate) -> None:
         """The tail of a rollout is to leave nodes, told by their places in the job's own order."""
         known = self._jobs[todo.job]
-        mine = [f"{ROLLOUT[0]}{n}" for n in known.nodes[ROLLOUT]]
+        mine = _rollout_slots(known)
         about = {"incarnation": known.incarnation, "n": known.asked}
         self._tell(todo.job, "move", about | {"leave": [mine.index(s) for s in todo.free]})
 
@@ -517,6 +548,16 @@ def _bound(jobs: Mapping[str, Known], pool: str) -> dict[str, int]:
         if known.nodes
         for name, number in zip(known.hosts[pool], known.nodes[pool], strict=True)
     }
+
+
+def _share(one: Known, other: Known, pool: str) -> bool:
+    """They are on a node of the pool both, so that their phases there take turns."""
+    return not set(one.hosts[pool]).isdisjoint(other.hosts[pool])
+
+
+def _rollout_slots(known: Known) -> list[str]:
+    """In the order of its `hosts`; of a job without names, that does not leave any: none."""
+    return [f"{ROLLOUT[0]}{n}" for n in known.nodes.get(ROLLOUT, ())]
 
 
 def _names(known: Known) -> str:

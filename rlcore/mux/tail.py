@@ -50,6 +50,9 @@ class TailMoves:
         if done < self._tail * wanted or self._leaving:
             return ()
         if self._talk is None:
+            # Prompts that take the place of others, or were started to spare, are no tail.
+            if wanted - sum(1 for _ in live()) < self._tail * wanted:
+                return ()
             self._talk = _Talk(self._gate, done, wanted)
         chosen = [self._cells[node] for node in self._talk.nodes]
         leaving = {rank for cell in chosen for rank in cell.leaders}

@@ -124,6 +124,8 @@ class Controller:
         self._num_requests = self._num_started = 0
         self.num_done = 0
         """Responses that have their score."""
+        self._num_dropped = 0
+        """Of those: the responses of groups that do not count."""
         self.counted: list[RequestState] = []
         """Those that counted, in that order: what decided the round."""
         self.kept: tuple[GroupId, ...] | None = None
@@ -279,6 +281,7 @@ class Controller:
         group.is_closed = True
         verdict = self._stop.judge(self._groups, group)
         self._dropped |= verdict.dropped
+        self._num_dropped += sum(len(self._groups[g].counted) for g in verdict.dropped)
         if verdict.kept is not None:
             self._count("sched/short_of_groups", float(verdict.is_short))
             return self._end(verdict.kept)
@@ -356,17 +359,20 @@ class Controller:
         """Tell replicas to stop decoding, if it is time."""
         if self._elastic is None or self._trainers or self._gone:
             return []
-        chosen = self._elastic.release(self.num_done, self.num_requests, self._live, self._up)
+        done = self.num_done - self._num_dropped
+        chosen = self._elastic.release(done, self.num_requests, self._live, self._up)
         if not chosen:
             return []
         self._trainers = [Trainer(cell) for cell in chosen if cell.dp_ranks]
         self._gone = {r for cell in chosen if not cell.dp_ranks for r in cell.leaders}
         name = "sched/stream_at" if self._trainers else "sched/tail_at"
-        self._stats[name] = self.num_done / self.num_requests
+        self._stats[name] = done / self.num_requests
         self._leaving = {r for cell in chosen for r in cell.leaders if r in self._up}
         for rank in self._leaving:
             del self._up[rank]
-        return [Release(rank=rank) for rank in sorted(self._leaving)] + self._feed()
+        # The dead of a node that is given away are told as well: they stay dead at a repair.
+        told = self._leaving | self._gone
+        return [Release(rank=rank) for rank in sorted(told)] + self._feed()
 
     def _live(self) -> list[Live]:
         found = []

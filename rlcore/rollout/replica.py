@@ -107,7 +107,7 @@ class Streamer(Protocol):
     """What the agent needs of the learner to train in the middle of a round (`--mode stream`)."""
 
     def engine_leaves(self) -> None:
-        """The engine has nothing left to do: its memory is the learner's."""
+        """The engine has nothing left to do, or is dead: its memory is the learner's."""
 
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
@@ -405,6 +405,8 @@ class Agent:
                 self._releasing = True
                 self._engine.abort(list(self._live))
                 self._release()
+            elif self.streamer is not None:  # a repair must not start it where others are now
+                self.streamer.engine_leaves()
         elif isinstance(command, Train):
             self._to_train.append(command)
         elif isinstance(command, Ship):
@@ -420,7 +422,7 @@ class Agent:
         if self._live or not self._releasing:
             return
         self._releasing = False
-        if not self._down and self.streamer is not None:
+        if self.streamer is not None:
             self.streamer.engine_leaves()
         self._send([Released(partials=self._partials)])
         self._partials = {}

@@ -160,9 +160,9 @@ class Decision:
     why: str = ""
 
     @classmethod
-    def queued(cls, job: str, why: str) -> "Decision":
-        """There is no room now for a job that nobody was asked about."""
-        return cls(job, "queued", None, (), (), 0.0, math.inf, math.inf, {}, why)
+    def away(cls, job: str, kind: Kind, why: str) -> "Decision":
+        """There is no place for a job that nobody was asked about."""
+        return cls(job, kind, None, (), (), 0.0, math.inf, math.inf, {}, why)
 
     def explain(self) -> str:
         """One sentence or two, for the log of the job."""
@@ -441,7 +441,7 @@ class Cluster:
         if job.id in self._group_of:
             raise ValueError(f"job {job.id}: the cluster has one of this name; take another")
         passed: Counter[str] = Counter()
-        if why := self._never(job) or _misfit(job, on):
+        if why := self.never(job, None if on is None else (len(on.rollout), len(on.train))):
             return self._away(job, "refused", why, passed)
         if on is not None:
             offer = self._offer_on(job, on)
@@ -616,7 +616,9 @@ class Cluster:
 
     # ---- offers
 
-    def _never(self, job: Job) -> str:
+    def never(self, job: Job, runs_on: tuple[int, int] | None = None) -> str:
+        """Why there will never be a place for a job; nothing where there may be one. `runs_on`: how
+        many rollout and train nodes it is on already."""
         for pool, what, nodes, gb in (
             (self.pools[0], "rollout", job.rollout_nodes, job.rollout_gb),
             (self.pools[1], "train", job.train_nodes, job.train_gb),
@@ -628,7 +630,12 @@ class Cluster:
                     f"its {what} state is {gb:g} GB a node, and a node's host memory takes "
                     f"{pool.memory_gb:g} GB"
                 )
-        return ""
+        if runs_on is None or runs_on == (job.rollout_nodes, job.train_nodes):
+            return ""
+        return (
+            f"its profile is of {job.rollout_nodes} rollout and {job.train_nodes} train nodes, and "
+            f"it runs on {runs_on[0]} and {runs_on[1]}; profile it as it shall run"
+        )
 
     def _isolated(self, job: Job) -> _Offer | None:
         if not (self._rollout.has(job.rollout_nodes) and self._train.has(job.train_nodes)):
@@ -730,7 +737,9 @@ class Cluster:
         owners = [g for g in self if mine[0] & g.load.keys() or mine[1].intersection(g.train)]
         if not owners:
             alone = self._isolated(job)
-            assert alone is not None, (job, on)  # its nodes are free
+            if alone is None:  # the pools were made smaller, and jobs are on nodes beyond
+                used = f"{self._rollout.used} rollout and {self._train.used} train nodes"
+                return f"{here}, and {used} are in use, which is all there are; {later}"
             return replace(alone, on=on)
         who = ", ".join(str(g.id) for g in owners)
         if len(owners) > 1:
@@ -812,16 +821,6 @@ class Cluster:
 
     def _away(self, job: Job, kind: Kind, why: str, passed: Mapping[str, int]) -> Decision:
         return Decision(job.id, kind, None, (), (), 0.0, math.inf, math.inf, dict(passed), why)
-
-
-def _misfit(job: Job, on: Nodes | None) -> str:
-    """Its profile is of another number of nodes."""
-    if on is None or (len(on.rollout), len(on.train)) == (job.rollout_nodes, job.train_nodes):
-        return ""
-    return (
-        f"its profile is of {job.rollout_nodes} rollout and {job.train_nodes} train nodes, and it "
-        f"runs on {len(on.rollout)} and {len(on.train)}; profile it as it shall run"
-    )
 
 
 def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> bool:

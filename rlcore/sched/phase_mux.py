@@ -218,10 +218,6 @@ class PhaseMux:
         """Slots of a job's running phase; none: it runs none."""
         return tuple(self._jobs[job].slots) if job in self._jobs else ()
 
-    def is_moving(self, job: str) -> bool:
-        """It was asked to leave slots of its running phase."""
-        return self._state(job).is_moving
-
     def blockers(self, job: str) -> list[str]:
         """Whom a waiting job waits for."""
         state = self._state(job)
@@ -333,6 +329,8 @@ class PhaseMux:
         out: list[Todo] = []
         for name, state in self._jobs.items():
             keep = state.member.keep
+            if len(state.holds) != 1:  # who needs both pools leaves neither
+                continue
             if not state.is_tail or state.is_moving or not 0 < keep < len(state.slots):
                 continue
             free = set(state.slots[keep:])

@@ -127,8 +127,8 @@ class Elastic(Protocol):
         self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
     ) -> Sequence[Cell]:
         """The cells that stop decoding now, mostly none; once in a round. `done` of the `wanted`
-        responses have their score, `live` gives all that are still to be decoded, `up` are the
-        replicas that decode."""
+        responses have their score, those of dropped groups left out; `live` gives all that are
+        still to be decoded, `up` are the replicas that decode."""
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
         """How many of the groups that wait to be trained a cell takes at a time, from the first."""

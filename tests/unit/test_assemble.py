@@ -11,7 +11,14 @@ import torch
 from rlcore.cli import assemble, train, world
 from rlcore.cli.world import World
 from rlcore.config import resolve
-from rlcore.config.schema import Config, DataConfig, RolloutConfig, RunConfig, TrainConfig
+from rlcore.config.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from rlcore.hf.config import HFConfig
 from rlcore.trainer import sync_loop
 from rlcore.utils.log import log
@@ -91,3 +98,23 @@ def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and said.startswith("row 3 of a.jsonl cannot be sent")
     assert closed == [True]
+
+
+def test_nodes_are_told_apart_by_the_names_that_ranks_say(monkeypatch, tmp_path: Path) -> None:
+    """Profiles count them the same way; cores are nodes only where there are no GPUs."""
+    cores = ClusterConfig(rollout_cores=(2, 3))
+    cfg = Config(run=RunConfig(dir=str(tmp_path), name="r"), cluster=cores)
+    monkeypatch.setenv(assemble.NODE, "h")
+    there = World(1, 2, 1, torch.device("cpu"), None, rollout_ranks=1)
+    assert assemble.node_name(cfg, there) == "h core 2+3"
+    assert assemble.node_name(cfg, replace(there, device=torch.device("cuda", 1))) == "h"
+    names = ["t0", "t0", "r1", "r0", "r0"]
+    found = assemble.make_profiler(cfg, names, 3)
+    assert found._nodes == {"rollout_nodes": 2, "train_nodes": 1}
+    found = assemble.make_profiler(cfg, names, 0)
+    assert found._nodes == {"rollout_nodes": 1, "train_nodes": 2}
+    profile = SimpleNamespace(train_nodes=2)
+    assert assemble.nodes_by_pool(names, 3, profile) == {"rollout": ["r1", "r0"], "train": ["t0"]}
+    either = {"rollout": ["t0"], "train": ["r0", "r1"]}  # whatever the order of the ranks
+    assert assemble.nodes_by_pool(names, 0, profile) == either
+    assert assemble.nodes_by_pool(names[::-1], 0, profile) == either

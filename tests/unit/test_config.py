@@ -271,6 +271,19 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
             "--mux.url redis://h --cluster.rollout_ranks 1 --mode async",
             "--mode async: with --mux.url rollout and training take turns",
         ),
+        *[
+            (f"--mux.url redis://h --cluster.rollout_ranks 2 --mux.tail_nodes 1 {more}", said)
+            for more, said in (
+                ("", ""),
+                ("--env frozenlake", "--mux.tail_nodes 1: with --env an episode under way cannot"),
+                ("--debug.deterministic", "--mux.tail_nodes 1: with --debug.deterministic the end"),
+                ("--debug.replay elsewhere", "--mux.tail_nodes 1: with --debug.replay the end"),
+                (
+                    "--rollout.engine sglang --rollout.tp 2",
+                    "--mux.tail_nodes 1: engines of several ranks do not leave",
+                ),
+            )
+        ],
     ],
 )
 def test_ranks_that_only_sample_and_staleness_have_rules(words, said):

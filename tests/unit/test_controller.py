@@ -17,6 +17,7 @@ from rlcore.records import (
     Progress,
     Prompt,
     Ready,
+    Release,
     Repair,
     Rewarded,
     RewardResult,
@@ -27,7 +28,7 @@ from rlcore.records import (
 )
 from rlcore.rollout.controller import MAX_REPAIRS, Controller
 from rlcore.sched.place import LeastLoaded
-from rlcore.sched.roles import Verdict
+from rlcore.sched.roles import Cell, Verdict
 from rlcore.sched.stop import All, First
 
 
@@ -433,3 +434,52 @@ def test_what_was_started_and_not_kept_is_counted():
     stats = out[-1].stats
     assert stats["sched/surplus_tokens"] == 0.8
     assert stats["sched/length_shift"] == 5 / 10 - 1
+
+
+class Leaves:
+    """An `Elastic` whose last two ranks leave at eight tenths."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def release(self, done, wanted, live, up):
+        self.asked.append((done, wanted))
+        return [Cell(ranks=(1, 2), leaders=(1, 2), dp_ranks=())] if done >= 0.8 * wanted else []
+
+    def start(self) -> None:
+        pass
+
+    def finished(self, num_tokens) -> None:
+        pass
+
+    def left(self, rank) -> None:
+        pass
+
+
+def test_the_dead_of_a_node_that_is_given_away_are_told_as_well():
+    c = Controller(
+        ranks=range(3), place=LeastLoaded(9), stop=All(), deadline_s=10.0, elastic=Leaves()
+    )
+    c.start(work(1, 10), 0.0)
+    for rank in range(3):
+        c.handle(Ready(rank=rank), 0.0)
+    c.handle(Down(rank=2, reason="gone"), 0.5)
+    for k in range(8):
+        out = finish(c, 0, f"t0.{k}")
+    assert [r.rank for r in out if isinstance(r, Release)] == [1, 2]
+
+
+def test_responses_of_dropped_groups_are_not_done():
+    """Others come in their place."""
+    spare, leaves = iter(work(9, 2)[3:]), Leaves()
+    stop = First({"s": 3}, dict.fromkeys(("t0", "t1", "t2"), "s"), lambda domain: next(spare))
+    c = Controller(ranks=[0], place=LeastLoaded(99), stop=stop, deadline_s=10.0, elastic=leaves)
+    c.start(work(3, 2), 0.0)
+    c.handle(Ready(rank=0), 0.0)
+    for g in range(2):  # equal rewards
+        finish(c, 0, f"t{g}.0")
+        finish(c, 0, f"t{g}.1")
+    finish(c, 0, "t2.0")
+    assert max(leaves.asked) == (1, 6)
+    finish(c, 0, "t2.1", 0.0)
+    assert max(leaves.asked) == (2, 6)

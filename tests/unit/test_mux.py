@@ -225,6 +225,61 @@ def test_jobs_that_say_where_they_run_share_the_nodes_of_one_name(tmp_path: Path
         assert e.place["rollout"] == nameless.place["rollout"]
         e.close()
         nameless.close()
+        three = replace(PROFILE, rollout_nodes=3)
+        with pytest.raises(Refused, match="it needs 3 rollout nodes and the pool has 2"):
+            Gate(up.url, "wide", three, hosts=on("u v w", "p"), lease_s=30)
+        with pytest.raises(Refused, match="profile is of 2 rollout .* and it runs on 1 and 1"):
+            Gate(up.url, "odd", all_nodes, hosts=on("new", "newer"), lease_s=30)
+    finally:
+        assert cli.main(["down", "--dir", str(up.folder)]) == 0
+
+
+@needs_redis
+def test_who_holds_both_pools_is_on_a_node_alone_whatever_pool_others_count_it_to(tmp_path: Path):
+    def on(rollout: str, train: str) -> dict[str, list[str]]:
+        return {"rollout": rollout.split(), "train": train.split()}
+
+    up = Up(tmp_path / "mux", 2, 2)
+    both, keys = replace(PROFILE, colocated=True), {"lease_s": 30, "wait_s": 2}
+    try:
+        a = Gate(up.url, "a", both, hosts=on("x", "y"), lease_s=30)
+        for other in (on("y", "x"), on("y", "z")):
+            with pytest.raises(TimeoutError, match="y as a rollout node and job a has"):
+                Gate(up.url, "b", both, hosts=other, **keys)
+        with pytest.raises(TimeoutError, match="start it on the nodes of job a"):
+            Gate(up.url, "b", PROFILE, hosts=on("y", "z"), **keys)
+        b = Gate(up.url, "b", both, hosts=on("x", "y"), **keys)
+        assert b.place["group"] == a.place["group"]
+        a.close()
+        b.close()
+        c = Gate(up.url, "c", PROFILE, hosts=on("x", "y"), **keys)
+        d = Gate(up.url, "d", PROFILE, hosts=on("y", "x"), **keys)  # hosts with both kinds of GPU
+        assert c.place["group"] != d.place["group"]
+        c.close()
+        d.close()
+    finally:
+        assert cli.main(["down", "--dir", str(up.folder)]) == 0
+
+
+@needs_redis
+def test_pools_that_were_made_smaller_have_a_new_job_wait(tmp_path: Path):
+    up = Up(tmp_path / "mux", 3, 3)
+    try:
+        gates_ = [
+            Gate(up.url, name, PROFILE, hosts={"rollout": [name], "train": [name]}, lease_s=60)
+            for name in "abc"
+        ]
+        gates_[0].close()
+        up.kill("arbiter")
+        up.argv[up.argv.index("--rollout-pool") + 1] = "2"
+        up.argv[up.argv.index("--train-pool") + 1] = "2"
+        up.up()
+        with pytest.raises(TimeoutError, match="2 rollout and 2 train nodes are in use"):
+            Gate(up.url, "d", PROFILE, hosts={"rollout": ["d"], "train": ["d"]}, wait_s=15)
+        for gate in gates_[1:]:  # the arbiter lives
+            with gate.phase("rollout"):
+                pass
+            gate.close()
     finally:
         assert cli.main(["down", "--dir", str(up.folder)]) == 0
 
@@ -249,6 +304,8 @@ def test_the_tail_of_a_rollout_leaves_a_node_to_the_job_that_waits_for_it(tmp_pa
         with wide.phase("rollout"):
             tail.start()
             assert release(7, {1: 0, 2: 0}) == []
+            assert tail.release(8, 10, lambda: [None] * 3, {1: 0, 2: 0}) == ()  # three to come
+            assert tail._talk is None
             time.sleep(1.0)
             assert release(8, {1: 0, 2: 0}) == []  # nobody waits
             thread = threading.Thread(target=work, daemon=True)

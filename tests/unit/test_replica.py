@@ -183,6 +183,31 @@ def test_a_repair_is_told_to_whoever_has_left_without_training_yet() -> None:
     assert (streamer.left, streamer.forgot) == (1, 1)
 
 
+def test_an_engine_that_was_dead_has_left_as_well_so_that_no_repair_starts_it() -> None:
+    hub, agent, streamer = releasing()
+    agent._engine.down = "it died before"
+    for command in (Release(rank=0), EndRound(rank=0, groups=())):
+        hub.send(0, "agent", command)
+    agent.run_round()
+    assert streamer.left == 1
+    assert not [e for e in sent(hub) if isinstance(e, Released)]
+
+
+def test_an_engine_that_dies_while_it_leaves_has_left() -> None:
+    hub, agent, streamer = releasing()
+    hub.send(0, "agent", submit("t0.0"))
+    hub.send(0, "agent", Release(rank=0))
+    agent._engine.poll = lambda timeout_s: [Down(reason="it died of it")]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(agent.run_round)
+        events: list[AnyEvent] = []
+        while not any(isinstance(e, Down) for e in events):
+            events += hub.receive("controller", list[AnyEvent], 20.0) or pytest.fail("no event")
+        hub.send(0, "agent", EndRound(rank=0, groups=()))
+        future.result(20)
+    assert streamer.left == 1
+
+
 class OneByOne:
     """An engine that ends a response at every poll."""
 
