@@ -131,8 +131,9 @@ class RolloutConfig:
     clock."""
     cache_tokens: int = 0
     """Tokens of KV cache per engine; 0 sizes it for max_running full-length requests, at most what
-    the memory allows. Both are of an engine of `tp` ranks: where sizes change, one of twice the
-    ranks has twice as much."""
+    the memory allows. Where that is less, which rows share a forward hangs on the memory that is
+    free at the start: give a number, and a resumed run is the same bit by bit. Both are of an
+    engine of `tp` ranks: where sizes change, one of twice the ranks has twice as much."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """`auto` takes model.dtype."""
     quantize: Literal[

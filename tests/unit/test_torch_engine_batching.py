@@ -7,6 +7,7 @@ import torch
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.records import Finished, Partial, Preempted, Progress, Request, Sampling, Stats
+from rlcore.rollout.torch_engine import engine as torch_engine
 from rlcore.rollout.torch_engine.engine import TorchEngine, _spans
 from rlcore.sync.pack import push
 from tests.contracts.engine_contract import (
@@ -73,6 +74,20 @@ def test_in_float32_samples_part_only_at_rounding_ties():
         ties += len(differ) > 0
         np.testing.assert_allclose(a.logps[:common], b.logps[:common], atol=1e-4)
     assert ties <= 2
+
+
+def test_more_free_memory_at_a_wake_changes_nothing(monkeypatch):
+    """Room for other rows would be other forwards; less is what there is."""
+    free = {"tokens": 900}
+    per_token = 2 * HF.num_layers * HF.num_kv_heads * HF.head_dim * 8
+    monkeypatch.setattr(torch_engine, "_free_bytes", lambda device: free["tokens"] * per_token)
+    engine = make()
+    assert engine._cache.budget == 900
+    for tokens, room in ((2000, 900), (700, 700), (900, 700)):
+        free["tokens"] = tokens
+        engine.sleep(("kv_cache",))
+        engine.wake(("kv_cache",))
+        assert engine._cache.budget == room
 
 
 def test_what_ran_before_does_not_show_in_the_forwards(monkeypatch):

@@ -336,6 +336,9 @@ class TorchEngine:
             fp32_head=fp32_head,
         )
         self._model.allocate()
+        self._budget = 0
+        """Tokens of cache that were free at the start, or at a wake since where there were fewer;
+        0: `cache_tokens` says how many."""
         self._cache: Cache | None = self._make_cache()
         self._seats = _Seats.make(max_running)
         self._jobs: dict[RequestId, _Job] = {}
@@ -534,6 +537,8 @@ class TorchEngine:
         if not budget:
             per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * self._dtype.itemsize
             budget = max(self._max_tokens, min(full, _free_bytes(self._device) // per_token))
+            # What is free at each wake changes; which rows share a forward should not.
+            self._budget = budget = min(budget, self._budget or budget)
         return Cache(
             hf.num_layers,
             hf.num_kv_heads,
