@@ -7,7 +7,8 @@ usage() {
 usage: bash tools/gpu_check.sh [test files...]
 
 environment
-  PYTHON   the Python that has torch for CUDA, and what is listed when it is missing; default python3
+  PYTHON   the Python that has torch for CUDA, and what is listed when it is missing; default: that
+           of .venv, where tools/setup.sh has made one, or python3
   REPORT   folder for table.txt (every test) and log.txt (what failed); default build/gpu_check
   JOBS     files that run at a time; default 3
   LIMIT_S  seconds after which a file is ended; default 480
@@ -23,7 +24,10 @@ esac
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
-PYTHON=${PYTHON:-python3}
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
+fi
 REPORT=${REPORT:-build/gpu_check}
 JOBS=${JOBS:-3}
 LIMIT_S=${LIMIT_S:-480}

@@ -8,7 +8,7 @@ usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
 
   --fast   the inner loop, two minutes: no ranks, nothing slow or heavy, no SGLang
   (none)   what CI runs: all but the slow tests; installs SGLang, and as root Redis and Slurm
-  --long   everything: seed tables, soak, fuzz
+  --long   everything: tasks are learned, a soak in every mode, 10,000 random configurations
 
   bash tools/test.sh tests/unit -k net     # arguments of pytest: without the check of form
 

@@ -1,5 +1,5 @@
 """An environment that takes its time, for experiments: every step lasts max(0, N(mean, std)), some
-last longer (fail-slow), some for ever (fail-stop). ROLL Flash's simulated latency, PAPERS.md D5.
+last longer (fail-slow), some for ever (fail-stop). ROLL Flash's simulated latency.
 
 It goes around the rows of any data set: the turns before the last are answered with a text, the
 last one is scored by `--reward`.

@@ -1,4 +1,5 @@
-"""The tail of a rollout leaves nodes to the next job. RollMux's long-tail migration, PAPERS.md B4.
+"""The tail of a rollout leaves nodes to the next job. RollMux's long-tail migration, arXiv
+2512.11306.
 
     slots        r0        r1
     rollout A    ########  ########      80 % of the responses are done, and job B waits for r1

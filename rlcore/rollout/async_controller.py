@@ -1,4 +1,4 @@
-"""The controller of a round that does not end: `--mode async`, ROLL Flash, PAPERS.md D2.
+"""The controller of a round that does not end: `--mode async`, ROLL Flash, arXiv:2510.11345.
 
 A `Controller` whose responses outlive a change of the weights. What differs is said by three
 events and three commands; everything else, placing, rewards, engines that die, is the base's.

@@ -514,7 +514,7 @@ class Controller:
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
         """Of what was started and not kept. `sched/length_shift`: by how much the kept responses of
         these groups are shorter than all that were started, which are at least as long as is known
-        of them (PAPERS.md F5)."""
+        of them."""
         counted = [r.num_tokens for g in kept for r in self._groups[g].counted]
         every = sum(r.num_tokens for r in self._requests.values())
         out = {}

@@ -1,5 +1,4 @@
-"""How many ranks should sample and how many train? ROLL Flash, arXiv:2510.11345, Proposition 2
-(PAPERS.md D3).
+"""How many ranks should sample and how many train? ROLL Flash, arXiv:2510.11345, Proposition 2.
 
 With r ranks that sample, t that train and samples at most alpha versions old, a step takes at most,
 but for what is prefilled anew after a push,

@@ -1,4 +1,4 @@
-"""Which jobs share nodes. RollMux's inter-group scheduler, arXiv 2512.11306, PAPERS.md B1-B3.
+"""Which jobs share nodes. RollMux's inter-group scheduler, arXiv 2512.11306, Algorithm 1.
 
 A job samples on rollout nodes and trains on train nodes; while it does one, the other half of its
 nodes has nothing to do. Jobs of a group take turns: each is pinned to some of the group's rollout

@@ -1,6 +1,6 @@
 """HistoPipe: long and short answers take turns on a worker, so that two steps end together.
 
-RhymeRL, arXiv:2508.18588; PAPERS.md C2. One step off-policy: a worker that is done with its share
+RhymeRL, arXiv:2508.18588. One step off-policy: a worker that is done with its share
 of step k starts its share of step k + 1 with the newest weights, and waits for nobody.
 
     rank        prompts of a step ascending by predicted length, the longest answer of the epoch
@@ -26,7 +26,7 @@ from rlcore.sched.reward import key_of
 Key = TypeVar("Key", bound=Hashable)
 GROUPS = 8
 QUANTILE = 0.98
-"""Of a group's history: what is longer migrates. PAPERS.md F15."""
+"""Of a group's history: what is longer migrates."""
 
 
 class LengthHistory:

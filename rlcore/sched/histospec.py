@@ -6,7 +6,7 @@ numbers, older ones counting less and less. At the knee, n = a / b tokens, a ste
 long as one of no tokens.
 
     cap     drafts of a batch of `running` requests are at most knee // running - 1 long (1 to the
-            window), so that a forward stays below the knee: PAPERS.md C1, arXiv:2508.18588.
+            window), so that a forward stays below the knee: RhymeRL, arXiv:2508.18588.
     gate    with drafts of d tokens a request gains e tokens in a step, so they are on while
 
                 e (a + b running) > a + b running (1 + d) + c

@@ -1,4 +1,4 @@
-"""Whose turn it is on shared nodes. RollMux's intra-group scheduler, PAPERS.md B4.
+"""Whose turn it is on shared nodes. RollMux's intra-group scheduler, arXiv 2512.11306.
 
 Every job of a group does one rollout and one training in a round of turns, and on every node (a
 slot) turns come in one cyclic order. A job asks for a phase, gets a grant as soon as it is first in

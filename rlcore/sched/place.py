@@ -9,7 +9,7 @@ class LeastLoaded:
     """The replica with the fewest live requests; the lowest rank among equals. A group stays with
     the replica that took its first request while that one has room, so the prompt is prefilled
     once; or, with `spread`, every request goes by itself: a prompt of long answers then does not
-    keep one replica busy alone (prompt replication, PAPERS.md D2)."""
+    keep one replica busy alone (prompt replication, arXiv 2510.11345)."""
 
     def __init__(self, max_running: int, *, spread: bool = False) -> None:
         """`max_running`: requests that a replica takes at a time; what has no room waits at the

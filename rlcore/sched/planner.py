@@ -1,4 +1,5 @@
-"""The tensor-parallel size of the rollout engines, from round to round. RollPacker, PAPERS.md A3.
+"""The tensor-parallel size of the rollout engines, from round to round. RollPacker, arXiv
+2509.21009.
 
 More preemptions than in the round before: the caches are too small, so engines of twice the ranks
 take over, up to those of a node. Four rounds without any: engines of half the ranks, of which there

@@ -1,4 +1,4 @@
-"""How long a reward may take. RollPacker, PAPERS.md A4.
+"""How long a reward may take. RollPacker, arXiv 2509.21009.
 
 A wrong program that loops costs its whole deadline. What a right one needs is known as soon as one
 answer to the prompt was right, so from then on others get a little more than that:

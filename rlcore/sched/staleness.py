@@ -1,5 +1,5 @@
 """The sample buffer of `--mode async`: how many groups may be under way, how old they may be, and
-which of them are trained next. ROLL Flash, arXiv:2510.11345; PAPERS.md D1 and D2.
+which of them are trained next. ROLL Flash, arXiv:2510.11345.
 
 A version is a number of policy updates. A group is as old as the oldest first token of its
 responses. Policy version n trains B groups that are at most alpha versions old:
@@ -12,7 +12,7 @@ responses. Policy version n trains B groups that are at most alpha versions old:
     end       what is older than alpha when the version changes is dropped, wherever it is
 
 With a fraction, alpha B and the age are rounded up, and at most that fraction of B comes from the
-oldest version (PAPERS.md F18). With `extra` so many more groups run than are needed, and so many
+oldest version. With `extra` so many more groups run than are needed, and so many
 older ones may be left behind; they end by their age. alpha 0 without extra is the synchronous
 batch: B groups start with a version, and all are waited for.
 

@@ -1,4 +1,5 @@
-"""Who trains while others still decode. RollPacker's stream trainer, PAPERS.md A5 (Algorithm 1).
+"""Who trains while others still decode. RollPacker's stream trainer, arXiv
+2509.21009, Algorithm 1.
 
 Towards the end of a round few responses are left and most of an engine's batch is empty. Then half
 of the replicas hand their live requests to the others, which go on from the tokens that there are,

@@ -1,5 +1,5 @@
 """Tail batching: no step waits for the longest answer, except those that are made of long answers.
-RollPacker, arXiv 2509.21009; PAPERS.md A2.
+RollPacker, arXiv 2509.21009.
 
 A *short* round starts floor(eta_prompts P) prompts with round(eta_samples R) responses each. A
 prompt is complete when R of its responses are finished and rewarded; the round ends with the first

@@ -18,11 +18,11 @@ class Careless(Cluster):
 
 
 class Greedy(Careless):
-    """Where it adds least to the bill; the group that is used most among equals [PAPERS.md B5]."""
+    """Where it adds least to the bill; the group that is used most among equals."""
 
 
 class Random(Careless):
-    """Any group that has host memory, or one of its own, all alike [PAPERS.md B5]."""
+    """Any group that has host memory, or one of its own, all alike."""
 
     def __init__(self, rollout: Pool, train: Pool, seed: int) -> None:
         super().__init__(rollout, train)

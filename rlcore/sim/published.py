@@ -1,7 +1,8 @@
 """What papers have published, to hold a simulation against; where each constant of ours is from.
 
 Nothing here is fitted to make a table agree, except what says so. [paper]: RollPacker, arXiv
-2509.21009 and its submission; [code]: its artifact, Farrrrland/RollPacker; [A8]: PAPERS.md.
+2509.21009 and its submission; [code]: its artifact, Farrrrland/RollPacker; [A8]: the generator
+of lengths in workload.py.
 """
 
 from dataclasses import dataclass

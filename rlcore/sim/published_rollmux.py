@@ -1,6 +1,6 @@
 """What RollMux has published, to hold a simulation against; where each constant of ours is from.
 
-[paper]: arXiv 2512.11306 and its OSDI version (Weave), as noted in PAPERS.md B; [ours]: not
+[paper]: arXiv 2512.11306 and its OSDI version (Weave); [ours]: not
 published, a stand-in, chosen once and not to make a table agree, except where it says fitted.
 """
 
@@ -106,7 +106,7 @@ class Kind:
 KINDS = {
     "A": Kind(1.0),
     "C": Kind(0.5, nodes=2),
-    "D": Kind(2.5, train_scaling=1.0),  # [PAPERS.md B5] beside C it trains on all 16 H800
+    "D": Kind(2.5, train_scaling=1.0),  # [ours] beside C it trains on all 16 H800
     "E": Kind(6.0),
 }
 SOLO_S = 300.0
@@ -126,7 +126,7 @@ class Micro:
     """Cost efficiency, arXiv v1 and OSDI."""
     over_colocated: float
     price: float
-    """[PAPERS.md B5] bills alone against that of the group: the most there is to gain."""
+    """[ours] bills alone against that of the group: the most there is to gain."""
 
 
 MICRO = {

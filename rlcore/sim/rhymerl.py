@@ -39,12 +39,13 @@ AIMD_TABLE = (
     (0.95, 5.78, 0.80),
     (0.98, 8.8, 0.87),
 )
-"""PAPERS.md C1 [D]: probability that a token is right, tokens of a forward, share accepted."""
+"""Derived from the paper's AIMD: probability that a token is right, tokens of a forward, share
+accepted."""
 ACCEPT = 0.90
 DRAFTED = 0.75
 ROLLOUT_SHARE = 0.87
 GPU_COUNT, TP, PROMPTS, SAMPLES = 32, 2, 256, 16
-"""The public recipe's: 32 H100, batch 256, 16 answers (PAPERS.md C1)."""
+"""The public recipe's: 32 H100, batch 256, 16 answers."""
 LENGTHS = {
     name: replace(GENERATORS[name], sp=0.9, sr=0.3, b=4.0, s=0.1, a=-9.0) for name in ("8k", "16k")
 }

@@ -1,6 +1,6 @@
 """ROLL Flash's tables from the shipped controller and sample buffer: published against simulated.
 
-arXiv:2510.11345, PAPERS.md D3 and D5. What the paper leaves open stands as a constant here, with
+arXiv:2510.11345. What the paper leaves open stands as a constant here, with
 where it is from; cells that a constant is fitted on say so, and so do those that do not agree.
 """
 
@@ -53,7 +53,7 @@ LAWS = {
 }
 """Tokens in the middle, of at most 32,768. 3k: a base model (published beside it: Qwen3-8B-Base),
 fitted on the speed-up of 16 + 24 GPUs; 8k: a model that thinks (Think), ours, not fitted. Both have
-a response in 20 in the tail. RollPacker: its 32k generator (PAPERS.md A8), 800 in the middle, whose
+a response in 20 in the tail. RollPacker: its 32k generator (workload.py), 800 in the middle, whose
 longest is more than 20 times that, as the paper says of its own."""
 
 SIZES = (16, 32, 64, 128)
@@ -125,7 +125,7 @@ class Found:
 
     seconds: float
     bound: float
-    """That Proposition 2 allows (PAPERS.md D3)."""
+    """That Proposition 2 allows."""
 
     @property
     def facts(self) -> dict[str, object]:
@@ -296,8 +296,8 @@ def splits(steps: int, seed: int) -> Made:
 
 
 def propositions(steps: int, seed: int) -> Made:
-    """PAPERS.md D3: seconds of a batch that are simulated, and the bounds, which must not be below.
-    For the first, 64 workers have one place each and training takes no time."""
+    """Propositions 1 and 2: seconds of a batch that are simulated, and the bounds, which must not
+    be below. For the first, 64 workers have one place each and training takes no time."""
     rows: list[Row] = []
     for alpha in ALPHAS:
         found, bound = list_scheduling(64, alpha, 4 * steps, seed)

@@ -13,7 +13,8 @@ from rlcore.utils.seed import derive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
-    """PAPERS.md A8: a log-normal body, and with a prompt's own probability a tail up to the cap.
+    """Ours, for published lengths: a log-normal body, and with a prompt's own probability a tail up
+    to the cap.
 
     z, e ~ N(0, 1) per prompt    q = sigmoid(a + b z + s e)
     body = exp(mu + sp z + sr e')    tail = exp(log cap + pt (0.3 - |e''|))
@@ -64,7 +65,7 @@ GENERATORS: Mapping[str, Generator] = {
     "16k": _16K,
     "32k": Generator(cap=32_768, mu=6.709, sp=0.005, sr=0.674, pt=1.683, a=-4.037, b=1.646, s=0.06),
 }
-"""Fitted on the ratios of figure 11 of RollPacker (PAPERS.md A8), each on its own column; 8k is 16k
+"""Fitted on the ratios of figure 11 of RollPacker, each on its own column; 8k is 16k
 with another cap."""
 
 

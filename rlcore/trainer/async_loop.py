@@ -1,5 +1,5 @@
 """The asynchronous loop: the train ranks take the next batch while the others go on sampling. ROLL
-Flash, arXiv:2510.11345; PAPERS.md D2.
+Flash, arXiv:2510.11345.
 
 A step trains policy version n on samples of which no token is older than n - alpha, then stops the
 engines for as long as a push takes. What is under way keeps its tokens and their log-probs and goes

@@ -1,5 +1,5 @@
 """The stream trainer: the synchronous loop, except that some ranks train what is complete while the
-others still decode. RollPacker, PAPERS.md A5; `sched/stream.py` decides who and when.
+others still decode. RollPacker, arXiv 2509.21009; `sched/stream.py` decides who and when.
 
 Strictly on-policy as the other: all samples are from the weights of the step, gradients are sums
 until the one reduction and the one optimizer step at its end, and those are divided by the count of

@@ -1,4 +1,4 @@
-"""The tiny task: correct rows, clean splits, the length tail that TINY.md asks for."""
+"""The tiny task: correct rows, clean splits, the length tail of its page."""
 
 import numpy as np
 import pytest

@@ -159,7 +159,7 @@ def test_rank_jumps_of_real_answers_are_only_reported(real_data, record_property
 
 @pytest.mark.parametrize(("accept", "tokens", "rate"), rhymerl.AIMD_TABLE)
 def test_the_forests_windows_give_the_table_of_the_paper_by_simulation(accept, tokens, rate):
-    """PAPERS.md C1 [D]: AIMD(2, +2, 32, reset) with every token right with probability `accept`.
+    """RhymeRL: AIMD(2, +2, 32, reset) with every token right with probability `accept`.
     The forest drafts from a text that never ends, so drafts are as long as the window."""
     pytest.importorskip("rlcore._C", reason="the Python reference would take minutes")
     forest = Forest(min_prob=0.0, live=False, min_match=3)

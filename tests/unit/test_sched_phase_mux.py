@@ -45,7 +45,7 @@ NESTED = [("r0",), ("r1",), ("r2",), ("r0", "r1"), ("r0", "r1", "r2"), ("r3",)]
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_the_period_is_the_longer_of_cycle_and_load(data):
-    """I7, PAPERS.md B2: with nested node sets, those on more nodes first."""
+    """RollMux, round-robin: with nested node sets, those on more nodes first."""
     count = data.draw(st.integers(1, 5))
     nodes = sorted(
         (data.draw(st.sampled_from(NESTED)) for _ in range(count)), key=lambda n: -len(n)

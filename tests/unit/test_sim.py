@@ -230,7 +230,7 @@ def test_a_request_that_is_preempted_counts_once():
 
 
 def test_the_generator_has_the_published_quantiles():
-    """PAPERS.md A8, 16k: median 527, P75 1139, mean 1325, P99 at the cap."""
+    """RollPacker, 16k: median 527, P75 1139, mean 1325, P99 at the cap."""
     g = GENERATORS["16k"]
     drawn = np.concatenate([g.lengths(row, 8, 0) for row in range(10_000)])
     assert np.median(drawn) == pytest.approx(527, rel=0.04)

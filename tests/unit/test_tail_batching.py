@@ -77,7 +77,7 @@ def test_responses_are_rounded_and_prompts_are_not_rounded_up(samples, eta, star
 
 @pytest.mark.parametrize("eta", [1.125, 1.25, 1.5, 2.0])
 def test_the_share_of_long_rounds_is_exact(eta):
-    """PAPERS.md I10: one long round to 1 / (eta - 1) short ones."""
+    """One long round to 1 / (eta - 1) short ones."""
     source = tail(num_prompts=8, num_samples=1, eta_prompts=eta)
     kinds = Counter()
     period = round(1 / (eta - 1)) + 1
@@ -116,7 +116,7 @@ def test_the_queue_lives_over_epochs_and_a_prompt_of_the_next_epoch_is_another_o
 def test_every_prompt_of_an_epoch_is_trained_once_or_dropped_with_a_reason(
     num_prompts, eta, num_rows, seed, dynamic
 ):
-    """PAPERS.md I1, in rounds whose winners are drawn by lot."""
+    """In rounds whose winners are drawn by lot."""
     dice = np.random.default_rng(seed)
     source = tail(num_prompts, 1, num_rows, eta_prompts=eta, dynamic=dynamic)
     fate = Counter()
