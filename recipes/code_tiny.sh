@@ -2,7 +2,7 @@
 __doc__=r'''GRPO on the tiny code task: 0.4 M weights write functions of one line, and the sandbox runs
 their tests; 2 CPU cores. The prompt is a chain of operations such as +3*5-2, a right answer is
 f=lambda x:(x+3)*5-2 or whatever else passes; see rlcore/data and rlcore/sandbox. Held-out accuracy
-goes from 0.51 to 0.62 (256 prompts, standard error .03; seed 0) in the 100 steps.
+goes from 0.51 to 0.61 (256 prompts, standard error .03; seed 0) in the 100 steps.
 
     bash recipes/code_tiny.sh                               # sets itself up, then trains
     bash recipes/code_tiny.sh --reward.require_isolation    # refuses to start without namespaces
