@@ -18,8 +18,8 @@ _BETWEEN = re.compile(
 """What may stand between boxes that are one answer together, `_JOINT` is what must."""
 _JOINT = re.compile(r"[,;]|\b(?:and|or)\b|\\quad")
 _HASHES = "####"
-_LABEL = re.compile(
-    r"^[ \t*#>]*(?:final answer|answer|A)[ \t*]*[:=][ \t*]*(\S.*)$", re.IGNORECASE | re.MULTILINE
+_LABEL = re.compile(  # `a = 3` and `A = 50` are steps: a bare letter is a label as `A:` alone
+    r"^[ \t*#>]*(?:(?i:final answer|answer)[ \t*]*[:=]|A[ \t*]*:)[ \t*]*(\S.*)$", re.MULTILINE
 )
 _MOST_BOXES = 8
 

@@ -27,8 +27,11 @@ from rlcore.sandbox import walls
 from rlcore.sandbox.box import Broken, Limits, Outcome, Sandbox
 from rlcore.utils.log import log
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)^[ \t]*```", re.M | re.S)
-_OPEN = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*)\Z", re.M | re.S)
+# Possessive: what a header has taken is not given back, or a long one takes quadratic time, in
+# which no other thread of the rank runs.
+_HEADER = r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n]*+\n"
+_FENCE = re.compile(_HEADER + r"(.*?)^[ \t]*+```", re.M | re.S)
+_OPEN = re.compile(_HEADER + r"(.*)\Z", re.M | re.S)
 _CLOSE_S = 20.0
 _SENTENCES = {
     "memory": "memory: the program took more than {limits.memory_mb} MB",

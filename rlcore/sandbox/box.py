@@ -6,6 +6,7 @@ import json
 import os
 import selectors
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,11 @@ from typing import Self
 
 from rlcore.sandbox import judge
 from rlcore.sandbox.walls import Walls
+from rlcore.utils.log import log
 
 _GRACE_S = 5.0
+_PAUSES_S = 1.0, 5.0
+"""Before a sandbox that did not come back is started again."""
 _LOOK_S, _KILLED_S = 0.1, 0.01
 _REPORT_BYTES = 4096
 _READ_BYTES = 1 << 16
@@ -173,7 +177,7 @@ class Sandbox:
         self, job: int, what: str, limits: Limits, deadline: Deadline, fds: list[int]
     ) -> None:
         if self._walls is None:
-            self._walls = Walls(self._isolated, self._packages)
+            self._walls = self._start()
         order = {
             "job": job,
             "what": what,
@@ -186,6 +190,17 @@ class Sandbox:
             socket.send_fds(self._walls.control, [json.dumps(order).encode()], fds)
         except OSError as error:
             raise self._broken("takes no orders") from error
+
+    def _start(self) -> Walls:
+        """A machine without memory for a moment ends no run. RuntimeError or TimeoutError where it
+        lasts."""
+        for pause in _PAUSES_S:
+            try:
+                return Walls(self._isolated, self._packages)
+            except (RuntimeError, TimeoutError) as error:
+                log.warning("sandbox: %s; trying again in %g s", error, pause)
+                time.sleep(pause)
+        return Walls(self._isolated, self._packages)
 
     def _wait(self, runs: dict[int, _Run], main: int, deadline: Deadline, room: int) -> None:
         """Until all jobs have ended; the end of `main` is the end of the others."""
@@ -218,7 +233,10 @@ class Sandbox:
             for key in list(selector.get_map().values()):  # what is still in the pipes
                 if key.data is not None:
                     _read(key.fd, key.data, room)
-        self._walls.empty_tmp()
+        try:
+            self._walls.empty_tmp()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise self._broken("cannot be emptied") from error
 
     def _report(self, runs: dict[int, _Run]) -> None:
         assert self._walls is not None

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from rlcore.sandbox import confine
 from rlcore.sandbox.inside import Settings
+from rlcore.utils.log import log
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSIDE = "/opt/rlcore-inside"
@@ -98,7 +99,10 @@ class Walls:
                 self._process.wait()
         self._errors.close()
         if self.tmp:
-            _remove(self.tmp)
+            try:
+                _remove(self.tmp)
+            except (OSError, subprocess.SubprocessError) as error:
+                log.error("sandbox: %s is left behind: %s", self.tmp, error)
 
     def _last_words(self) -> str:
         if self._process is not None:
@@ -110,8 +114,14 @@ class Walls:
 
 
 def _remove(folder: str) -> None:
-    """shutil.rmtree ends with a RecursionError where a program has nested a thousand folders."""
-    subprocess.run(["rm", "-rf", "--one-file-system", "--", folder], check=True, timeout=_START_S)
+    """Also where a program has locked its folders: without namespaces they are this user's.
+    shutil.rmtree ends with a RecursionError where it has nested a thousand of them."""
+    remove = ["rm", "-rf", "--one-file-system", "--", folder]
+    if subprocess.run(remove, timeout=_START_S, capture_output=True).returncode:
+        subprocess.run(
+            ["chmod", "-R", "u+rwX", "--", folder], timeout=_START_S, capture_output=True
+        )
+        subprocess.run(remove, check=True, timeout=_START_S, capture_output=True)
 
 
 def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Grade:

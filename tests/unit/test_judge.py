@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
+from rlcore.rewards.judge import process
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.process import Judge
 from rlcore.rewards.judge.rubric import Rubric
@@ -265,3 +267,68 @@ def test_the_judge_writes_and_its_verdict_is_found(folder):
             assert (result.score, result.error) == (word[last], "")
         else:
             assert result.error.startswith("verdict: ")
+
+
+def test_a_burst_becomes_tokens_bit_by_bit_and_a_long_text_has_time_of_its_own(folder, monkeypatch):
+    """Or the deadline of whatever waits is over before the first batch begins."""
+    monkeypatch.setattr(process, "_READ_CHARS", 50)
+    monkeypatch.setattr(process, "_LONG_TEXT", 25)
+    judge, begun = Judge(config(folder, batch_rows=2), "cpu"), []
+    try:
+        for key, length in enumerate([20, 20, 20, 30, 20]):
+            judge.add(Ask(key, "", "", "1" * length, {}))
+        seen = []
+        while judge.num_waiting:
+            batch = judge.next_batch(begun.append)
+            seen.append(([row.key for row in batch], len(judge._unread), list(begun)))
+            judge.drop([4])
+    finally:
+        judge.model.close()
+    assert seen == [([0, 1], 2, []), ([2, 3], 0, [3])]
+
+
+def test_a_batch_without_memory_is_tried_again_with_no_layer_left_in_place(folder, monkeypatch):
+    """One row as well, before it is given up; and layers stay away until the batch is through."""
+    judge = Judge(config(folder, resident_ratio=1.0), "cpu")
+    model, seen, fits = judge.model, [], {"resident": 0, "rows": 2}
+
+    def probabilities(rows, ids):
+        model._decide(0)
+        seen.append((len(rows), model.layers.num_resident))
+        if model.layers.num_resident > fits["resident"] or len(rows) > fits["rows"]:
+            raise torch.OutOfMemoryError("no room")
+        return real(rows, ids)
+
+    real = model.probabilities
+    monkeypatch.setattr(model, "probabilities", probabilities)
+    try:
+        for key in range(4):
+            judge.add(Ask(key, "", "", "1" * 9, {}))
+        assert [r.error for r in judge.score(judge.next_batch())] == [""] * 4
+        assert seen == [(4, 5), (2, 0), (2, 0)]
+        seen.clear()
+        judge.add(Ask(4, "", "", "1", {}))
+        assert [r.error for r in judge.score(judge.next_batch())] == [""]
+        assert seen == [(1, 5), (1, 0)]
+        seen.clear()
+        fits["rows"] = 0
+        judge.add(Ask(5, "", "", "1", {}))
+        assert [r.error for r in judge.score(judge.next_batch())] == [
+            "memory: OutOfMemoryError: no room"
+        ]
+        assert seen == [(1, 5), (1, 0)]
+    finally:
+        model.close()
+
+
+def test_a_rubric_that_a_row_does_not_suit_costs_that_row(folder, tmp_path):
+    path = tmp_path / "points.jinja"
+    path.write_text("{{ (fields.points / 2) | int }};{{ response }}=")
+    judge = Judge(dataclasses.replace(config(folder), rubric=str(path)), "cpu")
+    try:
+        judge.add(Ask(0, "", "", ">1", {"points": None}))
+        judge.add(Ask(1, "", "", ">1", {"points": 4}))
+        first, second = (judge.score(judge.next_batch())[0] for _ in range(2))
+    finally:
+        judge.model.close()
+    assert first.error.startswith("rubric: --reward.rubric: TypeError") and not second.error

@@ -10,6 +10,7 @@ import torch
 
 from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import WeightReader, drop_pages
+from rlcore.rewards.judge import pipeline
 from rlcore.rewards.judge.model import JudgeModel
 from rlcore.rewards.judge.residency import (
     SLOTS,
@@ -94,6 +95,32 @@ def test_layers_leave_and_come_back_between_batches_as_memory_does(tmp_path):
     model.close()
     assert seen == [(7, 7), (4, 6), (1, 3), (0, 2), (4, 6), (7, 7)]
     assert all(torch.equal(r, results[0]) for r in results)
+
+
+def test_a_change_that_memory_ended_in_the_middle_leaves_the_pipeline_in_order(
+    tmp_path, monkeypatch
+):
+    folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS)
+    model = JudgeModel(folder, dtype="float32", device=CPU, resident_ratio=1.0)
+    rows = rows_of(6)
+    before = model.probabilities(rows, range(53))
+    model.shrink()
+    make, made = pipeline.make_buffer, []
+
+    def no_more(*args):
+        made.append(args)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return make(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "make_buffer", no_more)
+        with pytest.raises(torch.OutOfMemoryError):
+            model.layers.set_resident(3)
+    model.shrink()
+    assert model.layers.num_resident == 0
+    assert torch.equal(model.probabilities(rows, range(53)), before)
+    model.close()
 
 
 def test_a_forward_that_was_given_up_leaves_the_pipeline_in_order(tmp_path):

@@ -1,6 +1,7 @@
 """The code reward: which program, which tests, what they are worth, and real programs of MBPP."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -46,6 +47,18 @@ def scores(jobs: list[tuple[Prompt, str]], **settings) -> list:
 )
 def test_the_program_is_the_last_fenced_block_of_python(text, program):
     assert program_of(text) == program
+
+
+@pytest.mark.parametrize(
+    "piece", ["-", " ", "\n", "`", "```", "```\n", "\n```x", "``` ", "\t``", "a\n"]
+)
+@pytest.mark.parametrize("tail", ["", "\nx = 1\n", "\n```"])
+def test_text_that_repeats_itself_takes_no_time(piece, tail):
+    """It is read in the rank's own process, where no deadline reaches."""
+    text = f"```{piece * (200_000 // len(piece))}{tail}"
+    begin = time.process_time()
+    program_of(text)
+    assert time.process_time() - begin < 5, "seconds of CPU time, where milliseconds are expected"
 
 
 def test_rows_carry_their_tests_in_several_forms():

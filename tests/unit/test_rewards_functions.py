@@ -73,6 +73,9 @@ def test_math_keeps_the_contract():
         ("so\n#### twelve\n", None, "twelve"),
         ("5 + 7 = 12\nA: 12", None, "12"),
         ("so\n**Final Answer:** 3 apples\n", None, "3 apples"),
+        ("Let\na = 3\nb = 4\nso it is $5$.", None, None),  # steps: names, no marks
+        ("A = 50\nThe area is 50 and the side $5$.", None, None),
+        ("answer = 7", None, "7"),
         ("no mark at all", None, None),
     ],
 )

@@ -5,15 +5,19 @@ Not covered: kernels without seccomp or Landlock, processors other than this one
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from rlcore.sandbox import box as box_module
 from rlcore.sandbox import walls
 from rlcore.sandbox.box import Broken, Limits, Sandbox
 from tests.hostile import FORGED_TESTS, FORGERS, SCRIPTS, SECRET
 
+ROOT = Path(__file__).resolve().parents[2]
 README = Path(walls.__file__).with_name("README.md")
 LIMITS = Limits()
 LONG_S = 60.0
@@ -108,6 +112,47 @@ def test_a_sandbox_that_dies_says_so_and_comes_back(is_isolated):
         with pytest.raises(Broken, match="the sandbox"):
             sandbox.run("print(1)", within(LONG_S))
         assert sandbox.run("print(1)", within(LONG_S)).stdout == b"1\n"
+
+
+def test_a_sandbox_that_cannot_be_emptied_or_come_back_at_once_costs_one_program(monkeypatch):
+    with open_box(True, False) as sandbox:
+
+        def locked() -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(sandbox._walls, "empty_tmp", locked)
+        with pytest.raises(Broken, match="the sandbox cannot be emptied"):
+            sandbox.run("print(1)", within(LONG_S))
+        tries, start = [], box_module.Walls
+
+        def in_vain(*args) -> walls.Walls:
+            tries.append(args)
+            if len(tries) < 3:
+                raise RuntimeError("no memory")
+            return start(*args)
+
+        monkeypatch.setattr(box_module, "_PAUSES_S", (0.0, 0.0))
+        monkeypatch.setattr(box_module, "Walls", in_vain)
+        assert sandbox.run("print(1)", within(LONG_S)).stdout == b"1\n"
+
+
+def test_folders_that_a_program_has_locked_are_removed():
+    """Without namespaces programs are this user's, who is not root."""
+    script = """if True:
+        import os, tempfile
+        from rlcore.sandbox import confine, walls
+        if os.geteuid() == 0:
+            os.setuid(confine.NOBODY)
+        folder = tempfile.mkdtemp(dir="/tmp")
+        os.makedirs(f"{folder}/a/b")
+        open(f"{folder}/a/b/c", "w").close()
+        for path in ("a/b", "a", "."):
+            os.chmod(f"{folder}/{path}", 0)
+        walls._remove(folder)
+        print(os.path.exists(folder))
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+    assert done.stdout == b"False\n", done.stderr.decode()
 
 
 # ---- tests of programs

@@ -58,6 +58,8 @@ class JudgeModel:
         self.dtype, self.device = _DTYPES[dtype], device
         self._ratio, self._memory = resident_ratio, memory_bytes
         self._free = free or self._free_here
+        self.is_small = False
+        """No layer is to come back for now."""
         reader = WeightReader(folder)
         reader.check(expected(self.hf))
         carrier: Carrier
@@ -124,8 +126,14 @@ class JudgeModel:
             torch.cuda.empty_cache()
 
     def shrink(self) -> None:
-        """Keep no layer: another process took the memory that a batch needed."""
+        """Keep no layer: another process took the memory that a batch needed. So it stays until
+        `may_grow`, whatever seems to be free."""
+        self.is_small = True
         self.layers.set_resident(0)
+
+    def may_grow(self) -> None:
+        """Layers may come back as far as there is room."""
+        self.is_small = False
 
     def _prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """[rows, vocab] float32: logits after each row's last token. Rows are padded on the right,
@@ -170,6 +178,8 @@ class JudgeModel:
 
     def _decide(self, work: int) -> None:
         """Let as many layers stay as fit beside a batch that takes `work` bytes."""
+        if self.is_small:
+            return
         held = self.layers.num_buffers * self._sizes.layer
         room = self._free() + held
         if self._memory:

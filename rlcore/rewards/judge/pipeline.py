@@ -186,10 +186,12 @@ class Pipeline:
         """Keep so many layers on the device, between two forwards. What leaves goes first."""
         num_streamed = self._hf.num_layers - number
         assert 0 <= num_streamed <= self._hf.num_layers, number
-        if num_streamed == self.num_streamed and len(self._slots) == min(SLOTS, num_streamed):
-            return
+        wanted = sorted(self._leaving[:num_streamed])
+        is_so = wanted == self._streamed and num_streamed == self.num_streamed
+        if is_so and len(self._slots) == min(SLOTS, num_streamed):
+            return  # else, or where memory ended in the middle of a change:
         self._stop()
-        self._streamed = sorted(self._leaving[:num_streamed])
+        self._streamed = wanted
         for leaving in self._resident.keys() & set(self._streamed):
             del self._resident[leaving]
         del self._slots[min(SLOTS, num_streamed) :]

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,10 @@ from rlcore.utils.children import sentence, tie_to
 from rlcore.utils.net import Frames, frame
 
 _READ_BYTES = 1 << 18
+_READ_CHARS = 1_000_000
+"""That are made tokens between two batches: a tokenizer takes 3 to 6 s for them."""
+_LONG_TEXT = 20_000
+"""Characters of a response that take a tokenizer its time, for which it gets that of a batch."""
 
 
 def main() -> None:
@@ -52,15 +57,15 @@ def main() -> None:
         sys.exit(1)
     _send(channel, Ready(growth_bytes=host_growth(cfg, judge.model.hf, device)))
     while True:
-        if not judge.waiting:
+        if not judge.num_waiting:
             judge.model.rest()
-        while not judge.waiting:
+        while not judge.num_waiting:
             inbox.take(judge, None)
         end = time.monotonic() + cfg.batch_wait_s
-        while len(judge.waiting) < cfg.batch_rows and (left := end - time.monotonic()) > 0:
+        while judge.num_waiting < cfg.batch_rows and (left := end - time.monotonic()) > 0:
             inbox.take(judge, left)
         inbox.take(judge, 0.0)
-        batch = judge.next_batch()
+        batch = judge.next_batch(lambda key: _send(channel, Began((key,))))
         if batch:
             _send(channel, Began(tuple(row.key for row in batch)))
             _send(channel, Done(tuple(judge.score(batch))))
@@ -146,18 +151,37 @@ class Judge:
         new = cfg.max_new_tokens if cfg.method == "generate" else 0
         self._longest = min(cfg.max_tokens, self.model.hf.max_positions - new)
         self.waiting: list[Row] = []
+        self._unread: deque[Ask] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are here and not scored."""
+        return len(self.waiting) + len(self._unread)
 
     def add(self, ask: Ask) -> None:
-        """Queue a request; one that cannot be a prompt gets its error when its turn comes."""
-        try:
-            ids, is_cut = self.encode(ask)
-            self.waiting.append(Row(ask.key, ids, is_cut, alone=ask.alone))
-        except ValueError as error:
-            self.waiting.append(Row(ask.key, [], False, error=f"rubric: {error}"))
+        """Queue a request."""
+        self._unread.append(ask)
+
+    def _read(self, begins: Callable[[int], None]) -> None:
+        """Make prompts of what has come, up to some seconds' worth: meanwhile nothing is scored and
+        the parent's clock runs. `begins` hears the key of one that takes long by itself. One that
+        cannot be a prompt gets its error when its turn comes."""
+        num_chars = 0
+        while self._unread and num_chars < _READ_CHARS:
+            ask = self._unread.popleft()
+            num_chars += len(ask.text) + len(ask.prompt)
+            if len(ask.text) > _LONG_TEXT:
+                begins(ask.key)
+            try:
+                ids, is_cut = self.encode(ask)
+                self.waiting.append(Row(ask.key, ids, is_cut, alone=ask.alone))
+            except ValueError as error:
+                self.waiting.append(Row(ask.key, [], False, error=f"rubric: {error}"))
 
     def drop(self, keys: Sequence[int]) -> None:
         """Forget requests; one that is not here is ignored."""
         self.waiting = [row for row in self.waiting if row.key not in keys]
+        self._unread = deque(ask for ask in self._unread if ask.key not in keys)
 
     def encode(self, ask: Ask) -> tuple[list[int], bool]:
         """The judge's prompt, and whether the response had to be cut. ValueError where it cannot be
@@ -185,8 +209,10 @@ class Judge:
             text = self._tokenizer.render_chat([{"role": "user", "content": text}])
         return self._tokenizer.encode(text)
 
-    def next_batch(self) -> list[Row]:
-        """The oldest request and others of about its length, so that little is padding."""
+    def next_batch(self, begins: Callable[[int], None] = lambda key: None) -> list[Row]:
+        """The oldest request and others of about its length, so that little is padding. `begins`:
+        see `_read`."""
+        self._read(begins)
         if not self.waiting:
             return []
         first = self.waiting[0]
@@ -208,18 +234,27 @@ class Judge:
     def score(self, batch: list[Row]) -> list[RewardResult]:
         """Scores in the order of the batch. A batch that does not fit into the device's memory is
         tried in halves, with no layer left in place."""
-        import torch
-
         if batch[0].error:
             return [RewardResult(score=0.0, error=batch[0].error)]
+        found = self._fit(batch)
+        self.model.may_grow()
+        return found
+
+    def _fit(self, batch: list[Row]) -> list[RewardResult]:
+        import torch
+
         try:
             return self._score(batch)
         except torch.OutOfMemoryError as error:
-            self.model.shrink()
-            if len(batch) == 1:
-                return [RewardResult(score=0.0, error=f"memory: {sentence(error)}")]
+            why = sentence(error)  # the error itself holds what the forward had
+        was_small = self.model.is_small
+        self.model.shrink()
+        if len(batch) == 1:
+            if not was_small:
+                return self._fit(batch)
+            return [RewardResult(score=0.0, error=f"memory: {why}")]
         half = len(batch) // 2
-        return self.score(batch[:half]) + self.score(batch[half:])
+        return self._fit(batch[:half]) + self._fit(batch[half:])
 
     def _score(self, batch: list[Row]) -> list[RewardResult]:
         cfg, rows = self._cfg, [row.ids for row in batch]

@@ -41,9 +41,8 @@ class Rubric:
     def render(
         self, prompt: str, answer: str, response: str, fields: Mapping[str, Any] | None = None
     ) -> str:
-        """The prompt of the judge. ValueError where the template asks for what is not there."""
-        from jinja2 import TemplateError
-
+        """The prompt of the judge. ValueError where the template asks for what is not there, or
+        cannot do with a row what it does."""
         cfg = self._cfg
         try:
             return self._template.render(
@@ -55,8 +54,8 @@ class Rubric:
                 good=cfg.good,
                 bad=cfg.bad,
             )
-        except TemplateError as error:
-            raise ValueError(f"--reward.rubric: {error}") from error
+        except Exception as error:  # what an expression on a row's fields raises, such as TypeError
+            raise ValueError(f"--reward.rubric: {type(error).__name__}: {error}") from error
 
     def read(self, text: str) -> float:
         """The score in what the judge wrote. ValueError where there is no verdict in it."""
