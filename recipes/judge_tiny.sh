@@ -2,7 +2,7 @@
 __doc__=r'''GRPO on the tiny task with a language model as the judge: 0.4 M weights learn from the
 verdicts of 0.1 M weights, 2 CPU cores. The judge is distilled on the spot from the rule that the
 answer is right (a minute at most); half of its layers stream from its file. Held-out accuracy, by
-the judge's verdicts, goes from 0.50 to 0.78 (1024 prompts, standard error .013; seed 0).
+the verdicts of the judge, goes from 0.50 to 0.78 (1024 prompts, standard error .013; seed 0).
 
     bash recipes/judge_tiny.sh
     JUDGE_STEPS=0 bash recipes/judge_tiny.sh --run.steps 3          # random judge: only the plumbing
