@@ -192,15 +192,19 @@ class Sandbox:
             raise self._broken("takes no orders") from error
 
     def _start(self) -> Walls:
-        """A machine without memory for a moment ends no run. RuntimeError or TimeoutError where it
-        lasts."""
-        for pause in _PAUSES_S:
+        """A machine short of memory or disk for a moment ends no run. RuntimeError if it lasts."""
+        for pause in (*_PAUSES_S, None):
             try:
                 return Walls(self._isolated, self._packages)
-            except (RuntimeError, TimeoutError) as error:
+            except (RuntimeError, OSError) as error:
+                if pause is None:
+                    tries = len(_PAUSES_S) + 1
+                    raise RuntimeError(
+                        f"the sandbox does not start again, tried {tries} times: {error}"
+                    ) from error
                 log.warning("sandbox: %s; trying again in %g s", error, pause)
                 time.sleep(pause)
-        return Walls(self._isolated, self._packages)
+        raise AssertionError("the last try returns or raises")
 
     def _wait(self, runs: dict[int, _Run], main: int, deadline: Deadline, room: int) -> None:
         """Until all jobs have ended; the end of `main` is the end of the others."""

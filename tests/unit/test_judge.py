@@ -269,10 +269,12 @@ def test_the_judge_writes_and_its_verdict_is_found(folder):
             assert result.error.startswith("verdict: ")
 
 
-def test_a_burst_becomes_tokens_bit_by_bit_and_a_long_text_has_time_of_its_own(folder, monkeypatch):
+def test_a_burst_becomes_tokens_bit_by_bit_and_the_clock_hears_of_every_stretch(
+    folder, monkeypatch
+):
     """Or the deadline of whatever waits is over before the first batch begins."""
     monkeypatch.setattr(process, "_READ_CHARS", 50)
-    monkeypatch.setattr(process, "_LONG_TEXT", 25)
+    monkeypatch.setattr(process, "_STRETCH_CHARS", 25)
     judge, begun = Judge(config(folder, batch_rows=2), "cpu"), []
     try:
         for key, length in enumerate([20, 20, 20, 30, 20]):
@@ -284,7 +286,7 @@ def test_a_burst_becomes_tokens_bit_by_bit_and_a_long_text_has_time_of_its_own(f
             judge.drop([4])
     finally:
         judge.model.close()
-    assert seen == [([0, 1], 2, []), ([2, 3], 0, [3])]
+    assert seen == [([0, 1], 2, [1, 2]), ([2, 3], 0, [1, 2, 3])]
 
 
 def test_a_batch_without_memory_is_tried_again_with_no_layer_left_in_place(folder, monkeypatch):

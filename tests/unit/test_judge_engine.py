@@ -126,6 +126,13 @@ def test_a_request_that_fails_costs_its_own_sample_and_says_why(server):
     assert late.error.startswith("timeout after 0.6 s: ")
 
 
+def test_a_rubric_that_a_row_does_not_suit_costs_that_row(server, tmp_path):
+    path = tmp_path / "divides.jinja"
+    path.write_text("{{ response }} {{ 1 / (response | int) }}")
+    bad, fine = scores_of(server, ["0", "4"], rubric=str(path))
+    assert bad.error.startswith("rubric: --reward.rubric: ZeroDivisionError") and not fine.error
+
+
 def test_a_key_that_is_not_there_is_refused_at_the_start(server, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(ValueError, match="--reward.api_key_env JUDGE_KEY: is not set"):

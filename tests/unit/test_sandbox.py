@@ -115,7 +115,7 @@ def test_a_sandbox_that_dies_says_so_and_comes_back(is_isolated):
 
 
 def test_a_sandbox_that_cannot_be_emptied_or_come_back_at_once_costs_one_program(monkeypatch):
-    with open_box(True, False) as sandbox:
+    with Sandbox(False) as sandbox:
 
         def locked() -> None:
             raise PermissionError(13, "Permission denied")
@@ -128,12 +128,37 @@ def test_a_sandbox_that_cannot_be_emptied_or_come_back_at_once_costs_one_program
         def in_vain(*args) -> walls.Walls:
             tries.append(args)
             if len(tries) < 3:
-                raise RuntimeError("no memory")
+                raise (RuntimeError("no memory"), OSError(28, "No space"))[len(tries) - 1]
             return start(*args)
 
         monkeypatch.setattr(box_module, "_PAUSES_S", (0.0, 0.0))
         monkeypatch.setattr(box_module, "Walls", in_vain)
         assert sandbox.run("print(1)", within(LONG_S)).stdout == b"1\n"
+
+
+def test_a_sandbox_that_never_comes_back_says_how_often_it_was_tried(monkeypatch):
+    def in_vain(*args) -> walls.Walls:
+        raise OSError(28, "No space left on device")
+
+    with Sandbox(False) as sandbox:
+        sandbox.close()
+        monkeypatch.setattr(box_module, "_PAUSES_S", (0.0, 0.0))
+        monkeypatch.setattr(box_module, "Walls", in_vain)
+        with pytest.raises(RuntimeError, match="does not start again, tried 3 times: .*No space"):
+            sandbox.run("print(1)", within(LONG_S))
+
+
+def test_closing_a_sandbox_whose_folder_stays_raises_nothing(monkeypatch, caplog):
+    remove, folders = walls._remove, []
+
+    def in_vain(folder: str) -> None:
+        folders.append(folder)
+        raise subprocess.TimeoutExpired("rm", 30)
+
+    monkeypatch.setattr(walls, "_remove", in_vain)
+    Sandbox(False).close()
+    assert f"{folders[0]} is left behind" in caplog.text
+    remove(folders[0])
 
 
 def test_folders_that_a_program_has_locked_are_removed():

@@ -33,8 +33,8 @@ from rlcore.utils.net import Frames, frame
 _READ_BYTES = 1 << 18
 _READ_CHARS = 1_000_000
 """That are made tokens between two batches: a tokenizer takes 3 to 6 s for them."""
-_LONG_TEXT = 20_000
-"""Characters of a response that take a tokenizer its time, for which it gets that of a batch."""
+_STRETCH_CHARS = 20_000
+"""That are made tokens without a word to the parent, whose clock starts again with each word."""
 
 
 def main() -> None:
@@ -164,14 +164,16 @@ class Judge:
 
     def _read(self, begins: Callable[[int], None]) -> None:
         """Make prompts of what has come, up to some seconds' worth: meanwhile nothing is scored and
-        the parent's clock runs. `begins` hears the key of one that takes long by itself. One that
-        cannot be a prompt gets its error when its turn comes."""
-        num_chars = 0
+        the parent's clock runs. `begins` hears the key of the next one after every stretch. One
+        that cannot be a prompt gets its error when its turn comes."""
+        num_chars = stretch = 0
         while self._unread and num_chars < _READ_CHARS:
             ask = self._unread.popleft()
-            num_chars += len(ask.text) + len(ask.prompt)
-            if len(ask.text) > _LONG_TEXT:
+            size = len(ask.text) + len(ask.prompt)
+            num_chars, stretch = num_chars + size, stretch + size
+            if stretch > _STRETCH_CHARS:
                 begins(ask.key)
+                stretch = size
             try:
                 ids, is_cut = self.encode(ask)
                 self.waiting.append(Row(ask.key, ids, is_cut, alone=ask.alone))
