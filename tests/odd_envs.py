@@ -89,3 +89,11 @@ class Patient(Sums):
 
     def __init__(self, config: PatientConfig) -> None:
         self.config = config
+
+
+class Strange(Sums):
+    """Shows a token that no model has."""
+
+    def step(self, action: list[int]):
+        seen, *rest = super().step(action)
+        return [2**40 if self.k == 0 else 10_000 if self.k == 1 else seen[0]], *rest

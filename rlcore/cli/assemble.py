@@ -149,7 +149,10 @@ def _assemble(
     engine = make_engine(cfg, hf, world) if world.samples else None
     in_child = isinstance(engine, ChildEngine)
     if cfg.select.env and engine is not None:
-        engine = make_episodes(cfg, world, engine, tokenizer, lambda group: agent.prompts[group])
+        shown = Dialogue(tokenizer, is_chat=is_chat(cfg), num_tokens=hf.vocab_size)
+        engine = make_episodes(
+            cfg, world, engine, shown, tokenizer.decode, lambda group: agent.prompts[group]
+        )
         scorer = EnvScorer(engine.outcomes, scorer)
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, engine):
@@ -467,25 +470,30 @@ def with_tasks(cfg: Config) -> Config:
     return replace(cfg, data=replace(cfg.data, train=(task,), val=val))
 
 
+def is_chat(cfg: Config) -> bool:
+    """Environments speak as the user of a chat; generated tasks as plain text."""
+    template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
+    return template == "chat" or (template == "auto" and not tasks)
+
+
 def make_episodes(
     cfg: Config,
     world: World,
     engine: Engine,
-    tokenizer: Tokenizer,
+    dialogue: Dialogue,
+    decode: Callable[[list[int]], str],
     prompt_of: Callable[[GroupId], Prompt],
 ) -> EpisodeEngine:
     """The engine of a rank whose responses are episodes. With --debug.deterministic they take
     their turns together."""
-    template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
-    is_chat = template == "chat" or (template == "auto" and not tasks)
     announce("env", f"{cfg.select.env}, {cfg.env.workers} processes")
     return EpisodeEngine(
         engine,
         cfg.select.env,
         envs.resolve(cfg.select.env),
         cfg.env,
-        dialogue=Dialogue(tokenizer, is_chat=is_chat),
-        decode=tokenizer.decode,
+        dialogue=dialogue,
+        decode=decode,
         prompt_of=prompt_of,
         seed=cfg.run.seed,
         barrier=cfg.debug.env_barrier or cfg.debug.deterministic,

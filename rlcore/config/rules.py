@@ -538,6 +538,8 @@ def _histopipe(cfg: Config) -> list[str]:
             f"{key}: engines begin the next step while others end this one; set --mode async, with "
             "--async.alpha 1 or more"
         )
+    if cfg.select.env:
+        out.append(f"{key}: with --env an episode under way cannot go on elsewhere; leave one out")
     if cfg.rollout.queue:
         out.append(f"{key}: says itself which engine a request waits at; leave out --rollout.queue")
     return out

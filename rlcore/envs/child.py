@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,18 +30,33 @@ _READ_BYTES = 1 << 18
 _THREADS = 4096
 
 
+@dataclass(slots=True)
+class _Place:
+    """Of an environment; its calls come one after the other."""
+
+    env: TextEnv | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_closed: bool = False
+
+
+_CLOSED = _Place(is_closed=True)
+
+
 class Host:
     """The environments of this process, by their keys. Calls of one environment come one after the
     other; those of different ones run beside each other."""
 
     def __init__(self, kind: Kind, config: Any, channel: int) -> None:
         self._kind, self._config, self._channel = kind, config, channel
-        self._envs: dict[int, tuple[TextEnv, threading.Lock]] = {}
+        self._envs: dict[int, _Place] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="env")
 
     def take(self, call: Call) -> None:
-        """Do it in a thread."""
+        """Do it in a thread. An environment has its place before it is made: it may be closed
+        meanwhile."""
+        if call.what == "reset":
+            self._envs[call.key] = _Place()
         self._threads.submit(self._run, call)
 
     def send(self, reply: Reply) -> None:
@@ -54,10 +70,11 @@ class Host:
         begin = time.monotonic()
         try:
             if call.what == "close":
-                env, lock = self._envs.pop(call.key, (None, None))
-                if env is not None and lock is not None:
-                    with lock:  # it may be at a step that nobody waits for any more
-                        env.close()
+                if (place := self._envs.pop(call.key, None)) is not None:
+                    with place.lock:  # it may be at a step that nobody waits for any more
+                        place.is_closed = True
+                        if place.env is not None:
+                            place.env.close()
                 return
             reply = self._do(call)
         except BaseException as error:  # the process boundary: environments may raise anything
@@ -67,19 +84,24 @@ class Host:
 
     def _do(self, call: Call) -> Reply:
         if call.what == "reset":
-            env, lock = self._kind.make(self._config), threading.Lock()
-            self._envs[call.key] = env, lock
             prompt = call.prompt
             assert prompt is not None
             options = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer}
             options["episode"] = call.episode
-            with lock:
-                seen, info = env.reset(seed=call.seed, options=options)
+            place = self._envs.get(call.key, _CLOSED)
+            with place.lock:
+                if not place.is_closed:
+                    place.env = self._kind.make(self._config)
+                    seen, info = place.env.reset(seed=call.seed, options=options)
+            if place.env is None:
+                raise RuntimeError("it was closed before it began")
             seen, _, numbers = checked(seen, 0.0, info)
             return Reply(number=call.number, seen=seen, numbers=numbers)
-        env, lock = self._envs[call.key]
+        place = self._envs[call.key]
+        env = place.env
+        assert env is not None, "a turn before the beginning"
         action = list(call.tokens) if getattr(env, "wants_tokens", False) else call.text
-        with lock:
+        with place.lock:
             seen, reward, ended, cut, info = env.step(action)
         seen, reward, numbers = checked(seen, reward, info)
         return Reply(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rlcore.envs.kind import Seen
+from rlcore.envs.pool import EnvError
 
 _TURN = "\u2766turn\u2766"
 """Stands for the assistant's turn in the template."""
@@ -28,15 +29,21 @@ class Texts(Protocol):
 class Dialogue:
     """How observations become tokens."""
 
-    def __init__(self, tokenizer: Texts, *, is_chat: bool) -> None:
-        """`is_chat`: an observation is a message of the user; else it is taken as it is."""
-        self._tokenizer, self._is_chat = tokenizer, is_chat
+    def __init__(self, tokenizer: Texts, *, is_chat: bool, num_tokens: int = 2**31) -> None:
+        """`is_chat`: an observation is a message of the user; else it is taken as it is.
+        `num_tokens`: of the model's vocabulary."""
+        self._tokenizer, self._is_chat, self._num_tokens = tokenizer, is_chat, num_tokens
 
     def observation(self, seen: Seen, last: int) -> list[int]:
         """Tokens to append behind a turn that ended with the token `last`. An end that was sampled
         already is not repeated. Token ids are taken as they are, text of the environment can hold
-        no special token. ValueError where the template does not show the turn as it is."""
+        no special token. ValueError where the template does not show the turn as it is; EnvError
+        for ids that the model does not have."""
         if not isinstance(seen, str):
+            if strange := [i for i in seen if not 0 <= i < self._num_tokens]:
+                raise EnvError(
+                    "error", f"shows token {strange[0]}, and the model has {self._num_tokens}"
+                )
             return list(seen)
         if not seen:
             return []

@@ -147,7 +147,7 @@ class AsyncController(Controller):
         self._heard[event.rank] = now
         if isinstance(event, Wanted | Holding | Held):
             self._seen[event.rank] = now
-            return self._told(event)
+            return self._told(event, now)
         if isinstance(event, Moved):
             self._seen[event.rank] = now
             return self._moved(event)
@@ -175,11 +175,11 @@ class AsyncController(Controller):
 
     # ---- what the learner asks
 
-    def _told(self, event: Wanted | Holding | Held) -> list[AnyCommand]:
+    def _told(self, event: Wanted | Holding | Held, now: float) -> list[AnyCommand]:
         if self.done:
             return []
         if isinstance(event, Holding):
-            return self._hold(event)
+            return self._hold(event, now)
         if isinstance(event, Wanted):
             self._wants = True
             return self._give()
@@ -209,7 +209,7 @@ class AsyncController(Controller):
             self._leave(group)
         return [Batch(rank=r, groups=groups, stats=stats) for r in self._learners]
 
-    def _hold(self, event: Holding) -> list[AnyCommand]:
+    def _hold(self, event: Holding, now: float) -> list[AnyCommand]:
         """Stop everybody, and say which groups have gone."""
         equal = [g for g, why in self._dropped.items() if why == EQUAL_REWARDS]
         self._count("async/equal_groups", len(equal))
@@ -218,7 +218,10 @@ class AsyncController(Controller):
             self._leave(group)
         self._dropped = {}
         self._holds = True
-        self._ready.clear()
+        # Samplers owe an answer from now on; before, with nothing to do, they were silent by right.
+        self._ready = set(self._learners)
+        self._seen = dict.fromkeys(self._all_ranks, now)
+        self._look_at = now + self._deadline_s
         forget, self._forget = tuple(self._forget), []
         anchors, self._found = self._found, {}
         return [
@@ -338,4 +341,6 @@ class AsyncController(Controller):
                 is_closed=group.is_closed,
             )
             self._requests |= requests
+            if group.is_closed and group.work.id not in self.buffer:
+                self._dropped[group.work.id] = EQUAL_REWARDS  # it was to leave with the next hold
             self._waiting += [r for r in requests.values() if not r.finish]

@@ -181,7 +181,12 @@ class Index:
                 self._thread.start()
             self._lock.notify_all()
             if self._wait:
-                self._lock.wait_for(lambda: self._todo is None and not self._building)
+                self._lock.wait_for(self._is_through)
+
+    def _is_through(self) -> bool:
+        """Nothing is to be built, or nobody is there who would; then `take_news` says why."""
+        is_idle = self._todo is None and not self._building
+        return is_idle or self._error is not None or self._is_closed
 
     def take_news(self) -> bool:
         """Does another index serve since the last call? Requests that are opened now find it.

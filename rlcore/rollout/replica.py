@@ -218,8 +218,8 @@ class Agent:
         """`--mode async`, on a rank that trains: wait for the groups of the next update. Raises as
         `run_round`."""
         self._round = 0
-        self.texts.clear()
-        self.prompts.clear()
+        for read in (self.texts, self.prompts, self.samples):  # for the update before
+            read.clear()
         end = self._serve()
         assert isinstance(end, Batch), end
         return end

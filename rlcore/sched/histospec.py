@@ -56,17 +56,22 @@ class Cost:
         if sum(self._steps) < _FIT_STEPS or min(self._steps) < _WARM:
             return None
         s, r = self._sums, self._right
-        mean = s[0][1] / s[0][0]
-        if s[1][1] / s[0][0] - mean * mean < (0.2 * mean) ** 2:
+        mean, share = s[0][1] / s[0][0], s[0][2] / s[0][0]
+        variance = s[1][1] / s[0][0] - mean * mean
+        if variance < (0.2 * mean) ** 2:
             return None
-        found = _solve(s, r, (0, 1, 2))
+        # Where all steps of a kind have as many tokens, b and c cannot be told apart: c is 0 then.
+        along = (s[1][2] / s[0][0] - mean * share) ** 2 / max(share * (1 - share), 1e-9)
+        is_told = variance - along > (0.05 * mean) ** 2
+        found = _solve(s, r, (0, 1, 2) if is_told else (0, 1))
         if found[2] < 0:  # drafts cost nothing that can be seen
             found = _solve(s, r, (0, 1))
         if found[1] < 0:
             found = _solve(s, r, (0,))
         if found[0] < 0:
             found = _solve(s, r, (1,))
-        return max(found[0], 0.0), max(found[1], 0.0), max(found[2], 0.0)
+        a, b, c = (max(x, 0.0) for x in found)
+        return (a, b, c) if a + b > 0 else None
 
 
 def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -> list[float]:

@@ -58,9 +58,10 @@ class GroupState:
 
     @property
     def has_equal_scores(self) -> bool:
-        """Nothing is learned from it: all responses have the same advantage."""
-        scores = {r.result.score for r in self.counted if r.result is not None}
-        return len(scores) == 1
+        """Nothing is learned from it: all responses have the same advantage, but for episodes that
+        failed and are not trained."""
+        trained = (r for r in self.counted if r.finish != "failed")
+        return len({r.result.score for r in trained if r.result is not None}) <= 1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -73,6 +73,11 @@ class SampleBuffer:
         return self._batch + math.ceil(self._alpha * self._batch) + self._extra
 
     @property
+    def batch(self) -> int:
+        """Groups of one."""
+        return self._batch
+
+    @property
     def num_held(self) -> int:
         """Groups that are running or finished."""
         return len(self._entries)
@@ -97,6 +102,9 @@ class SampleBuffer:
         assert self.room > 0, group
         self.room -= 1
         self._entries[group] = Entry()
+
+    def __contains__(self, group: GroupId) -> bool:
+        return group in self._entries
 
     def decoded(self, group: GroupId, version: Version) -> None:
         """One of its responses began with a token of this version."""
@@ -189,6 +197,11 @@ class SampleBuffer:
         self._has_news = True
 
 
+MOST_EQUAL = 4
+"""Groups of equal rewards that are replaced before a batch, as many times the batch; further ones
+count, or a task that is solved, or too hard, would be searched for ever."""
+
+
 class Refill:
     """The `Stop` of a round that does not end: a complete group goes into the buffer, and what has
     room is started."""
@@ -197,17 +210,24 @@ class Refill:
         self, buffer: SampleBuffer, issue: Callable[[int], list[Work]], dynamic: bool = False
     ) -> None:
         """`issue(n)` gives the work of the next n prompts. With `dynamic` a group of equal rewards
-        does not count, and another prompt takes its place."""
+        does not count, and another prompt takes its place, MOST_EQUAL times the batch for each."""
         self._buffer, self._issue, self._dynamic = buffer, issue, dynamic
+        self._version, self._num_equal = buffer.version, 0
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
         name, dropped = group.work.id, {}
-        if self._dynamic and group.has_equal_scores:
+        if self._version != self._buffer.version:
+            self._version, self._num_equal = self._buffer.version, 0
+        if self._dynamic and group.has_equal_scores and self._may_replace():
             self._buffer.drop(name)
             dropped = {name: EQUAL_REWARDS}
         elif not self._buffer.finish(name):
             dropped = {name: STALE}
         return Verdict(dropped=dropped, more=self.fill())
+
+    def _may_replace(self) -> bool:
+        self._num_equal += 1
+        return self._num_equal <= MOST_EQUAL * self._buffer.batch
 
     def fill(self) -> list[Work]:
         """What there is room for."""

@@ -23,6 +23,7 @@ from rlcore.records import (
     Batch,
     Down,
     Fail,
+    Finish,
     Finished,
     Held,
     Hold,
@@ -47,6 +48,7 @@ from rlcore.records import (
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.sched.histopipe import Pipe
 from rlcore.sched.place import LeastLoaded
+from rlcore.sched.roles import GroupState, RequestState
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.utils.net import decode, encode
 
@@ -469,3 +471,87 @@ def test_a_prompts_responses_share_a_replica_or_go_each_by_itself() -> None:
             found.append(rank)
         assert found == wanted
     assert LeastLoaded(2).choose("t0.0", {0: 2, 1: 2}) is None  # it waits for a place
+
+
+def one_sampler(deadline_s: float = 9.0, **keys: Any) -> tuple[AsyncController, Source]:
+    source = Source()
+    made = AsyncController(
+        buffer=SampleBuffer(1, 1),
+        issue=source,
+        trainers=[0],
+        samplers=[1],
+        ranks=[1],
+        place=LeastLoaded(9),
+        deadline_s=deadline_s,
+        **keys,
+    )
+    return made, source
+
+
+def complete(controller: AsyncController, commands: list[AnyCommand], score: float) -> list:
+    """Of what was submitted every response ends, with this reward."""
+    found: list[AnyCommand] = []
+    for submit in [c for c in commands if isinstance(c, Submit)]:
+        for r in submit.requests:
+            done = Finished(rank=1, id=r.id, num_tokens=1, finish="stop")
+            found += controller.handle(done, 0.0)
+            result = RewardResult(score=score)
+            found += controller.handle(Rewarded(rank=1, id=r.id, result=result), 0.0)
+    return found
+
+
+def test_a_step_that_is_longer_than_the_deadline_makes_nobody_late() -> None:
+    """Those that had nothing to do were silent meanwhile."""
+    controller, _ = one_sampler(deadline_s=100.0)
+    controller.go(0, 0.0)
+    complete(controller, controller.handle(Ready(rank=1), 0.0), 1.0)
+    assert any(isinstance(c, Batch) for c in controller.handle(Wanted(rank=0), 1.0))
+    (hold,) = controller.handle(Holding(rank=0, mode="in_place"), 150.0)
+    assert isinstance(hold, Hold)
+    assert not any(isinstance(c, Fail) for c in controller.tick(150.0))
+    assert not any(isinstance(c, Fail) for c in controller.tick(249.0))
+    late = [c for c in controller.tick(251.0) if isinstance(c, Fail)]
+    assert late and "rank 1" in late[0].reason
+
+
+def test_a_task_without_unequal_groups_is_not_searched_for_ever() -> None:
+    controller, source = one_sampler(dynamic=True)
+    controller.go(0, 0.0)
+    controller.handle(Wanted(rank=0), 0.0)
+    commands = controller.handle(Ready(rank=1), 0.0)
+    for _ in range(50):
+        if any(isinstance(c, Batch) for c in commands):
+            break
+        commands = complete(controller, commands, 1.0)
+    (batch,) = [c for c in commands if isinstance(c, Batch)]
+    assert len(batch.groups) == 1 and 4 <= source.issued <= 8
+
+
+def test_a_group_that_was_to_leave_with_the_next_hold_leaves_after_a_resume_too() -> None:
+    controller, _ = one_sampler(dynamic=True)
+    controller.go(0, 0.0)
+    commands = controller.handle(Ready(rank=1), 0.0)
+    controller.handle(Holding(rank=0, mode="release"), 0.0)
+    complete(controller, commands[:1], 1.0)  # equal, between the hold and its end
+    controller.handle(Released(rank=1), 0.0)
+    controller.handle(Held(rank=1), 0.0)
+    saved = controller.save()
+    other, _ = one_sampler(dynamic=True)
+    other.restore(saved, lambda rank: rank)
+    other.go(1, 0.0)
+    other.handle(Ready(rank=1), 0.0)
+    (hold,) = other.handle(Holding(rank=0, mode="in_place"), 0.0)
+    assert isinstance(hold, Hold) and "t0" in hold.forget
+
+
+def test_an_episode_that_failed_makes_no_rewards_unequal() -> None:
+    def request(number: int, score: float, finish: Finish) -> RequestState:
+        found = RequestState(id=f"t0.{number}", order=number, finish=finish)
+        found.result = RewardResult(score=score)
+        return found
+
+    group = GroupState(work=Source()(1)[0])
+    group.counted = [request(0, 1.0, "stop"), request(1, 1.0, "stop"), request(2, 0.0, "failed")]
+    assert group.has_equal_scores
+    group.counted[1].result = RewardResult(score=0.0)
+    assert not group.has_equal_scores

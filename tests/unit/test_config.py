@@ -271,6 +271,11 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
             "--mux.url redis://h --cluster.rollout_ranks 1 --mode async",
             "--mode async: with --mux.url rollout and training take turns",
         ),
+        (
+            "--env frozenlake --mode async --async.alpha 1 --cluster.rollout_ranks 2 "
+            "--rollout.place histopipe",
+            "--rollout.place histopipe: with --env an episode under way cannot",
+        ),
         *[
             (f"--mux.url redis://h --cluster.rollout_ranks 2 --mux.tail_nodes 1 {more}", said)
             for more, said in (

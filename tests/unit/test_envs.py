@@ -1,15 +1,19 @@
 """Episodes over the torch engine, with environments in processes: tokens, slots, failures."""
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlcore.envs import registry
+from rlcore.envs import child, registry
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
 from rlcore.envs.scorer import EnvScorer
+from rlcore.envs.wire import Call
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.records import (
@@ -84,7 +88,7 @@ def make() -> Iterator[Make]:
                 f"tests.odd_envs.{name}",
                 kind,
                 kind.config(**{"workers": 1, "turn_tokens": 3, **keys}),
-                dialogue=Dialogue(tokenizer, is_chat=False),
+                dialogue=Dialogue(tokenizer, is_chat=False, num_tokens=HF.vocab_size),
                 decode=tokenizer.decode,
                 prompt_of=prompt_of,
                 barrier=barrier,
@@ -334,3 +338,39 @@ def test_names_of_environments():
     ):
         with pytest.raises(ValueError, match=why):
             registry.resolve(name)
+
+
+def test_a_token_that_the_model_does_not_have_costs_its_episode(make):
+    engine = make("Strange", retries=0)
+    engine.submit(episodes(3))
+    found = by_id(collect(engine, ended(3)))
+    assert [found[f"t0.{k}"].finish for k in range(3)] == ["failed", "failed", "stop"]
+    assert "shows token 10000" in engine.outcomes["t0.1"].error
+
+
+def test_an_environment_that_is_closed_while_it_is_made_is_not_left_behind():
+    begun, may_end, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def reset(self, **keys: Any):
+            return "", {}
+
+        def close(self) -> None:
+            closed.set()
+
+    def build(config: Any) -> Slow:
+        begun.set()
+        assert may_end.wait(30)
+        return Slow()
+
+    ours, theirs = os.pipe()
+    host = child.Host(SimpleNamespace(make=build), None, theirs)
+    prompt = prompt_of("t0")
+    host.take(Call(number=0, what="reset", key=5, prompt=prompt, seed=1, episode="t0.0"))
+    assert begun.wait(30)
+    host.take(Call(number=1, what="close", key=5))
+    may_end.set()
+    assert closed.wait(30) and not host._envs
+    host._threads.shutdown()
+    os.close(ours)
+    os.close(theirs)

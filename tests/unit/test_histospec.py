@@ -379,3 +379,19 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
     finally:
         for hub in hubs:
             hub.close()
+
+
+@pytest.mark.parametrize("running", [1, 8])
+def test_steps_that_all_have_as_many_tokens_tell_no_cost_of_drafts_apart(running):
+    """The first drafts are all two tokens long; the gate divided by nothing, or jumped."""
+    for seed in range(50):
+        dice, gate = random.Random(seed), Gate(window=32, start=2)
+        for _ in range(100):
+            drafts = gate.wants(running)
+            tokens = running * (3 if drafts else 1)
+            seconds = (0.01 + 0.0005 * tokens) * dice.uniform(0.95, 1.2)
+            gate.note(running, drafts=drafts, tokens=tokens, gained=running, seconds=seconds)
+            assert gate.knee is None or gate.knee >= 1
+            assert 1 <= gate.cap(running) <= 32
+        a, b, c = gate._fit
+        assert c == 0 and a + b > 0

@@ -11,6 +11,7 @@ import pytest
 from rlcore.records import (
     Aborted,
     AnyEvent,
+    Batch,
     Down,
     EndRound,
     Finished,
@@ -280,3 +281,17 @@ def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier,
         future.result(20)
     assert scored == ["t0.0", "t1.0", "t2.0"]
     assert scorer.live == live and scorer.most <= room
+
+
+def test_what_was_read_for_an_update_is_gone_with_the_next_batch() -> None:
+    """A run of a thousand steps does not keep all that it has trained."""
+    hub = LocalHub()
+    agent = Agent(hub, None, Idle(), str, 20.0)
+    for step in range(3):
+        hub.send(0, "agent", Batch(rank=0, groups=(), stats={}))
+        agent.next_batch()
+        assert not agent.samples
+        none = np.zeros(0, np.int32)
+        arrays = {"prompt": none, "tokens": none, "logps": none, "versions": none}
+        agent.read({}, [Sample(id=f"t{step}.0", finish="stop", **arrays)])
+        assert len(agent.samples) == 1
