@@ -65,7 +65,7 @@ from rlcore.sync.peers import Peers
 from rlcore.sync.shelf import Shelf
 from rlcore.trainer import memory, relayout, report, resume, stream_loop, sync_loop, turns
 from rlcore.trainer.run import Run
-from rlcore.utils import collective, log
+from rlcore.utils import collective, lock, log
 from rlcore.utils.deadline import Watchdog
 from rlcore.utils.log import announce
 from rlcore.utils.spans import Spans
@@ -87,8 +87,16 @@ def open_folder(cfg: Config, world: World) -> None:
     log.setup(world.rank)
     if world.rank == 0:
         try:
-            starts = cfg.run.resume == "auto" and not resume.found(folder)
-            if starts or cfg.run.resume == "fresh":
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if who := lock.hold(folder.with_name(f".{folder.name}.lock")):
+                raise ValueError(
+                    f"--run.name {folder.name}: {who} is at work in {folder}, and two runs would "
+                    "mix their metrics and delete each other's checkpoints; give another name, or "
+                    "end that one first"
+                )
+            wanted = resume.wanted_by(cfg, folder)
+            starts = wanted == "auto" and not resume.found(folder)
+            if starts or wanted == "fresh":
                 aside = resume.move_aside(folder)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:

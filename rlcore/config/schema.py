@@ -44,7 +44,8 @@ class RunConfig:
     """Rollout-and-train rounds."""
     resume: str = "auto"
     """`auto` goes on from the newest checkpoint of this run if there is one; `fresh` starts anew
-    and moves the older run aside; a path starts from that checkpoint."""
+    and moves the older run aside; a path starts from that checkpoint. Where Slurm or torchrun has
+    started the run again, it goes on from what it has saved since, whatever is said here."""
 
 
 @Section

@@ -10,11 +10,13 @@ was written.
 
 import errno
 import json
+import os
 import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.schema import Config
 from rlcore.hf.weights import save_folder
 from rlcore.rollout.flow import FOLDER as FLOW
 from rlcore.trainer import seal
@@ -23,6 +25,7 @@ from rlcore.utils import collective
 from rlcore.utils.log import log
 
 FORMAT = 3
+RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
 HISTORIES = "histories.npz"
 """Earlier responses, where engines draft from them."""
 
@@ -37,11 +40,21 @@ def found(run_folder: Path) -> list[Path]:
     return sorted(folders, reverse=True)
 
 
+def wanted_by(cfg: Config, run_folder: Path) -> str:
+    """--run.resume, which is of the first start alone: where Slurm or torchrun has started the run
+    again, `fresh` and a path would undo what it has saved since, every time."""
+    counts = (os.environ.get(name, "0") for name in RESTARTS)
+    if any(count not in ("", "0") for count in counts) and found(run_folder):
+        return "auto"
+    return cfg.run.resume
+
+
 def choose(run: Run) -> Path | None:
     """The checkpoint to start from, as --run.resume says; the same on every rank. A damaged one is
     named and passed over. ValueError on every rank where a path is no checkpoint, or none of the
     run's is whole."""
-    wanted = run.cfg.run.resume
+    own = wanted_by(run.cfg, run.folder) if run.rank == 0 else ""  # files as rank 0 sees them
+    wanted = collective.broadcast_text(own, run.everyone)
     if wanted == "fresh":
         return None
     if wanted != "auto":
@@ -96,13 +109,17 @@ def save(run: Run) -> None:
             shutil.rmtree(aside, ignore_errors=True)
         _failed(run, f"checkpoint of step {run.step} could not be written to {final.parent}", error)
         return
-    if run.rank == 0:
-        if run.writer is not None:
-            run.writer.sync()
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        prune(run)
-    collective.barrier(run.everyone)
+    try:
+        if run.rank == 0:
+            if run.writer is not None:
+                run.writer.sync()
+            shutil.rmtree(final, ignore_errors=True)
+            aside.rename(final)
+            prune(run)
+    except OSError as e:
+        error = _reason(e)
+    if error := _any(run, error):
+        _failed(run, f"checkpoint of step {run.step} could not be written to {final.parent}", error)
 
 
 def _write(run: Run, aside: Path) -> str:
@@ -177,10 +194,14 @@ def _state(run: Run) -> dict[str, Any]:
 
 
 def prune(run: Run) -> None:
-    """Keep the newest `checkpoint.keep`."""
+    """Keep the newest `checkpoint.keep`. One that cannot be deleted, since somebody reads it, is
+    tried again with the next checkpoint."""
     keep = run.cfg.checkpoint.keep
     for old in found(run.folder)[keep:] if keep else []:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except OSError as e:
+            log.warning("an old checkpoint cannot be deleted: %s", _reason(e))
 
 
 def load(run: Run, path: Path) -> None:
@@ -235,10 +256,10 @@ def set_later_aside(run: Run) -> None:
     k = 1
     while any(p.with_name(f"{p.name}.old{k}").exists() for p in later):
         k += 1
+    for path in run.folder.glob("*.jsonl"):  # first: whoever ends in between finds them later still
+        shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
     for path in later:
         path.rename(path.with_name(f"{path.name}.old{k}"))
-    for path in run.folder.glob("*.jsonl"):
-        shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
     log.warning("%d checkpoints of later steps are set aside as *.old%d", len(later), k)
 
 

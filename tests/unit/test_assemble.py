@@ -1,6 +1,8 @@
 """What is refused, moved aside or said before a run starts."""
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,8 @@ from rlcore.config.schema import (
     TrainConfig,
 )
 from rlcore.hf.config import HFConfig
-from rlcore.trainer import sync_loop
+from rlcore.trainer import resume, sync_loop
+from rlcore.utils import lock
 from rlcore.utils.log import log
 from tests import runs
 
@@ -118,3 +121,41 @@ def test_nodes_are_told_apart_by_the_names_that_ranks_say(monkeypatch, tmp_path:
     either = {"rollout": ["t0"], "train": ["r0", "r1"]}  # whatever the order of the ranks
     assert assemble.nodes_by_pool(names, 0, profile) == either
     assert assemble.nodes_by_pool(names[::-1], 0, profile) == either
+
+
+def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(lock.hold, "__defaults__", (0.5,))
+    script = (
+        "import sys, time; from pathlib import Path; from rlcore.utils import lock\n"
+        "assert not lock.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    path = tmp_path / ".run.lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, path], stdout=subprocess.PIPE, cwd=runs.ROOT
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        cfg = Config(run=RunConfig(dir=str(tmp_path), name="run"))
+        with pytest.raises(ValueError, match=f"--run.name run: process {other.pid} on .* is at wo"):
+            assemble.open_folder(cfg, ALONE)
+        other.kill()
+    assemble.open_folder(cfg, ALONE)  # its end frees the folder
+    assemble.open_folder(cfg, ALONE)
+
+
+def test_fresh_and_a_path_are_of_the_first_start_alone(tmp_path: Path, monkeypatch) -> None:
+    """Slurm starts the same command again, and it goes on with what was saved since."""
+    folder = tmp_path / "run"
+    fresh = Config(run=RunConfig(dir=str(tmp_path), name="run", resume="fresh"))
+    elsewhere = Config(run=RunConfig(dir=str(tmp_path), name="run", resume="/other/step_000004"))
+    for name in resume.RESTARTS:
+        monkeypatch.delenv(name, raising=False)
+    assert resume.wanted_by(fresh, folder) == "fresh"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert resume.wanted_by(fresh, folder) == "fresh"  # nothing was saved
+    assert resume.wanted_by(elsewhere, folder) == "/other/step_000004"
+    (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+    assert resume.wanted_by(fresh, folder) == resume.wanted_by(elsewhere, folder) == "auto"
+    assemble.open_folder(fresh, ALONE)
+    assert (folder / "checkpoints" / "step_000003").is_dir()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert resume.wanted_by(fresh, folder) == "fresh"

@@ -157,3 +157,21 @@ def test_sizes_of_engines_go_on_and_a_checkpoint_without_them_changes_none(tmp_p
         (path / "state.json").write_text(json.dumps(state | {"sizes": {name: before.state()}}))
         resume.load(run, path)
         assert run.relayout.policy.size("long") == size
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
+    """Somebody reads it over NFS; the next save tries again."""
+    run, remove = run_with(tmp_path, [1, 2, 3, 4]), resume.shutil.rmtree
+
+    def busy(path, **keys):
+        if path.name == "step_000002":
+            raise OSError(39, "Directory not empty", str(path))
+        remove(path, **keys)
+
+    monkeypatch.setattr(resume.shutil, "rmtree", busy)
+    resume.prune(run)
+    assert [p.name for p in resume.found(tmp_path)] == ["step_000004", "step_000003", "step_000002"]
+    assert "cannot be deleted" in caplog.text
+    monkeypatch.undo()
+    resume.prune(run)
+    assert [p.name for p in resume.found(tmp_path)] == ["step_000004", "step_000003"]

@@ -1,0 +1,42 @@
+"""A folder that belongs to one process at a time."""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TextIO
+
+from rlcore.utils.log import log
+
+_HELD: dict[Path, TextIO] = {}
+"""Of this process, open until it ends. The locks are POSIX's: children do not inherit them, and
+network disks have them."""
+
+
+def hold(path: Path, wait_s: float = 10.0) -> str:
+    """Lock a file until this process ends, after `wait_s` for whoever is just ending. Who has it,
+    where that is another process; "" where it is ours."""
+    path = path.absolute()
+    if path in _HELD:
+        return ""
+    file, end = path.open("a+"), time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() < end:
+                time.sleep(0.2)
+                continue
+            file.seek(0)
+            who = file.read().strip() or "another process"
+            file.close()
+            return who
+        except OSError as error:  # some network disks have no locks
+            log.warning("%s cannot be locked (%s): start nothing else there", path, error)
+            break
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    _HELD[path] = file
+    return ""
