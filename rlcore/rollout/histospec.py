@@ -17,7 +17,16 @@ from typing import Literal
 import numpy as np
 
 from rlcore.ops.suffix import LARGEST_REWARD, Forest
-from rlcore.records import GroupId, History, IntArray, Prompt, Remember, RequestId
+from rlcore.records import (
+    GroupId,
+    History,
+    IntArray,
+    Prompt,
+    Remember,
+    Request,
+    RequestId,
+    group_of,
+)
 from rlcore.utils.log import log
 
 Draft = Literal["none", "ngram", "history", "history_reward"]
@@ -134,10 +143,17 @@ class Teacher:
         self._library = library
         self._told: set[tuple[int, int]] = set()
 
-    def before(self, rank: int, prompts: Mapping[GroupId, Prompt]) -> Remember | None:
-        """What to send to a rank before these prompts; None where there is nothing new."""
+    def before(
+        self, rank: int, prompts: Mapping[GroupId, Prompt], requests: Sequence[Request] = ()
+    ) -> Remember | None:
+        """What to send to a rank before these prompts and requests; None where there is nothing
+        new. Of a request that was elsewhere before it is told again: the rank may have been through
+        with that prompt and forgotten it."""
         if not len(self._library):
             return None
+        moved = {group_of(r.id) for r in requests if r.resume is not None}
+        for group in moved.intersection(prompts):
+            self._told.discard((rank, prompt_key(prompts[group].tokens)))
         keys = {prompt_key(p.tokens): None for p in prompts.values()}
         new = [key for key in keys if (rank, key) not in self._told]
         self._told.update((rank, key) for key in new)

@@ -207,7 +207,7 @@ def _serve(
             rounds.end(controller)
         for command in commands:
             if teacher is not None and isinstance(command, Submit):
-                first = teacher.before(command.rank, command.prompts)
+                first = teacher.before(command.rank, command.prompts, command.requests)
                 if first is not None:
                     hub.send(command.rank, "agent", first)
             hub.send(command.rank, "agent", command)

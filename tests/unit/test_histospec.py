@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from rlcore.hf.model import Step
 from rlcore.records import (
@@ -371,6 +372,12 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
         assert teacher.before(1, prompts) is None and teacher.before(0, prompts) is not None
         teacher.lost(1)  # its engine is another one now
         assert teacher.before(1, prompts) is not None
+        new = Request(id="t9.0", prompt=prompt, sampling=Sampling())
+        assert teacher.before(1, prompts, [new]) is None
+        none = np.zeros(1, np.int32)
+        part = Partial(tokens=none, logps=np.zeros(1, np.float32), versions=none)
+        moved = structs.replace(new, resume=part)
+        assert teacher.before(1, prompts, [moved]) is not None  # it may be through with the prompt
 
         late = rollout(hubs[0], timeout_s=0.05)
         late.library = first.library
