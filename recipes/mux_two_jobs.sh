@@ -47,7 +47,8 @@ RUN=(
 )
 MUX=()
 if [[ -n ${MUX_URL:-} ]]; then
-  MUX=(--mux.url "$MUX_URL" --mux.slo "${MUX_SLO:-2.5}")
+  export MUX_URL # it has a password, which is not for `ps`
+  MUX=(--mux.url env:MUX_URL --mux.slo "${MUX_SLO:-2.5}")
 fi
 
 two_jobs() { # keys of both

@@ -782,7 +782,7 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
         if mux.profile:
             profile = replace(Profile.read(Path(mux.profile)), slo=mux.slo)
         return gates.connect(
-            mux.url,
+            address_of(mux.url),
             mux.job or run_folder(cfg).name,
             profile,
             otherwise=mux.otherwise,
@@ -802,6 +802,18 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
     if gate is not None and mux.tail_nodes:
         gate.leave_early(cells)
     return gate
+
+
+def address_of(url: str) -> str:
+    """--mux.url, where it is not given itself. ValueError where the environment lacks it."""
+    if not url.startswith("env:"):
+        return url
+    if not (found := os.environ.get(url.removeprefix("env:"), "")):
+        raise ValueError(
+            f"--mux.url {url}: the environment has no such variable; export it, with the address "
+            "that `rlcore mux add JOB` prints"
+        )
+    return found
 
 
 NODE, ROLLOUT_NODE = "RLCORE_NODE", "RLCORE_ROLLOUT_NODE"

@@ -461,7 +461,8 @@ class MuxConfig:
     """Of `--mux.url`: the run takes turns with other jobs on the same nodes; rlcore/mux."""
 
     url: str = ""
-    """The cluster's Redis server, as `rlcore mux add JOB` says it; empty: nobody else is here."""
+    """The cluster's Redis server, as `rlcore mux add JOB` says it; empty: nobody else is here.
+    `env:NAME` takes it from the environment, so that no `ps` shows the job's password."""
     job: str = ""
     """The job's name there; empty takes that of the run."""
     profile: str = ""

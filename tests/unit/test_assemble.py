@@ -159,3 +159,12 @@ def test_fresh_and_a_path_are_of_the_first_start_alone(tmp_path: Path, monkeypat
     assert (folder / "checkpoints" / "step_000003").is_dir()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     assert resume.wanted_by(fresh, folder) == "fresh"
+
+
+def test_the_address_of_a_cluster_may_come_from_the_environment(monkeypatch) -> None:
+    """Its password is not for everybody who can call `ps`."""
+    monkeypatch.setenv("MUX_URL", "redis://job:secret@h:1")
+    assert assemble.address_of("env:MUX_URL") == "redis://job:secret@h:1"
+    assert assemble.address_of("redis://h:1") == "redis://h:1"
+    with pytest.raises(ValueError, match="--mux.url env:NONE: the environment has no such"):
+        assemble.address_of("env:NONE")
