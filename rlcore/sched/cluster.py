@@ -9,8 +9,11 @@ in one cyclic order (`phase_mux.py`) an iteration of every job takes
     T_cycle = max over jobs of rollout + train + sync
     T_load  = max over nodes of the phases that run there
 
-where every phase includes the switch to it as soon as there is somebody to switch from. Profiles
-are worst cases, and starts in a fixed order never come later when a phase is shorter, so
+where every phase includes the switch to it as soon as there is somebody to switch from. That is the
+least; where several nodes and jobs are about as busy as the busiest a turn may wait for another in
+every second round (one in a hundred random groups of whole seconds, by up to a fifth). So offers
+are made by these sums, and taken after the turns are laid out for ever (`_period`). Profiles are
+worst cases, and starts in a fixed order never come later when a phase is shorter, so
 
     period <= slo x T_solo    for every job of the group
 
@@ -29,11 +32,12 @@ each with its switches. Whoever need not wait for somebody in this order is only
 promise as well. Such jobs fill no gaps, they share time: T_load is the period, every group with one
 is saturated, and asked all the same, since the SLO says how much time there is to share.
 
-Differs from the paper, which has no colocated jobs in a group: a group that has too few train nodes
-for a job may rent them, too; node sets of a group are nested or disjoint, since across overlapping
-ones a cyclic order can take longer than the busiest node (`tests/unit/test_sched_phase_mux.py` has
-the example); nobody's sampling or training is taken to be faster on more nodes unless its profile
-says so; and `repack` may move jobs, which the paper never does.
+Differs from the paper, which takes the closed form for the period and has no colocated jobs in a
+group: a group that has too few train nodes for a job may rent them, too; node sets of a group are
+nested or disjoint, since across overlapping ones a cyclic order can take far longer than the
+busiest node (`tests/unit/test_sched_phase_mux.py` has examples of all); nobody's sampling or
+training is taken to be faster on more nodes unless its profile says so; and `repack` may move jobs,
+which the paper never does.
 """
 
 import heapq
@@ -42,7 +46,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlcore.sched.partition import MOST_JOBS, cheapest_partition
 
@@ -196,11 +200,56 @@ def _names(nodes: Sequence[int]) -> str:
     return "+".join(map(str, nodes))
 
 
+class _Turn(NamedTuple):
+    """Of a job, in every round."""
+
+    nodes: tuple[int, ...]
+    rollout_s: float
+    train_s: float
+    sync_s: float
+
+
+def _repeats(turns: Sequence[_Turn], period: float) -> bool:
+    """Can a round of these turns begin every `period` seconds, for ever? Times are counted from the
+    beginning of a round; where the period is long enough they are soon those of the last one."""
+    nodes = {n for turn in turns for n in turn.nodes}
+    free, back, trained = dict.fromkeys(nodes, 0.0), [0.0] * len(turns), 0.0
+    tiny = 1e-12 * period
+    for _ in range(2 * len(turns) + len(nodes) + 2):  # no chain of waits is longer
+        before = [*free.values(), *back, trained]
+        for at, turn in enumerate(turns):
+            sampled = max(0.0, back[at], *(free[n] for n in turn.nodes)) + turn.rollout_s
+            for n in turn.nodes:
+                free[n] = sampled
+            trained = max(trained, sampled) + turn.train_s
+            back[at] = max(0.0, trained + turn.sync_s - period)
+        free = {n: max(0.0, end - period) for n, end in free.items()}
+        trained = max(0.0, trained - period)
+        now = [*free.values(), *back, trained]
+        if all(new <= old + tiny for new, old in zip(now, before, strict=True)):
+            return True
+    return False
+
+
+def _period(turns: Sequence[_Turn], least: float) -> float:
+    """The shortest, at least `least`, by bisection: never too short, by 1e-12 too long at most."""
+    if _repeats(turns, least):
+        return least
+    low, high = least, sum(turn.rollout_s + turn.train_s + turn.sync_s for turn in turns)
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        low, high = (low, middle) if _repeats(turns, middle) else (middle, high)
+    return high
+
+
 class Group:
     """Jobs that take turns on nodes of their own."""
 
     __slots__ = (  # a cluster asks thousands of groups
         "_chain",
+        "_period_s",
         "_train_gb",
         "_train_sum",
         "cycle_s",
@@ -227,6 +276,7 @@ class Group:
         self._refresh()
 
     def _refresh(self) -> None:
+        self._period_s = 0.0
         nodes = max(len(self.train), 1)
         self.limit_s = min((j.limit_s for j in self.jobs.values()), default=math.inf)
         self._train_sum, self._chain = self.training(nodes)
@@ -281,8 +331,27 @@ class Group:
 
     @property
     def period_s(self) -> float:
-        """Of an iteration of every job."""
-        return max(self.cycle_s, self.load_s)
+        """Of an iteration of every job. Mostly the longer of cycle and load; where several nodes
+        and jobs are close to that, turns may wait for each other in every second round."""
+        if not self._period_s:
+            least = max(self.cycle_s, self.load_s)
+            is_simple = len(self.jobs) < 3 or self.has_colocated
+            self._period_s = least if is_simple else _period(self._turns(), least)
+        return self._period_s
+
+    def _turns(self) -> "list[_Turn]":
+        """In their order, with switches."""
+        to_rollout, to_train = self.switches(len(self.jobs))
+        nodes = max(len(self.train), 1)
+        return [
+            _Turn(
+                self.pinned[name],
+                to_rollout + self.jobs[name].rollout_s,
+                to_train + self.jobs[name].train_on(nodes),
+                self.jobs[name].sync_s,
+            )
+            for name in self.order()
+        ]
 
     @property
     def is_saturated(self) -> bool:
@@ -448,10 +517,13 @@ class Cluster:
             if isinstance(offer, str):
                 return self._away(job, "queued", offer, passed)
             return self._place(job, offer, passed)
-        best = self._isolated(job)
-        for offer in self._offers(job, passed):
-            if best is None or _is_better(offer, best):
-                best = offer
+        alone = self._isolated(job)
+        offers = list(self._offers(job, passed))
+        best = _best(alone, offers)
+        while best is not None and best.group is not None and not self._keeps(best, job):
+            passed["too slow for somebody"] += 1
+            offers.remove(best)
+            best = _best(alone, offers)
         if best is None:
             free = [
                 "any number of" if n.limit is None else str(n.limit - n.used)
@@ -637,6 +709,15 @@ class Cluster:
             f"it runs on {runs_on[0]} and {runs_on[1]}; profile it as it shall run"
         )
 
+    def _keeps(self, offer: _Offer, job: Job) -> bool:
+        """Offers are made by sums; is nobody too late where the turns are laid out?"""
+        group = offer.group
+        assert group is not None
+        rollout = (*offer.keep, *range(-offer.more_rollout, 0))
+        train = (*group.train, *range(-offer.more_train, 0))
+        found = group.with_one(job, rollout, train)
+        return found.period_s <= found.limit_s * ROUNDING
+
     def _isolated(self, job: Job) -> _Offer | None:
         if not (self._rollout.has(job.rollout_nodes) and self._train.has(job.train_nodes)):
             return None
@@ -792,21 +873,10 @@ class Cluster:
         return None
 
     def _place(self, job: Job, offer: _Offer, passed: Mapping[str, int]) -> Decision:
-        group = offer.group
         kind: Kind = "scaled" if offer.more_rollout or offer.more_train else "packed"
-        if group is None:
+        if offer.group is None:
             kind = "isolated"
-            group = self.groups[self._next_group] = Group(self._next_group, self.pools)
-            self._next_group += 1
-        if offer.on is None:
-            rollout = (*offer.keep, *self._rollout.take(offer.more_rollout))
-            train = (*group.train, *self._train.take(offer.more_train))
-        else:
-            rollout, train = offer.on.rollout, offer.on.train
-            self._rollout.claim(set(rollout) - set(offer.keep))
-            self._train.claim(set(train) - set(group.train))
-        group.add(job, rollout, train)
-        self._group_of[job.id] = group
+        group = self._pin(job, offer)
         return Decision(
             job.id,
             kind,
@@ -819,6 +889,23 @@ class Cluster:
             dict(passed),
         )
 
+    def _pin(self, job: Job, offer: _Offer) -> Group:
+        """Take the nodes of an offer. The group."""
+        group = offer.group
+        if group is None:
+            group = self.groups[self._next_group] = Group(self._next_group, self.pools)
+            self._next_group += 1
+        if offer.on is None:
+            rollout = (*offer.keep, *self._rollout.take(offer.more_rollout))
+            train = (*group.train, *self._train.take(offer.more_train))
+        else:
+            rollout, train = offer.on.rollout, offer.on.train
+            self._rollout.claim(set(rollout) - set(offer.keep))
+            self._train.claim(set(train) - set(group.train))
+        group.add(job, rollout, train)
+        self._group_of[job.id] = group
+        return group
+
     def _away(self, job: Job, kind: Kind, why: str, passed: Mapping[str, int]) -> Decision:
         return Decision(job.id, kind, None, (), (), 0.0, math.inf, math.inf, dict(passed), why)
 
@@ -828,6 +915,14 @@ def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> boo
     none."""
     common = len(other.intersection(chosen))
     return common in (0, len(other)) or (not more and common == len(chosen))
+
+
+def _best(alone: _Offer | None, offers: Sequence[_Offer]) -> _Offer | None:
+    best = alone
+    for offer in offers:
+        if best is None or _is_better(offer, best):
+            best = offer
+    return best
 
 
 def _is_better(a: _Offer, b: _Offer) -> bool:
@@ -860,8 +955,9 @@ class _Builder(Cluster):
                 offer = self._ask(group, job)
             if not isinstance(offer, _Offer):
                 return None
-            self._place(job, offer, {})
-            group = self._group_of[job.id]
+            group = self._pin(job, offer)
+        if group is not None and group.period_s > group.limit_s * ROUNDING:
+            return None
         return group
 
     def settle(self, parts: Sequence[Sequence[Job]], before: Sequence[Group]) -> list[Group]:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.sched.cluster import Group, Job, Pool
 from rlcore.sched.phase_mux import Grant, Member, Migrate, PhaseMux
 from rlcore.sim.mux_world import Iteration, VirtualJob, World
 
-seconds = st.floats(1, 100)
+seconds = st.one_of(st.floats(1, 100), st.integers(1, 4).map(float))  # of these many are equal
 
 
 def job(name, rollout_s, train_s, nodes=("r0",), *, sync_s=0.0, **more):
@@ -31,14 +32,27 @@ def closed_form(jobs, switch=(0.0, 0.0)):
     return max(cycle, *loads.values())
 
 
-def period(jobs, switch=(0.0, 0.0), iterations=24):
+def period(jobs, switch=(0.0, 0.0), iterations=48):
+    """Of the slowest job, in the second half."""
     world = World(jobs, switch_s={"rollout": switch[0], "train": switch[1]})
     trace = world.run(iterations)
-    found = {trace.period(j.member.job, iterations // 2) for j in jobs}
-    assert max(found) - min(found) < 1e-6 * max(found)  # the same for all
-    return max(found)
+    ends = [trace.ends[j.member.job] for j in jobs]
+    half = iterations // 2 // 4 * 4  # what takes longer in every second round, or in one of four
+    return max((e[iterations - 1] - e[iterations - 1 - half]) / half for e in ends)
 
 
+def promised(jobs, switch=(0.0, 0.0)):
+    """By `cluster.py`."""
+    group = Group(0, (Pool(switch_s=switch[0]), Pool(switch_s=switch[1])))
+    for j in jobs:
+        took, nodes = j.iteration(0), [int(n[1:]) for n in j.member.slots["rollout"]]
+        seconds = {name: getattr(took, name) for name in ("rollout_s", "train_s", "sync_s")}
+        known = Job(id=j.member.job, rollout_nodes=len(nodes), train_nodes=1, **seconds)
+        group.add(known, nodes, (0,))
+    return group.period_s
+
+
+SYNCS = st.one_of(st.just(0.0), st.floats(0, 9), st.integers(0, 4).map(float))
 NESTED = [("r0",), ("r1",), ("r2",), ("r0", "r1"), ("r0", "r1", "r2"), ("r3",)]
 
 
@@ -51,11 +65,47 @@ def test_the_period_is_the_longer_of_cycle_and_load(data):
         (data.draw(st.sampled_from(NESTED)) for _ in range(count)), key=lambda n: -len(n)
     )
     jobs = [
-        job(str(at), data.draw(seconds), data.draw(seconds), n, sync_s=data.draw(st.floats(0, 9)))
+        job(str(at), data.draw(seconds), data.draw(seconds), n, sync_s=data.draw(SYNCS))
         for at, n in enumerate(nodes)
     ]
     switch = data.draw(st.tuples(st.floats(0, 5), st.floats(0, 5)))
-    assert period(jobs, switch) == pytest.approx(closed_form(jobs, switch), rel=1e-9)
+    least, exact, slowest = closed_form(jobs, switch), promised(jobs, switch), period(jobs, switch)
+    assert least <= exact * (1 + 1e-9)
+    assert slowest <= exact * (1 + 1e-6)
+    if exact == pytest.approx(least, rel=1e-9):
+        assert slowest == pytest.approx(least, rel=1e-6)
+
+
+NOT_SIMPLE = {
+    "of three nodes none is free for long, and turns come late in every second round": (
+        [("A", 1, 1, "r0 r1"), ("B", 1, 1, "r0"), ("C", 1, 1, "r0"), ("D", 3, 1, "r0")]
+        + [("E", 4, 2, "r1")],
+        0.0,
+        (0, 0),
+        6.0,
+        6.5,
+    ),
+    "the next rollout of C waits for its push, that of A for it, and the train node for A": (
+        [("A", 3, 1, "r0"), ("B", 1, 1, "r0"), ("C", 1, 1, "r0")],
+        4.0,
+        (1, 2),
+        9.0,
+        9.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("why", NOT_SIMPLE)
+def test_a_round_can_take_longer_than_the_longer_of_cycle_and_load(why):
+    """Where several are equal; found by hypothesis. What is promised is what it takes."""
+    rows, last_sync_s, switch, least, exact = NOT_SIMPLE[why]
+    jobs = [
+        job(name, r, t, tuple(nodes.split()), sync_s=last_sync_s * (name == rows[-1][0]))
+        for name, r, t, nodes in rows
+    ]
+    assert closed_form(jobs, switch) == least
+    assert promised(jobs, switch) == pytest.approx(exact)
+    assert period(jobs, switch, iterations=800) == pytest.approx(exact, rel=2e-3)
 
 
 def test_across_overlapping_node_sets_an_iteration_can_take_longer():
