@@ -46,6 +46,7 @@ from rlcore.records import (
     group_of,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
+from rlcore.rollout.controller import MAX_REPAIRS
 from rlcore.sched.histopipe import Pipe
 from rlcore.sched.place import LeastLoaded
 from rlcore.sched.roles import GroupState, RequestState
@@ -153,7 +154,7 @@ class World:
 
     def kill(self, rank: int, known: int) -> None:
         """Of each response the last tokens were not reported."""
-        if rank in self.dead:
+        if rank in self.dead or self.is_last(rank):
             return
         self.dead.add(rank)
         lost, self.live[rank] = self.live[rank], {}
@@ -164,6 +165,11 @@ class World:
             partials[i] = self.partial(i)
         if not self.holds:
             self.send(Down(rank=rank, reason="killed", lost=tuple(lost), partials=partials))
+
+    def is_last(self, rank: int) -> bool:
+        """With it the run would end: all have died MAX_REPAIRS times with these weights."""
+        others = [r for r in self.samplers if r != rank and r not in self.dead]
+        return not others and self.controller._repairs == MAX_REPAIRS
 
     def end_step(self, mode: str) -> None:
         """The learner has trained its batch: weights change."""
