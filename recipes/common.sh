@@ -8,6 +8,8 @@ RECIPES=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$RECIPES")
 
 die() { # sentence: exit 2; local rank 0 speaks first, and torchrun then ends the others
+  # job.sbatch must not queue this again
+  [[ -z ${RLCORE_UNFINISHED:-} ]] || touch "$RLCORE_UNFINISHED.failed"
   sleep $((${LOCAL_RANK:-0} > 0 ? 5 : 0))
   printf 'rlcore: %s\n' "$*" >&2
   exit 2

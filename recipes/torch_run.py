@@ -10,11 +10,15 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+UNFINISHED = "RLCORE_UNFINISHED"
+"""Environment, from job.sbatch: beside this file goes NAME.failed where a run fails by itself."""
 GRACE_S = 660.0
 """Longer than any --checkpoint.grace_s and what a flight record takes: the ranks end themselves."""
 
@@ -34,8 +38,21 @@ def main() -> int:
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
         print(f"rlcore: rank {rank} {how}, and so did the run", file=sys.stderr)
-        return 128 - code if code < 0 else code
+        code = 128 - code if code < 0 else code
+        if code != 128 + signal.SIGTERM:
+            failed()
+        return code
+    except Exception:  # such as a node that has not come
+        failed()
+        raise
     return 0
+
+
+def failed() -> None:
+    """Tell job.sbatch that nobody ended this run: it would fail again."""
+    if file := os.environ.get(UNFINISHED):
+        with suppress(OSError):  # the exit code matters more
+            Path(f"{file}.failed").touch()
 
 
 def pass_on(*_: object) -> None:

@@ -171,6 +171,7 @@ make_venv() {
   if [[ -e $VENV ]]; then
     good_python "$VENV/bin/python" ||
       die "$VENV is there, but is no environment of Python 3.11 to 3.14; move it away"
+    "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || repair_pip
     return
   fi
   python=$(find_python)
@@ -178,6 +179,11 @@ make_venv() {
     die "$python cannot make environments (no venv or ensurepip): install its venv package," \
       "on Debian and Ubuntu python3-venv, or set RLCORE_PYTHON to another Python"
   step "virtual environment ${VENV/#"$ROOT"\//} ($("$python" -V))" "$python" -m venv "$VENV"
+}
+
+repair_pip() { # a set-up that was interrupted leaves an environment without it
+  (step 'pip, which the environment lacks' "$VENV/bin/python" -m ensurepip --upgrade) ||
+    die "$VENV has no pip, and ensurepip cannot install it; move the environment away"
 }
 
 pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"; }

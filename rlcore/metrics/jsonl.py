@@ -70,8 +70,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def dumps(value: Any) -> str:
     """One line of strict JSON. numpy's numbers become plain ones; NaN and infinities become null,
-    since JSON has no name for them."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+    since JSON has no name for them. Half a surrogate pair, which UTF-8 cannot hold, is escaped."""
+    plain = _plain(value)
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(plain, allow_nan=False, separators=(", ", ": "))
+    return text
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:

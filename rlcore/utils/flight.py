@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,7 @@ class Flight:
         """`folder`: of the run; None: nothing is written."""
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self.step: Callable[[], int] = lambda: 0
-        self.host, self.pid = socket.gethostname(), os.getpid()
+        self.host, self.pid, self.machine = socket.gethostname(), os.getpid(), machine()
         self.changed: Callable[[], None] = lambda: None
         """Hears of a new phase."""
         self._phase, self._since = "start", time.time()
@@ -66,6 +67,7 @@ class Flight:
         return {
             "rank": self.rank,
             "host": self.host,
+            "machine": self.machine,
             "pid": self.pid,
             "time": time.time(),
             "phase": self._phase,
@@ -135,6 +137,16 @@ class Flight:
         part.write_text(json.dumps(found or self.record(reason), default=str))
         os.replace(part, path)
         return path
+
+
+def machine() -> str:
+    """Where process ids mean the same: a boot and its namespace of them. The host name is for
+    people: containers on several machines may share one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not known: as if this process were alone
+        return uuid.uuid4().hex
 
 
 def record_path(folder: Path, rank: int) -> Path:

@@ -215,7 +215,7 @@ class Gang:
                 continue
             if self._seen.get(r, (None, 0.0))[0] != beat:
                 self._seen[r] = beat, now
-            if _state(beat, self.flight.host) or now > self._seen[r][1] + SILENT_S:
+            if _state(beat, self.flight.machine) or now > self._seen[r][1] + SILENT_S:
                 found.append(r)
         return found
 
@@ -321,7 +321,7 @@ class Gang:
                 and path.stat().st_mtime >= begin - 2 * self._beat_s
             ]
             missing = [r for r in range(flight.world_size) if r not in fresh]
-            states = {r: s for r in missing if (s := _state(beats.get(r), flight.host))}
+            states = {r: s for r in missing if (s := _state(beats.get(r), flight.machine))}
             if len(states) == len(missing) or time.monotonic() > end:
                 break
             time.sleep(0.1)
@@ -374,9 +374,10 @@ def _is_plain(
     return "SIGTERM" in alarm["reason"] and not states and len(records) == size
 
 
-def _state(at: Mapping[str, Any] | None, host: str) -> str:
-    """`dead` or `stopped`, of a process on this machine; "" where it is neither, or not known."""
-    if at is None or at["host"] != host:
+def _state(at: Mapping[str, Any] | None, machine: str) -> str:
+    """`dead` or `stopped`, of a process on this machine, as `flight.machine` names it; "" where it
+    is neither, or not known."""
+    if at is None or at["machine"] != machine:
         return ""
     try:
         status = psutil.Process(at["pid"]).status()

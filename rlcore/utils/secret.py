@@ -4,5 +4,7 @@ import re
 
 
 def hide(url: str) -> str:
-    """An address without its password."""
-    return re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", url)
+    """An address, or a text with some, without passwords. Which `@` ends a password that has one
+    itself nobody can tell: it is the last one before the next address, so too much may be hidden,
+    never too little."""
+    return re.sub(r"(//[^:\s]*):(?:(?!\s\w+://).)*@", r"\1:***@", url, flags=re.DOTALL)

@@ -63,6 +63,37 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
     assert (tmp_path / "venv" / "notes.txt").exists()
 
 
+def _without_pip(folder: Path, ensurepip: str) -> Path:
+    """An environment as an interrupted `python -m venv` leaves it, which writes down the repair."""
+    (folder / "venv" / "bin").mkdir(parents=True)
+    told = folder / "told"
+    script(
+        folder / "venv" / "bin" / "python",
+        f"""case "$*" in
+*ensurepip*) echo "$*" >>{told}; {ensurepip} ;;
+*"pip --version"*) exit 1 ;;
+*version_info*) exit 0 ;;
+esac
+exit 7  # what comes after is not tried""",
+    )
+    return told
+
+
+def test_an_environment_without_pip_is_repaired(tmp_path):
+    told = _without_pip(tmp_path, "exit 0")
+    rc, out = setup(tmp_path)
+    assert rc == 7
+    assert "pip, which the environment lacks" in out
+    assert told.read_text() == "-m ensurepip --upgrade\n"
+
+
+def test_an_environment_whose_pip_cannot_be_repaired_is_named(tmp_path):
+    _without_pip(tmp_path, "exit 1")
+    rc, out = setup(tmp_path)
+    assert rc == 1
+    assert "has no pip, and ensurepip cannot install it; move the environment away" in out
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_the_environment_variables(tmp_path, flag):
     rc, out = setup(tmp_path, flag)

@@ -17,7 +17,7 @@ from rlcore.cli import doctor
 from rlcore.records import Aborted, Finished, Request, Rewarded, RewardResult, Sampling, Submit
 from rlcore.utils import verdict
 from rlcore.utils.flight import KEPT_EVENTS, Flight
-from rlcore.utils.gang import Gang, meet
+from rlcore.utils.gang import Gang, _state, meet
 from tests import kit
 
 
@@ -120,6 +120,20 @@ def test_a_flight_knows_what_is_open_and_keeps_its_last_events(tmp_path: Path):
     for i in range(2 * KEPT_EVENTS):
         flight.note(str(i))
     assert len(flight.record("")["events"]) == KEPT_EVENTS
+
+
+def test_a_process_of_another_pid_namespace_is_not_looked_for_in_this_one():
+    """Containers may share a host name; a process id of one is nobody, or somebody else, in the
+    other."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    flight = Flight(0, 2, None)
+    mine = flight.at | {"pid": ended.pid}
+    elsewhere = mine | {"machine": flight.machine.replace("pid:[", "pid:[1")}
+    assert elsewhere["host"] == flight.host and elsewhere["machine"] != flight.machine
+    assert _state(mine, flight.machine) == "dead"
+    assert _state(elsewhere, flight.machine) == _state(None, flight.machine) == ""
+    assert _state(flight.at, Flight(1, 2, None).machine) == ""  # lives, and is on this machine
 
 
 class _Two:

@@ -64,6 +64,16 @@ def test_a_damaged_line_in_the_middle_costs_only_itself(tmp_path):
     assert _steps(path) == [1, 2]
 
 
+def test_half_a_surrogate_pair_is_escaped_and_the_run_goes_on(tmp_path):
+    """A reply may be cut anywhere; UTF-8 has no bytes for half a pair."""
+    path = tmp_path / "rollouts.jsonl"
+    lines = JsonLines(path, next_step=0)
+    lines.append(0, [{"text": "a\ud83d é", "\udc00": 1.0}, {"text": "é"}])
+    written = path.read_text(encoding="utf-8")
+    assert written.splitlines()[1] == '{"step": 0, "text": "é"}'
+    assert [row["text"] for row in read_lines(path)] == ["a\ud83d é", "é"]
+
+
 def test_a_full_disk_leaves_whole_lines_and_names_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path, next_step=0)

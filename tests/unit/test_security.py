@@ -2,19 +2,32 @@
 sockets by default. ruff has S rules for the common cases; these are those that it does not know."""
 
 import ast
+import io
 import os
 import pickle
 import re
 import stat
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from rlcore.cli import mux
 from rlcore.config.schema import Config
 from rlcore.mcore import metadata
 from rlcore.rollout.transport import listening_host
+from rlcore.utils.secret import hide
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlcore"
@@ -124,6 +137,77 @@ def test_the_index_of_a_checkpoint_runs_no_program(data, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is not the index of a checkpoint"):
         metadata.check(tmp_path)
     assert not (tmp_path / "owned").exists()
+
+
+def _index(folder: Path, entry: object, key: str = "weight", path: str = "0.distcp") -> None:
+    place = _StorageInfo(relative_path=path, offset=0, length=1)
+    index = Metadata({key: entry}, storage_data={MetadataIndex(key): place})
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+TENSOR = TensorStorageMetadata(TensorProperties(), torch.Size([1]), [])
+STATE = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
+
+
+def test_a_tensor_of_a_checkpoint_cannot_be_declared_a_pickle(tmp_path):
+    _index(tmp_path, TENSOR)
+    metadata.check(tmp_path)
+    _index(tmp_path, BytesStorageMetadata(), STATE)
+    metadata.check(tmp_path)
+    _index(tmp_path, BytesStorageMetadata())
+    with pytest.raises(ValueError, match=r"not the index of a checkpoint \(weight is no tensor\)"):
+        metadata.check(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../other/0.distcp", "a/../../0.distcp"])
+def test_a_checkpoint_names_no_files_outside_its_folder(path, tmp_path):
+    _index(tmp_path, TENSOR, path=path)
+    with pytest.raises(ValueError, match="which is not in its folder"):
+        metadata.check(tmp_path)
+
+
+def _read(data: object) -> object:
+    """What Megatron's own planner makes of an extra state."""
+    value = io.BytesIO()
+    torch.save(data, value)
+    value.seek(0)
+    planner = MCoreLoadPlanner()
+    planner.set_up_planner({STATE: None}, Metadata({}))
+    planner.load_bytes(SimpleNamespace(dest_index=MetadataIndex(STATE)), value)
+    return planner.original_state_dict[STATE]
+
+
+def test_an_extra_state_of_a_checkpoint_runs_no_program(tmp_path, monkeypatch):
+    """Neither its own, nor one in the bytes that Transformer Engine would unpickle."""
+    monkeypatch.chdir(tmp_path)
+    _index(tmp_path, BytesStorageMetadata(), STATE)
+    metadata.check(tmp_path)
+    assert _read([None, torch.empty(0, dtype=torch.uint8)])[0] is None
+    with pytest.raises(pickle.UnpicklingError):
+        _read([_Program()])
+    inner = torch.frombuffer(bytearray(pickle.dumps(_Program())), dtype=torch.uint8)
+    for state in ([inner], inner, {"a": 1}):
+        with pytest.raises(ValueError, match="an extra state that is not empty"):
+            _read(state)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("redis://rlcore:abc@host:1/0", "redis://rlcore:***@host:1/0"),
+        ("redis://:p@ss@host", "redis://:***@host"),
+        ("redis://u:p/w@host", "redis://u:***@host"),
+        ("redis://u:p:w x@host", "redis://u:***@host"),
+        ("redis://u@corp:pw@host", "redis://u@corp:***@host"),
+        ("redis://u:a@h1 and redis://v:b@h2", "redis://u:***@h1 and redis://v:***@h2"),
+        ("redis://h1:1,redis://v:b@h2", "redis://h1:***@h2"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://user@host", "redis://user@host"),
+    ],
+)
+def test_no_part_of_a_password_is_shown(text, shown):
+    assert hide(text) == shown
 
 
 def test_passwords_on_disk_are_the_owners_alone(tmp_path):
