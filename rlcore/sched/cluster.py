@@ -715,8 +715,7 @@ class Cluster:
         assert group is not None
         rollout = (*offer.keep, *range(-offer.more_rollout, 0))
         train = (*group.train, *range(-offer.more_train, 0))
-        found = group.with_one(job, rollout, train)
-        return found.period_s <= found.limit_s * ROUNDING
+        return group.with_one(job, rollout, train).period_s <= self._limit(group, job)
 
     def _isolated(self, job: Job) -> _Offer | None:
         if not (self._rollout.has(job.rollout_nodes) and self._train.has(job.train_nodes)):

@@ -40,8 +40,8 @@ def optimum(jobs: Sequence[Job], rollout: Pool, train: Pool) -> float:
     """The least bill an hour of any partition of these jobs into groups whose closed form keeps
     every promise. Subset dynamic programming.
 
-    Node sets may overlap here and the closed form is taken for granted then, so this is a lower
-    bound where jobs need several nodes, and exact else.
+    Node sets may overlap here and the closed form is taken for granted, so this is a lower bound,
+    and exact but for that.
 
     Raises:
         ValueError: more than 12 jobs.
