@@ -67,7 +67,7 @@ if (($# == 0)); then
   check clang-format --dry-run -Werror "${cpp[@]}"
 fi
 
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc takes the former for the cores
 workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
 export OMP_NUM_THREADS=1
 # A file stays on one worker: its fixtures are made once. tests/conftest.py says which goes first.
