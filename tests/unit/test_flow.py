@@ -236,7 +236,7 @@ def spans(world: World) -> int:
 def test_responses_outlive_pushes_and_are_those_of_an_uninterrupted_engine(
     model: Path, wanted: dict[str, np.ndarray], mode: HoldMode
 ) -> None:
-    floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
+    floor = {"decode_floor_ms": 12.0, "progress_s": 0.02}
     engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
     with world(model, engines) as three:
         for _ in range(6):
@@ -331,7 +331,7 @@ def test_a_replay_trains_the_batches_of_the_record_and_decodes_nothing(
 ) -> None:
     """Two engines before, one after; the modes of the pushes are the recorded ones."""
     modes: list[HoldMode] = ["in_place", "recompute", "release", "recompute"]
-    floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
+    floor = {"decode_floor_ms": 12.0, "progress_s": 0.02}  # or all have ended before a push
     engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
     with world(model, engines, record=Recorder(tmp_path, 0)) as one:
         for mode in modes:
