@@ -388,7 +388,8 @@ class AsyncConfig:
     extra_prompts: int = 0
     """So many prompts run besides, and the slowest are dropped when they are too old."""
     dynamic: bool = False
-    """A group of equal rewards does not count: another prompt is started in its place (DAPO)."""
+    """A group of equal rewards does not count: another prompt is started in its place (DAPO), for
+    one batch at most four times as many as it has; then such groups count."""
 
 
 @Section

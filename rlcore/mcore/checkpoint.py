@@ -23,7 +23,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistSaveShardedStrategy,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -291,8 +294,9 @@ def fill_empty_states(optimizer: Any) -> None:
 
 
 def _patch_loading() -> None:
-    """Upstream copies a `step` per parameter that the checkpoint lacks, and writes a leaf in place
-    outside no_grad."""
+    """Upstream unpickles what is no tensor, copies a `step` per parameter that the checkpoint
+    lacks, and writes a leaf in place outside no_grad."""
+    MCoreLoadPlanner.load_bytes = index.load_bytes
 
     def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]

@@ -52,8 +52,7 @@ class _Index(pickle.Unpickler):
 
 
 def check(folder: Path) -> None:
-    """ValueError where the index of the checkpoint in `folder` holds more than an index does. From
-    here on Megatron unpickles nothing of a checkpoint that could be a program."""
+    """ValueError where the index of the checkpoint in `folder` holds more than an index does."""
     path = folder / FILE
     try:
         with path.open("rb") as file:
@@ -65,9 +64,6 @@ def check(folder: Path) -> None:
             f"{path}: is not the index of a checkpoint ({error}); it is not read, since it may run "
             "a program"
         ) from error
-    from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
-
-    MCoreLoadPlanner.load_bytes = load_bytes
 
 
 def _check(index: Any) -> None:

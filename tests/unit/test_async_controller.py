@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from rlcore.records import (
     Abort,
@@ -438,51 +437,12 @@ def test_a_buffer_of_other_settings_is_refused() -> None:
         SampleBuffer(4, 1).restore(state)
 
 
-def test_groups_of_equal_rewards_make_room_for_others() -> None:
-    source = Source()
-    controller = AsyncController(
-        buffer=SampleBuffer(1, 0),
-        issue=source,
-        trainers=[0],
-        samplers=[1],
-        ranks=[1],
-        place=LeastLoaded(9),
-        deadline_s=9,
-        dynamic=True,
-    )
-    controller.go(0, 0.0)
-    controller.handle(Wanted(rank=0), 0.0)
-    (submit,) = controller.handle(Ready(rank=1), 0.0)
-    assert isinstance(submit, Submit)
-    commands: list[AnyCommand] = []
-    for request in submit.requests:
-        done = Finished(rank=1, id=request.id, num_tokens=1, finish="stop")
-        controller.handle(done, 0.0)
-        result = RewardResult(score=1.0)
-        commands += controller.handle(Rewarded(rank=1, id=request.id, result=result), 0.0)
-    (more,) = commands
-    assert isinstance(more, Submit) and {group_of(r.id) for r in more.requests} == {"t1"}
-    assert structs.asdict(more)["rank"] == 1
-
-
-def test_a_prompts_responses_share_a_replica_or_go_each_by_itself() -> None:
-    load = {0: 0, 1: 0}
-    together, spread = LeastLoaded(9), LeastLoaded(9, spread=True)
-    for place, wanted in ((together, [0, 0, 0]), (spread, [0, 1, 0])):
-        found, now = [], dict(load)
-        for _ in range(3):
-            rank = place.choose("t0.0", now)
-            assert rank is not None
-            now[rank] += 1
-            found.append(rank)
-        assert found == wanted
-    assert LeastLoaded(2).choose("t0.0", {0: 2, 1: 2}) is None  # it waits for a place
-
-
-def one_sampler(deadline_s: float = 9.0, **keys: Any) -> tuple[AsyncController, Source]:
+def one_sampler(
+    deadline_s: float = 9.0, alpha: int = 1, **keys: Any
+) -> tuple[AsyncController, Source]:
     source = Source()
     made = AsyncController(
-        buffer=SampleBuffer(1, 1),
+        buffer=SampleBuffer(1, alpha),
         issue=source,
         trainers=[0],
         samplers=[1],
@@ -504,6 +464,29 @@ def complete(controller: AsyncController, commands: list[AnyCommand], score: flo
             result = RewardResult(score=score)
             found += controller.handle(Rewarded(rank=1, id=r.id, result=result), 0.0)
     return found
+
+
+def test_groups_of_equal_rewards_make_room_for_others() -> None:
+    controller, _ = one_sampler(alpha=0, dynamic=True)
+    controller.go(0, 0.0)
+    controller.handle(Wanted(rank=0), 0.0)
+    (more,) = complete(controller, controller.handle(Ready(rank=1), 0.0), 1.0)
+    assert isinstance(more, Submit) and {group_of(r.id) for r in more.requests} == {"t1"}
+    assert more.rank == 1
+
+
+def test_a_prompts_responses_share_a_replica_or_go_each_by_itself() -> None:
+    load = {0: 0, 1: 0}
+    together, spread = LeastLoaded(9), LeastLoaded(9, spread=True)
+    for place, wanted in ((together, [0, 0, 0]), (spread, [0, 1, 0])):
+        found, now = [], dict(load)
+        for _ in range(3):
+            rank = place.choose("t0.0", now)
+            assert rank is not None
+            now[rank] += 1
+            found.append(rank)
+        assert found == wanted
+    assert LeastLoaded(2).choose("t0.0", {0: 2, 1: 2}) is None  # it waits for a place
 
 
 def test_a_step_that_is_longer_than_the_deadline_makes_nobody_late() -> None:
