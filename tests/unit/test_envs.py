@@ -348,6 +348,19 @@ def test_a_token_that_the_model_does_not_have_costs_its_episode(make):
     assert "shows token 10000" in engine.outcomes["t0.1"].error
 
 
+def test_an_environment_that_is_closed_before_it_is_made_is_not_made():
+    """Its thread may come late."""
+    made: list[Any] = []
+    host = child.Host(SimpleNamespace(make=made.append), None, -1)
+    reset = Call(number=0, what="reset", key=5, prompt=prompt_of("t0"))
+    for close in (host._envs.clear, lambda: setattr(host._envs[5], "is_closed", True)):
+        host._envs[5] = child._Place()
+        close()
+        with pytest.raises(RuntimeError, match="closed before it began"):
+            host._do(reset)
+    assert not made
+
+
 def test_an_environment_that_is_closed_while_it_is_made_is_not_left_behind():
     begun, may_end, closed = threading.Event(), threading.Event(), threading.Event()
 
