@@ -164,9 +164,12 @@ class Decision:
     why: str = ""
 
     @classmethod
-    def away(cls, job: str, kind: Kind, why: str) -> "Decision":
-        """There is no place for a job that nobody was asked about."""
-        return cls(job, kind, None, (), (), 0.0, math.inf, math.inf, {}, why)
+    def away(
+        cls, job: str, kind: Kind, why: str, passed: Mapping[str, int] | None = None
+    ) -> "Decision":
+        """There is no place for a job."""
+        passed = dict(passed or {})
+        return cls(job, kind, None, (), (), 0.0, math.inf, math.inf, passed, why)
 
     def explain(self) -> str:
         """One sentence or two, for the log of the job."""
@@ -511,11 +514,11 @@ class Cluster:
             raise ValueError(f"job {job.id}: the cluster has one of this name; take another")
         passed: Counter[str] = Counter()
         if why := self.never(job, None if on is None else (len(on.rollout), len(on.train))):
-            return self._away(job, "refused", why, passed)
+            return Decision.away(job.id, "refused", why, passed)
         if on is not None:
             offer = self._offer_on(job, on)
             if isinstance(offer, str):
-                return self._away(job, "queued", offer, passed)
+                return Decision.away(job.id, "queued", offer, passed)
             return self._place(job, offer, passed)
         alone = self._isolated(job)
         offers = list(self._offers(job, passed))
@@ -533,7 +536,7 @@ class Cluster:
                 f"it needs {job.rollout_nodes} rollout and {job.train_nodes} train nodes, "
                 f"{free[0]} and {free[1]} are free; it is asked again when a job leaves"
             )
-            return self._away(job, "queued", why, passed)
+            return Decision.away(job.id, "queued", why, passed)
         return self._place(job, best, passed)
 
     def leave(self, name: str) -> Group | None:
@@ -904,9 +907,6 @@ class Cluster:
         group.add(job, rollout, train)
         self._group_of[job.id] = group
         return group
-
-    def _away(self, job: Job, kind: Kind, why: str, passed: Mapping[str, int]) -> Decision:
-        return Decision(job.id, kind, None, (), (), 0.0, math.inf, math.inf, dict(passed), why)
 
 
 def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> bool:
