@@ -144,6 +144,8 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings
   local where=("${ONE_NODE[@]}")
   if ((nodes > 1)); then
     where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$head" --master-port "$port")
+    RLCORE_INTERFACE=$(option cluster.interface '' "$@")
+    export RLCORE_INTERFACE
   fi
   torch_run "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" -m rlcore "${args[@]}"
   exec "${COMMAND[@]}"

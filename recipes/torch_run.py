@@ -17,6 +17,10 @@ import psutil
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from rlcore.utils import listen
+
+INTERFACE = "RLCORE_INTERFACE"
+"""Environment, from common.sh: the value of --cluster.interface."""
 UNFINISHED = "RLCORE_UNFINISHED"
 """Environment, from job.sbatch: beside this file goes NAME.failed where a run fails by itself."""
 GRACE_S = 660.0
@@ -30,6 +34,7 @@ def main() -> int:
     )
     signal.signal(signal.SIGTERM, pass_on)
     try:
+        listen.bind_stores(os.environ.get(INTERFACE, ""))
         run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

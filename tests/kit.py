@@ -5,11 +5,13 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -192,6 +194,18 @@ def _rank(target: str, name: str) -> None:
     torch.save(result, folder / f"result{rank}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses that a process and its children listen on."""
+    root = psutil.Process(pid)
+    found = set()
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            for c in process.net_connections("inet"):
+                if c.status == psutil.CONN_LISTEN:
+                    found.add(c.laddr.ip)
+    return found
 
 
 def state(named: Any) -> dict[str, Tensor]:

@@ -620,12 +620,12 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
             first = world.rank - world.rank % tp
             meeting = f"engine/{sizes}/{first}/{next(starts)}"
             if world.rank == first:
-                world.store.set(meeting, f"127.0.0.1:{free_port()}")  # all ranks are on one node
+                world.sealed.set(meeting, f"127.0.0.1:{free_port()}")  # all ranks are on one node
             share = {
                 "tp": tp,
                 "nnodes": tp,
                 "node_rank": world.rank - first,
-                "dist_init_addr": world.store.get(meeting).decode(),
+                "dist_init_addr": world.sealed.get(meeting).decode(),
             }
         return engine_settings(sized, hf, world) | share
 

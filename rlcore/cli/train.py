@@ -63,7 +63,7 @@ def _run(cfg: "Config") -> int:
         folder = assemble.run_folder(cfg)
         c = cfg.cluster
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
-        here = world.join(cfg.cluster.timeout_s, cfg.cluster.rollout_ranks, folder)
+        here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface)
     except ValueError as e:  # every rank finds it
         if os.environ.get("RANK", "0") == "0":
             print(e, file=sys.stderr)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from rlcore.config import rules
 from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
-from rlcore.utils import collective
+from rlcore.utils import collective, listen
 from rlcore.utils.flight import Flight
 from rlcore.utils.gang import Gang, meet
+from rlcore.utils.sealed import SealedStore, share_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,13 @@ class World:
     """Of all ranks, where the default group is that of this rank's role."""
     gang: Gang | None = None
     """Signs of life of all ranks, and the flight record of this one."""
+    secret: bytes = b""
+    """Known to this run's ranks alone; empty in a world of one."""
+
+    @property
+    def sealed(self) -> SealedStore:
+        """The store, with values that only this run's ranks can write."""
+        return SealedStore(self.store, self.secret)
 
     @property
     def train_ranks(self) -> int:
@@ -80,13 +88,17 @@ def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[
         os.sched_setaffinity(0, cores)
 
 
-def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -> World:
+def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = "") -> World:
     """Make the default process group (NCCL and gloo with GPUs, gloo without): of all ranks, or,
     where the last `rollout_ranks` only sample, of those that train and of those that sample.
-    Without torchrun a world of one. `folder`: of the run, for flight records.
+    Without torchrun a world of one.
+
+    Args:
+        folder: of the run, for flight records; the run's secret is shared beside it.
+        interface: to listen on; empty: the loopback on one node, torch's choice on several.
 
     Raises:
-        ValueError: nobody would train.
+        ValueError: no rank would train, or the ranks do not share the folder's disk.
         TimeoutError: some ranks have not come; the sentence names them.
     """
     has_cuda = torch.cuda.is_available()
@@ -98,6 +110,11 @@ def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -
         torch.cuda.set_device(device)
     # torch then remembers the last collectives of every process group, for the flight record
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
+    if interface:
+        listen.address_of(interface)
+    if interface or _is_one_node():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "lo")
+    listen.bind_stores(interface)
     collective.share_gloo_device()
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -119,7 +136,15 @@ def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -
         gang.known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
         # ranks that are started again must not read the addresses of those that died
         start = f"rlcore/{meeting}"
-        gang.enter(dist.PrefixStore(f"{start}/gang", store.clone()))
+        secret = share_secret(
+            folder.with_name(f".{folder.name}.{meeting}.secret"),
+            rank,
+            size,
+            dist.PrefixStore(start, store),
+            timeout_s,
+            time.monotonic,
+        )
+        gang.enter(SealedStore(dist.PrefixStore(f"{start}/gang", store.clone()), secret))
         hub = dist.PrefixStore(f"{start}/hub", store)
         if rollout_ranks:
             split = size - rollout_ranks
@@ -137,7 +162,13 @@ def join(timeout_s: float, rollout_ranks: int = 0, folder: Path | None = None) -
         gang.alarm(f"failed: {error}")
         gang.close()
         raise
-    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, gang)
+    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, gang, secret)
+
+
+def _is_one_node() -> bool:
+    """Tell whether all ranks are on this node."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", size) == size
 
 
 def _gang(flight: Flight, store: Any) -> Gang:
@@ -172,7 +203,7 @@ def make_hub(world: World, interface: str) -> Hub:
         return LocalHub()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     host = listening_host(os.environ.get("MASTER_ADDR", ""), interface, here < world.size)
-    return ZmqHub(world.rank, world.size, world.store, host)
+    return ZmqHub(world.rank, world.size, world.sealed, host, world.secret)
 
 
 def leave(world: World) -> None:

@@ -1,9 +1,11 @@
 """Messages between ranks: one inbox per rank and channel, ZeroMQ between processes, queues within
 one.
 
-Addresses go through torchrun's own store. Sockets listen on the interface that reaches the master
-(the loopback for a job on one node) and drop messages that do not carry the job's token. Bodies are
-msgpack (`utils/net.py`).
+Addresses go through the run's sealed store (`utils/sealed.py`). Sockets listen on the interface
+that reaches the master (the loopback for a job on one node). Connections are encrypted by ZeroMQ's
+CURVE with a key pair that is made from the run's secret: a program that does not know the secret
+cannot complete the handshake, and none of its bytes reach Python. Bodies are msgpack
+(`utils/net.py`).
 """
 
 import queue
@@ -15,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
-from rlcore.utils import net
+from rlcore.utils import listen, net
+from rlcore.utils.log import log
 
 Channel = Literal["controller", "agent", "samples", "histories"]
 CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples", "histories")
@@ -61,38 +62,61 @@ class ZmqHub:
     the main thread, and every thread sends through sockets of its own, which it closes by `release`
     before it ends."""
 
-    def __init__(self, rank: int, world_size: int, store: Any, host: str) -> None:
-        """`store` has set(key, str) and get(key), which waits, as torch's stores do."""
+    def __init__(self, rank: int, world_size: int, store: Any, host: str, secret: bytes) -> None:
+        """`store` has set(key, str) and get(key), which waits, as torch's stores do. `secret`: the
+        same 32 bytes on every rank."""
         import zmq
+        from zmq.utils import z85
 
         self.rank, self.world_size = rank, world_size
+        self.malformed = 0
+        """Number of messages that were dropped because they could not be decoded."""
         self._zmq, self._store = zmq, store
         self._context = zmq.Context()
         self._local = threading.local()
         self._push: list[Any] = []
         self._pull: dict[str, Any] = {}
-        if rank == 0:
-            store.set("rlcore/token", secrets.token_hex(16))
-        self._token = _text(store.get("rlcore/token")).encode()
+        self._secret_key = z85.encode(secret)
+        self._public_key = zmq.curve_public(self._secret_key)
         for channel in CHANNELS:
             pull = self._context.socket(zmq.PULL)
             pull.setsockopt(zmq.RCVHWM, 0)
+            pull.curve_server = True
+            pull.curve_secretkey = self._secret_key
             port = pull.bind_to_random_port(f"tcp://{host}")
             self._pull[channel] = pull
             store.set(f"rlcore/{channel}/{rank}", f"tcp://{host}:{port}")
 
     def send(self, rank: int, channel: Channel, record: Any) -> None:
         """Put a record into the inbox `channel` of `rank`."""
-        self._socket(rank, channel).send_multipart([self._token, net.encode(record)])
+        message = [str(self.rank).encode(), net.encode(record)]
+        self._socket(rank, channel).send_multipart(message)
 
     def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
-        """The next record of this rank's inbox as `kind`, or None after `timeout_s`."""
+        """Return the next record of this rank's inbox as `kind`, or None after `timeout_s`. A
+        message that cannot be decoded is dropped, counted in `malformed` and named in the log."""
         pull, deadline = self._pull[channel], time.monotonic() + timeout_s
         while pull.poll(max(0, int(1000 * (deadline - time.monotonic())))):
             frames = pull.recv_multipart()
-            if len(frames) == 2 and secrets.compare_digest(frames[0], self._token):
-                return net.decode(frames[1], kind)
+            try:
+                _, body = frames
+                return net.decode(body, kind)
+            except ValueError as error:  # of msgspec too
+                self._drop(channel, frames[0], error)
         return None
+
+    def _drop(self, channel: Channel, sender: bytes, error: ValueError) -> None:
+        self.malformed += 1
+        if self.malformed & (self.malformed - 1):  # 1, 2, 4, ...: a flood does not fill the log
+            return
+        log.warning(
+            "a malformed message from rank %s to inbox %s of rank %d was dropped (%d so far): %s",
+            sender[:8].decode(errors="replace"),
+            channel,
+            self.rank,
+            self.malformed,
+            error,
+        )
 
     def release(self) -> None:
         """Close the sockets that the calling thread sent through; messages that are on their way
@@ -115,6 +139,8 @@ class ZmqHub:
         if (rank, channel) not in mine:
             push = self._context.socket(self._zmq.PUSH)
             push.setsockopt(self._zmq.SNDHWM, 0)
+            push.curve_serverkey = push.curve_publickey = self._public_key
+            push.curve_secretkey = self._secret_key
             push.connect(_text(self._store.get(f"rlcore/{channel}/{rank}")))
             mine[rank, channel] = push
             self._push.append(push)
@@ -133,7 +159,7 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
     the master is there, else the one that the route to the master leaves from. ValueError where
     the master's name is the loopback on its own node, which no other node reaches."""
     if interface:
-        return _address_of(interface)
+        return listen.address_of(interface)
     if master in ("", "localhost") or master.startswith("127."):
         return "127.0.0.1"
     if master in (socket.gethostname(), socket.getfqdn()):
@@ -169,18 +195,6 @@ def _system_ports() -> tuple[int, int]:
     """First and last of the ports that a bind or connect without a number gets."""
     low, high = _PORT_RANGE.read_text().split()
     return int(low), int(high)
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine."""
-    found = psutil.net_if_addrs()
-    addresses = [a.address for a in found.get(interface, []) if a.family == socket.AF_INET]
-    if not addresses:
-        raise ValueError(
-            f"--cluster.interface {interface}: has no IPv4 address here; this node has "
-            + ", ".join(found)
-        )
-    return addresses[0]
 
 
 def gather_by_owner(

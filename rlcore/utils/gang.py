@@ -26,6 +26,7 @@ import psutil
 from rlcore.utils import verdict
 from rlcore.utils.flight import FOLDER, Flight, Record, children_stacks, record_path
 from rlcore.utils.log import log
+from rlcore.utils.sealed import ForgedValueError
 
 BEAT_S = 2.0
 STORE_S = 5.0
@@ -49,6 +50,7 @@ class Gang:
 
     def __init__(self, flight: Flight, store: Any | None, beat_s: float = BEAT_S):
         self.flight, self._store, self._beat_s = flight, None, beat_s
+        self._forged = 0
         if store is not None:
             self.enter(store)
         self._alarm: dict[str, Any] | None = None
@@ -142,9 +144,12 @@ class Gang:
 
     def _live(self) -> None:
         while not self._closed:
-            self._beat()
-            if why := self._cannot_finish():
-                self._terminate(why)
+            try:
+                self._beat()
+                if why := self._cannot_finish():
+                    self._terminate(why)
+            except Exception:  # SIGTERM and stuck ranks are still to be noticed
+                log.exception("the health thread of rank %d goes on after", self.flight.rank)
             self._woken.settimeout(self._beat_s)
             try:
                 heard = self._woken.recv(64)
@@ -163,7 +168,10 @@ class Gang:
             self._store.set(f"beat/{self.flight.rank}", json.dumps(self.flight.at))
             if not self._store.check(["alarm"]):
                 return
-            alarm = json.loads(self._store.get("alarm"))
+            alarm = _alarm_of(self._store.get("alarm"), self.flight.world_size)
+        except ValueError as error:
+            self._drop_forged(error)
+            return
         except Exception as error:  # torch raises several; without a store each speaks for itself
             log.debug("the store does not answer: %s", error)
             return
@@ -174,6 +182,11 @@ class Gang:
             self._alarm = alarm
             self._answered.clear()
         self._answer(alarm)
+
+    def _drop_forged(self, error: ValueError) -> None:
+        self._forged += 1
+        if self._forged == 1:  # the value stays there, and is read at every beat
+            log.warning("an alarm in the run's store is ignored: %s", error)
 
     def _hear_sigterm(self) -> None:
         """SIGTERM: from torchrun when another rank has gone, or from whoever ends the run. With a
@@ -336,6 +349,8 @@ class Gang:
             try:
                 if self._store.check([f"beat/{r}"]):
                     beats[r] = json.loads(self._store.get(f"beat/{r}"))
+            except ForgedValueError as error:
+                log.debug("the sign of life of rank %d is ignored: %s", r, error)
             except Exception as error:  # as above
                 log.debug("the store does not answer: %s", error)
                 break
@@ -346,6 +361,15 @@ class Gang:
             self._wake.send(b"\0")
         except OSError:  # full or closed: it wakes by itself
             return
+
+
+def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
+    """Parse an alarm. ValueError if it is none: a rank wrote it that runs another version."""
+    alarm = json.loads(text)
+    match alarm:
+        case {"number": float(), "from": int(rank), "reason": str()} if 0 <= rank < world_size:
+            return alarm
+    raise ValueError(f"it holds {str(alarm)[:80]}, not a number, a rank and a reason")
 
 
 def _appears(file: Path, begin: float, seconds: float) -> bool:
@@ -397,7 +421,8 @@ def meet(
     torchrun starts ranks again one by one, and its store keeps what dead ones wrote: rank 0 calls
     the roll until all who are on it have answered.
 
-    TimeoutError names the ranks that have not come."""
+    TimeoutError names the ranks that have not come. RuntimeError where one of them says something
+    else than a rank of this version."""
     rank, mine = at["rank"], json.dumps(dict(at) | {"process": uuid.uuid4().hex})
     keys = [f"here/{r}" for r in range(size)]
     store.set(keys[rank], mine)
@@ -415,11 +440,22 @@ def meet(
             if rank == 0 and store.check(_answers(name, size)):
                 store.set(f"go/{name}", "")
             if store.check([f"go/{name}"]):
-                return {r: json.loads(text) for r, text in enumerate(here)}, name
+                return {r: _place_of(text, r, at) for r, text in enumerate(here)}, name
         if clock() > end:
             called = name if here and here[rank] == mine else ""
             raise TimeoutError(_not_there(store, size, called, timeout_s))
         time.sleep(0.02)
+
+
+def _place_of(text: str, rank: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse what a rank has said of itself; `like`: the same of this rank."""
+    place = json.loads(text)
+    if not isinstance(place, dict) or any(type(place.get(k)) is not type(like[k]) for k in like):
+        raise RuntimeError(
+            f"start-up: rank {rank} runs another version of rlcore, or another program writes to "
+            "the run's store"
+        )
+    return place
 
 
 def _answers(name: str, size: int) -> list[str]:

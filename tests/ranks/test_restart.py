@@ -84,6 +84,8 @@ def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero
     text = tmp_path / "one.txt"
     with launched(tmp_path, "one", [*where, "--max-restarts", "1"], *keys) as process:
         until(lambda: steps(tmp_path)[-1:] >= [5], process, text)
+        assert kit.listening(process.pid) == {"127.0.0.1"}  # torchrun's two stores as well
+        assert list((tmp_path / "runs").glob(".*.secret")) == []
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, text.read_text()[-3000:]
     said = text.read_text()

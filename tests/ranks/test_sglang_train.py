@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import runs
+from tests import kit, runs
 
 pytestmark = [
     pytest.mark.ranks(2),
@@ -54,10 +54,16 @@ class Runs:
             job("spread", 2, *SGLANG, *spread),
         ]
         gang = runs.Running(2, jobs, folder / "gang")
+        self.listening: set[str] = set()
+        """Addresses that the ranks and their engines listen on."""
         try:
             self._kill_scheduler(gang)
+            while (ended := gang.poll()) is None:
+                for process in gang.processes:
+                    self.listening |= kit.listening(process.pid)
+                time.sleep(0.5)
         finally:
-            self.gang = gang.wait(540)
+            self.gang = ended or gang.wait(540)
 
     def _kill_scheduler(self, gang: runs.Running) -> None:
         """While it samples for step 2."""
@@ -91,6 +97,7 @@ def test_a_round_goes_on_when_its_scheduler_is_killed(done: Runs) -> None:
         for name in SCORES:
             assert killed[step][name] == pytest.approx(torch[step][name], rel=1e-9), (step, name)
         assert killed[step]["actor/loss"] == pytest.approx(torch[step]["actor/loss"], rel=1e-3)
+    assert done.listening == {"127.0.0.1"}  # SGLang's schedulers as well
     said = done.gang.text("killed")
     assert "it is started again" in said and "Traceback" not in said
 

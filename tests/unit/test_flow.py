@@ -90,7 +90,9 @@ class World:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
         self.tokenizer, store = load_tokenizer(model), Store()
         self.threads, self.barrier = ThreadPoolExecutor(n), threading.Barrier(n)
-        self.hubs = list(self.threads.map(lambda r: ZmqHub(r, n, store, "127.0.0.1"), range(n)))
+        self.hubs = list(
+            self.threads.map(lambda r: ZmqHub(r, n, store, "127.0.0.1", bytes(32)), range(n))
+        )
         self.scorers = [RewardService("tests.scores.variety", config=RewardConfig())]
         self.scorers += [
             RewardService("tests.scores.variety", config=RewardConfig()) for _ in engines[1:]

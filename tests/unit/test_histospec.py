@@ -345,7 +345,7 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
     """Over real sockets. The baseline of a group is no answer of training."""
     store: dict[str, str] = {}
     store_of = SimpleNamespace(set=store.__setitem__, get=store.__getitem__)
-    hubs = [ZmqHub(rank, 2, store_of, "127.0.0.1") for rank in (0, 1)]
+    hubs = [ZmqHub(rank, 2, store_of, "127.0.0.1", bytes(32)) for rank in (0, 1)]
     prompt = np.array([3, 4, 5], np.int32)
 
     def rollout(hub, timeout_s=10.0):

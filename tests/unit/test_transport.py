@@ -3,8 +3,11 @@
 import os
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
+import zmq
+from zmq.utils import z85
 
 from rlcore.rollout import transport
 from rlcore.rollout.transport import LocalHub, ZmqHub, free_port, listening_host
@@ -33,7 +36,7 @@ def send_from_a_thread(hub: ZmqHub, text: str) -> None:
 
 def test_threads_that_end_leave_no_socket_and_lose_no_message() -> None:
     """A round has a thread of its own: a run of many rounds must not run out of sockets."""
-    hub = ZmqHub(0, 1, Store(), "127.0.0.1")
+    hub = ZmqHub(0, 1, Store(), "127.0.0.1", bytes(32))
     try:
         files = []
         for k in range(30):
@@ -43,6 +46,55 @@ def test_threads_that_end_leave_no_socket_and_lose_no_message() -> None:
         assert max(files[20:]) <= max(files[:10]) + 3, files
     finally:
         hub.close()
+
+
+@pytest.fixture
+def hub() -> Iterator[ZmqHub]:
+    made = ZmqHub(0, 1, Store(), "127.0.0.1", b"s" * 32)
+    yield made
+    made.close()
+
+
+def connected(hub: ZmqHub, secret: bytes | None) -> zmq.Socket:
+    """A socket of another program at the inbox "samples"; without a secret it does not encrypt."""
+    socket = hub._context.socket(zmq.PUSH)
+    if secret is not None:
+        key = z85.encode(secret)
+        socket.curve_secretkey = key
+        socket.curve_serverkey = socket.curve_publickey = zmq.curve_public(key)
+    hub._push.append(socket)
+    socket.connect(hub._store.get("rlcore/samples/0"))
+    return socket
+
+
+@pytest.mark.parametrize("secret", [None, b"x" * 32], ids=["plain", "other secret"])
+def test_a_program_without_the_runs_secret_reaches_no_inbox(hub: ZmqHub, secret: bytes | None):
+    stranger = connected(hub, secret)
+    stranger.send_multipart([b"0", b"\x91\x01"])
+    hub.send(0, "samples", [2])
+    assert hub.receive("samples", list[int], 5.0) == [2]
+    assert hub.receive("samples", list[int], 0.3) is None
+    assert hub.malformed == 0  # it did not come so far
+    friend = connected(hub, b"s" * 32)
+    friend.send_multipart([b"0", b"\x91\x01"])
+    assert hub.receive("samples", list[int], 5.0) == [1]
+
+
+def test_malformed_messages_are_dropped_counted_and_named(
+    hub: ZmqHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    friend = connected(hub, b"s" * 32)
+    bad = [b"7", b"\xc1"], [b"7", b"\xa1x"], [b"7"], [b"7", b"\x91\x01", b"more"], [b"", b""]
+    for message in bad:
+        friend.send_multipart(message)
+    friend.send_multipart([b"7", b"\x91\x01"])
+    assert hub.receive("samples", list[int], 5.0) == [1]
+    assert hub.malformed == len(bad)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3  # the first, second and fourth
+    assert said[0].startswith(
+        "a malformed message from rank 7 to inbox samples of rank 0 was dropped"
+    )
 
 
 def test_the_hub_of_one_rank_has_nothing_to_release() -> None:

@@ -40,7 +40,9 @@ def install() -> None:
     if os.getppid() != int(owner):  # it died while this process imported
         os._exit(1)
     from rlcore.rollout.sglang_engine import sampler, weights
+    from rlcore.utils import listen
 
+    listen.bind_stores()
     managers, runner = "sglang.srt.managers", "sglang.srt.model_executor"
     for target, hook, kind in (
         ("sglang.srt.layers.sampler.create_sampler", sampler.create, HookType.REPLACE),

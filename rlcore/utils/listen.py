@@ -1,0 +1,97 @@
+"""Interfaces that a run's servers listen on: the loopback on one node, the given one on several."""
+
+import errno
+import ipaddress
+import logging
+import socket
+from typing import Any
+
+import psutil
+
+log = logging.getLogger("rlcore")
+_BACKLOG = 4096
+_ARGUMENTS = (
+    "host_name",
+    "port",
+    "world_size",
+    "is_master",
+    "timeout",
+    "wait_for_workers",
+    "multi_tenant",
+)
+"""Of TCPStore, in the order of its positions (torch 2.11 to 2.13)."""
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface of this machine. ValueError if it has none."""
+    found = psutil.net_if_addrs()
+    addresses = [a.address for a in found.get(interface, []) if a.family == socket.AF_INET]
+    if not addresses:
+        raise ValueError(
+            f"--cluster.interface {interface}: has no IPv4 address here; this node has "
+            + ", ".join(found)
+        )
+    return addresses[0]
+
+
+def store_address(host: str, interface: str = "") -> str:
+    """Return the address where the store that clients know as `host` should listen; "" for all
+    interfaces.
+
+    A host name is no address: other nodes may resolve it to another one than this node does."""
+    if interface:
+        return address_of(interface)
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        return ""
+
+
+def bind_stores(interface: str = "") -> None:
+    """Make every TCPStore server that this process starts from now on listen on one interface.
+
+    torch (2.13) listens on all of them, whatever host the clients are given. `interface`: of the
+    servers whose clients are on other nodes."""
+    from torch.distributed import TCPStore
+
+    made = TCPStore.__init__
+    if getattr(made, "is_bound", False):
+        return
+
+    def init(self: TCPStore, *args: Any, **named: Any) -> None:
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | named
+        is_server = given.get("is_master") and given.get("master_listen_fd") is None
+        if is_server and (address := store_address(given["host_name"], interface)):
+            listener = _listener(address, given["port"])
+            if listener is not None:
+                given["port"] = listener.getsockname()[1]
+                given["master_listen_fd"] = listener.detach()
+        made(self, **given)
+
+    init.is_bound = True  # type: ignore[attr-defined]
+    TCPStore.__init__ = init  # type: ignore[method-assign]
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A listening socket; None if torch has to find the address itself: the port is taken, by a
+    server that this process may share, or the address is not of this machine."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, port))
+        made.listen(_BACKLOG)
+    except OSError as error:
+        made.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            log.warning(
+                "no interface of this node has the address %s: the run's store listens on all "
+                "interfaces; --cluster.interface names one",
+                address,
+            )
+            return None
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return made

@@ -1,0 +1,145 @@
+"""The secret of a run, and a store whose values only the run's own ranks can write.
+
+torchrun's store is open to the whole network: it has no authentication, and torch listens on all
+interfaces. The secret therefore travels through a file that only the run's user can read, never
+through the store. With it, values in the store carry a code (HMAC-SHA256 over key and value), and
+messages between ranks are encrypted (`rollout/transport.py`).
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+SECRET_BYTES = 32
+_MAC_BYTES = hashlib.sha256().digest_size
+_POLL_S = 0.02
+
+
+class ForgedValueError(ValueError):
+    """A value in the store that no rank of this run has written."""
+
+
+class SealedStore:
+    """The methods of torch's `Store` that the ranks use, with values that are authenticated.
+    Counters (`add`) and the existence of keys (`check`) are not."""
+
+    def __init__(self, store: Any, secret: bytes) -> None:
+        self._store, self._secret = store, secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value with its code."""
+        body = value.encode() if isinstance(value, str) else value
+        self._store.set(key, self._code(key, body) + body)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it without its code. ForgedValueError if that is wrong."""
+        sealed = bytes(self._store.get(key))
+        code, body = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
+        if not hmac.compare_digest(code, self._code(key, body)):
+            raise ForgedValueError(
+                f"the value of {key} in the run's store was written by another program: its code "
+                "is wrong; keep the port of torchrun's store closed to other machines"
+            )
+        return body
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value; not authenticated."""
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all keys exist; not authenticated."""
+        return self._store.check(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long `get` waits."""
+        self._store.set_timeout(timeout)
+
+    def _code(self, key: str, body: bytes) -> bytes:
+        # The length separates key and body: no two pairs give the same text.
+        return hmac.digest(self._secret, b"%d:%s" % (len(key), key.encode() + body), "sha256")
+
+
+def share_secret(
+    file: Path, rank: int, size: int, store: Any, timeout_s: float, clock: Callable[[], float]
+) -> bytes:
+    """Make the run's secret on rank 0 and hand it to all ranks through `file`; collective.
+
+    The file has mode 0600, lies in a folder that all nodes share, and is removed as soon as every
+    rank has read it.
+
+    Args:
+        file: a name that no earlier start has used.
+        store: torch's; it says only that the file is there and how many ranks have read it.
+
+    Raises:
+        ValueError: the file cannot be written or read; the same sentence on every rank that knows.
+        TimeoutError: a rank has not read it in time; the sentence counts those.
+    """
+    if rank:
+        _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)
+        if problem := store.get("secret/there").decode():
+            raise ValueError(problem)
+        secret = _read(file, rank)
+        store.add("secret/read", 1)
+        return secret
+    secret = secrets.token_bytes(SECRET_BYTES)
+    try:
+        _write(file, secret)
+    except OSError as error:
+        problem = (
+            f"--run.dir {file.parent}: the run's folder cannot be made "
+            f"({error.strerror}: {error.filename}); choose another"
+        )
+        store.set("secret/there", problem)
+        raise ValueError(problem) from error
+    store.set("secret/there", "")
+    try:
+        end = clock() + timeout_s
+        _await(lambda: store.add("secret/read", 0) == size - 1, end, clock, _NOT_READ, file)
+    finally:
+        file.unlink(missing_ok=True)
+    return secret
+
+
+_NOT_MADE = "start-up: rank 0 has not written the run's secret to {file} in time"
+_NOT_READ = "start-up: not every rank has read the run's secret from {file} in time"
+
+
+def _await(
+    is_done: Callable[[], bool], end: float, clock: Callable[[], float], problem: str, file: Path
+) -> None:
+    while not is_done():
+        if clock() > end:
+            raise TimeoutError(problem.format(file=file))
+        time.sleep(_POLL_S)
+
+
+def _write(file: Path, secret: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(secret)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _read(file: Path, rank: int) -> bytes:
+    try:
+        secret = file.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"--run.dir {file.parent}: rank {rank} cannot read what rank 0 wrote there "
+            f"({error.strerror}); give a folder on a disk that all nodes share"
+        ) from error
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(
+            f"--run.dir {file.parent}: rank {rank} reads {len(secret)} bytes of {file.name}, "
+            f"rank 0 wrote {SECRET_BYTES}; give a folder on a disk that all nodes share"
+        )
+    return secret

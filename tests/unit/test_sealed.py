@@ -1,0 +1,141 @@
+"""The run's secret, and what other programs can do to the run's store."""
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlcore.utils import gang as gangs
+from rlcore.utils.flight import Flight
+from rlcore.utils.gang import Gang
+from rlcore.utils.sealed import SECRET_BYTES, ForgedValueError, SealedStore, share_secret
+
+SECRET = b"s" * SECRET_BYTES
+
+
+def share(file: Path, rank: int, store: dist.Store, timeout_s: float = 10.0) -> bytes:
+    return share_secret(file, rank, 3, store, timeout_s, time.monotonic)
+
+
+def test_every_rank_gets_the_secret_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    store, file = dist.HashStore(), tmp_path / "runs" / ".name.0.secret"
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(lambda rank: share(file, rank, store), range(3)))
+    assert len(found[0]) == SECRET_BYTES and found == found[:1] * 3
+    assert list(file.parent.iterdir()) == []
+    keys = ["secret/there", "secret/read"]
+    assert store.num_keys() == len(keys)
+    assert not any(found[0] in store.get(key) for key in keys)
+
+
+def test_only_the_user_of_the_run_can_read_the_file(tmp_path: Path) -> None:
+    store, file = dist.HashStore(), tmp_path / "secret"
+    first = threading.Thread(target=share, args=(file, 0, store))
+    first.start()
+    store.wait(["secret/there"], timedelta(seconds=10))
+    assert file.stat().st_mode & 0o777 == 0o600
+    store.add("secret/read", 2)
+    first.join(10)
+    assert not first.is_alive() and not file.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence_on_every_rank(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    (tmp_path / "file").touch()
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="--run.dir .*/file: the run's folder cannot be made"):
+            share(tmp_path / "file" / "secret", rank, store)
+
+
+def test_a_disk_that_the_nodes_do_not_share_is_named(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    store.set("secret/there", "")
+    with pytest.raises(ValueError, match="rank 1 cannot read .* a disk that all nodes share"):
+        share(tmp_path / "secret", 1, store)
+    (tmp_path / "secret").write_bytes(b"half")
+    with pytest.raises(ValueError, match="rank 1 reads 4 bytes"):
+        share(tmp_path / "secret", 1, store)
+
+
+def test_a_rank_that_does_not_read_it_ends_the_start_and_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="not every rank has read the run's secret"):
+        share(tmp_path / "secret", 0, dist.HashStore(), timeout_s=0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_of_other_programs_and_moved_values_are_refused() -> None:
+    raw = dist.HashStore()
+    store = SealedStore(raw, SECRET)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    for forged in (b"1", b"", os.urandom(64), SealedStore(raw, b"x" * 32)._code("a", b"1") + b"1"):
+        raw.set("a", forged)
+        with pytest.raises(ForgedValueError, match="the value of a in the run's store"):
+            store.get("a")
+    store.set("ab", "1")
+    raw.set("a", raw.get("ab"))
+    with pytest.raises(ForgedValueError):
+        store.get("a")
+
+
+@pytest.mark.parametrize(
+    ("forged", "knows_secret"),
+    [
+        ("[1]", False),
+        ('{"number": 1e300, "from": 0, "reason": ""}', False),
+        ("{", True),
+        ('{"number": 1e9, "from": 2, "reason": ""}', True),
+    ],
+)
+def test_a_forged_alarm_ends_nothing_and_mutes_no_later_one(
+    tmp_path: Path, forged: str, knows_secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A malformed alarm of a rank, which knows the secret, is ignored as well."""
+    monkeypatch.setattr(gangs, "GRACE_S", 1.0)
+    raw = dist.HashStore()
+    store = SealedStore(raw, SECRET)
+    two = [Gang(Flight(r, 2, tmp_path), store, beat_s=0.01).start(signals=False) for r in range(2)]
+    try:
+        (store if knows_secret else raw).set("alarm", forged)
+        end = time.monotonic() + 20
+        while not all(gang._forged for gang in two) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert all(gang._thread.is_alive() and not gang._alarms for gang in two)
+        two[1].alarm("the update has stood still for 6 s")
+        two[0].hear()
+        assert two[0]._alarms == two[1]._alarms == 1
+        record = json.loads((tmp_path / "flight" / "rank0.json").read_text())
+        assert record["reason"] == "heard of rank 1"
+    finally:
+        for gang in two:
+            gang.close()
+
+
+def test_a_forged_sign_of_life_is_not_believed(tmp_path: Path) -> None:
+    raw = dist.HashStore()
+    gang = Gang(Flight(0, 2, tmp_path), SealedStore(raw, SECRET))
+    raw.set("beat/1", "{}")
+    assert list(gang._last_beats()) == [0]
+
+
+def test_the_health_thread_survives_what_it_did_not_expect(tmp_path: Path) -> None:
+    gang = Gang(Flight(0, 2, tmp_path), SealedStore(dist.HashStore(), SECRET), beat_s=0.01)
+    calls: list[int] = []
+
+    def broken() -> str:
+        calls.append(1)
+        raise KeyError("machine")
+
+    gang._cannot_finish = broken  # type: ignore[method-assign]
+    gang.start(signals=False)
+    end = time.monotonic() + 20
+    while len(calls) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(calls) >= 3
+    gang.close()
