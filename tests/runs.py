@@ -2,6 +2,7 @@
 to start a process takes longer than to run a tiny model.
 """
 
+import importlib
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 Job = dict[str, Any]
 """`name` and `argv` of `rlcore train`; `ranks`: how many of the gang take part; `file_bytes`: the
-longest file that it can write; `before`: a command to run first; `path`: folders to import from."""
+longest file that it can write; `before`: a command to run first; `path`: folders to import from;
+`within`: `module:function` of a context manager around it, and its arguments."""
 
 
 def tiny_model(folder: Path, task: str = "label", **changes: Any) -> Path:
@@ -170,22 +173,9 @@ def rows(run_folder: Path) -> dict[int, dict[str, Any]]:
 
 def same(row: dict[str, Any]) -> dict[str, Any]:
     """A row without what the clock and the machine had a say in."""
-    loose = (
-        "timing_s/",
-        "timing_per_token_ms/",
-        "perf/",
-        "sync/time_s",
-        "sched/busy_s",
-        "reward/latency",
-        "reward/queue",
-        "sched/decode_s",
-        "spec/draft_s",
-        "spec/verify_s",
-        "sched/trainer_idle",
-        "sched/rollout_idle",
-        "balance/",
-    )
-    return {name: value for name, value in row.items() if not name.startswith(loose)}
+    from rlcore.metrics.names import CLOCK
+
+    return {name: value for name, value in row.items() if not name.startswith(CLOCK)}
 
 
 def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
@@ -229,7 +219,8 @@ def _rank(folder: Path) -> None:
         limit = job.get("file_bytes", resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
-            codes[job["name"]] = train.main(job["argv"])
+            with _within(*job.get("within", ())):
+                codes[job["name"]] = train.main(job["argv"])
         except BaseException:
             traceback.print_exc()
             codes[job["name"]] = 99
@@ -237,6 +228,13 @@ def _rank(folder: Path) -> None:
         sys.stdout.flush()
         _leave()
         (folder / f"codes{rank}.json").write_text(json.dumps(codes))
+
+
+def _within(target: str = "", *args: Any) -> AbstractContextManager[Any]:
+    if not target:
+        return nullcontext()
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)(*args)
 
 
 def _join(rank: int, n: int, port: int) -> None:

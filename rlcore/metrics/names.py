@@ -48,6 +48,23 @@ BETWEEN = {
 }
 """Phases between the steps."""
 
+CLOCK = (
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/",
+    "sync/time_s",
+    "sched/busy_s",
+    "reward/latency",
+    "reward/queue",
+    "sched/decode_s",
+    "spec/draft_s",
+    "spec/verify_s",
+    "sched/trainer_idle",
+    "sched/rollout_idle",
+    "balance/",
+)
+"""Prefixes of metrics that depend on the clock: two equal runs differ in these alone."""
+
 METRICS = [
     # where the run is
     Metric("training/global_step", "steps", "steps done, this one included"),
