@@ -17,7 +17,9 @@ import psutil
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from rlcore.utils import listen
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rlcore.utils import listen  # noqa: E402
 
 INTERFACE = "RLCORE_INTERFACE"
 """Environment, from common.sh: the value of --cluster.interface."""

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -149,7 +148,7 @@ def test_a_run_of_other_keys_is_not_taken_for_a_finished_one(exp, started):
 
 
 def test_an_interrupt_ends_the_runs_that_were_started(exp, started, monkeypatch):
-    monkeypatch.setenv("SLEEP_S", "60")
+    monkeypatch.setenv("SLEEP_S", "3600")
     processes, start = [], exp.start
 
     def interrupted(run):
@@ -160,11 +159,9 @@ def test_an_interrupt_ends_the_runs_that_were_started(exp, started, monkeypatch)
 
     monkeypatch.setattr(exp, "start", interrupted)
     (started / "models/label-s0").mkdir(parents=True)
-    begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         exp.run_all(exp.plan(["int3-none", "int3-is"], [0], 5, started), 2)
-    assert processes[0].poll() is not None
-    assert time.monotonic() - begin < 45
+    assert processes[0].poll() is not None  # an hour before its own end
 
 
 # ---- figures

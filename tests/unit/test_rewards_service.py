@@ -194,17 +194,16 @@ def test_a_right_answer_ends_one_that_already_runs_and_other_ranks_are_listened_
 
 
 def test_other_workers_go_on_while_one_hangs(make):
-    service = make(timeout_s=2.0, workers=2)
+    service = make(timeout_s=3600.0, workers=2)
     _score(service, *["sleep 0.05"] * 8)
     service.submit("t9.0", sample_of("t9.0"), prompt_of("7"), "loop")
     for i in range(6):
         service.submit(f"t8.{i}", sample_of("x"), prompt_of("7"), "sleep 0.05")
-    begin, early = time.monotonic(), []
-    while len(early) < 6:
-        early += service.poll(WAIT_S)
-    assert time.monotonic() - begin < 2.0
-    assert "t9.0" not in dict(early)
-    assert score_all(service)["t9.0"].error == "timeout after 2 s"
+    early: list[tuple] = []
+    end = time.monotonic() + WAIT_S
+    while len(early) < 6 and time.monotonic() < end:
+        early += service.poll(1.0)
+    assert sorted(dict(early)) == [f"t8.{i}" for i in range(6)]
 
 
 def test_what_a_function_raises_or_wrongly_returns_is_named_and_scores_on_error(make, caplog):

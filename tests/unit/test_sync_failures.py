@@ -107,6 +107,10 @@ def one_sentence(found: list[Any]) -> str:
     return str(found[0])
 
 
+NEVER_S = 3600.0
+"""A deadline that is not waited for: `ranks` gives up long before."""
+
+
 def channel(rank: int, n: int, store: Any, timeout_s: float = 20, **options: Any) -> Any:
     options = {"route": "intranode", "max_bytes": 1024} | options
     route = options.pop("route")
@@ -132,7 +136,7 @@ def test_an_engine_that_refuses_fails_the_push_on_all_ranks_at_once_in_one_sente
     engines = [Engine(), Engine(where, error)]
 
     def work(rank: int, store: Any) -> Any:
-        sent = channel(rank, 2, store, route=route)
+        sent = channel(rank, 2, store, NEVER_S, route=route)
         learner = Weights(rank, 2) if route == "intranode" else Weights()
         with pytest.raises(PushError) as raised:
             sent.push(learner, engines[rank], 1)
@@ -141,12 +145,10 @@ def test_an_engine_that_refuses_fails_the_push_on_all_ranks_at_once_in_one_sente
         sent.push(learner, engines[rank], 2)
         return refused and engines[rank].usable, raised.value
 
-    start = time.monotonic()
     found = ranks(2, work)
     assert [ok for ok, _ in found] == [True, True]
     said = one_sentence([error for _, error in found])
     assert f"rank 1: {type(error).__name__}: {error}" in said and said.startswith("push 1: ")
-    assert time.monotonic() - start < 10  # far below the deadline
 
 
 @pytest.mark.parametrize("route", ["gather", "intranode"])
@@ -158,12 +160,10 @@ def test_a_learner_without_weights_is_told_before_anybody_waits_for_it(route: st
     def work(rank: int, store: Any) -> None:
         away = Away() if route == "intranode" else None
         learner = away if rank == 1 else Weights(rank, 2)
-        channel(rank, 2, store, route=route).push(learner, Engine(), 1)
+        channel(rank, 2, store, NEVER_S, route=route).push(learner, Engine(), 1)
 
-    start = time.monotonic()
     said = one_sentence(ranks(2, work))
     assert "rank 1: " in said and "answered" not in said
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("push", [1, 2])
