@@ -41,7 +41,8 @@ class JudgeConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 when the folder is there; 1 where the judge did not learn the rule."""
+    """Return 0 if the folder is there, 1 if the judge has not learned the rule in `--steps`. Three
+    training batches in a row decide; the fresh one that is printed may fall below the target."""
     import tyro
 
     cfg = tyro.cli(JudgeConfig, args=list(argv), prog="rlcore judge", use_underscores=True)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     agreement, steps = make(cfg)
     print(f"judge: agrees with the rule on {agreement:.3f} after {steps} steps, in {cfg.out}")
-    if cfg.steps and agreement < cfg.target:
+    if cfg.steps and steps == cfg.steps and agreement < cfg.target:
         print(f"--target {cfg.target}: not reached in --steps {cfg.steps}", file=sys.stderr)
         return 1
     return 0

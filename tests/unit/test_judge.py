@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlcore.cli import judge
 from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
 from rlcore.rewards.judge import process
@@ -334,3 +335,11 @@ def test_a_rubric_that_a_row_does_not_suit_costs_that_row(folder, tmp_path):
     finally:
         judge.model.close()
     assert first.error.startswith("rubric: --reward.rubric: TypeError") and not second.error
+
+
+@pytest.mark.parametrize(("steps", "code"), [(218, 0), (600, 1)])
+def test_a_judge_that_reached_the_target_is_made_whatever_one_more_batch_says(
+    tmp_path, monkeypatch, steps, code
+):
+    monkeypatch.setattr(judge, "make", lambda cfg: (0.992, steps))
+    assert judge.main(["--out", str(tmp_path), "--steps", "600"]) == code
