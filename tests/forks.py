@@ -4,11 +4,13 @@ of pytest keeps. To import them takes six seconds of a core, and the suite start
 
 import atexit
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.context import ForkServerContext
@@ -25,7 +27,7 @@ class Fork:
     Args:
         target: a function of a module.
         env: all variables of the environment.
-        output: takes what the process writes on stdout and stderr.
+        output: takes what the process writes on stdout and stderr, after what is in it already.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ def _child(
     target: Callable[..., None], args: tuple[Any, ...], env: dict[str, str], output: str
 ) -> None:
     assert "tests.preload" in sys.modules  # the server passes over what cannot be imported
-    with open(output, "wb") as file:
+    # The server that made this process makes those that it starts, too.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore
+    with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.clear()
@@ -85,10 +89,54 @@ def _child(
         sys.stderr.flush()
 
 
+@contextmanager
+def forked_engines() -> Iterator[None]:
+    """Make the torch engine's children of this process forks, which start at once, and not programs
+    of their own; SGLang's are more than a process. Their command line is that of a fork."""
+    from rlcore.cli.assemble import TORCH_ENGINE
+    from rlcore.rollout import child
+
+    start = child.ChildEngine._start
+
+    def start_fork(self: child.ChildEngine) -> None:
+        child.subprocess = _Forking if self._factory == TORCH_ENGINE else subprocess  # type: ignore
+        try:
+            start(self)
+        finally:
+            child.subprocess = subprocess
+
+    child.ChildEngine._start = start_fork  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        child.ChildEngine._start = start  # type: ignore[method-assign]
+
+
+class _Forking:
+    """What `ChildEngine` needs of `subprocess`."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+    DEVNULL = subprocess.DEVNULL
+
+    @staticmethod
+    def Popen(command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> Fork:
+        with socket.socket(fileno=os.dup(pass_fds[0])) as end:
+            return Fork(_engine, (end,), env, Path(os.readlink("/proc/self/fd/1")))
+
+
+def _engine(end: socket.socket) -> None:
+    from rlcore.rollout import child
+
+    sys.argv = ["rlcore.rollout.child", str(end.detach())]
+    child.main()
+
+
 @cache
 def _context() -> ForkServerContext:
     """The server sees no GPU, has one thread, and finds this checkout first."""
     context = multiprocessing.get_context("forkserver")
+    if "tests.preload" in sys.modules:  # a fork itself
+        return context
     context.set_forkserver_preload(["tests.preload"])
     from tests import kit
 

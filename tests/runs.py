@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from tests import forks
 from tests.forks import Fork
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 Job = dict[str, Any]
 """`name` and `argv` of `rlcore train`; `ranks`: how many of the gang take part; `file_bytes`: the
 longest file that it can write; `before`: a command to run first; `path`: folders to import from;
-`within`: `module:function` of a context manager around it, and its arguments."""
+`within`: `module:function` of a context manager around it, and its arguments; `programs`: engine
+children are programs, as in a real run, and can be found by their command line."""
 
 
 def tiny_model(folder: Path, task: str = "label", **changes: Any) -> Path:
@@ -219,7 +221,7 @@ def _rank(folder: Path) -> None:
         limit = job.get("file_bytes", resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
-            with _within(*job.get("within", ())):
+            with _within(*job.get("within", ())), _engines(job):
                 codes[job["name"]] = train.main(job["argv"])
         except BaseException:
             traceback.print_exc()
@@ -228,6 +230,10 @@ def _rank(folder: Path) -> None:
         sys.stdout.flush()
         _leave()
         (folder / f"codes{rank}.json").write_text(json.dumps(codes))
+
+
+def _engines(job: Job) -> AbstractContextManager[Any]:
+    return nullcontext() if job.get("programs") else forks.forked_engines()
 
 
 def _within(target: str = "", *args: Any) -> AbstractContextManager[Any]:

@@ -83,7 +83,7 @@ def test_whoever_dies_each_sample_is_trained_once_or_its_loss_is_reported(
     end = time.monotonic() + 600
     for attempt in range(3 * KILLS):
         job: runs.Job = {"name": "chaos", "argv": argv}
-        gang = runs.Running(2, [job], tmp_path / f"gang{attempt}")
+        gang = runs.Running(2, [job | {"programs": True}], tmp_path / f"gang{attempt}")
         killer = Killer(gang, folder, dice, victims)
         killer.start()
         codes = gang.wait(end - time.monotonic()).codes

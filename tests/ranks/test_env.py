@@ -33,7 +33,10 @@ class Found:
             return {"name": name, "argv": argv}
 
         old = "--mode", "async", "--async.alpha", 2, "--env.group_size", 5
-        jobs = [job("sync", "--run.steps", 2), job("async", *old, "--run.steps", 6)]
+        jobs = [
+            job("sync", "--run.steps", 2),
+            job("async", *old, "--run.steps", 6) | {"programs": True},
+        ]
         gang = runs.Running(2, jobs, folder / "gang")
         try:
             self._kill(gang, "async", 2, "rlcore.envs.child")

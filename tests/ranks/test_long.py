@@ -39,7 +39,7 @@ def resources(pids: list[int]) -> tuple[float, int]:
 def test_memory_and_open_files_stay_flat_over_300_steps(tmp_path):
     model = runs.tiny_model(tmp_path / "model")
     argv = runs.arguments(model, tmp_path, "soak", "--run.steps", 300, "--rollout.max_running", 64)
-    gang = runs.Running(2, [{"name": "soak", "argv": argv}], tmp_path / "gang")
+    gang = runs.Running(2, [{"name": "soak", "argv": argv, "programs": True}], tmp_path / "gang")
     seen = []
     metrics = tmp_path / "soak" / "metrics.jsonl"
     while any(p.poll() is None for p in gang.processes):
@@ -60,7 +60,7 @@ def test_a_run_survives_engines_and_reward_children_being_killed(tmp_path):
     model = runs.tiny_model(tmp_path / "model")
     argv = runs.arguments(model, tmp_path, "chaos", "--run.steps", 1500)
     argv += ["--cluster.timeout_s", "120"]
-    gang = runs.Running(2, [{"name": "chaos", "argv": argv}], tmp_path / "gang")
+    gang = runs.Running(2, [{"name": "chaos", "argv": argv, "programs": True}], tmp_path / "gang")
     done, killed = threading.Event(), []
 
     def strike() -> None:

@@ -152,7 +152,8 @@ def test_a_gradient_that_was_begun_is_begun_again_when_no_engine_is_left(tmp_pat
     """Rank 1 trains when the engine of rank 0, the last one, is killed: all start again."""
     runs.tiny_model(tmp_path / "model")
     slow = "--debug.decode_floor_ms", 150, "--checkpoint.every", 1
-    jobs = [job(tmp_path, "sync"), job(tmp_path, "killed", *STREAM, *slow)]
+    killed = job(tmp_path, "killed", *STREAM, *slow) | {"programs": True}
+    jobs = [job(tmp_path, "sync"), killed]
     gang = runs.Running(2, jobs, tmp_path / "gang")
     try:
         end, saved = time.monotonic() + 200, tmp_path / "runs" / "killed" / "checkpoints"

@@ -45,7 +45,7 @@ class Worlds:
             return {"name": name, "argv": argv}
 
         jobs = [
-            job("killed", "--debug.decode_floor_ms", 60),
+            job("killed", "--debug.decode_floor_ms", 60) | {"programs": True},
             job("replay", "--debug.replay", self.runs / "killed"),
         ]
         gang = runs.Running(2, jobs, folder / "gang")

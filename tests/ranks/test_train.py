@@ -35,8 +35,8 @@ class Worlds:
         tp2 = *KEPT, "--train.tp", 2
         saved = self.runs / "tp2" / "checkpoints" / "step_000002"
         jobs = [
-            self.job("tp2", *tp2, *SLOW, "--log.rollouts", -1),
-            self.job("bereft", *KEPT, *SLOW, "--rollout.progress_s", 0.05),
+            self.job("tp2", *tp2, *SLOW, "--log.rollouts", -1) | {"programs": True},
+            self.job("bereft", *KEPT, *SLOW, "--rollout.progress_s", 0.05) | {"programs": True},
             self.job("onward", *KEPT, "--run.resume", saved) | {"ranks": 1},
             self.job("straight", *KEPT, "--log.trace", 1),
             self.job("resumed", *KEPT, run="killed"),
