@@ -80,8 +80,8 @@ def test_only_a_registry_that_does_not_answer_is_unreachable(monkeypatch):
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
     with pytest.raises(lock_cuda.UnreachableError, match="127.0.0.1:9"):
         lock_cuda.resolve("3.12", ["six"], {})
-    with pytest.raises(ValueError, match="unsatisfiable"):
-        lock_cuda.resolve("3.12", ["six>2", "six<1"], {})
+    with pytest.raises(ValueError, match="not a requirement"):
+        lock_cuda.resolve("3.12", ["not a requirement"], {})
 
 
 PYTHON = """#!/bin/sh
