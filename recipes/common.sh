@@ -46,10 +46,11 @@ in_srun() { # the batch and interactive steps of Slurm are not srun: their ids a
   [[ -n ${SLURM_STEP_ID:-} ]] && ((SLURM_STEP_ID < 4294967290))
 }
 
-find_python() { # sets PYTHON; installs only when a person started the recipe with bash
-  local missing
+find_python() { # settings of the run: sets PYTHON; installs only if the recipe was started with bash
+  local missing flags=(--quiet)
+  [[ $(option rollout.engine torch "$@") != sglang ]] || flags+=(--sglang)
   if [[ -z ${PYTHON:-} && -z ${LOCAL_WORLD_SIZE:-} ]] && ! in_srun; then
-    bash "$ROOT/tools/setup.sh" --quiet
+    bash "$ROOT/tools/setup.sh" "${flags[@]}"
   fi
   PYTHON=${PYTHON:-${RLCORE_VENV:-$ROOT/.venv}/bin/python}
   command -v "$PYTHON" >/dev/null ||
@@ -109,10 +110,15 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings
   local args=(train --run.name "$(basename "$0" .sh)" "$@") arg
   local nodes=1 rank=0 head=${HEAD_ADDR:-} port=${HEAD_PORT:-29500}
   : "${NODES:=1}" "${GPUS_PER_NODE:=8}"
-  find_python
   for arg in "$@"; do
-    case $arg in --dry-run | --help | -h) dry_run "${args[@]}" ;; esac
+    case $arg in
+      --dry-run | --help | -h) # needs no engine
+        find_python
+        dry_run "${args[@]}"
+        ;;
+    esac
   done
+  find_python "$@"
 
   if [[ -n ${LOCAL_WORLD_SIZE:-} ]]; then
     if ((LOCAL_WORLD_SIZE != GPUS_PER_NODE && LOCAL_WORLD_SIZE != 1)); then

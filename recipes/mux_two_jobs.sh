@@ -54,7 +54,7 @@ fi
 two_jobs() { # keys of both
   local name url pid pids=() failed=0 seed=$SEED memory
   memory=$(awk '/^MemTotal/ { printf "%d", $2 / 2e6 }' /proc/meminfo) # GB: each pool has half of it
-  find_python
+  find_python "$@"
   command -v redis-server >/dev/null ||
     die "there is no redis-server, which the jobs meet at: bash tools/setup.sh --mux installs it, as root"
   mux=("$PYTHON" -m rlcore mux)

@@ -8,7 +8,8 @@ usage() {
 usage: bash tools/setup.sh [flags]
 
   --test         also what the tests need
-  --sglang       also SGLang: for CUDA, or for the CPU where torch is a CPU build
+  --sglang       also SGLang: for the CPU where torch is a CPU build; else for CUDA 13.0, as locked in
+                 tools/locks: 64-bit x86, glibc 2.34 or newer, Python 3.11 or 3.12
   --wandb        also Weights & Biases
   --mux          also a Redis server, for many jobs on the same nodes (Debian and Ubuntu; needs root)
   --te           also Transformer Engine (builds against CUDA; minutes)
@@ -22,12 +23,14 @@ usage: bash tools/setup.sh [flags]
 
 environment
   RLCORE_VENV         the virtual environment; default .venv in the checkout
-  RLCORE_PYTHON       the Python (3.11 to 3.14) that makes it; default: the first one found
+  RLCORE_PYTHON       the Python (3.11 to 3.14; with --sglang and a GPU 3.11 or 3.12) that makes it;
+                      default: the first one found
   RLCORE_TORCH_INDEX  package index to take torch from, for another CUDA version or a CPU-only build;
                       default: the index that pip is configured for
   RLCORE_NATIVE       0 leaves the C++ part out, 1 insists on it
   RLCORE_CUDA         0 leaves the CUDA kernels out, 1 insists on them; default: where nvcc is
                       and torch is a CUDA build
+  CUDA_HOME           the CUDA toolkit, if its nvcc is not on PATH; /usr/local/cuda is found without it
   RLCORE_CUDA_ARCHS   architectures for nvcc; default 80;90-real;100
 TEXT
 }
@@ -68,6 +71,18 @@ cd "$ROOT"
 VENV=${RLCORE_VENV:-$ROOT/.venv}
 [[ $VENV == /* ]] || VENV=$ROOT/$VENV
 LOG=$ROOT/build/setup.log
+NEWEST=14 # minor version of the newest Python that will do
+NEEDED='Python 3.11 to 3.14'
+
+find_nvcc() { # put nvcc on PATH; --sglang for CUDA brings one, which is taken last
+  local bin
+  for bin in {"${CUDA_HOME:-}","${CUDA_PATH:-}",/usr/local/cuda}/bin \
+    "$VENV"/lib/python*/site-packages/nvidia/cu13/bin; do
+    ! command -v nvcc >/dev/null || return 0
+    [[ ! -x $bin/nvcc ]] || export PATH=$PATH:$bin
+  done
+}
+find_nvcc
 
 # ---- what is there: a stamp per part holds the hash of all that the part depends on
 
@@ -76,6 +91,7 @@ digest() { sha256sum | cut -c1-32; }
 packages_key() {
   {
     cat pyproject.toml tools/setup.sh "$VENV/pyvenv.cfg"
+    [[ $1 != sglang ]] || cat tools/locks/*
     echo "$1 ${RLCORE_TORCH_INDEX:-}"
   } | digest
 }
@@ -84,7 +100,7 @@ native_key() {
   {
     find csrc CMakeLists.txt setup.py pyproject.toml -type f -print0 | sort -z | xargs -0 sha256sum
     cat "$VENV/pyvenv.cfg" "$VENV"/lib/python*/site-packages/torch/version.py
-    echo "$ROOT ${RLCORE_NATIVE:-} ${RLCORE_CUDA:-} ${RLCORE_CUDA_ARCHS:-} ${CXX:-}"
+    echo "$ROOT ${RLCORE_NATIVE:-} ${RLCORE_CUDA:-} ${RLCORE_CUDA_ARCHS:-} ${CXX:-} ${CUDACXX:-}"
     command -v c++ g++ clang++ nvcc || true
     nvcc --version 2>/dev/null || true
   } | digest
@@ -145,32 +161,38 @@ step() { # what command...: run it, into the log, and say how long it took
   printf ' %d s\n' $((SECONDS - start))
 }
 
-good_python() {
-  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null
+asked_for() { [[ " ${EXTRAS[*]} " == *" $1 "* ]]; }
+
+good_python() { # python [newest minor version]
+  "$1" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, ${2:-$NEWEST}))" \
+    2>/dev/null
 }
 
 find_python() {
-  local candidate
+  local candidate newest
   if [[ -n ${RLCORE_PYTHON:-} ]]; then
     good_python "$RLCORE_PYTHON" ||
-      die "RLCORE_PYTHON=$RLCORE_PYTHON: this is no Python 3.11 to 3.14"
+      die "RLCORE_PYTHON=$RLCORE_PYTHON: this is no $NEEDED"
     echo "$RLCORE_PYTHON"
     return
   fi
-  for candidate in python3 python3.{12,11,13,14}; do
-    if good_python "$candidate"; then
-      echo "$candidate"
-      return
-    fi
+  for newest in 12 "$NEWEST"; do
+    asked_for sglang || newest=$NEWEST # which wants 3.12 at most with CUDA: take that where it is
+    for candidate in python3 python3.{12,11,13,14}; do
+      if good_python "$candidate" "$newest"; then
+        echo "$candidate"
+        return
+      fi
+    done
   done
-  die 'no Python 3.11 to 3.14 found; install one, or name it: RLCORE_PYTHON=/path/to/python'
+  die "no $NEEDED found; install one, or name it: RLCORE_PYTHON=/path/to/python"
 }
 
 make_venv() {
   local python
   if [[ -e $VENV ]]; then
     good_python "$VENV/bin/python" ||
-      die "$VENV is there, but is no environment of Python 3.11 to 3.14; move it away"
+      die "$VENV is there, but is no environment of $NEEDED; move it away"
     "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || repair_pip
     return
   fi
@@ -201,19 +223,22 @@ install_base() {
   [[ -z ${RLCORE_TORCH_INDEX:-} ]] || index=(--index-url "$RLCORE_TORCH_INDEX")
   step "$torch" pip_install "${index[@]}" "$torch"
   [[ $TORCH == cuda ]] || check_torch
+  ! asked_for sglang || check_sglang
   mapfile -t requirements < <(pyproject 'p["build-system"]["requires"], *p["project"]["dependencies"]')
   step 'packages' pip_install "${requirements[@]}"
   packages_key base >"$VENV/rlcore-base.stamp"
 }
 
+has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
 check_torch() {
   local cuda fix='move the environment away and set RLCORE_TORCH_INDEX to an index of CUDA builds'
-  cuda=$("$VENV/bin/python" -W ignore -c 'import torch; print(torch.version.cuda or "")')
+  cuda=$(torch_cuda)
   if [[ -n $cuda ]]; then
     echo "setup: torch is a build for CUDA $cuda"
   elif [[ $TORCH == cuda ]]; then
     die "--cuda: torch came as a CPU build; $fix"
-  elif [[ $TORCH == auto ]] && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  elif [[ $TORCH == auto ]] && has_gpu; then
     echo "setup: WARNING: this machine has an NVIDIA GPU, but torch is a CPU build; $fix" >&2
   else
     echo 'setup: torch is a CPU build'
@@ -221,19 +246,87 @@ check_torch() {
 }
 
 install_extra() { # extra
-  local requirements extra=$1
-  [[ $1 != sglang ]] || has_cuda || extra=sglang-cpu
-  mapfile -t requirements < <(pyproject "p['project']['optional-dependencies']['$extra']")
-  step "packages for --$1" pip_install --no-build-isolation "${requirements[@]}"
-  if [[ $extra == sglang-cpu ]]; then
-    mapfile -t requirements < <(pyproject "p['tool']['rlcore']['sglang-cpu-alone']")
-    step 'SGLang for the CPU' pip_install --no-deps "${requirements[@]}"
+  local requirements flags=()
+  if [[ $1 == sglang ]]; then
+    install_sglang
+  else
+    [[ $1 != te ]] || flags=(--no-build-isolation) # it is compiled against this torch
+    mapfile -t requirements < <(pyproject "p['project']['optional-dependencies']['$1']")
+    step "packages for --$1" pip_install "${flags[@]}" "${requirements[@]}"
   fi
   packages_key "$1" >"$VENV/rlcore-$1.stamp"
 }
 
-has_cuda() {
-  "$VENV/bin/python" -W ignore -c 'import sys, torch; sys.exit(not torch.version.cuda)'
+install_sglang() {
+  local requirements
+  if has_cuda; then
+    check_sglang
+    # Wheels with known hashes alone. The torch that is there stays, whatever index it came from.
+    step 'SGLang for CUDA' pip_install --no-deps --require-hashes --only-binary :all: -r "$(lock)"
+    complete_toolkit
+    find_nvcc
+    return
+  fi
+  mapfile -t requirements < <(pyproject "p['project']['optional-dependencies']['sglang-cpu']")
+  step 'packages for --sglang' pip_install "${requirements[@]}"
+  mapfile -t requirements < <(pyproject "p['tool']['rlcore']['sglang-cpu-alone']")
+  step 'SGLang for the CPU' pip_install --no-deps "${requirements[@]}"
+}
+
+torch_version() { # file of the installed torch; fails if there is none
+  compgen -G "$VENV/lib/python*/site-packages/torch/version.py"
+}
+
+torch_cuda() { sed -n "s/^cuda\b.*= '\(.*\)'.*/\1/p" "$(torch_version)"; }
+
+has_cuda() { [[ -n $(torch_cuda) ]]; }
+
+lock() { # file of the packages for CUDA and the environment's Python
+  "$VENV/bin/python" -c 'import sys; print("tools/locks/cuda-py%d%d.txt" % sys.version_info[:2])'
+}
+
+check_sglang() { # whether its packages for CUDA can work here; before torch is installed by guess
+  local found wanted
+  if torch_version >/dev/null; then
+    has_cuda || return 0
+  else
+    [[ $TORCH == cuda ]] || { [[ $TORCH == auto ]] && has_gpu; } || return 0
+  fi
+  NEWEST=12 NEEDED='Python 3.11 or 3.12, as --sglang needs with CUDA'
+  [[ $(uname -m) == x86_64 ]] ||
+    die "--sglang: its packages for CUDA are locked for x86_64, and this machine is $(uname -m);" \
+      'leave --sglang out and sample with --rollout.engine torch'
+  found=$(getconf GNU_LIBC_VERSION 2>/dev/null) || found='another C library'
+  [[ $found == glibc\ * && $(printf '%s\n' 2.34 "${found#* }" | sort -V | head -n 1) == 2.34 ]] ||
+    die "--sglang: its packages for CUDA need glibc 2.34 or newer, and here is $found: take a newer" \
+      'system or container (Ubuntu 22.04, Debian 12, RHEL 9), or leave --sglang out'
+  [[ -e $VENV ]] || return 0 # make_venv looks for the Python
+  good_python "$VENV/bin/python" ||
+    die "$VENV is no environment of $NEEDED; move it away, or name another one in RLCORE_VENV"
+  torch_version >/dev/null || return 0
+  wanted=$(sed -n 's/^cuda-toolkit==\([0-9]*\.[0-9]*\).*/\1/p' "$(lock)")
+  [[ $(torch_cuda) == "$wanted" ]] ||
+    die "--sglang: its packages are for CUDA $wanted, and torch is a build for CUDA $(torch_cuda):" \
+      "move $VENV away, and leave RLCORE_TORCH_INDEX unset or set it to an index of builds for CUDA" \
+      "$wanted"
+}
+
+complete_toolkit() { # SGLang compiles at run time; the wheels lack names that compilers look for
+  local home library name
+  home=$(echo "$VENV"/lib/python*/site-packages/nvidia/cu13)
+  ln -sfn lib "$home/lib64"
+  for library in "$home"/lib/lib*.so.*; do
+    name=${library%%.so.*}.so
+    [[ -e $name ]] || ln -s "${library##*/}" "$name"
+  done
+  if command -v c++ >/dev/null; then
+    mkdir -p "$home/lib/stubs" # of the driver, which a machine that compiles may lack
+    step 'CUDA toolkit out of the wheels' c++ -shared -Wl,-soname,libcuda.so.1 \
+      -x c++ /dev/null -o "$home/lib/stubs/libcuda.so"
+  else
+    echo 'setup: WARNING: no c++: SGLang compiles kernels at run time and needs a C++ compiler on' \
+      'every node with GPUs; on Debian and Ubuntu: apt install g++' >&2
+  fi
 }
 
 install_apex() {
@@ -272,6 +365,10 @@ install_native() {
   said=$(grep -o 'native build: .*' "$LOG" | tail -n 1) || die "no word of the native build in $LOG"
   echo "setup: $said"
   [[ $said == *'left out'* ]] || built=native
+  [[ ${RLCORE_CUDA:-} == 0 || ${RLCORE_NATIVE:-} == 0 || $said == *kernels\ for* ]] || ! has_cuda ||
+    echo 'setup: WARNING: torch is a CUDA build, but there are no CUDA kernels of rlcore: the loss and' \
+      'the weight copies run in torch, slower and with more memory. Install the CUDA toolkit (nvcc) and' \
+      'a C++ compiler, set CUDA_HOME where nvcc is not on PATH, and run this again' >&2
   echo "$(native_key) $built" >"$VENV/rlcore-native.stamp"
 }
 
@@ -289,6 +386,7 @@ if ! flock -n 9; then
   flock -w 3600 9 || die 'the other set-up still runs after an hour; look at build/setup.log'
 fi
 : >"$LOG"
+! asked_for sglang || check_sglang
 make_venv
 stamped base "$(packages_key base)" || install_base
 [[ $TORCH != cuda ]] || check_torch

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlcore.utils.log import announce
+from rlcore.utils.log import announce, log
 
 
 @functools.cache
@@ -64,6 +64,8 @@ def torch_ops(op: str, device: str = "cpu") -> Any | None:
         if wanted == "1":
             raise _missing(f"{op} on {device}", why)
         announce(op, f"torch on {device} ({why})")
+        if device == "cuda":
+            _warn(why)
         return None
     announce(op, {"cpu": "native on cpu"}.get(device, device))
     import torch
@@ -107,6 +109,17 @@ def _without_kernels(device: str) -> str:
     name = torch.cuda.get_device_name()
     why = torch.ops.rlcore_native.cuda_obstacle(torch.cuda.current_device())
     return why and f"the native build does not run on {name}: {why}; set RLCORE_CUDA_ARCHS"
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    """Warn once that a GPU runs without the kernels."""
+    log.warning(
+        "WARNING: this GPU runs without rlcore's CUDA kernels (%s): log-probs, losses and weight "
+        "copies take longer and more memory. Run bash tools/setup.sh where nvcc and a C++ compiler "
+        "are, or set RLCORE_NATIVE=0 to run without them on purpose",
+        why,
+    )
 
 
 def _missing(op: str, why: str) -> ImportError:

@@ -26,6 +26,7 @@ def no_memory():
     yield
     native.torch_ops.cache_clear()
     native.load.cache_clear()
+    native._warn.cache_clear()
 
 
 @pytest.fixture
@@ -119,4 +120,17 @@ def test_a_machine_without_a_device_has_no_kernels_for_it(said: list[str], monke
     monkeypatch.delenv("RLCORE_NATIVE", raising=False)
     assert native.torch_ops("token_logprob", "cuda") is None
     assert said[0].startswith("token_logprob: torch on cuda (")
+
+
+def test_a_gpu_without_kernels_is_warned_of_once(said: list[str], monkeypatch) -> None:
+    monkeypatch.delenv("RLCORE_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_without_kernels", lambda device: f"no kernels for {device}")
+    lines: list[str] = []
+    monkeypatch.setattr(native.log, "warning", lambda text, why: lines.append(text % why))
+    native._warn.cache_clear()
+    for op in ("token_logprob", "reshard"):
+        assert native.torch_ops(op, "cuda") is None
+    (line,) = lines
+    assert "without rlcore's CUDA kernels (no kernels for cuda)" in line
+    assert "bash tools/setup.sh" in line
     assert torch.ops.rlcore_native.cuda_obstacle(0) != ""

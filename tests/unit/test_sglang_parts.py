@@ -84,8 +84,8 @@ def test_a_seed_and_a_position_give_the_torch_engines_counter():
 
 def test_pins_of_sglang_and_of_torch_are_the_same_for_cuda_and_cpu():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (cuda,) = project["project"]["optional-dependencies"]["sglang"]
-    assert cuda in project["tool"]["rlcore"]["sglang-cpu-alone"]
+    sglang, _ = project["project"]["optional-dependencies"]["sglang"]
+    assert sglang in project["tool"]["rlcore"]["sglang-cpu-alone"]
     plugins = project["project"]["entry-points"]["sglang.srt.plugins"]
     module, _, function = plugins["rlcore"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlcore.rollout.gone import EngineGoneError
-from rlcore.rollout.sglang_engine import plugin
+from rlcore.rollout.sglang_engine import cuda, plugin
 
 T = TypeVar("T")
 
@@ -196,7 +196,8 @@ class Server:
 
 def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = None) -> None:
     """Of this process and those that SGLang starts from it. Call it before importing sglang.
-    `drafts` is what `worker.Worker` reads; without it there are none."""
+    `drafts` is what `worker.Worker` reads; without it there are none. ValueError where CUDA lacks
+    what they need."""
     if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
         raise RuntimeError(
             "SGLang does not find rlcore's plug-in: rlcore was installed before it had one, or not "
@@ -220,6 +221,10 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, env.get("PYTHONPATH", ""))))
         if folder not in sys.path:
             sys.path.insert(0, folder)
+    else:
+        import torch
+
+        cuda.prepare(env, torch.version.cuda or "")
 
 
 def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:

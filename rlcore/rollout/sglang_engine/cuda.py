@@ -1,0 +1,118 @@
+"""What SGLang's processes need of CUDA beside torch: a runtime library on the loader's path, and
+the compilers for the kernels that SGLang builds at run time.
+
+SGLang preloads its memory saver into every scheduler and compiles at the first forward. A missing
+library ends a scheduler before its first line of Python, a missing compiler shows after minutes.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+_CHECK_S = 60.0  # for a program that only starts
+_SYSTEM = "/usr/local/cuda"
+
+
+def prepare(env: MutableMapping[str, str], version: str) -> None:
+    """Set what SGLang's processes find their libraries and compilers by; `version` is torch's CUDA.
+
+    Raises:
+        ValueError: a library or a compiler is missing; the message says what to install.
+    """
+    major = version.partition(".")[0]
+    wheels = wheel_toolkit(major)
+    if wheels is not None:
+        _prepend(env, "LD_LIBRARY_PATH", str(wheels / "lib"))
+    _check_runtime(env, major)
+    env["CUDA_HOME"] = str(toolkit(env, major, wheels))
+    compiler = (env.get("CXX") or "c++").split()[0]
+    if shutil.which(compiler, path=env.get("PATH")) is None:
+        raise ValueError(
+            f"--rollout.engine sglang: SGLang compiles kernels at run time, and the C++ compiler "
+            f"{compiler} is not on PATH; install one on every node with GPUs (Debian and Ubuntu: "
+            "apt install g++), or set CXX to its path"
+        )
+    if shutil.which("ninja", path=env.get("PATH")) is None:  # an environment that is not activated
+        env["PATH"] = os.pathsep.join(filter(None, (env.get("PATH"), _scripts())))
+
+
+def wheel_toolkit(major: str) -> Path | None:
+    """The folder of NVIDIA's wheels that has `lib/libcudart.so` of this major version."""
+    spec = importlib.util.find_spec("nvidia")
+    for site in (spec and spec.submodule_search_locations) or ():
+        for name in (f"cu{major}", "cuda_runtime"):
+            if (Path(site) / name / "lib" / f"libcudart.so.{major}").exists():
+                return Path(site) / name
+    return None
+
+
+def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> Path:
+    """The CUDA toolkit to compile with: the one that SGLang would take, else that of the wheels.
+
+    Raises:
+        ValueError: neither has an nvcc of this major version and the library to link.
+    """
+    nvcc = shutil.which("nvcc", path=env.get("PATH"))
+    homes = [env.get("CUDA_HOME"), env.get("CUDA_PATH"), nvcc and str(Path(nvcc).parent.parent)]
+    homes += [_SYSTEM, wheels and str(wheels)]
+    tried = []
+    for home in dict.fromkeys(filter(None, homes)):
+        problem = _lacks(Path(home), major)
+        if not problem:
+            return Path(home)
+        tried.append(f"{home}: {problem}")
+    raise ValueError(
+        "--rollout.engine sglang: SGLang compiles kernels at run time and needs the compiler nvcc "
+        f"of CUDA {major} ({'; '.join(tried)}); run bash tools/setup.sh --sglang, which installs "
+        f"one, or install the CUDA {major} toolkit and set CUDA_HOME to its folder"
+    )
+
+
+def _lacks(home: Path, major: str) -> str:
+    """What a CUDA toolkit lacks for building against this major version; "" if nothing."""
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.exists():
+        return "no bin/nvcc"
+    try:
+        command = [str(nvcc), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvcc does not run, {error}"
+    found = re.search(r"release (\d+)\.\d+", done.stdout)
+    if not found:
+        return "nvcc does not say its version"
+    if found[1] != major:
+        return f"nvcc is of CUDA {found[0].removeprefix('release ')}"
+    if not (home / "lib64" / "libcudart.so").exists():
+        return "no lib64/libcudart.so"
+    return ""
+
+
+def _check_runtime(env: MutableMapping[str, str], major: str) -> None:
+    """ValueError unless a new process with this environment can load CUDA's runtime library."""
+    name = f"libcudart.so.{major}"
+    command = [sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({name!r})"]
+    done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=_CHECK_S)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(
+            f"--rollout.engine sglang: {name}, which SGLang's processes are started with, does not "
+            f"load ({why}); run bash tools/setup.sh --sglang, or add the folder that has it to "
+            "LD_LIBRARY_PATH"
+        )
+
+
+def _prepend(env: MutableMapping[str, str], name: str, folder: str) -> None:
+    """Put a folder first in a path variable, once."""
+    rest = [part for part in env.get(name, "").split(os.pathsep) if part and part != folder]
+    env[name] = os.pathsep.join([folder, *rest])
+
+
+def _scripts() -> str:
+    """The folder of the running environment's programs."""
+    return str(Path(sys.executable).parent)
