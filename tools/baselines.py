@@ -7,8 +7,8 @@
 
 A case is ten steps of a recipe. Recorded are its metrics without those that depend on the clock,
 the text, score and length of every sample of rank 0, and a checksum of the exported weights. Equal
-means equal to the last bit; `stream` alone is compared to 1e-5, since the clock decides there in
-which order gradients are added.
+means equal to the last bit; `stream` alone is compared to 1e-5 and without its samples, since the
+clock decides there in which order gradients are added and which rank samples what.
 
 Exact values differ between CPU models, so there is a folder of baselines for each. On another CPU
 `record --commit` checks the commit out of the baselines, builds it beside this one and records it
@@ -78,14 +78,20 @@ CASES = {
         "grpo_tiny",
         ("--mode", "stream", "--train.samples_per_update", 0, *_SLOW),
         rtol=1e-5,
-        loose=("sched/", "actor/micro_batches"),
+        loose=(
+            "sched/",
+            "actor/micro_batches",
+            "global_seqlen/",
+            "rollout_corr/",
+            "training/rollout_",
+        ),
     ),
     "async_alpha0": Case("async_tiny", ("--async.alpha", 0)),
     "async_replay": Case(
         "async_tiny",
-        ("--data.prompts_per_step", 8, "--train.samples_per_update", 32, "--debug.replay", REPLAY),
+        ("--data.prompts_per_step", 4, "--train.samples_per_update", 16, "--debug.replay", REPLAY),
     ),
-    "mux": Case("mux_two_jobs", runs=("a", "b")),
+    "mux": Case("mux_two_jobs", runs=("a", "b"), loose=("mux/", "sync/", "memory/")),
     "drafts": Case(
         "grpo_tiny", ("--rollout.draft", "history", "--debug.deterministic", *_REPEATED), _ONE
     ),
@@ -181,19 +187,20 @@ def differences(case: Case, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
     for each, old in then.items():
         new = now[each]
         said = _metrics_apart(case.rtol, old, new)
-        said += [
-            f"step {step}: samples differ"
-            for step, digest in old["rollouts"].items()
-            if new["rollouts"].get(step) != digest
-        ][:1]
-        if case.rtol:
+        if case.rtol:  # the clock decides which rank samples what
             said += [
                 f"weights: {name} has norm {new['weights']['norms'].get(name)}, had {norm}"
                 for name, norm in old["weights"]["norms"].items()
                 if not _close(norm, new["weights"]["norms"].get(name), case.rtol)
             ]
-        elif old["weights"]["digest"] != new["weights"]["digest"]:
-            said.append("weights: the checksum differs")
+        else:
+            said += [
+                f"step {step}: samples differ"
+                for step, digest in old["rollouts"].items()
+                if new["rollouts"].get(step) != digest
+            ][:1]
+            if old["weights"]["digest"] != new["weights"]["digest"]:
+                said.append("weights: the checksum differs")
         found += [f"{each}: {sentence}" for sentence in said]
     return found
 
