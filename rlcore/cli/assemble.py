@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -119,6 +120,7 @@ SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"
 def assemble(cfg: Config, world: World) -> Run:
     """One rank's `Run`, restored from its newest checkpoint where there is one. ValueError where
     the configuration cannot work; what was started is ended then."""
+    began = time.monotonic()
     with ExitStack() as started:
         gate = make_gate(cfg, world)
         if gate is None:
@@ -131,6 +133,7 @@ def assemble(cfg: Config, world: World) -> Run:
                 for state in (turns.EngineState(run), turns.LearnerState(run)):
                     state.store()
         run.on_close = [started.pop_all().close]
+    run.spans.add("start", time.monotonic() - began)
     return run
 
 
