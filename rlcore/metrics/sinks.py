@@ -180,16 +180,21 @@ class TensorBoard:
         self._board.close()
 
 
+def check_wandb(project: str) -> None:
+    """ValueError where wandb is not installed."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
+            "--wandb, or leave the key out"
+        )
+
+
 class Wandb:
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in the run's folder. A resumed run
     goes on with the same one. ValueError where wandb is not installed."""
 
     def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]):
-        if importlib.util.find_spec("wandb") is None:
-            raise ValueError(
-                f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
-                "--wandb, or leave the key out"
-            )
+        check_wandb(project)
         import wandb
 
         file = run_dir / "wandb_id"
