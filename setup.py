@@ -4,7 +4,8 @@ RLCORE_NATIVE=0 leaves the native part out, RLCORE_NATIVE=1 insists on it. Witho
 that cannot compile (no C++ compiler, no Python headers) installs the Python part and says so.
 RLCORE_CUDA=0 leaves the CUDA kernels out, RLCORE_CUDA=1 insists on them; else they are built where
 nvcc is and torch is a CUDA build. RLCORE_CUDA_ARCHS is CMake's list of architectures. The ops of
-torch need its headers: `pip install --no-build-isolation -e .`, as tools/setup.sh does.
+torch need its headers. `pip install .` unpacks the pinned torch for the build; with
+`--no-build-isolation`, as tools/setup.sh has it, they are those of the environment.
 """
 
 import hashlib
@@ -57,18 +58,31 @@ def cuda() -> tuple[str, str]:
 class CMakeBuild(build_ext):
     """`rlcore._C` and, where torch is, `rlcore/_C_torch.so`, built by CMake and ninja."""
 
+    def remove_stale(self, built: Path) -> None:
+        """Remove an earlier build's library where this one would have put it: in the build folder,
+        and in the checkout of an editable installation. Other installations use neither."""
+        built.unlink(missing_ok=True)
+        if self.editable_mode:
+            (ROOT / "rlcore" / built.name).unlink(missing_ok=True)
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        library = target.parent / "_C_torch.so"
+        insists = os.environ.get("RLCORE_NATIVE") == "1"
         if why := obstacle():
-            if os.environ.get("RLCORE_NATIVE") == "1":
+            if insists:
                 raise SystemExit(
                     f"RLCORE_NATIVE=1: {why}; install it, or leave RLCORE_NATIVE unset"
                 )
-            for name in (target.name, "_C_torch.so"):
-                (ROOT / "rlcore" / name).unlink(missing_ok=True)  # it would be stale
+            self.remove_stale(target)
+            self.remove_stale(library)
             ext.optional = True  # or setuptools misses the file
             print(f"native build: left out ({why})", flush=True)
             return
+        if insists and not torch_folder():
+            raise SystemExit(
+                "RLCORE_NATIVE=1: no torch in the environment of the build; install it"
+            )
         import ninja
         import pybind11
 
@@ -98,7 +112,6 @@ class CMakeBuild(build_ext):
                     "RLCORE_NATIVE=0 all of it"
                 )
         parts = [target.name]
-        library = target.parent / "_C_torch.so"
         if torch_folder():
             kernels = (build / "cuda.txt").read_text().strip()  # CMakeLists.txt: what took part
             parts.append(f"{library.name} ({kernels}{why_not})")
@@ -107,8 +120,8 @@ class CMakeBuild(build_ext):
                 shutil.copy2(library, fresh)
                 fresh.replace(ROOT / "rlcore" / library.name)  # a running program keeps the old one
         else:
-            (ROOT / "rlcore" / library.name).unlink(missing_ok=True)
-            parts.append(f"no {library.name}: no torch here, pip needs --no-build-isolation")
+            self.remove_stale(library)
+            parts.append(f"no {library.name}: no torch in the environment of the build")
         print(f"native build: {', '.join(parts)}", flush=True)
 
 

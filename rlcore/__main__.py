@@ -1,5 +1,5 @@
-"""`python -m rlcore COMMAND`. Light on purpose: Megatron's checkpoint helper re-imports this
-module."""
+"""`python -m rlcore COMMAND`, or `rlcore COMMAND`. Light on purpose: Megatron's checkpoint helper
+re-imports this module."""
 
 import sys
 
@@ -34,5 +34,10 @@ def main(argv: list[str]) -> int:
     return importlib.import_module(f"rlcore.cli.{argv[0]}").main(argv[1:])
 
 
+def script() -> int:
+    """The program `rlcore`, which pip makes."""
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(script())

@@ -26,7 +26,8 @@ Job = dict[str, Any]
 """`name` and `argv` of `rlcore train`; `ranks`: how many of the gang take part; `file_bytes`: the
 longest file that it can write; `before`: a command to run first; `path`: folders to import from;
 `within`: `module:function` of a context manager around it, and its arguments; `programs`: engine
-children are programs, as in a real run, and can be found by their command line."""
+children are programs, as in a real run, and can be found by their command line; `engine`: what
+builds the engine of a child process, instead of the torch engine's own."""
 
 
 def tiny_model(folder: Path, task: str = "label", **changes: Any) -> Path:
@@ -203,9 +204,10 @@ def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
 
 
 def _rank(folder: Path) -> None:
-    from rlcore.cli import train
+    from rlcore.cli import assemble, train
 
     rank, codes = int(os.environ["GANG_RANK"]), {}
+    usual = assemble.TORCH_ENGINE
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that is too large is an error like any
     for job in json.loads((folder / "jobs.json").read_text()):
         n = job.get("ranks", int(os.environ["GANG"]))
@@ -216,6 +218,7 @@ def _rank(folder: Path) -> None:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         sys.path[:0] = job.get("path", [])
+        assemble.TORCH_ENGINE = job.get("engine", usual)
         if "before" in job:
             subprocess.run(job["before"], check=True)
         limit = job.get("file_bytes", resource.RLIM_INFINITY)

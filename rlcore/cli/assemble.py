@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -100,16 +101,21 @@ def open_folder(cfg: Config, world: World) -> None:
                 aside = resume.move_aside(folder)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise ValueError(
-                f"--run.dir {cfg.run.dir}: the folder {folder} cannot be made "
-                f"({e.strerror}: {e.filename}); choose another"
-            ) from e
+            raise cannot_be_made(cfg, e) from e
     collective.barrier(world.everyone)
     log.setup(world.rank, folder / "logs")
     if aside is not None:
         log.log.info("the older run of this name is now %s", aside)
     for line in rules.warnings(cfg) if world.rank == 0 else ():
         log.log.warning("%s", line)
+
+
+def cannot_be_made(cfg: Config, error: OSError) -> ValueError:
+    """What to raise where the run's folder cannot be made."""
+    return ValueError(
+        f"--run.dir {cfg.run.dir}: the folder {run_folder(cfg)} cannot be made "
+        f"({error.strerror}: {error.filename}); choose another"
+    )
 
 
 TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
@@ -119,6 +125,7 @@ SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"
 def assemble(cfg: Config, world: World) -> Run:
     """One rank's `Run`, restored from its newest checkpoint where there is one. ValueError where
     the configuration cannot work; what was started is ended then."""
+    began = time.monotonic()
     with ExitStack() as started:
         gate = make_gate(cfg, world)
         if gate is None:
@@ -131,6 +138,7 @@ def assemble(cfg: Config, world: World) -> Run:
                 for state in (turns.EngineState(run), turns.LearnerState(run)):
                     state.store()
         run.on_close = [started.pop_all().close]
+    run.spans.add("start", time.monotonic() - began)
     return run
 
 
@@ -352,7 +360,11 @@ def watch(
 
 def model_config(cfg: Config) -> HFConfig:
     """The start model's architecture, with --model.num_layers applied."""
-    hf = HFConfig.from_folder(cfg.model.path)
+    return with_layers(cfg, HFConfig.from_folder(cfg.model.path))
+
+
+def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
+    """The architecture with --model.num_layers applied. ValueError where weights are loaded."""
     if cfg.model.num_layers:
         if not cfg.model.random_init:
             raise ValueError(
@@ -436,10 +448,20 @@ def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, i
 
 
 def judges_of(cfg: Config) -> list[tuple[JudgeRewardConfig, HFConfig]]:
-    """Judges on our own devices."""
-    sections = reward_sections(cfg.reward).values()
-    own = [s for s in sections if isinstance(s, JudgeRewardConfig) and not s.url]
-    return [(section, HFConfig.from_folder(section.model)) for section in own]
+    """Judges on our own devices, with their architectures."""
+    own = own_judges(cfg).values()
+    return [(section, HFConfig.from_folder(section.model, "--reward.model")) for section in own]
+
+
+def judge_sections(cfg: Config) -> dict[str, JudgeRewardConfig]:
+    """Sections of judges, by key."""
+    sections = reward_sections(cfg.reward).items()
+    return {k: s for k, s in sections if isinstance(s, JudgeRewardConfig)}
+
+
+def own_judges(cfg: Config) -> dict[str, JudgeRewardConfig]:
+    """Sections of judges on our own devices, by key."""
+    return {k: s for k, s in judge_sections(cfg).items() if not s.url}
 
 
 def beside(judges: Sequence[tuple[JudgeRewardConfig, HFConfig]]) -> memory.Beside:
@@ -571,11 +593,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
             "draft": r.draft,
             "draft_settings": draft_settings(cfg),
         }
-    if importlib.util.find_spec("sglang") is None:
-        raise ValueError(
-            "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
-            "--sglang, or use --rollout.engine torch"
-        )
+    check_engine(cfg)
     return settings | {
         "memory_fraction": r.gpu_memory_utilization,
         "draft": r.draft,
@@ -584,6 +602,15 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
         "deadline_s": cfg.cluster.timeout_s,
     }
+
+
+def check_engine(cfg: Config) -> None:
+    """ValueError where SGLang is asked for and not installed."""
+    if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
+            "--sglang, or use --rollout.engine torch"
+        )
 
 
 def draft_settings(cfg: Config) -> dict[str, Any]:
@@ -754,6 +781,15 @@ POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "eval", "save"), BOTH
 """Where every rank samples and trains."""
 
 
+def check_mux(cfg: Config) -> None:
+    """ValueError where a job with --mux.url has a judge of its own, which never leaves its GPU."""
+    if cfg.mux.url and own_judges(cfg):
+        raise ValueError(
+            "--mux.url: a judge of the run's own stays on the nodes between its phases; give "
+            "--reward.url the address of a server, or take another reward"
+        )
+
+
 def make_gate(cfg: Config, world: World) -> "RanksGate | None":
     """This rank's gate in the cluster of --mux.url; None for a job that is alone, or decides to be.
     Collective. ValueError where what is asked for cannot be, on every rank."""
@@ -763,12 +799,7 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
     from rlcore.mux import gate as gates
     from rlcore.mux import ranks
 
-    if judges_of(cfg):
-        raise ValueError(
-            "--mux.url: a judge of the run's own stays on the nodes between its phases; give "
-            "--reward.url the address of a server, or take another reward"
-        )
-
+    check_mux(cfg)
     names = collective.gather_texts(node_name(cfg, world), world.everyone)
     cells = cells_by_node(names, world.rollout_ranks)
     if mux.tail_nodes and mux.tail_nodes >= len(cells):
@@ -1062,6 +1093,11 @@ def make_critic(cfg: Config, hf: HFConfig, world: World):
     )
 
 
+def counts_rows(cfg: Config) -> bool:
+    """One bad row, or too few rows, can end the run."""
+    return cfg.data.bad_rows == "refuse" or cfg.select.schedule == "tail_batching"
+
+
 def load_data(cfg: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Prompts, their order, and the validation sets, as fields of `Run`: rank 0 alone deals them
     out."""
@@ -1098,8 +1134,8 @@ def make_source(
     starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
     if rows is not None and rows < starts:
         raise ValueError(
-            f"--data.train {cfg.data.train}: has {rows} prompts and a short round starts {starts} "
-            "different ones; lower --data.prompts_per_step"
+            f"--data.train {' '.join(cfg.data.train)}: has {rows} prompts and a short round starts "
+            f"{starts} different ones; lower --data.prompts_per_step"
         )
     return TailBatching(
         sampler.next,

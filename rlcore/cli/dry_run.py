@@ -1,5 +1,6 @@
 """`--dry-run`: what would run, without running it. One process, whatever the world size."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -8,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from rlcore.cli.explain import arithmetic, world_size
 from rlcore.config import resolve, rules
-from rlcore.config.schema import Config, reward_sections
+from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig, read_json
 
 if TYPE_CHECKING:  # the command line should not pay for torch
+    from rlcore.cli.inputs import Findings
     from rlcore.mcore.layout import Layout
     from rlcore.trainer.memory import Beside
 
@@ -20,9 +22,10 @@ GPU_GB = 80.0
 
 
 def show(cfg: Config) -> int:
-    """Print the resolved configuration, batch arithmetic, layout and memory plan. 2 where a rule is
-    broken or the plan does not fit."""
-    from rlcore.mcore.layout import check_model, layout_of
+    """Print the resolved configuration, batch arithmetic, layout, memory plan and what could not be
+    checked here. 2 where the run would be refused."""
+    from rlcore.cli import assemble, inputs
+    from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
     # recipes/common.sh tells the size of the real run
@@ -30,34 +33,46 @@ def show(cfg: Config) -> int:
     apart = cfg.cluster.rollout_ranks
     train_ranks = max(world - apart, 1)
     problems = rules.broken(cfg)
+    follows_rules = not problems
     notes = [] if problems else [f"note         {line}" for line in rules.warnings(cfg)]
     problems += rules.of_world(cfg, world, per_node)
     has_arithmetic = not rules.of_batch(cfg)
     layout = hf = None
+    found = inputs.Findings(elsewhere=is_elsewhere(cfg))
+    roomy = cfg
     try:
         layout = layout_of(cfg.train, train_ranks, 0)
     except ValueError as e:
         problems.append(str(e))
     try:
-        hf, where = model_of(cfg.model.path)
-        notes.append(f"model        {where}")
-        if hf is not None:
+        if cfg.model.path:  # else a rule says it
+            hf, where = model_of(cfg.model.path)
+            notes.append(f"model        {where}")
+            hf = assemble.with_layers(cfg, hf)
             notes.append(f"model        {hf.arch}, {hf.num_layers} layers, hidden {hf.hidden_size}")
-            if layout is not None:
-                check_model(hf, cfg.train)
     except ValueError as e:
         problems.append(str(e))
         hf = None
     beside = memory.NOBODY
     try:
-        beside, said = judges(cfg)
+        beside, said = judges(cfg, found)
         notes += said
     except ValueError as e:
         problems.append(str(e))
+    if follows_rules:
+        inputs.check(cfg, hf, world, found)
+        problems += found.problems
+        with contextlib.suppress(ValueError):  # is among the problems
+            roomy = assemble.with_room(cfg, hf) if hf is not None else cfg
+    if roomy != cfg:
+        notes.append(
+            f"prompts      at most {roomy.data.max_prompt_tokens} tokens, so that an answer fits "
+            "the model's positions too"
+        )
     print(resolve.to_json(cfg))
     print()
     if layout is not None and has_arithmetic:
-        print("\n".join(arithmetic(cfg, world, layout.dp)))
+        print("\n".join(arithmetic(roomy, world, layout.dp)))
         tp = cfg.rollout.tp
         print(
             f"world        {_count(world, 'rank')}: tp {layout.tp} x cp {layout.cp} x "
@@ -92,10 +107,30 @@ def show(cfg: Config) -> int:
         print(expected(cfg, hf, world))
     if hf is not None and not problems and cfg.select.mode == "async":
         print(split(cfg, hf, world, per_node))
-    for line in problems:
+    for line in found.unchecked.values():
+        print(f"not checked: {line}")
+    for line in dict.fromkeys(problems):
         print(f"cannot run: {line}", file=sys.stderr)
-    print("dry run: " + ("refused" if problems else "this would run"))
-    return 2 if problems else 0
+    if problems:
+        print("dry run: refused")
+        return 2
+    conditions = "; ".join(found.unchecked)
+    end = f"would run, if these hold there: {conditions}" if conditions else "this would run"
+    print(f"dry run: {end}")
+    return 0
+
+
+def is_elsewhere(cfg: Config) -> bool:
+    """The run is planned for another machine, or its recipe makes the model first: the folder of
+    the model or of a judge is not here, and the recipe says its sizes."""
+    from rlcore.cli.assemble import own_judges
+
+    folders = {"MODEL_CONFIG": [cfg.model.path]}
+    folders["JUDGE_CONFIG"] = [judge.model for judge in own_judges(cfg).values()]
+    return any(
+        os.environ.get(variable) and not all(Path(path).is_dir() for path in paths)
+        for variable, paths in folders.items()
+    )
 
 
 def expected(cfg: Config, hf: HFConfig, world: int) -> str:
@@ -152,39 +187,38 @@ def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
     return f"balance      {said}"
 
 
-def judges(cfg: Config) -> tuple["Beside", list[str]]:
+def judges(cfg: Config, found: "Findings") -> tuple["Beside", list[str]]:
     """What judges on our own GPUs take, and lines about them. ValueError where one is no model."""
-    from rlcore.cli.assemble import beside
-    from rlcore.rewards.judge.config import JudgeRewardConfig
+    from rlcore.cli.assemble import beside, own_judges
     from rlcore.rewards.judge.residency import footprint
 
-    found, lines = [], []
-    for key, section in reward_sections(cfg.reward).items():
-        if not isinstance(section, JudgeRewardConfig) or section.url or not section.model:
+    sized, lines = [], []
+    for key, section in own_judges(cfg).items():
+        if not section.model:
             continue
-        hf, where = model_of(section.model, "JUDGE_CONFIG")
-        lines.append(f"judge        {where}")
-        if hf is not None:
-            found.append((section, hf))
+        with found.check(f"--{key}.model {section.model}", may_lack=found.may_lack(section.model)):
+            hf, where = model_of(section.model, "JUDGE_CONFIG", "--reward.model")
+            sized.append((section, hf))
             stay = footprint(section, hf).num_resident
-            lines.append(
+            lines += [
+                f"judge        {where}",
                 f"judge        {hf.arch}, {hf.num_layers} layers, of which {stay} may stay on the "
-                f"GPU (--{key}.resident_ratio {section.resident_ratio:g})"
-            )
-    return beside(found), lines
+                f"GPU (--{key}.resident_ratio {section.resident_ratio:g})",
+            ]
+    return beside(sized), lines
 
 
-def model_of(path: str, variable: str = "MODEL_CONFIG") -> tuple[HFConfig | None, str]:
+def model_of(
+    path: str, variable: str = "MODEL_CONFIG", key: str = "--model.path"
+) -> tuple[HFConfig, str]:
     """A model's architecture and where it was read: its folder, else the file that the recipe
-    names in `variable`, else nowhere. ValueError where what is there is no model."""
-    if path and Path(path).is_dir():
-        return HFConfig.from_folder(path), path
-    missing = f"there is no folder {path} here"
+    names in `variable`. ValueError where there is neither, or what is there is no model."""
     facts = os.environ.get(variable, "")
-    if not path or not facts:
-        return None, f"not checked: {missing}"
+    if Path(path).is_dir() or not facts:
+        return HFConfig.from_folder(path, key), path
     file = Path(facts)
     name = "/".join(file.parts[-3:])
+    missing = f"there is no folder {path} here"
     return HFConfig.from_dict(read_json(file)), f"from {name}, not the folder: {missing}"
 
 

@@ -77,6 +77,13 @@ def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[
     """Keep this rank, and all that it starts, on the CPU cores of its role; without any they run
     where they like. Before anything is started. ValueError where there is no such core."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_cores(rollout_cores, train_cores)
+    if cores := rollout_cores if rank >= size - rollout_ranks else train_cores:
+        os.sched_setaffinity(0, cores)
+
+
+def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
+    """ValueError where this process may not use one of these CPU cores."""
     allowed = os.sched_getaffinity(0)
     for key, cores in (("rollout_cores", rollout_cores), ("train_cores", train_cores)):
         if not allowed.issuperset(cores):
@@ -84,8 +91,6 @@ def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[
                 f"--cluster.{key} {' '.join(map(str, cores))}: this process may use the cores "
                 f"{', '.join(map(str, sorted(allowed)))}; choose among them"
             )
-    if cores := rollout_cores if rank >= size - rollout_ranks else train_cores:
-        os.sched_setaffinity(0, cores)
 
 
 def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = "") -> World:

@@ -89,18 +89,19 @@ class HFConfig:
     """config.json as it came."""
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "HFConfig":
-        """Read `<path>/config.json`. ValueError: missing, not JSON, or unsupported."""
+    def from_folder(cls, path: str | Path, key: str = "--model.path") -> "HFConfig":
+        """Read `<path>/config.json`; `key` is the setting that names the folder. ValueError:
+        missing, not JSON, or unsupported."""
         path = Path(path)
         if not path.is_dir():
             raise ValueError(
-                f"--model.path {path}: no such folder; give the folder of a Hugging Face model"
-                " (config.json, *.safetensors, tokenizer)"
+                f"{key} {path}: no such folder; give the folder of a Hugging Face model"
+                " (config.json, *.safetensors, tokenizer); names on the hub are not downloaded"
             )
         file = path / "config.json"
         if not file.is_file():
             raise ValueError(
-                f"--model.path {path}: has no config.json; give the folder of a Hugging Face model"
+                f"{key} {path}: has no config.json; give the folder of a Hugging Face model"
             )
         return cls.from_dict(read_json(file), path)
 

@@ -151,17 +151,18 @@ class Tokenizer:
         return _compile(self._template or CHATML)
 
 
-def load_tokenizer(folder: str | Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
-    """The tokenizer of a folder. `eos_ids` are further ids that end a response, such as those of
-    the model's config.json when the tokenizer lies elsewhere; the folder's own config.json and
-    generation_config.json are always read. ValueError: no folder, or no tokenizer in it."""
+def load_tokenizer(
+    folder: str | Path, eos_ids: Sequence[int] = (), key: str = "--model.tokenizer"
+) -> Tokenizer:
+    """The tokenizer of a folder, which the setting `key` names. `eos_ids` are further ids that end
+    a response, such as those of the model's config.json when the tokenizer lies elsewhere; the
+    folder's own config.json and generation_config.json are always read. ValueError: no folder, or
+    no tokenizer in it."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(
-            f"--model.tokenizer {folder}: no such folder; give one with tokenizer.json"
-        )
+        raise ValueError(f"{key} {folder}: no such folder; give one with tokenizer.json")
     settings = _optional(folder / "tokenizer_config.json")
-    backend = _backend(folder, settings)
+    backend = _backend(folder, settings, key)
     specials = _special_tokens(_optional(folder / "special_tokens_map.json"))
     specials |= _special_tokens(settings)
     ends = []
@@ -198,10 +199,10 @@ def make_char_tokenizer(
     return load_tokenizer(folder)
 
 
-def _backend(folder: Path, settings: Mapping[str, Any]) -> Backend:
+def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        return _converted(folder)
+        return _converted(folder, key)
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises nothing more precise
@@ -223,12 +224,10 @@ def _backend(folder: Path, settings: Mapping[str, Any]) -> Backend:
     return backend
 
 
-def _converted(folder: Path) -> Backend:
+def _converted(folder: Path, key: str) -> Backend:
     """A tokenizer kept in another format (vocab.json, tokenizer.model), read by transformers."""
     if not any((folder / name).is_file() for name in _OTHER_FORMATS):
-        raise ValueError(
-            f"--model.tokenizer {folder}: no tokenizer.json in it; give a folder with a tokenizer"
-        )
+        raise ValueError(f"{key} {folder}: no tokenizer.json in it; give a folder with a tokenizer")
     try:
         from transformers import AutoTokenizer
 
@@ -237,7 +236,7 @@ def _converted(folder: Path) -> Backend:
     except Exception as error:  # transformers raises whatever the format's reader does
         reason = str(error).strip().splitlines()
         raise ValueError(
-            f"--model.tokenizer {folder}: no tokenizer.json in it, and transformers cannot make one"
+            f"{key} {folder}: no tokenizer.json in it, and transformers cannot make one"
             f" ({reason[0] if reason else type(error).__name__}); give a folder with tokenizer.json"
         ) from error
     announce("tokenizer", f"{folder} has no tokenizer.json, read through transformers")

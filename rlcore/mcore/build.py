@@ -4,7 +4,6 @@ The same layers run on CPU and GPU: Megatron's local ones with our RMSNorm and c
 `train.spec te` takes Transformer Engine's layers instead, where it is installed.
 """
 
-import importlib.util
 from typing import Literal
 
 import torch
@@ -26,7 +25,8 @@ from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.attention import CoreAttention
-from rlcore.mcore.layout import Layout, check_model
+from rlcore.mcore.check import check
+from rlcore.mcore.layout import Layout
 from rlcore.mcore.norm import RMSNorm
 from rlcore.mcore.shim import patch_moe_utils
 from rlcore.mcore.value_head import ValueHead
@@ -45,50 +45,6 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 def dtype_of(model: ModelConfig) -> torch.dtype:
     """The parameters' dtype."""
     return getattr(torch, model.dtype)
-
-
-def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
-    """Refuse what cannot work, before anything is built. No process groups are needed.
-
-    Raises:
-        ValueError: names the key, its value and what to do.
-    """
-    check_model(hf, train)
-    cuda = torch.cuda.is_available()
-    if model.dtype == "float64" and train.distributed_optimizer:
-        raise ValueError(
-            "--model.dtype float64: Megatron's distributed optimizer keeps fp32 states; "
-            "use --no-train.distributed_optimizer or another dtype"
-        )
-    if train.moe_aux_loss_coef:
-        raise ValueError(
-            f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: the load-balancing loss has no "
-            "divisor of its own yet; leave it at 0"
-        )
-    if train.spec == "te":
-        if not cuda or importlib.util.find_spec("transformer_engine") is None:
-            raise ValueError(
-                "--train.spec te: Transformer Engine is not installed here (it needs CUDA); "
-                "install it with tools/setup.sh or use --train.spec local"
-            )
-        if hf.rope_scaling and not _megatron_scales(hf):
-            raise ValueError(
-                "--train.spec te: Megatron's RoPE scaling has fixed frequency factors that are "
-                "not this model's; use --train.spec local"
-            )
-    if train.apex and (
-        not cuda or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
-    ):
-        raise ValueError(
-            "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
-            "build it with tools/setup.sh --apex or leave --train.apex off"
-        )
-
-
-def _megatron_scales(hf: HFConfig) -> bool:
-    scaling = hf.rope_scaling or {}
-    fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-    return all(scaling.get(key) == value for key, value in fixed.items())
 
 
 def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> TransformerConfig:

@@ -36,7 +36,8 @@ from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
-from rlcore.mcore.build import Head, build, check, dtype_of
+from rlcore.mcore.build import Head, build, dtype_of
+from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
 from rlcore.mcore.layout import replicas
 from rlcore.mcore.memory import Parked, identity

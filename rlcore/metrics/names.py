@@ -65,6 +65,13 @@ CLOCK = (
 )
 """Prefixes of metrics that depend on the clock: two equal runs differ in these alone."""
 
+BEFORE = {
+    "start": "building learner and engines and waiting for them; in the next row that is written",
+}
+"""Phases before the first step of a process."""
+
+_PHASES = PHASES | BETWEEN | BEFORE
+
 METRICS = [
     # where the run is
     Metric("training/global_step", "steps", "steps done, this one included"),
@@ -188,7 +195,7 @@ METRICS = [
     ),
     Metric("perf/train_node_gb", "GB", "the same of its train ranks; of the node that has most"),
     Metric("global_seqlen/minmax_diff", "tokens", "most minus fewest tokens of a train rank"),
-    *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in (PHASES | BETWEEN).items()],
+    *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in _PHASES.items()],
     Metric("timing_s/step", "s", "one step from rollout to sync, without eval and save"),
     *[Metric(f"timing_per_token_ms/{p}", "ms", f"{p}, by token") for p in (*PHASES, "eval")],
     # evaluation
@@ -304,6 +311,7 @@ METRICS = [
     Metric("val/accuracy_end/<set>", "", "mean@k of one data set at the last evaluation"),
     Metric("val/std_err_start/<set>", "", "standard error of val/accuracy_start/<set>"),
     Metric("val/std_err_end/<set>", "", "standard error of val/accuracy_end/<set>"),
+    Metric("before_s/<phase>", "s", "sum of a phase before the first step: start, sync, eval"),
 ]
 
 _FIELDS = {"<k>": r"\d+", "<batch>": r"\d+", "<set>": r"[^/]+(?:/[^/]+)*?"}

@@ -116,8 +116,8 @@ def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) 
 
 
 def final_table(summary: Mapping[str, Any]) -> list[str]:
-    """Accuracy before and after by data set, where the time went, and speeds, as lines; `summary`
-    is what `sinks.summarise` makes."""
+    """Accuracy before and after by data set, where the time of the steps and the time before the
+    first one went, and speeds, as lines; `summary` is what `sinks.summarise` makes."""
     lines = _accuracy_table(summary)
     steps = summary["steps"]
     if "timing_s/step" not in summary:
@@ -132,6 +132,10 @@ def final_table(summary: Mapping[str, Any]) -> list[str]:
             share = f"{100 * value / whole:.1f} %"
             lines.append(_columns(phase, f"{value:.3f}", share, f"{value * steps:.1f}"))
     lines.append(_columns("all", f"{whole:.3f}", "100 %", f"{whole * steps:.1f}"))
+    key = "before_s/"
+    before = [f"{k.removeprefix(key)} {v:.1f} s" for k, v in summary.items() if k.startswith(key)]
+    if before:
+        lines.append(f"before the first step: {', '.join(before)}")
     rates = (
         ("samples/s", "perf/samples_per_s"),
         ("tokens/s sampled", "perf/gen_tokens_per_s"),

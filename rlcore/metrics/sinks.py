@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from rlcore.metrics import names
 from rlcore.metrics.jsonl import JsonLines, dumps, read_lines, write_atomic
+from rlcore.metrics.names import BEFORE
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
@@ -118,13 +119,21 @@ def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, f
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What summary.json says of a run. `timing_s/*` are seconds per step: the run's sum by the
-    number of steps, so that phases which do not run in every step are comparable. Rates are totals
-    by the seconds that they took, without evaluation and checkpoints."""
+    number of steps, so that phases which do not run in every step are comparable. Seconds before
+    the first step are in no mean: `before_s/<phase>` are their sums, the start-up's over all
+    processes that have worked on the run. Rates are totals by the seconds that they took, without
+    evaluation and checkpoints."""
     steps = [row for row in rows if "timing_s/step" in row]
     timings: dict[str, float] = {}
+    before: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
-            if name.startswith("timing_s/"):
+            section, _, phase = name.partition("/")
+            if section != "timing_s":
+                continue
+            if phase in BEFORE or row["step"] == 0:
+                before[f"before_s/{phase}"] = before.get(f"before_s/{phase}", 0.0) + value
+            else:
                 timings[name] = timings.get(name, 0.0) + value
     out: dict[str, Any] = {"steps": max((row["step"] for row in rows), default=0)}
     evaluations = accuracies(rows)
@@ -141,7 +150,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if weighted:
                 out[rate] = sum(v * s for v, s in weighted) / sum(s for _, s in weighted)
         out |= {name: value / len(steps) for name, value in timings.items()}
-    return out
+    return out | before
 
 
 def _number(name: str, value: Any) -> float:
@@ -171,16 +180,21 @@ class TensorBoard:
         self._board.close()
 
 
+def check_wandb(project: str) -> None:
+    """ValueError where wandb is not installed."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
+            "--wandb, or leave the key out"
+        )
+
+
 class Wandb:
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in the run's folder. A resumed run
     goes on with the same one. ValueError where wandb is not installed."""
 
     def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]):
-        if importlib.util.find_spec("wandb") is None:
-            raise ValueError(
-                f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
-                "--wandb, or leave the key out"
-            )
+        check_wandb(project)
         import wandb
 
         file = run_dir / "wandb_id"

@@ -44,6 +44,14 @@ class HttpRewardConfig(RewardConfig):
     """Pause before the second try; each further one is twice as long, less a random part. A
     server's Retry-After is waited for instead."""
 
+    def problems(self, key: str) -> list[str]:
+        """See `RewardConfig`."""
+        return [
+            f"--{key}.{name} {getattr(self, name):g}: must be 0 or more"
+            for name in ("retries", "backoff_s")
+            if not getattr(self, name) >= 0
+        ]
+
 
 class Requests(Protocol):
     """The keys of a section that are read here."""

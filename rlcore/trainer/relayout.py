@@ -12,6 +12,7 @@ An engine that dies while it starts is as one that was dead before: it is starte
 push. One that does not start in time ends the run, on every rank with the same sentence.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,13 +84,31 @@ def change(run: Run, tp: int) -> None:
         run.engine.relayout(tp)
     run.relayout.rebuild(run, tp)
     run.relayout.tp = tp
-    wait_for_starts(run)
+    wait_for_starts(run, "the engines of the new size")
     if run.cfg.train.offload:
         phases.engine_turns(run, "sleep", ["weights", "kv_cache"])
 
 
-def wait_for_starts(run: Run) -> None:
-    """Until every engine has started or one is dead. Collective."""
+def first_start(run: Run) -> None:
+    """Wait for the engines that were started with the run. Collective over all ranks.
+
+    Raises:
+        ValueError: this rank's engine refuses its settings, so another start would not help.
+        TimeoutError: an engine has not started within --cluster.timeout_s; says which ranks.
+    """
+    wait_for_starts(run, "the engines")
+    if isinstance(run.engine, Mortal) and run.engine.down:
+        with contextlib.suppress(RuntimeError):  # a crash: the push starts the engine again
+            run.engine.abort(())
+
+
+def wait_for_starts(run: Run, engines: str) -> None:
+    """Wait until every engine has started or one has failed. Collective over all ranks, so that a
+    rank that only trains waits too.
+
+    Raises:
+        TimeoutError: `engines` have not started within --cluster.timeout_s; says which ranks.
+    """
     limit_s = run.cfg.cluster.timeout_s
     end = time.monotonic() + limit_s
     while True:
@@ -98,13 +117,14 @@ def wait_for_starts(run: Run) -> None:
         dead = engine is not None and not starting and bool(engine.down)
         over = time.monotonic() > end
         late = [float(rank == run.rank and starting) for rank in range(run.world_size)]
-        *late, any_dead, any_over = collective.reduce_floats([*late, float(dead), float(over)])
+        flags = [*late, float(dead), float(over)]
+        *late, any_dead, any_over = collective.reduce_floats(flags, group=run.everyone)
         if not any(late) or any_dead:
             return
         if any_over:
             ranks = ", ".join(str(rank) for rank, flag in enumerate(late) if flag)
             raise TimeoutError(
-                f"--cluster.timeout_s {limit_s:g} is over: the engines of the new size have not "
-                f"started on rank {ranks}; raise it, or look into the logs of these ranks"
+                f"--cluster.timeout_s {limit_s:g} is over: {engines} have not started on rank "
+                f"{ranks}; raise it, or look into the logs of these ranks"
             )
         run.spans.alive()

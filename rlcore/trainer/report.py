@@ -203,9 +203,17 @@ def evaluation(run: Run) -> None:
     timings = run.spans.take()
     if run.writer is None or run.screen is None:
         return
-    metrics = pending | {f"timing_s/{k}": v for k, v in timings.items() if k in ("eval", "sync")}
+    shown = {k: v for k, v in timings.items() if k in ("start", "eval", "sync")}
+    metrics = pending | {f"timing_s/{k}": v for k, v in shown.items()}
     run.writer.write(run.step, metrics)
     run.screen.evaluation(run.step, metrics)
+
+
+def started(run: Run) -> None:
+    """Leave the seconds before the first step out of it. The start-up goes to its row, unless an
+    evaluation has written it."""
+    if seconds := run.spans.take().get("start"):
+        run.pending["timing_s/start"] = seconds
 
 
 def step(run: Run) -> None:

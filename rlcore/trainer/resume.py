@@ -59,7 +59,7 @@ def choose(run: Run) -> Path | None:
         return None
     if wanted != "auto":
         if fault := seal.fault(Path(wanted), run.everyone):
-            raise ValueError(f"--run.resume {wanted}: is no checkpoint to go on from: {fault}")
+            raise ValueError(_no_checkpoint(wanted, fault))
         return Path(wanted)
     names = "\n".join(map(str, found(run.folder))) if run.rank == 0 else ""
     paths = [Path(p) for p in collective.broadcast_text(names, run.everyone).splitlines()]
@@ -72,11 +72,30 @@ def choose(run: Run) -> Path | None:
         if run.rank == 0:
             log.error("checkpoint %s is damaged: %s; the one before it is tried", path, fault)
     if paths:
-        raise ValueError(
-            f"--run.resume auto: none of the {len(paths)} checkpoints in {folder_of(run.folder)} "
-            "is whole; --run.resume fresh starts anew and moves them aside"
-        )
+        raise ValueError(_none_whole(run.folder, len(paths)))
     return None
+
+
+def check(cfg: Config, run_folder: Path) -> None:
+    """Look for the checkpoint to start from, by the names and sizes of files. ValueError where
+    `choose` would raise one; a wrong checksum is found there alone."""
+    wanted = wanted_by(cfg, run_folder)
+    if wanted not in ("auto", "fresh") and (fault := seal.look(Path(wanted))[0]):
+        raise ValueError(_no_checkpoint(wanted, fault))
+    paths = found(run_folder) if wanted == "auto" else []
+    if paths and all(seal.look(path)[0] for path in paths):
+        raise ValueError(_none_whole(run_folder, len(paths)))
+
+
+def _no_checkpoint(wanted: str, fault: str) -> str:
+    return f"--run.resume {wanted}: is no checkpoint to go on from: {fault}"
+
+
+def _none_whole(run_folder: Path, num: int) -> str:
+    return (
+        f"--run.resume auto: none of the {num} checkpoints in {folder_of(run_folder)} is whole; "
+        "--run.resume fresh starts anew and moves them aside"
+    )
 
 
 def move_aside(folder: Path) -> Path | None:

@@ -37,18 +37,23 @@ def write(folder: Path, group: collective.Group) -> str:
     return collective.broadcast_text(error, group)
 
 
+def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
+    """What is wrong with a sealed folder by the names and sizes of its files, "" for nothing, and
+    the seals. Reads no contents."""
+    seals: dict[str, list[int]] = {}
+    try:
+        seals = json.loads((folder / MANIFEST).read_text())["files"]
+        return _wrong_size(folder, seals), seals
+    except (FileNotFoundError, NotADirectoryError):
+        return f"has no {MANIFEST}, so it was not finished or is of an earlier version", seals
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        return f"its {MANIFEST} cannot be read ({type(e).__name__})", {}
+
+
 def fault(folder: Path, group: collective.Group) -> str:
     """What is wrong with a sealed folder, on every rank; "" where all is as it was written.
     Collective."""
-    found, seals = "", {}
-    if collective.is_first(group):
-        try:
-            seals = json.loads((folder / MANIFEST).read_text())["files"]
-            found = _wrong_size(folder, seals)
-        except FileNotFoundError:
-            found = f"has no {MANIFEST}, so it was not finished or is of an earlier version"
-        except (OSError, ValueError, TypeError, KeyError) as e:
-            found = f"its {MANIFEST} cannot be read ({type(e).__name__})"
+    found, seals = look(folder) if collective.is_first(group) else ("", {})
     found, seals = json.loads(collective.broadcast_text(json.dumps([found, seals]), group))
     if found:
         return found

@@ -29,6 +29,8 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
     """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint.
     `one_step` is one rollout and what is learned from it."""
     cfg = run.cfg
+    with run.spans.phase("start"):
+        relayout.first_start(run)  # W
     relayout.before_push(run)  # C
     with turn(run, "train"), run.spans.phase("sync"):  # W
         push_weights(run, run.step)
@@ -36,7 +38,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         with turn(run, "eval"), run.spans.phase("eval"):
             evaluate.run(run)
         report.evaluation(run)
-    run.spans.take()  # what came before the first step is not of it
+    report.started(run)
     early = cfg.select.mode == "async"  # its engines let go of all requests before they save
     while run.step < cfg.run.steps and not run.ends:
         run.step += 1

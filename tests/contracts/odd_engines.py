@@ -119,3 +119,19 @@ def dies_once(file, tp):
 def slow_to_start():
     """Never gets ready."""
     time.sleep(3600)
+
+
+LATE_S = 1.0
+
+
+def late(**settings):
+    """The torch engine, which gets ready after LATE_S."""
+    from rlcore.rollout.torch_engine.engine import build
+
+    time.sleep(LATE_S)
+    return build(**settings)
+
+
+def refuses(**settings):
+    """Settings that cannot work, found when the engine starts."""
+    raise ValueError("--rollout.tp 1: this engine has other sizes")

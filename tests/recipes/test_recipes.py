@@ -170,15 +170,18 @@ def program(bench, recipe: Path, *more: str, **env: str) -> tuple[int, str]:
     return bench.run("bash", recipe, "--dry-run", *more, PYTHONPATH=str(ROOT), **env)
 
 
-def test_the_program_reads_the_model_from_its_folder_where_there_is_one(bench):
+def test_the_program_reads_the_model_from_its_folder_and_refuses_what_is_not_there(bench):
     model = bench.folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN))
     rc, out = program(bench, ROOT / "recipes/grpo_gsm8k_0.5b.sh", MODEL_PATH=str(model))
-    assert rc == 0, out
+    assert rc == 2, out
     assert f"model        {model}" in out
     assert "qwen2, 24 layers, hidden 896" in out
     assert "2 engines (torch) of 1 rank" in out
+    assert f"cannot run: {model}: neither model.safetensors" in out
+    assert "cannot run: data file data/gsm8k/train.jsonl: no such file" in out
+    assert "not checked" not in out
 
 
 def test_the_0_5b_recipe_samples_with_sglang_where_there_are_gpus(bench):

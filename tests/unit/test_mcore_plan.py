@@ -10,6 +10,7 @@ from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import build, microbatch
+from rlcore.mcore.check import check
 from rlcore.mcore.layout import check_model, layout_of, replicas
 from rlcore.mcore.schedule import learning_rate
 from rlcore.tensors import Batch, cumulative
@@ -109,7 +110,7 @@ def test_settings_that_cannot_work_here_are_refused(model: dict, train: dict, me
     if torch.cuda.is_available():
         pytest.skip("with CUDA these may be installed")
     with pytest.raises(ValueError, match=message):
-        build.check(HF, ModelConfig(**model), TrainConfig(**train))
+        check(HF, ModelConfig(**model), TrainConfig(**train))
 
 
 def test_the_vocabulary_is_padded_to_the_tensor_parallel_size() -> None:

@@ -77,7 +77,7 @@ def test_an_evaluation_is_a_line_for_each_data_set():
 
 def test_the_final_table_shows_accuracy_and_where_the_time_went():
     rows = [
-        {"step": 0, "val-core/label/acc/mean@1": 0.5, "timing_s/eval": 1.0},
+        {"step": 0, "val-core/label/acc/mean@1": 0.5, "timing_s/eval": 1.0, "timing_s/start": 8.0},
         {"step": 1, "timing_s/step": 6.0, "timing_s/gen": 4.0, "perf/samples_per_s": 50.0},
         {
             "step": 2,
@@ -90,14 +90,27 @@ def test_the_final_table_shows_accuracy_and_where_the_time_went():
     ]
     table = [" ".join(line.split()) for line in final_table(summarise(rows))]
     assert "label 0.500 0.750 +0.250" in table
-    # 12 s in all: 7 sampling, 2 evaluating, 3 that no phase accounts for
-    assert table[table.index("time s per step share total s") + 2 :][:4] == [
-        "gen 3.500 58.3 % 7.0",
-        "other 1.500 25.0 % 3.0",
-        "eval 1.000 16.7 % 2.0",
-        "all 6.000 100 % 12.0",
+    # 11 s of steps: 7 sampling, 1 evaluating, 3 that no phase accounts for
+    assert table[table.index("time s per step share total s") + 2 :][:5] == [
+        "gen 3.500 63.6 % 7.0",
+        "other 1.500 27.3 % 3.0",
+        "eval 0.500 9.1 % 1.0",
+        "all 5.500 100 % 11.0",
+        "before the first step: eval 1.0 s, start 8.0 s",
     ]
     assert table[-1] == "2 steps: 50 samples/s"
+
+
+def test_a_slow_start_is_in_no_share():
+    """As SGLang had it: 117 s until the first push is through, then steps of 10 s."""
+    rows = [
+        {"step": 0, "timing_s/start": 116.0, "timing_s/sync": 117.0, "timing_s/eval": 20.0},
+        *({"step": n, "timing_s/step": 10.0, "timing_s/sync": 0.5} for n in (1, 2, 3)),
+    ]
+    table = [" ".join(line.split()) for line in final_table(summarise(rows))]
+    shares = [float(line.split()[2]) for line in table if "%" in line and line[:3] != "all"]
+    assert "sync 0.500 5.0 % 1.5" in table and sum(shares) == pytest.approx(100, abs=0.1)
+    assert "before the first step: start 116.0 s, sync 117.0 s, eval 20.0 s" in table
 
 
 def test_the_final_table_of_a_run_without_steps_is_short():

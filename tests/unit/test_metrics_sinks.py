@@ -192,7 +192,13 @@ def test_wandb_gets_every_step_and_a_resumed_run_the_same_id(tmp_path, monkeypat
 
 ROWS = [
     {"step": 0, "val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.1, "timing_s/eval": 3.0},
-    {"step": 1, "timing_s/step": 1.0, "timing_s/gen": 0.5, "perf/samples_per_s": 10.0},
+    {
+        "step": 1,
+        "timing_s/start": 9.0,
+        "timing_s/step": 1.0,
+        "timing_s/gen": 0.5,
+        "perf/samples_per_s": 10.0,
+    },
     {
         "step": 2,
         "timing_s/step": 3.0,
@@ -223,7 +229,8 @@ def test_the_summary_of_a_run_worked_by_hand():
         "timing_s/step": 2.0,
         "timing_s/gen": 1.0,
         "timing_s/save": 0.5,
-        "timing_s/eval": 1.5,
+        "before_s/eval": 3.0,  # of the whole run, in no mean
+        "before_s/start": 9.0,
     }
 
 

@@ -12,11 +12,13 @@ from rlcore.cli.world import World
 from rlcore.config.schema import Config, DebugConfig, RolloutConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.transport import LocalHub
 from rlcore.sched.planner import Listed, TPPlanner
-from rlcore.trainer import phases, relayout
+from rlcore.trainer import phases, relayout, report, sync_loop
 from rlcore.trainer.relayout import Relayout
+from rlcore.utils.spans import Spans
 from tests import kit
 
 HF = HFConfig.from_dict(kit.tiny_config("qwen3") | {"model_type": "qwen3"})
@@ -246,3 +248,52 @@ def test_sizes_that_the_heads_do_not_divide_by_are_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=words):
         assemble.make_relayout(config(**rollout), HF, world(8))
+
+
+# ---- the engines that start with the run
+
+
+@pytest.fixture
+def first(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What a run without steps does before its end, and the phase that it does it in."""
+    done: list[tuple[str, str]] = []
+    run = run_of(None)
+    run.cfg = SimpleNamespace(
+        run=SimpleNamespace(steps=0),
+        select=SimpleNamespace(mode="sync"),
+        eval=SimpleNamespace(at_start=False),
+        checkpoint=SimpleNamespace(export_hf=False),
+    )
+    run.step, run.ends, run.spans = 0, False, Spans()
+    run.on_done = lambda: None
+    for module, name in ((relayout, "first_start"), (sync_loop, "push_weights")):
+        monkeypatch.setattr(
+            module, name, lambda run, *_, name=name: done.append((name, run.spans.current))
+        )
+    monkeypatch.setattr(report, "end", lambda run: None)
+    sync_loop.train(run, lambda run: None)
+    return done
+
+
+def test_engines_are_awaited_before_the_push_and_in_a_phase_of_their_own(first) -> None:
+    assert first == [("first_start", "start"), ("push_weights", "sync")]
+
+
+def test_the_first_start_waits_for_a_slow_engine_and_ends_with_one_that_refuses() -> None:
+    run = run_of(None, engine=Engine([], slow=2))
+    run.cfg.cluster.timeout_s = 60
+    relayout.first_start(run)
+    assert run.said == ["alive", "alive"]
+    run = run_of(None, engine=ChildEngine("tests.contracts.odd_engines:refuses", {}))
+    run.cfg.cluster.timeout_s = 60
+    try:
+        with pytest.raises(ValueError, match="this engine has other sizes"):
+            relayout.first_start(run)
+    finally:
+        run.engine.close()
+
+
+def test_the_first_start_leaves_a_crash_to_the_push_which_starts_again() -> None:
+    run = run_of(None, engine=Engine([], dies=True))
+    run.engine.abort = lambda ids: (_ for _ in ()).throw(EngineGoneError("gone"))
+    relayout.first_start(run)

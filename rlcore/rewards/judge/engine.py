@@ -23,6 +23,15 @@ _TOP = 20
 """Likeliest tokens that are asked for: the most that OpenAI's interface gives."""
 
 
+def key_of(cfg: JudgeRewardConfig) -> str:
+    """The key for the server, "" where none is sent. ValueError where it is asked for and not
+    there."""
+    key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
+    if cfg.api_key_env and not key:
+        raise ValueError(f"--reward.api_key_env {cfg.api_key_env}: is not set in the environment")
+    return key
+
+
 class EngineBackend:
     """A `runner.Backend`: `workers` requests at a time."""
 
@@ -35,12 +44,7 @@ class EngineBackend:
         """ValueError where the key for the server is asked for and not there."""
         self._cfg, self._settle, self._rubric = cfg, settle, Rubric(cfg)
         headers = {}
-        if cfg.api_key_env:
-            key = os.environ.get(cfg.api_key_env, "")
-            if not key:
-                raise ValueError(
-                    f"--reward.api_key_env {cfg.api_key_env}: is not set in the environment"
-                )
+        if key := key_of(cfg):
             headers["authorization"] = f"Bearer {key}"
         self._requests = HttpReward(
             cfg.url.rstrip("/") + "/chat/completions",

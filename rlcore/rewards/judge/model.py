@@ -54,7 +54,7 @@ class JudgeModel:
         """`memory_bytes`: what the judge may take on the device, 0: what is free there; `free` says
         that instead of the device, for tests. ValueError where the folder is no model that we
         compute."""
-        self.hf = HFConfig.from_folder(folder)
+        self.hf = HFConfig.from_folder(folder, "--reward.model")
         self.dtype, self.device = _DTYPES[dtype], device
         self._ratio, self._memory = resident_ratio, memory_bytes
         self._free = free or self._free_here

@@ -66,21 +66,28 @@ class Daemon:
             self._lock = None
 
 
-def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
-    """The daemon of a run whose rewards have a judge on its own GPUs, joined; None where there is
-    none. Its place is then in the environment, for this process and those that it starts. Before
-    any CUDA call. ValueError where it cannot be and was asked for with `on`."""
+def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
+    """The section of a judge on our own GPUs that may have MPS, "" where there is none, and whether
+    that was asked for with `on`. ValueError where it was and there is no GPU."""
     judges = [
         (key, section)
         for key, section in reward_sections(reward).items()
         if isinstance(section, JudgeRewardConfig) and not section.url and section.mps != "off"
     ]
     if not judges:
-        return None
+        return "", False
     key, is_asked = next(((k, True) for k, s in judges if s.mps == "on"), (judges[0][0], False))
-    if not has_gpu():
-        if is_asked:
-            raise ValueError(f"--{key}.mps on: there is no NVIDIA GPU here; set it to auto")
+    if is_asked and not has_gpu():
+        raise ValueError(f"--{key}.mps on: there is no NVIDIA GPU here; set it to auto")
+    return key, is_asked
+
+
+def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
+    """The daemon of a run whose rewards have a judge on its own GPUs, joined; None where there is
+    none. Its place is then in the environment, for this process and those that it starts. Before
+    any CUDA call. ValueError where it cannot be and was asked for with `on`."""
+    key, is_asked = wanted(reward)
+    if not key or not has_gpu():
         return None
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
     run = "-".join(os.environ.get(name, "") for name in names)

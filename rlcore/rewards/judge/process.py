@@ -133,7 +133,7 @@ class Judge:
         place = torch.device(device)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        self._tokenizer = load_tokenizer(cfg.model)
+        self._tokenizer = load_tokenizer(cfg.model, key="--reward.model")
         chat = cfg.template == "auto" and self._tokenizer.has_chat_template
         self._is_chat = chat or cfg.template == "chat"
         self._ids: list[int] = []

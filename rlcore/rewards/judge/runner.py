@@ -9,11 +9,11 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from rlcore.hf.config import HFConfig
 from rlcore.records import RequestId, RewardResult
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.rubric import Rubric
@@ -417,11 +417,7 @@ def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:
 
         announce("judge", f"{cfg.model} at {cfg.url}, {cfg.workers} requests at a time")
         return JudgeRunner(cfg, host, lambda settle: EngineBackend(cfg, host, settle))
-    if not Path(cfg.model).is_dir():
-        raise ValueError(
-            f"--reward.model {cfg.model}: no such folder; give the Hugging Face folder of the judge"
-            " (config.json, *.safetensors, tokenizer)"
-        )
+    HFConfig.from_folder(cfg.model, "--reward.model")
     import torch
 
     device = "cpu"

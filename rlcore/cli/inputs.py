@@ -1,0 +1,255 @@
+"""What a run opens before its first step, checked for `--dry-run`. Each check is the run's own
+function, and so is its sentence.
+
+Not looked at: what another process has at the moment (the run's folder, a port), checksums of
+checkpoints, and what only a step shows, such as a reward that fails.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from rlcore.cli import assemble, world
+from rlcore.config.schema import Config
+from rlcore.data import prompts
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import HEAD, expected
+from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
+from rlcore.hf.weights import WeightReader
+from rlcore.mcore.check import check as check_learner
+from rlcore.mcore.schedule import learning_rate
+from rlcore.metrics.sinks import check_wandb
+from rlcore.mux.profile import Profile
+from rlcore.rewards.judge import mps
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.engine import key_of
+from rlcore.rewards.judge.rubric import Rubric, verdict_ids
+from rlcore.rollout.replay import EventLog
+from rlcore.rollout.rounds import Log
+from rlcore.rollout.transport import listening_host
+from rlcore.trainer import resume
+
+
+@dataclass
+class Findings:
+    """What is wrong with a run's inputs, and what could not be checked."""
+
+    elsewhere: bool
+    """The run is planned for another machine: what is not here may be there."""
+    problems: list[str] = field(default_factory=list)
+    unchecked: dict[str, str] = field(default_factory=dict)
+    """By setting, such as `--data.train FILE`: the sentence that the run would end with here."""
+
+    @contextlib.contextmanager
+    def check(self, setting: str, *, may_lack: bool = False) -> Iterator[None]:
+        """Collect the ValueError of the block: `setting` is refused, or unchecked where this
+        machine `may_lack` what it needs."""
+        try:
+            yield
+        except ValueError as error:
+            if may_lack:
+                self.unchecked[setting] = str(error)
+            else:
+                self.problems += str(error).splitlines()
+
+    def may_lack(self, path: str) -> bool:
+        """The file or folder is not here and may be where the run is."""
+        return self.elsewhere and not Path(path).exists()
+
+
+class _NoTokenizer:
+    """Reads rows where the tokenizer is not here: prompts have no tokens, so none is too long."""
+
+    def encode(self, text: str) -> list[int]:
+        return []
+
+    def render_chat(self, messages: object) -> str:
+        return ""
+
+
+def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) -> None:
+    """Add to `found` what the run would refuse between its rules and its first step. `cfg` breaks
+    no rule. `hf`: of the model, None where its sizes are not known."""
+    model = f"--model.path {cfg.model.path}"
+    if found.may_lack(cfg.model.path):
+        with found.check(model, may_lack=True):
+            HFConfig.from_folder(cfg.model.path)
+    machine(cfg, world_size, found)
+    judges(cfg, found)
+    with found.check("--mux"):
+        assemble.check_mux(cfg)
+    if cfg.mux.url:
+        with found.check(f"--mux.url {cfg.mux.url}", may_lack=found.elsewhere):
+            assemble.address_of(cfg.mux.url)
+    if cfg.mux.profile:
+        with found.check(
+            f"--mux.profile {cfg.mux.profile}", may_lack=found.may_lack(cfg.mux.profile)
+        ):
+            Profile.read(Path(cfg.mux.profile))
+    saved(cfg, found)
+    if hf is not None:
+        sizes(cfg, hf, world_size, found)
+        weights(cfg, hf, found)
+        with contextlib.suppress(ValueError):  # `sizes` has it
+            cfg = assemble.with_room(cfg, hf)
+    data(cfg, tokenizer(cfg, hf, found), found)
+
+
+def machine(cfg: Config, world_size: int, found: Findings) -> None:
+    """Packages, CPU cores, the network and the folder of runs."""
+    c = cfg.cluster
+    with found.check("the CPU cores", may_lack=found.elsewhere):
+        world.check_cores(c.rollout_cores, c.train_cores)
+    if c.interface and world_size > 1:  # nodes may differ from the one that plans
+        with found.check(f"--cluster.interface {c.interface}", may_lack=True):
+            listening_host("", c.interface)
+    with found.check(f"--rollout.engine {cfg.rollout.engine}", may_lack=found.elsewhere):
+        assemble.check_engine(cfg)
+    if cfg.log.wandb:
+        with found.check(f"--log.wandb {cfg.log.wandb}", may_lack=found.elsewhere):
+            check_wandb(cfg.log.wandb)
+    with found.check("--reward.mps on", may_lack=True):  # a login node has no GPU
+        mps.wanted(cfg.reward)
+    with found.check(f"--run.dir {cfg.run.dir}", may_lack=found.elsewhere):
+        if error := folder_error(assemble.run_folder(cfg)):
+            raise assemble.cannot_be_made(cfg, error)
+
+
+def folder_error(folder: Path) -> OSError | None:
+    """Why a folder cannot be made; nothing is made to find out."""
+    at = folder
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    code, name = 0, folder
+    if not at.is_dir():
+        code, name = (
+            (errno.EEXIST, at) if at in (folder, folder.parent) else (errno.ENOTDIR, folder.parent)
+        )
+    elif not os.access(at, os.W_OK | os.X_OK):
+        code, name = errno.EACCES, at
+    return OSError(code, os.strerror(code), str(name)) if code else None
+
+
+def judges(cfg: Config, found: Findings) -> None:
+    """Rubrics, keys of servers, and folders of judges of our own."""
+    own = assemble.own_judges(cfg)
+    for key, section in assemble.judge_sections(cfg).items():
+        file = section.rubric
+        with found.check(f"--{key}.rubric {file}", may_lack=bool(file) and found.may_lack(file)):
+            Rubric(section)
+        if section.url:
+            with found.check(f"--{key}.api_key_env", may_lack=found.elsewhere):
+                key_of(section)
+        if key in own:
+            folder = section.model
+            with found.check(f"--{key}.model {folder}", may_lack=found.may_lack(folder)):
+                judge(section)
+
+
+def judge(section: JudgeRewardConfig) -> None:
+    """What a judge's process does before it reads weights. ValueError as there."""
+    hf = HFConfig.from_folder(section.model, "--reward.model")
+    tokens = load_tokenizer(section.model, key="--reward.model")
+    if section.method == "prefill":
+        for key in ("good", "bad"):
+            verdict_ids(getattr(section, key), tokens.encode, key)
+    WeightReader(section.model).check(expected(hf))
+
+
+def saved(cfg: Config, found: Findings) -> None:
+    """What earlier runs have left: a checkpoint, a log to replay."""
+    setting = f"--run.resume {cfg.run.resume}"
+    with found.check(setting, may_lack=found.may_lack(cfg.run.resume)):
+        resume.check(cfg, assemble.run_folder(cfg))
+    if path := cfg.debug.replay:
+        with found.check(f"--debug.replay {path}", may_lack=found.may_lack(path)):
+            if cfg.select.mode == "async":
+                EventLog(Path(path), cfg.run.seed)
+            else:
+                Log(Path(path))
+
+
+def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
+    """Settings that do not fit the model or the number of ranks."""
+    plain = replace(cfg.train, spec="local", apex=False)
+    with found.check("--train"):
+        check_learner(hf, cfg.model, plain)
+    if (cfg.train.spec, cfg.train.apex) != ("local", False):
+        setting = f"--train.spec {cfg.train.spec}" + (" --train.apex" if cfg.train.apex else "")
+        with found.check(setting, may_lack=found.elsewhere or not torch.cuda.is_available()):
+            check_learner(hf, cfg.model, cfg.train)
+    with found.check("--train.lr_schedule"):
+        total = assemble.total_updates(cfg)
+        learning_rate(cfg.train, cfg.train.lr_warmup_updates, total)
+    with found.check("--rollout.max_tokens"):
+        assemble.with_room(cfg, hf)
+    ranks = world.World(
+        rank=0,
+        size=world_size,
+        local_rank=0,
+        device=torch.device("cpu"),
+        store=None,
+        rollout_ranks=cfg.cluster.rollout_ranks,
+    )
+    with found.check("--mode stream"):
+        assemble.make_elastic(cfg, hf, ranks)
+    with found.check("--rollout.adaptive_tp"):
+        assemble.make_relayout(cfg, hf, ranks)
+
+
+def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
+    """Names and shapes of the start weights, of actor and critic."""
+    if cfg.model.random_init:
+        return
+    folders = {"--model.path": cfg.model.path}
+    if assemble.wants(cfg) == "gae" and cfg.critic.path:
+        folders["--critic.path"] = cfg.critic.path
+    for key, folder in folders.items():
+        if f"{key} {folder}" in found.unchecked:
+            continue
+        wanted = {n: s for n, s in expected(hf).items() if key == "--model.path" or n != HEAD}
+        with found.check(f"{key} {folder}", may_lack=found.may_lack(folder)):
+            WeightReader(folder).check(wanted)
+
+
+def tokenizer(cfg: Config, hf: HFConfig | None, found: Findings) -> Tokenizer | None:
+    """The tokenizer; None where there is none here."""
+    folder = cfg.model.tokenizer or cfg.model.path
+    if f"--model.path {folder}" in found.unchecked or (hf is None and not cfg.model.tokenizer):
+        return None  # has been said
+    with found.check(f"--model.tokenizer {folder}", may_lack=found.may_lack(folder)):
+        return load_tokenizer(folder, eos_ids=hf.eos_ids if hf is not None else ())
+    return None
+
+
+def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
+    """The first usable row of every file; all rows where one bad row, or their number, can end the
+    run."""
+    cfg = assemble.with_tasks(cfg)
+    if assemble.counts_rows(cfg) and tokens is not None:
+        sources = (*cfg.data.train, *cfg.data.val)
+        if not any(found.may_lack(s) for s in sources if s not in prompts.TASKS):
+            with found.check("--data"):
+                assemble.load_data(cfg, tokens)
+            return
+    one = replace(cfg.data, num_prompts=1, num_val_prompts=1)
+    for key in ("train", "val"):
+        here = []
+        for source in getattr(cfg.data, key):
+            if source in prompts.TASKS or not found.may_lack(source):
+                here.append(source)
+                continue
+            with found.check(f"--data.{key} {source}", may_lack=True):
+                prompts.read_file(Path(source), source, one, _NoTokenizer())
+        if here and (tokens is not None or not prompts.TASKS.keys() & set(here)):
+            with found.check(f"--data.{key}"):
+                rows = prompts.load(
+                    replace(one, **{key: tuple(here)}), key, tokens or _NoTokenizer(), cfg.run.seed
+                )
+                if key == "train":
+                    rows[0]  # of a task: its characters are ones that the tokenizer has
