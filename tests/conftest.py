@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.name.partition("[")[0]
         if f"{item.path.relative_to(ROOT)}::{name}" in heavy:
             item.add_marker("heavy")
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or "RLCORE_GPU_TESTS_DEVICE" in os.environ:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:

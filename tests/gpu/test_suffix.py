@@ -47,6 +47,7 @@ def test_the_kernel_drafts_what_the_host_drafts(requests, options):
         accepted = (results[0][1] * torch.rand(requests)).int()
 
 
+@side.needs_gpu  # the CPU raises
 def test_a_handle_that_is_not_open_has_length_minus_one():
     forest = DeviceForest(side.DEVICE, requests=2)
     handles = torch.tensor([0, 5, -1], device=side.DEVICE)
@@ -55,6 +56,7 @@ def test_a_handle_that_is_not_open_has_length_minus_one():
     assert forest.step(handles, None, tokens, offsets)[1].tolist() == [-1, -1, -1]
 
 
+@side.needs_gpu  # the CPU raises
 def test_of_equal_handles_one_row_moves_the_request():
     forest = DeviceForest(side.DEVICE, requests=1)
     handles = forest.open(np.zeros(1, np.int64)).repeat(64)
