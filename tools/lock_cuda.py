@@ -161,6 +161,25 @@ def check_python(project: Mapping[str, object], python: str) -> list[str]:
     return [f"{path.name}: {problem}" for problem in problems]
 
 
+def report(project: Mapping[str, object]) -> None:
+    """Print what the check has found. SystemExit if a lock is stale."""
+    try:
+        problems = check(project)
+    except UnreachableError as error:
+        print(f"tools/locks: NOT CHECKED, the package registry cannot be reached: {error}")
+        return
+    if problems:
+        sys.exit("\n".join([*problems, "run python tools/lock_cuda.py --update"]))
+    for python in PYTHONS:
+        path = lock_file(python)
+        print(
+            f"{path.relative_to(ROOT)}: resolved for {PLATFORM}: {len(read(path))} packages, all "
+            "of them wheels"
+        )
+    sources = "; ".join(f"{name}, since {why}" for name, why in SOURCES.items())
+    print(f"beside them {' and '.join(BESIDE)} can be installed; without a wheel: {sources}")
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--update", action="store_true", help="write the locks, keeping what still fits")
@@ -168,8 +187,7 @@ def main() -> None:
     a = p.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if not (a.update or a.upgrade):
-        if problems := check(project):
-            sys.exit("\n".join([*problems, "run python tools/lock_cuda.py --update"]))
+        report(project)
         return
     for python in PYTHONS:
         path = lock_file(python)

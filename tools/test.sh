@@ -57,6 +57,10 @@ check() { # tool and its arguments
 }
 
 if (($# == 0)); then
+  if ((SERVICES)); then # mostly a wait for the registry
+    python tools/lock_cuda.py >build/locks.log 2>&1 &
+    locking=$!
+  fi
   mapfile -t shell < <(git ls-files --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run)
   mapfile -t cpp < <(git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu')
   check ruff check --quiet .
@@ -72,6 +76,11 @@ workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
 export OMP_NUM_THREADS=1
 # A file stays on one worker: its fixtures are made once. tests/conftest.py says which goes first.
 check python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$MARKS" "$@"
+
+if [[ -n ${locking:-} ]]; then
+  wait "$locking" || failed+=('tools/lock_cuda.py')
+  cat build/locks.log
+fi
 
 if ((${#failed[@]})); then
   printf 'tools/test.sh: failed: %s\n' "${failed[@]}" >&2

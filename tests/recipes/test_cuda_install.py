@@ -25,12 +25,23 @@ lock_cuda = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lock_cuda)
 
 
-def test_the_locks_follow_from_pyproject():
-    try:
-        problems = lock_cuda.check(PROJECT)
-    except lock_cuda.UnreachableError as error:
-        pytest.skip(f"the package registry cannot be reached: {error}")
-    assert problems == []
+def test_the_check_prints_what_it_found_and_fails_with_what_is_stale(monkeypatch, capsys):
+    """`tools/test.sh` runs it against the registry."""
+    monkeypatch.setattr(lock_cuda, "check", lambda project: [])
+    lock_cuda.report(PROJECT)
+    assert "cuda-py312.txt: resolved for x86_64-manylinux_2_34" in capsys.readouterr().out
+    monkeypatch.setattr(lock_cuda, "check", lambda project: ["a==1: no longer needed"])
+    with pytest.raises(SystemExit, match="a==1: no longer needed\n.*--update"):
+        lock_cuda.report(PROJECT)
+
+    def unreachable(project):
+        raise lock_cuda.UnreachableError("no route")
+
+    monkeypatch.setattr(lock_cuda, "check", unreachable)
+    lock_cuda.report(PROJECT)
+    assert (
+        "NOT CHECKED, the package registry cannot be reached: no route" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("python", lock_cuda.PYTHONS)
