@@ -22,6 +22,7 @@ from rlcore.hf.names import HEAD, expected
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.hf.weights import WeightReader
 from rlcore.mcore.check import check as check_learner
+from rlcore.mcore.layout import layout_of
 from rlcore.mcore.schedule import learning_rate
 from rlcore.metrics.sinks import check_wandb
 from rlcore.mux.profile import Profile
@@ -176,6 +177,10 @@ def saved(cfg: Config, found: Findings) -> None:
 
 def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
     """Settings that do not fit the model or the number of ranks."""
+    try:
+        layout_of(cfg.train, max(world_size - cfg.cluster.rollout_ranks, 1), 0)
+    except ValueError:
+        return  # the dry run has said it
     plain = replace(cfg.train, spec="local", apex=False)
     with found.check("--train"):
         check_learner(hf, cfg.model, plain)

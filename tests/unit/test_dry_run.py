@@ -59,6 +59,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "no module": ("--reward", "no.such.module"),
     # settings that do not fit the model, the ranks or what is installed
     "float64": ("--model.dtype", "float64"),
+    "no ranks": ("--train.tp", "0"),
     "one rank": ("--mode", "stream"),
     "no end": ("--train.lr_schedule", "cosine", "--run.steps", "0"),
     "no cores": ("--cluster.rollout_ranks", "1", "--cluster.train_cores", "7777"),
