@@ -61,7 +61,7 @@ class Runs:
             while (ended := gang.poll()) is None:
                 for process in gang.processes:
                     self.listening |= kit.listening(process.pid)
-                time.sleep(0.5)
+                time.sleep(2)
         finally:
             self.gang = ended or gang.wait(540)
 
@@ -109,6 +109,7 @@ def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs
     assert spread[1]["sync/bytes"] > 0
 
 
+@pytest.mark.slow
 def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None:
     """A few steps of what a user starts, from a warm start that is probed less."""
     model = tmp_path / "models" / "label-s0"  # where the recipe looks for it
