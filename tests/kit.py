@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -198,14 +198,22 @@ def _rank(target: str, name: str) -> None:
 
 def listening(pid: int) -> set[str]:
     """Addresses that a process and its children listen on."""
+    return {address for address, _, _ in _listeners(pid)}
+
+
+def ports(pid: int) -> dict[int, bool]:
+    """Ports that a process and its children listen on; true: the process itself."""
+    return {port: owner == pid for _, port, owner in _listeners(pid)}
+
+
+def _listeners(pid: int) -> Iterator[tuple[str, int, int]]:
+    """Address, port and process."""
     root = psutil.Process(pid)
-    found = set()
     for process in (root, *root.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             for c in process.net_connections("inet"):
                 if c.status == psutil.CONN_LISTEN:
-                    found.add(c.laddr.ip)
-    return found
+                    yield c.laddr.ip, c.laddr.port, process.pid
 
 
 def state(named: Any) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
     PYTEST_ADDOPTS=--junitxml=junit.xml bash tools/test.sh
     python tools/heavy_tests.py junit.xml > tests/heavy.txt
+    python tools/heavy_tests.py junit.xml --files 20    # the longest files, in minutes
 
 A line is a test with all its parameters, and what it needs before it. Run it again when `--fast`
 takes more than two minutes.
@@ -37,11 +38,25 @@ def heavy(seconds: dict[str, float], limit_s: float = SECONDS) -> list[str]:
     return sorted(out)
 
 
+def longest_files(seconds: dict[str, float], count: int) -> list[str]:
+    """Lines with the minutes of each of the longest files, and of all together."""
+    files: dict[str, float] = defaultdict(float)
+    for name, took in seconds.items():
+        files[name.partition("::")[0]] += took
+    longest = sorted(files.items(), key=lambda item: -item[1])[:count]
+    rows = [*longest, (f"all {len(files)} files", sum(files.values()))]
+    return [f"{took / 60:6.2f} min  {name}" for name, took in rows]
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("junit", type=Path, help="what pytest --junitxml has written")
     p.add_argument("--seconds", type=float, default=SECONDS, help="of the tests that are left")
+    p.add_argument("--files", type=int, metavar="N", help="print the N longest files instead")
     a = p.parse_args(argv)
+    if a.files:
+        print("\n".join(longest_files(seconds_by_test(a.junit), a.files)))
+        return 0
     print("\n".join(heavy(seconds_by_test(a.junit), a.seconds)))
     return 0
 

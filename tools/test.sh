@@ -14,7 +14,7 @@ usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
 
 environment
   RLCORE_DATA          folder of the real data; default ../shared/data; without it those tests are skipped
-  RLCORE_TEST_WORKERS  tests at a time; default: the cores, at most 4
+  RLCORE_TEST_WORKERS  tests at a time; default: one more than cores, at most 4
   RLCORE_REQUIRE_NVCC  1: without nvcc the tests that compile the CUDA sources fail (CI sets it)
 TEXT
 }
@@ -72,7 +72,7 @@ if (($# == 0)); then
 fi
 
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc takes the former for the cores
-workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
+workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores + 1 : 4))} # many tests wait for a while
 export OMP_NUM_THREADS=1
 # A file stays on one worker: its fixtures are made once. tests/conftest.py says which goes first.
 check python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$MARKS" "$@"

@@ -2,15 +2,18 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from rlcore.rollout.transport import free_port
 from tests import kit, runs
@@ -74,11 +77,29 @@ def steps(folder: Path) -> list[int]:
     return list(runs.rows(file.parent)) if file.exists() else []
 
 
+def attack(launcher: int) -> int:
+    """What any program on the machine can do: send garbage to every port of a run, and replace its
+    alarm in torchrun's store. Returns the number of alarms."""
+    forged = 0
+    for port, is_store in kit.ports(launcher).items():
+        with socket.create_connection(("127.0.0.1", port)) as garbage:
+            garbage.sendall(bytes(range(256)) * 8)
+        if not is_store:
+            continue
+        limit = timedelta(seconds=20)
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=limit)
+        for key in store.list_keys():
+            if key.endswith("/gang/beat/0"):
+                store.set(key.replace("beat/0", "alarm"), "[1]")
+                forged += 1
+    return forged
+
+
 def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 is killed when step 3 is saved; torchrun starts both again. Then Slurm wants the
-    nodes."""
+    """Rank 0 is killed when step 3 is saved; torchrun starts both again. Then another program on
+    the machine attacks the run, and Slurm wants the nodes."""
     where = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
     keys = "--checkpoint.every", 3, "--debug.die_at_step", 3, "--run.steps", 500
     text = tmp_path / "one.txt"
@@ -86,9 +107,15 @@ def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero
         until(lambda: steps(tmp_path)[-1:] >= [5], process, text)
         assert kit.listening(process.pid) == {"127.0.0.1"}  # torchrun's two stores as well
         assert list((tmp_path / "runs").glob(".*.secret")) == []
+        assert attack(process.pid) == 2  # of both starts
+        before = steps(tmp_path)[-1]
+        until(lambda: steps(tmp_path)[-1] >= before + 5, process, text)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, text.read_text()[-3000:]
     said = text.read_text()
+    for rank in (0, 1):
+        log = (tmp_path / "runs" / "x" / "logs" / f"rank{rank}.log").read_text()
+        assert log.count("an alarm in the run's store is ignored") == 1
     last = steps(tmp_path)[-1]
     assert steps(tmp_path) == list(range(1, last + 1))
     assert "3 of 500 steps done" in said

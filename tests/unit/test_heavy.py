@@ -29,6 +29,15 @@ def test_the_longest_are_left_out_until_the_rest_is_short(heavy_tests, tmp_path:
         assert capsys.readouterr().out.split() == left_out
 
 
+def test_the_longest_files_are_printed_in_minutes(heavy_tests, tmp_path: Path, capsys):
+    file = tmp_path / "junit.xml"
+    cases = [("tests.unit.a", "x[1]", 60), ("tests.unit.a", "y", 30), ("tests.b", "y", 120)]
+    lines = [f'<testcase classname="{c}" name="{n}" time="{t}"/>' for c, n, t in cases]
+    file.write_text(f"<testsuites>{''.join(lines)}</testsuites>")
+    assert heavy_tests.main([str(file), "--files", "1"]) == 0
+    assert capsys.readouterr().out == "  2.00 min  tests/b.py\n  3.50 min  all 2 files\n"
+
+
 def test_every_line_names_a_test():
     """A name that is gone leaves nothing out. Contracts are written elsewhere than they run."""
     text = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
