@@ -242,10 +242,8 @@ def processor() -> str:
         for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         if ": " in line
     )
-    vectors = sorted(
-        f for f in said.get("flags", "").split() if f.startswith(("avx", "amx", "fma"))
-    )
-    widest = "amx" if any(v.startswith("amx") for v in vectors) else vectors[-1] if vectors else ""
+    flags = said.get("flags", "").split()
+    widest = next((v for v in ("amx_tile", "avx512f", "avx2", "avx") if v in flags), "no avx")
     where = f"family {said.get('cpu family', '?')} model {said.get('model', '?')}"
     return f"{said.get('model name', 'unknown')}, {where}, {widest}"
 
