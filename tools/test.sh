@@ -71,7 +71,7 @@ if (($# == 0)); then
   check clang-format --dry-run -Werror "${cpp[@]}"
 fi
 
-cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc takes the former for the cores
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)      # nproc takes the former for the cores
 workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores + 1 : 4))} # many tests wait for a while
 export OMP_NUM_THREADS=1
 # A file stays on one worker: its fixtures are made once. tests/conftest.py says which goes first.
