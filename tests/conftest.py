@@ -2,11 +2,14 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests import forks
 
 # The same examples in every run, so that a red run is red again; --long draws new ones.
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -24,6 +27,17 @@ def silent_log() -> Iterator[None]:
     log.handlers.clear()
     log.propagate = True
     log.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def forked_engines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engine children on the CPU are forks, unless the module says `PROGRAMS = True`."""
+    is_program = getattr(request.module, "PROGRAMS", False) or "gpu" in request.keywords
+    if is_program or "rlcore.rollout.child" not in sys.modules:
+        yield
+        return
+    with forks.forked_engines():
+        yield
 
 
 @pytest.fixture(scope="session")

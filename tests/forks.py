@@ -91,15 +91,14 @@ def _child(
 
 @contextmanager
 def forked_engines() -> Iterator[None]:
-    """Make the torch engine's children of this process forks, which start at once, and not programs
-    of their own; SGLang's are more than a process. Their command line is that of a fork."""
-    from rlcore.cli.assemble import TORCH_ENGINE
+    """Make engine children of this process forks, which start at once, and not programs of their
+    own; SGLang's are more than a process. Their command line is that of a fork."""
     from rlcore.rollout import child
 
     start = child.ChildEngine._start
 
     def start_fork(self: child.ChildEngine) -> None:
-        child.subprocess = _Forking if self._factory == TORCH_ENGINE else subprocess  # type: ignore
+        child.subprocess = subprocess if "sglang" in self._factory else _Forking  # type: ignore
         try:
             start(self)
         finally:
@@ -120,8 +119,11 @@ class _Forking:
 
     @staticmethod
     def Popen(command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> Fork:
+        output = os.readlink("/proc/self/fd/1")  # a file in ranks, a pipe under pytest
         with socket.socket(fileno=os.dup(pass_fds[0])) as end:
-            return Fork(_engine, (end,), env, Path(os.readlink("/proc/self/fd/1")))
+            return Fork(
+                _engine, (end,), env, Path(output if os.path.isfile(output) else os.devnull)
+            )
 
 
 def _engine(end: socket.socket) -> None:

@@ -30,6 +30,8 @@ from tests.contracts.engine_contract import (
 
 OPTIONS = {"max_model_tokens": 300, "dtype": "float64", "seed": 7, "device": "cpu"}
 BUILD = "rlcore.rollout.torch_engine.engine:build"
+PROGRAMS = True
+"""The child is what is tested here."""
 ODD = "tests.contracts.odd_engines:"
 
 
