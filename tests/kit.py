@@ -208,8 +208,12 @@ def ports(pid: int) -> dict[int, bool]:
 
 def _listeners(pid: int) -> Iterator[tuple[str, int, int]]:
     """Address, port and process."""
-    root = psutil.Process(pid)
-    for process in (root, *root.children(recursive=True)):
+    try:
+        root = psutil.Process(pid)
+        found = root, *root.children(recursive=True)
+    except psutil.NoSuchProcess:  # it has ended
+        return
+    for process in found:
         with suppress(psutil.NoSuchProcess):
             for c in process.net_connections("inet"):
                 if c.status == psutil.CONN_LISTEN:

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,6 +33,33 @@ SGLANG = *SHORT, "--rollout.engine", "sglang", "--cluster.timeout_s", 300  # it 
 SCORES = ("critic/score/mean", "critic/score/std_err", "response_length/mean")
 
 
+@contextmanager
+def scheduler_killed(metrics: str) -> Iterator[None]:
+    """In the second step, once tokens of a response are known."""
+    from rlcore.records import Progress
+    from rlcore.rollout.child import ChildEngine
+
+    note, file, killed = ChildEngine._note, Path(metrics), []
+
+    def kill(engine: ChildEngine, event: Any) -> Any:
+        is_time = isinstance(event, Progress) and any(len(tail.tokens) for tail in event.tails)
+        if is_time and not killed and file.is_file() and '"step": 1' in file.read_text():
+            killed.extend(
+                process
+                for process in psutil.Process(engine.pid).children(recursive=True)
+                if "sglang::scheduler" in " ".join(process.cmdline())
+            )
+            assert len(killed) == 1
+            killed[0].kill()
+        return note(engine, event)
+
+    ChildEngine._note = kill  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ChildEngine._note = note  # type: ignore[method-assign]
+
+
 class Runs:
     """The same two steps with the torch engine, with SGLang whose scheduler is killed in the
     second, and with one SGLang engine and one learner over two ranks."""
@@ -39,45 +68,31 @@ class Runs:
         self.folder = folder / "runs"
         model = runs.tiny_model(folder / "model")
 
-        def job(name: str, ranks: int, *more: object) -> runs.Job:
-            argv = runs.arguments(model, self.folder, name, *more)
-            return {"name": name, "argv": argv, "ranks": ranks}
+        def job(name: str, ranks: int, *keys: object, **more: object) -> runs.Job:
+            argv = runs.arguments(model, self.folder, name, *keys)
+            return {"name": name, "argv": argv, "ranks": ranks, **more}
 
         slow = "--rollout.max_running", 4, "--rollout.progress_s", 0.02
         spread = (
             *("--rollout.tp", 2, "--train.tp", 2, "--sync.route", "intranode"),
             *("--rollout.max_running", 16),
         )
+        metrics = str(self.folder / "killed" / "metrics.jsonl")
+        within = ["tests.ranks.test_sglang_train:scheduler_killed", metrics]
         jobs = [
-            job("killed", 1, *SGLANG, *slow),
+            job("killed", 1, *SGLANG, *slow, within=within),
             job("torch", 1, *SHORT),
             job("spread", 2, *SGLANG, *spread),
         ]
         gang = runs.Running(2, jobs, folder / "gang")
         self.listening: set[str] = set()
         """Addresses that the ranks and their engines listen on."""
-        try:
-            self._kill_scheduler(gang)
-            while (ended := gang.poll()) is None:
-                for process in gang.processes:
-                    self.listening |= kit.listening(process.pid)
-                time.sleep(2)
-        finally:
-            self.gang = ended or gang.wait(540)
-
-    def _kill_scheduler(self, gang: runs.Running) -> None:
-        """While it samples for step 2."""
-        end, metrics = time.monotonic() + 400, self.folder / "killed" / "metrics.jsonl"
-        while not (metrics.is_file() and '"step": 1' in metrics.read_text()):
-            assert time.monotonic() < end, "step 1 is not there"
-            assert gang.processes[0].poll() is None, "rank 0 has ended"
-            time.sleep(0.02)
-        time.sleep(0.5)
-        for process in psutil.Process(gang.processes[0].pid).children(recursive=True):
-            if "sglang::scheduler" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
-                return
-        raise AssertionError("there is no scheduler")
+        end = time.monotonic() + 540
+        while (ended := gang.poll()) is None and time.monotonic() < end:
+            for process in gang.processes:
+                self.listening |= kit.listening(process.pid)
+            time.sleep(2)
+        self.gang = ended or gang.wait(0)
 
     def rows(self, name: str, ranks: int = 1) -> dict[int, dict[str, float]]:
         self.gang.check(name, ranks)
