@@ -106,7 +106,8 @@ class _Talk:
                 self.nodes = self._gate.leave_now(of=self._of)
             self.may_free.wait()
             if not self.over.is_set():
+                at = time.time()  # before the other job can know
                 self._gate.freed(self.nodes, of=self._of)
-                self.freed_at = time.time()
+                self.freed_at = at
         except ConnectionError as error:
             log.warning("mux: the tail of this rollout stays where it is: %s", error)
