@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from rlcore.protocols import InProcess
 from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum  # noqa: E402
 from rlcore.records import Bucket, TensorMeta  # noqa: E402
 from rlcore.sync.colocated import ColocatedChannel  # noqa: E402
@@ -151,7 +152,7 @@ class State:
         yield from self._tensors
 
 
-class Sink:
+class Sink(InProcess):
     """An engine that opens and verifies buckets and keeps nothing."""
 
     def begin_load(self, version: int) -> None: ...

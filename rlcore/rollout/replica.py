@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rlcore.protocols import Engine, Mortal, Scorer
+from rlcore.protocols import Engine, Scorer
 from rlcore.records import (
     Abort,
     Aborted,
@@ -288,11 +288,12 @@ class Agent:
         self._send([Held()])
 
     def _engine_does(self, method: str, *args: Any) -> None:
-        """A call that the engine may die of, which is found by the next poll."""
+        """Call a method; if the engine fails during it, the next poll reports that."""
+        assert self._engine is not None
         try:
             getattr(self._engine, method)(*args)
         except RuntimeError:
-            if not (isinstance(self._engine, Mortal) and self._engine.down):
+            if not self._engine.failure:
                 raise
 
     def _resume(self) -> None:
@@ -316,9 +317,8 @@ class Agent:
     def revive(self) -> None:
         """Start the dead engine again. What it still had to say is dropped; of requests that it
         held between two parts of a round the controller hears when the next one begins."""
-        assert isinstance(self._engine, Mortal)
-        self._engine.restart()
         assert self._engine is not None
+        self._engine.restart()
         words = self._engine.poll(0.0)
         self._paused = False
         if self._live:
@@ -356,7 +356,7 @@ class Agent:
 
     def _enter(self) -> None:
         """Tell the controller that this rank is there; its engine may have died before."""
-        self._down = getattr(self._engine, "down", "")
+        self._down = self._engine.failure if self._engine is not None else ""
         self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
 
     def _obey(self, command: AnyCommand) -> None:
@@ -375,7 +375,7 @@ class Agent:
             self._enter()
             return
         if isinstance(command, Drop):
-            if isinstance(self._engine, Mortal):
+            if self._engine is not None:
                 self._engine.fail(command.reason)
             return
         if isinstance(command, Submit):
@@ -473,7 +473,7 @@ class Agent:
         """`is_idle`: ask it although it has nothing to do."""
         if self._engine is None:
             return []
-        alive = not getattr(self._engine, "down", "")
+        alive = not self._engine.failure
         if not self._live and not is_idle and (self._down or alive):
             return []
         out: list[AnyEvent] = []

@@ -9,7 +9,7 @@ import torch
 
 from rlcore.algos import correction, reduce
 from rlcore.data.packing import pack_samples, per_token
-from rlcore.protocols import Engine, Mortal, Part, Tag
+from rlcore.protocols import Engine, Part, Tag
 from rlcore.records import Sample
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan
@@ -95,7 +95,7 @@ def engine_revives(run: Run, *, here: bool = True) -> None:
     it may have, so with --train.offload the learner makes room until it sleeps, as it does where
     phases have turns (--mux.url). An engine over several ranks is started again on all of them
     (C). `here`: this rank's is meant."""
-    why = run.engine.down if here and isinstance(run.engine, Mortal) else ""
+    why = run.engine.failure if here and run.engine is not None else ""
     offload, anywhere = run.cfg.train.offload or run.gate is not None, bool(why)
     if len(run.engine_ranks) > 1:
         down = collective.reduce_floats(
@@ -104,7 +104,7 @@ def engine_revives(run: Run, *, here: bool = True) -> None:
         anywhere = any(down)
         gone = [r for r in run.engine_ranks if down[r]]
         why = why or (f"the engine's part on rank {gone[0]} is gone" if gone else "")
-    if isinstance(run.engine, Mortal) and why:
+    if run.engine is not None and why:
         log.warning("rank %d: %s; it is started again", run.rank, why)
         for learner in run.learners if offload else ():
             learner.offload()
@@ -134,12 +134,12 @@ def engine_does(run: Run, what: str, call: Callable[[Engine], None]) -> None:
     """Ask this rank's engine, if it lives. One that dies of it is as one that was dead before: the
     round that follows hears of it."""
     engine = run.engine
-    if engine is None or (isinstance(engine, Mortal) and engine.down):
+    if engine is None or engine.failure:
         return
     try:
         call(engine)
     except RuntimeError as error:
-        if not (isinstance(engine, Mortal) and engine.down):
+        if not engine.failure:
             raise
         log.warning("rank %d: the engine died at its %s: %s", run.rank, what, error)
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlcore.protocols import Mortal
 from rlcore.sched.roles import Sizes
 from rlcore.trainer import phases
 from rlcore.trainer.run import Run
@@ -97,7 +96,7 @@ def first_start(run: Run) -> None:
         TimeoutError: an engine has not started within --cluster.timeout_s; says which ranks.
     """
     wait_for_starts(run, "the engines")
-    if isinstance(run.engine, Mortal) and run.engine.down:
+    if run.engine is not None and run.engine.failure:
         with contextlib.suppress(RuntimeError):  # a crash: the push starts the engine again
             run.engine.abort(())
 
@@ -112,9 +111,9 @@ def wait_for_starts(run: Run, engines: str) -> None:
     limit_s = run.cfg.cluster.timeout_s
     end = time.monotonic() + limit_s
     while True:
-        engine = run.engine if isinstance(run.engine, Mortal) else None
+        engine = run.engine
         starting = engine is not None and engine.is_starting(LOOK_S)
-        dead = engine is not None and not starting and bool(engine.down)
+        dead = engine is not None and not starting and bool(engine.failure)
         over = time.monotonic() > end
         late = [float(rank == run.rank and starting) for rank in range(run.world_size)]
         flags = [*late, float(dead), float(over)]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from rlcore.protocols import InProcess
 from rlcore.ops.reshard import checksum
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import Packer, pack
@@ -140,7 +141,7 @@ class Weights:
         yield "a", self.tensor
 
 
-class Reader:
+class Reader(InProcess):
     """An engine that maps each bucket and copies what is in it, as the child engine does."""
 
     def begin_load(self, version):

@@ -50,29 +50,29 @@ class Doomed:
         self._make = lambda: torch_engine(model, rank)
         self._engine = self._make()
         self._rank, self._said = rank, True
-        self.down = ""
+        self.failure = ""
 
     def die(self) -> None:
-        self.down, self._said = "was killed", False
+        self.failure, self._said = "was killed", False
 
     def fail(self, reason: str) -> None:
-        self.down = reason
+        self.failure = reason
 
     def is_starting(self, timeout_s: float) -> bool:
         return False
 
     def restart(self) -> None:
-        self._engine, self.down = self._make(), ""
+        self._engine, self.failure = self._make(), ""
 
     def poll(self, timeout_s: float) -> list[Any]:
         if not self._said:
             self._said = True
             return [Down(rank=self._rank, reason="was killed")]
-        return [] if self.down else self._engine.poll(timeout_s)
+        return [] if self.failure else self._engine.poll(timeout_s)
 
     def __getattr__(self, name: str) -> Any:
-        if self.down:
-            raise EngineGoneError(self.down)
+        if self.failure:
+            raise EngineGoneError(self.failure)
         return getattr(self._engine, name)
 
 
@@ -176,7 +176,7 @@ class World:
             self.barrier.wait(60)
             while_held(rank)
             if rank:
-                if getattr(self.engines[rank], "down", ""):
+                if self.engines[rank].failure:
                     self.agents[rank].revive()
                 new = ((n, t.double()) for n, t in weights(self.model))
                 push(self.engines[rank], new, version + 1)
@@ -325,7 +325,7 @@ def test_an_engine_that_dies_costs_no_sample(
         for _ in range(3):
             three.step("in_place")
         three.check(wanted)
-        assert isinstance(engines[0]._engine, TorchEngine) and not engines[0].down
+        assert isinstance(engines[0]._engine, TorchEngine) and not engines[0].failure
 
 
 def test_a_replay_trains_the_batches_of_the_record_and_decodes_nothing(

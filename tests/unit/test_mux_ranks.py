@@ -96,7 +96,7 @@ class Gate:
 class Part:
     """An engine, or a learner of 2 GB."""
 
-    down = ""
+    failure = ""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said

@@ -13,7 +13,7 @@ class Part:
     """An engine or a learner that writes down what it is asked for."""
 
     def __init__(self, name: str, said: list[str], down: str = "") -> None:
-        self._name, self._said, self.down = name, said, down
+        self._name, self._said, self.failure = name, said, down
 
     def restart(self) -> None:
         raise AssertionError("nobody asked for a restart")
@@ -101,7 +101,7 @@ class Returning(Part):
 
     def restart(self) -> None:
         self._said.append("engine restart")
-        self.down = ""
+        self.failure = ""
 
 
 def test_a_new_engine_starts_on_an_empty_device() -> None:
@@ -127,13 +127,13 @@ class Mortal(Part):
     """An engine that dies when it is asked for something."""
 
     def sleep(self, tags: list[str]) -> None:
-        self.down = "was killed by signal 9"
+        self.failure = "was killed by signal 9"
         raise RuntimeError("sleep: the engine was killed by signal 9")
 
     wake = sleep
 
     def fail(self, reason: str) -> None:
-        self.down = reason
+        self.failure = reason
 
 
 def test_an_engine_that_dies_at_a_switch_is_left_to_the_round_that_follows() -> None:
@@ -142,7 +142,7 @@ def test_an_engine_that_dies_at_a_switch_is_left_to_the_round_that_follows() -> 
         run = run_of(said, offload=True)
         run.engine = Mortal("engine", said)
         turn(run)
-        assert run.engine.down
+        assert run.engine.failure
 
 
 def test_a_living_engine_that_refuses_a_switch_ends_the_run() -> None:

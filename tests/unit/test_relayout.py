@@ -28,7 +28,7 @@ class Engine:
     """Starts when it was asked `slow` times whether it does."""
 
     def __init__(self, said: list[str], slow: int = 0, dies: bool = False) -> None:
-        self.said, self.slow, self.dies, self.down = said, slow, dies, ""
+        self.said, self.slow, self.dies, self.failure = said, slow, dies, ""
 
     def relayout(self, tp: int) -> None:
         self.said.append(f"engine tp {tp}")
@@ -36,7 +36,7 @@ class Engine:
     def is_starting(self, timeout_s: float) -> bool:
         self.slow -= 1
         if self.dies and self.slow < 0:
-            self.down = "out of memory"
+            self.failure = "out of memory"
         return self.slow >= 0
 
     def sleep(self, tags: list[str]) -> None:
@@ -154,7 +154,7 @@ def test_an_engine_that_dies_as_it_starts_is_left_to_the_push() -> None:
     run = run_of(sizes_of(Listed([2])), engine=Engine([], slow=1, dies=True))
     run.cfg.cluster.timeout_s = 60
     relayout.before_push(run)
-    assert run.engine.down and run.relayout.tp == 2
+    assert run.engine.failure and run.relayout.tp == 2
 
 
 def test_a_child_that_dies_as_it_starts_is_started_again_before_the_push(tmp_path: Path) -> None:
@@ -169,11 +169,11 @@ def test_a_child_that_dies_as_it_starts_is_started_again_before_the_push(tmp_pat
         run = run_of(sizes_of(Listed([2])), engine=engine)
         run.cfg.cluster.timeout_s = 60
         relayout.before_push(run)
-        assert "ended with code 7" in engine.down
+        assert "ended with code 7" in engine.failure
         run.rollout.agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
         phases.engine_revives(run)
         engine.begin_load(1)  # as the push does
-        assert not engine.down
+        assert not engine.failure
     finally:
         engine.close()
 

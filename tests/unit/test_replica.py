@@ -103,7 +103,7 @@ def test_the_end_of_a_round_tells_the_reward_service_what_right_answers_took() -
 class Slow:
     """An engine that decodes nothing and lets go of its requests at the second poll."""
 
-    down = ""
+    failure = ""
 
     def __init__(self) -> None:
         self._live: list[str] = []
@@ -186,7 +186,7 @@ def test_a_repair_is_told_to_whoever_has_left_without_training_yet() -> None:
 
 def test_an_engine_that_was_dead_has_left_as_well_so_that_no_repair_starts_it() -> None:
     hub, agent, streamer = releasing()
-    agent._engine.down = "it died before"
+    agent._engine.failure = "it died before"
     for command in (Release(rank=0), EndRound(rank=0, groups=())):
         hub.send(0, "agent", command)
     agent.run_round()
@@ -212,7 +212,7 @@ def test_an_engine_that_dies_while_it_leaves_has_left() -> None:
 class OneByOne:
     """An engine that ends a response at every poll."""
 
-    down = ""
+    failure = ""
 
     def __init__(self) -> None:
         self._live: list[str] = []

@@ -19,7 +19,7 @@ from rlcore.data import label_task
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.protocols import Engine
+from rlcore.protocols import Engine, InProcess
 from rlcore.records import (
     AnyEvent,
     Down,
@@ -68,7 +68,7 @@ class Store:
             return self._values[key]
 
 
-class Frail:
+class Frail(InProcess):
     """An engine that dies of its first request."""
 
     def __init__(self, rank: int):
@@ -81,7 +81,7 @@ class Frail:
         return [Down(rank=self._rank, reason="out of memory", lost=self._lost)]
 
 
-class Mute:
+class Mute(InProcess):
     """An engine that takes everything and says nothing."""
 
     def submit(self, requests: list[Request]) -> None: ...
@@ -311,7 +311,7 @@ class Phoenix:
     def __init__(self, engine: TorchEngine, times: int = 1):
         self._engine, self._times = engine, times
         self._live: dict[str, list[Partial]] = {}
-        self.down = ""
+        self.failure = ""
 
     def submit(self, requests: list[Request]) -> None:
         self._live |= {r.id: [] for r in requests}
@@ -328,7 +328,7 @@ class Phoenix:
                         self._live[i].append(tail)
         if self._times and any(isinstance(e, Finished) for e in events):
             self._times -= 1
-            self.down = "killed"
+            self.failure = "killed"
             self._engine.pause("abort")
             self._engine.poll(0.0)
             live, self._live = self._live, {}
@@ -342,7 +342,7 @@ class Phoenix:
         return False
 
     def restart(self) -> None:
-        self.down = ""
+        self.failure = ""
         self._engine.resume()
 
 
@@ -447,15 +447,15 @@ class Exporter:
 
 
 class Dying:
-    """Is gone at its first bucket; `down` as a child engine has it."""
+    """Is gone at its first bucket; `failure` as a child engine has it."""
 
-    down = ""
+    failure = ""
 
     def begin_load(self, version: int) -> None: ...
 
     def load_bucket(self, bucket: Any, payloads: Any) -> None:
-        self.down = "engine process 1 was killed by signal 9"
-        raise RuntimeError(f"load_bucket: {self.down}")
+        self.failure = "engine process 1 was killed by signal 9"
+        raise RuntimeError(f"load_bucket: {self.failure}")
 
     def close(self) -> None: ...
 
@@ -480,7 +480,7 @@ def test_an_engine_that_dies_in_a_push_does_not_stop_the_export(
     learner, engine = Exporter(model), make()
     try:
         moved = ColocatedChannel(max_bucket_bytes=4096).push(learner, engine, 1)
-        assert "signal 9" in engine.down
+        assert "signal 9" in engine.failure
     finally:
         engine.close()
     assert learner.taken == len(list(weights(model)))
