@@ -57,13 +57,13 @@ def run(cfg: "Config") -> int:
 
 
 def _run(cfg: "Config") -> int:
-    from rlcore.cli import assemble, world
+    from rlcore.cli import world
+    from rlcore.cli.builders.folder import run_folder
 
     try:
-        folder = assemble.run_folder(cfg)
         c = cfg.cluster
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
-        here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface)
+        here = world.join(c.timeout_s, c.rollout_ranks, run_folder(cfg), c.interface)
     except ValueError as e:  # every rank finds it
         if os.environ.get("RANK", "0") == "0":
             print(e, file=sys.stderr)
@@ -79,13 +79,14 @@ def _run(cfg: "Config") -> int:
 
 
 def _train(cfg: "Config", here: "World") -> int:
-    from rlcore.cli import assemble, world
+    from rlcore.cli import builders, world
+    from rlcore.cli.builders.folder import open_folder
     from rlcore.trainer import async_loop, stream_loop, sync_loop
     from rlcore.utils import collective
 
     try:
-        assemble.open_folder(cfg, here)
-        built = assemble.assemble(cfg, here)
+        open_folder(cfg, here)
+        built = builders.run(cfg, here)
     except ValueError as e:
         return failed(cfg, here, e, 2)
     except (RuntimeError, OSError) as e:
@@ -107,12 +108,12 @@ def failed(cfg: "Config", here: "World", error: Exception, code: int) -> int:
     """Say why the run ends, in one sentence and once: the rank that fails first knows the reason,
     the others see only that it has gone. Where it was raised goes to the rank's file. Returns
     `code`."""
-    from rlcore.cli import assemble
+    from rlcore.cli.builders.folder import run_folder
     from rlcore.utils.log import log
 
     reason = str(error) or type(error).__name__
     if code == 1:  # a library's error may go on for pages
-        file = assemble.run_folder(cfg) / "logs" / f"rank{here.rank}.log"
+        file = run_folder(cfg) / "logs" / f"rank{here.rank}.log"
         reason = f"{reason.splitlines()[0]} (where: {file})"
     if here.rank:
         reason = f"rank {here.rank}: {reason}"
