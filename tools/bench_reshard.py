@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from rlcore.protocols import InProcess
 from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum  # noqa: E402
+from rlcore.protocols import InProcess
 from rlcore.records import Bucket, TensorMeta  # noqa: E402
 from rlcore.sync.colocated import ColocatedChannel  # noqa: E402
 from rlcore.utils.buckets import as_tensor, open_payload, shared  # noqa: E402

@@ -27,7 +27,7 @@ from rlcore.records import (
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.rollout.exchange import by_owner
 from rlcore.rollout.replay import EventLog, Recorder
-from rlcore.rollout.replica import Agent, RoundCallbacks
+from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
 from rlcore.rollout.transport import Hub
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
@@ -63,7 +63,7 @@ class Flow:
 
     # ---- train ranks
 
-    def take(self, version: Version, callbacks: RoundCallbacks) -> Batch:
+    def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
         """The groups that policy `version` trains, the same on every train rank. From here on the
         engines decode with its weights, until `hold`. Raises as `Agent.run_round`."""
         self._version = version

@@ -132,6 +132,9 @@ class RoundCallbacks:
     """Trains while other ranks decode."""
 
 
+NO_CALLBACKS = RoundCallbacks()
+
+
 class Agent:
     """One per rank; `engine` is None on ranks that only train."""
 
@@ -161,7 +164,7 @@ class Agent:
         self._reward_barrier = reward_barrier
         self.prompts: dict[str, Prompt] = {}
         """Rows of the round's groups that this replica took part in."""
-        self._callbacks = RoundCallbacks()
+        self._callbacks = NO_CALLBACKS
         self._observers = observers
         self._live: set[RequestId] = set()
         self._unscored: set[RequestId] = set()
@@ -200,7 +203,7 @@ class Agent:
         """Finished samples of the round, by id."""
         return self.exchange.own
 
-    def run_round(self, callbacks: RoundCallbacks) -> EndRound:
+    def run_round(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> EndRound:
         """Serve the controller until it ends the round. Raises RuntimeError with the controller's
         reason, TimeoutError when the controller is silent."""
         self._callbacks = callbacks
@@ -220,7 +223,7 @@ class Agent:
         assert isinstance(end, EndRound), end
         return end
 
-    def go_on(self, callbacks: RoundCallbacks) -> Hold:
+    def go_on(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Hold:
         """`--mode async`, on a rank that samples: take part in the round that does not end, from
         one push to the next. Finished samples stay here until the controller says `forget`. Raises
         as `run_round`."""
@@ -236,7 +239,7 @@ class Agent:
         assert isinstance(end, Hold), end
         return end
 
-    def next_batch(self, callbacks: RoundCallbacks) -> Batch:
+    def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
         """`--mode async`, on a rank that trains: wait for the groups of the next update. Raises as
         `run_round`."""
         self._callbacks = callbacks

@@ -23,7 +23,7 @@ from rlcore.records import (
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.exchange import by_owner
 from rlcore.rollout.histospec import Library, Teacher, history_of
-from rlcore.rollout.replica import Agent, RoundCallbacks
+from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
 from rlcore.rollout.rounds import Rounds
 from rlcore.rollout.transport import Hub
 from rlcore.sched.race import Misfit
@@ -85,9 +85,9 @@ class Rollout:
     def run(
         self,
         work: Sequence[Work],
-        callbacks: RoundCallbacks,
         stop: Stop | None = None,
         elastic: Elastic | None = None,
+        callbacks: RoundCallbacks = NO_CALLBACKS,
     ) -> EndRound:
         """Sample and score `work` until `stop`, by default when all is done; with `elastic`, some
         ranks leave decoding meanwhile (read on rank 0 only). Every rank gets the same groups."""

@@ -33,7 +33,7 @@ def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[s
         for s, (_, prompts) in enumerate(run.data.eval_sets)
         for i, prompt in enumerate(prompts)
     ]
-    end = run.rollout.run(work, RoundCallbacks(repair=run.device.repair))
+    end = run.rollout.run(work, callbacks=RoundCallbacks(repair=run.device.repair))
     if run.ranks.rank:
         return {}
     out: dict[str, float] = {}

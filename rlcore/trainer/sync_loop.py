@@ -162,12 +162,12 @@ def next_groups(run: Run, streamer: Streamer | None = None) -> EndRound:
     source."""
     source, here = run.data.source, callbacks(run, streamer)
     if source is None:
-        end = run.rollout.run([], here)
+        end = run.rollout.run([], callbacks=here)
         phases.observe_round(run, "all", end.stats)  # W
         return end
     todo = source.next_round(run.sampling)
     elastic = run.device.parts.sizes.now.elastic
-    end = run.rollout.run(todo.work, here, todo.stop, elastic)
+    end = run.rollout.run(todo.work, todo.stop, elastic, here)
     source.settle([g.id for g in end.groups], end.dropped)
     phases.observe_round(run, todo.kind, end.stats)  # W
     run.progress.add(source.metrics())

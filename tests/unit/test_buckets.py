@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from rlcore.protocols import InProcess
 from rlcore.ops.reshard import checksum
+from rlcore.protocols import InProcess
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import Packer, pack
 from rlcore.utils.buckets import SharedRoom, as_tensor, open_payload, shared, unpack

@@ -86,6 +86,7 @@ class World:
         record: Recorder | None = None,
         replay: EventLog | None = None,
         pipe: Pipe | None = None,
+        is_endless: bool = True,
     ) -> None:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
         self.tokenizer, store = load_tokenizer(model), Store()
@@ -108,7 +109,7 @@ class World:
             deadline_s=60.0,
         )
         self.agents = [
-            Agent(hub, engine, scorer, self.tokenizer.decode, 60.0)
+            Agent(hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless)
             for hub, engine, scorer in zip(
                 self.hubs, self.engines, [NoScorer(), *self.scorers], strict=True
             )
@@ -119,7 +120,6 @@ class World:
                 agent,
                 None if r else self.controller,
                 samplers=samplers,
-                timeout_s=30,
                 deadline_s=60,
                 record=None if r else record,
                 replay=None if r else replay,
@@ -177,7 +177,7 @@ class World:
             while_held(rank)
             if rank:
                 if self.engines[rank].failure:
-                    self.agents[rank].revive()
+                    self.agents[rank].restart_engine()
                 new = ((n, t.double()) for n, t in weights(self.model))
                 push(self.engines[rank], new, version + 1)
             self.barrier.wait(60)
@@ -223,9 +223,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> dict[str, np.ndarray]:
     """Responses without any interruption."""
-    with world(model, [torch_engine(model, 1)]) as one:
+    # rounds that end, or the samples would go with theirs
+    with world(model, [torch_engine(model, 1)], is_endless=False) as one:
         work = [one.work(i) for i in range(40)]
-        one.agents[1].is_endless = False  # or the samples would go with their round
         checked(one.everywhere(lambda r: one.rollouts[r].run(work if r == 0 else [])))
         return {i: s.tokens for i, s in one.agents[1].samples.items()}
 

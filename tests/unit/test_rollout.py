@@ -36,7 +36,7 @@ from rlcore.records import (
 from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine, joined
 from rlcore.rollout.controller import Controller
-from rlcore.rollout.replica import Agent
+from rlcore.rollout.replica import Agent, RoundCallbacks
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
@@ -127,7 +127,7 @@ class World:
         self.rollouts = [
             Rollout(
                 hub,
-                Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s),
+                Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s, 10.0),
                 lambda stop, elastic: Controller(
                     ranks=range(n),
                     place=LeastLoaded(10**6),
@@ -234,7 +234,10 @@ def test_samples_that_came_before_the_round_was_over_here_are_not_waited_for(mod
         owners = {ref.id: ref.owner for g in end.groups for ref in g.refs}
         destination = dict.fromkeys(owners, (1,))
         fast, slow = two.rollouts
-        slow.agent.received |= {i: fast.agent.samples[i] for i in owners if owners[i] == 0}
+        fast.agent.exchange.send([i for i in owners if owners[i] == 0], [1])
+        deadline = time.monotonic() + 30
+        while set(slow.agent.exchange.here()) != set(owners) and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert set(slow.route(destination, owners)) == set(owners)
 
 
@@ -283,12 +286,13 @@ def test_a_replica_that_trains_has_its_requests_go_on_elsewhere(model: Path) -> 
     with world(model, engines) as three:
         checked(three.round("warm"))  # rewards take long at first
         ledgers = [Ledger() for _ in engines]
-        for rollout, ledger in zip(three.rollouts, ledgers, strict=True):
-            rollout.agent.streamer = ledger
         end = checked(
             three.everywhere(
                 lambda r: three.rollouts[r].run(
-                    three.work() if r == 0 else [], All() if r == 0 else None, elastic
+                    three.work() if r == 0 else [],
+                    All() if r == 0 else None,
+                    elastic,
+                    RoundCallbacks(streamer=ledgers[r]),
                 )
             )
         )
@@ -353,9 +357,12 @@ def test_a_round_without_an_engine_left_goes_on_when_they_are_repaired(model: Pa
     made = [torch_engine(model, r, tell_tokens=True, progress_s=0.0) for r in range(2)]
     engines = [Phoenix(engine) for engine in made]
     with world(model, engines) as two:
-        for rollout, engine in zip(two.rollouts, engines, strict=True):
-            rollout.agent.repair = engine.restart
-        end = checked(two.round())
+        repairs = [RoundCallbacks(repair=engine.restart) for engine in engines]
+        end = checked(
+            two.everywhere(
+                lambda r: two.rollouts[r].run(two.work() if r == 0 else [], callbacks=repairs[r])
+            )
+        )
         found = samples_of(two)
     assert end.stats["sched/repairs"] == 1 and end.stats["sched/kept_tokens"] > 0
     assert [g.scores for g in end.groups] == [g.scores for g in alone.groups]
