@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rlcore.records import AnyEvent, Down, Finished, Progress, Request, Sampling, Stats
+from rlcore.records import AnyEvent, Down, Finished, Progress, Request, Sampling, Stats, request_of
 from rlcore.sim import profile
 from rlcore.sim.profile import Decode, Layout, Prefill
 
@@ -296,7 +296,9 @@ class Bench:
         for _ in range(sequences):
             tokens = self._random.integers(0, self._vocab, prompt).astype(np.int32)
             sampling = Sampling(max_tokens=steps)
-            requests.append(Request(id=f"p{self._sent}.0", prompt=tokens, sampling=sampling))
+            requests.append(
+                Request(id=request_of(f"p{self._sent}", 0), prompt=tokens, sampling=sampling)
+            )
             self._sent += 1
         events: list[AnyEvent] = []
         left, end = sequences, time.monotonic() + self._deadline_s

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlcore import algos
 from rlcore.algos import advantage, kl, returns, sequence, value
 from rlcore.data.packing import per_token
-from rlcore.records import BASELINE, Group, is_baseline
+from rlcore.records import Group, group_of, is_baseline, without_baseline
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan, overlong
 from rlcore.trainer.run import Run
@@ -43,7 +43,7 @@ def split_baselines(
     cfg, greedy = run.cfg, {}
     for g in (g for g in groups if is_baseline(g.id)):
         lost = overlong(g.lengths[0], cfg.rollout.max_tokens, cfg.algo)
-        greedy[g.id.removeprefix(BASELINE)] = g.scores[0] - lost
+        greedy[without_baseline(g.id)] = g.scores[0] - lost
         if g.errors[0] and run.ranks.rank == 0:
             log.warning("the greedy answer of %s scores %g: %s", g.id, g.scores[0], g.errors[0])
     return tuple(g for g in groups if not is_baseline(g.id)), greedy
@@ -100,7 +100,7 @@ def _by_token(
         reward = returns.token_rewards(batch, [r.reward for r in rows], penalty)
         base = None
         if cfg.adv_estimator == "remax":
-            base = [baselines[r.id.rpartition(".")[0]] for r in rows]
+            base = [baselines[group_of(r.id)] for r in rows]
         found, gains = returns.advantages(batch, reward, cfg, base)
         out.append(batch.with_(advantage=found, returns=gains))
     if cfg.adv_estimator == "gae":

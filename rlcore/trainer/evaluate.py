@@ -1,7 +1,7 @@
 """Evaluation: every prompt of the validation sets, through the same controller and engines."""
 
 from rlcore.metrics import stats
-from rlcore.records import Group, Sampling, Work
+from rlcore.records import Group, Sampling, Work, eval_group, eval_set_of
 from rlcore.rollout.replica import RoundCallbacks
 from rlcore.trainer.run import Run
 
@@ -29,7 +29,7 @@ def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[s
         stop_ids=run.sampling.stop_ids,
     )
     work = [
-        Work(id=f"{tag}.{s}.{i}", prompt=prompt, num_samples=num_samples, sampling=sampling)
+        Work(id=eval_group(tag, s, i), prompt=prompt, num_samples=num_samples, sampling=sampling)
         for s, (_, prompts) in enumerate(run.data.eval_sets)
         for i, prompt in enumerate(prompts)
     ]
@@ -38,7 +38,7 @@ def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[s
         return {}
     out: dict[str, float] = {}
     for s, (name, _) in enumerate(run.data.eval_sets):
-        groups = [g for g in end.groups if g.id.split(".")[1] == str(s)]
+        groups = [g for g in end.groups if eval_set_of(g.id) == s]
         out |= metrics_of(name, groups)
     return out
 

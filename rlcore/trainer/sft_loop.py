@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlcore.data.packing import pack_samples
-from rlcore.records import Sample
+from rlcore.records import Sample, request_of
 from rlcore.tensors import Batch, LossInputs, LossOutput
 from rlcore.trainer import evaluate
 from rlcore.trainer.run import Run
@@ -95,7 +95,7 @@ def batch_of(rows: list[Demonstration]) -> Batch:
         n = len(response)
         samples.append(
             Sample(
-                id=f"d.{i}",
+                id=request_of("d", i),
                 prompt=np.array(prompt, np.int32),
                 tokens=np.array(response, np.int32),
                 logps=np.zeros(n, np.float32),
