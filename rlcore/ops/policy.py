@@ -131,7 +131,6 @@ def policy_loss(
     group: dist.ProcessGroup | None = None,
     in_place: bool = False,
     unit_upstream: bool = False,
-    variant: int = 0,
 ) -> PolicyLoss:
     """The loss of packed tokens, its gradient already made.
 
@@ -142,16 +141,11 @@ def policy_loss(
         in_place: the gradient is written over the logits, in this call. Eager mode only.
         unit_upstream: the caller promises to differentiate the loss itself, not a multiple of it;
             with in_place, backward then has nothing to do but to check that.
-        variant: of the native CUDA kernel for whole logits. 0 reads a row twice and writes it
-            once, on every GPU from sm_80 on; 1 keeps the row on chip in between, sm_90 and later.
-            The CPU, the torch reference and a split vocabulary have one way and take either.
 
     Raises:
         ValueError: an argument that cannot be.
         RuntimeError: in backward with `in_place`, where somebody has written over the gradient.
     """
-    if variant not in (0, 1):
-        raise ValueError(f"variant {variant}: must be 0 or 1")
     shard = logprob.check(logits, tokens, vocab_size, temperature, group, in_place)
     logprob.check_tokens(tokens, vocab_size)
     check_spec(spec, inputs)
@@ -160,11 +154,11 @@ def policy_loss(
     inputs = guarded(inputs, tokens, vocab_size)
     where = (*shard, temperature)
     if torch.compiler.is_compiling() and logprob._size(group) == 1:
-        loss, stats, out, _ = policy_value(logits, tokens, *where, *inputs, params, variant)
+        loss, stats, out, _ = policy_value(logits, tokens, *where, *inputs, params)
         return PolicyLoss(loss, stats[0], stats[1], out)
     wanted = torch.is_grad_enabled() and logits.requires_grad
     loss, stats, out = _PolicyLoss.apply(
-        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted, variant
+        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted
     )
     return PolicyLoss(loss, stats[0], stats[1], out)
 
@@ -277,7 +271,6 @@ def policy_rows_(
     advantage: Tensor,
     weight: Tensor,
     params: Sequence[float],
-    variant: int,
 ) -> tuple[Tensor, Tensor]:
     """Whole logits become the gradient of the sum; [2, T] log-probs and entropies, and
     [len(ROWS), T]."""
@@ -290,7 +283,7 @@ def policy_rows_(
     stats = logits.new_empty((2, logits.size(0)), dtype=dtype)
     out = logits.new_empty((len(ROWS), logits.size(0)), dtype=dtype)
     ops.policy_rows(
-        logits, *where, *given, list(params), stats, out, variant, native.stream(logits.device)
+        logits, *where, *given, list(params), stats, out, native.stream(logits.device)
     )
     return stats, out
 
@@ -320,13 +313,12 @@ def policy_value(
     advantage: Tensor,
     weight: Tensor,
     params: Sequence[float],
-    variant: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum [], differentiable, what `policy_rows_` gives, and the gradient [T, W]."""
     grad = logprob._like(logits).copy_(logits)
     where = (tokens, first, valid, temperature)
     given = (logp_old, logp_sampler, logp_ref, advantage, weight)
-    stats, out = policy_rows_(grad, *where, *given, params, variant)
+    stats, out = policy_rows_(grad, *where, *given, params)
     return total(out, weight), stats, out, grad
 
 
@@ -345,7 +337,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]
 def _policy_value_grad(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
     (grad,) = ctx.saved_tensors
     # In the statistics' dtype: 16 bits would round the factor too.
-    return ((grad.to(upstream.dtype) * upstream).to(grad.dtype), *(None,) * 11)
+    return ((grad.to(upstream.dtype) * upstream).to(grad.dtype), *(None,) * 10)
 
 
 policy_value.register_autograd(_policy_value_grad, setup_context=_save)
@@ -366,12 +358,11 @@ class _PolicyLoss(torch.autograd.Function):
         in_place: bool,
         unit_upstream: bool,
         wanted: bool,
-        variant: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = logits.detach()
         if wanted and not in_place:
             grad = logprob._like(logits).copy_(grad)
-        stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted, variant)
+        stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted)
         ctx.mark_non_differentiable(stats, out)
         ctx.grad, ctx.unit_upstream = grad if wanted else None, unit_upstream
         ctx.in_place, ctx.version = in_place, logprob.version(grad)
@@ -390,9 +381,9 @@ class _PolicyLoss(torch.autograd.Function):
                 "since the forward; nobody else may write there"
             )
         if not ctx.in_place:
-            return (scaled_(grad.clone(), upstream, False), *(None,) * 9)
+            return (scaled_(grad.clone(), upstream, False), *(None,) * 8)
         ctx.grad = None
-        return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 9)
+        return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 8)
 
 
 def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
@@ -423,12 +414,11 @@ def rows_(
     params: list[float],
     group: dist.ProcessGroup | None,
     grad: bool = True,
-    variant: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """[2, T] log-probs and entropies, and [len(ROWS), T]; logits become the gradient, if `grad`.
     Collective over the group."""
     if grad and logprob._size(group) == 1:
-        return policy_rows_(logits, tokens, first, valid, temperature, *inputs, params, variant)
+        return policy_rows_(logits, tokens, first, valid, temperature, *inputs, params)
     return _by_steps(logits, tokens, first, valid, temperature, inputs, params, group, grad)
 
 

@@ -395,8 +395,8 @@ def test_the_ops_keep_torchs_rules() -> None:
     ops = torch.ops.rlcore
     value = randn(T, dtype=torch.float32)
     torch.library.opcheck(ops.policy_tokens, (value, value, *inputs, params))
-    torch.library.opcheck(ops.policy_rows_, (logits.clone(), *where, *inputs, params, 0))
-    torch.library.opcheck(ops.policy_loss, (logits.requires_grad_(), *where, *inputs, params, 0))
+    torch.library.opcheck(ops.policy_rows_, (logits.clone(), *where, *inputs, params))
+    torch.library.opcheck(ops.policy_loss, (logits.requires_grad_(), *where, *inputs, params))
 
 
 # ---- what is refused
@@ -428,7 +428,6 @@ BAD = {
     "advantage: dtype torch.complex64": lambda k: (
         k | {"inputs": k["inputs"]._replace(advantage=torch.zeros(T, dtype=torch.complex64))}
     ),
-    "variant 2": lambda k: k | {"variant": 2},
     "logits: rows of 13 columns have stride 0": lambda k: (
         k | {"logits": torch.zeros(1, V).expand(T, V), "in_place": True}
     ),
