@@ -217,7 +217,7 @@ class Passes(TorchDispatchMode):
         }
         fills = name.endswith(("zero_", "fill_", "copy_"))
         made = [t for t in (out if isinstance(out, tuple | list) else [out])]
-        for t in given:
+        for t in {id(t): t for t in given}.values():
             if isinstance(t, Tensor):
                 times = 2 if id(t) in written and not fills else 1
                 self.bytes += times * t.numel() * t.element_size()
