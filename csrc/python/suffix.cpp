@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include "common/check.h"
@@ -166,20 +165,9 @@ py::object arena(const Forest& forest) {
   return array;
 }
 
-void os_errors(std::exception_ptr p) {
-  try {
-    if (p) std::rethrow_exception(p);
-  } catch (const std::system_error& e) {
-    const py::object error =
-        py::reinterpret_borrow<py::object>(PyExc_OSError)(e.code().value(), e.what());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  }
-}
-
 }  // namespace
 
 void bind_suffix(py::module_& m) {
-  py::register_local_exception_translator(os_errors);
   const Options defaults;
   py::dict d;
   d["limit"] = defaults.limit;
@@ -304,7 +292,5 @@ void bind_suffix(py::module_& m) {
                                return forest.nbytes();
                              })
       .def("stats", stats)
-      .def("arena", arena)
-      .def("save", &Forest::save, py::arg("path"), py::call_guard<py::gil_scoped_release>())
-      .def("load", &Forest::load, py::arg("path"), py::call_guard<py::gil_scoped_release>());
+      .def("arena", arena);
 }

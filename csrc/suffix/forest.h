@@ -11,7 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "suffix/match.h"
@@ -25,14 +24,10 @@ class Arena {
  public:
   // Address space for `bytes`, not memory. std::bad_alloc where there is none.
   static std::unique_ptr<Arena> reserve(uint64_t bytes);
-  // std::invalid_argument if the file is not a whole forest; std::system_error if it cannot be
-  // read.
-  static std::unique_ptr<Arena> load(const std::string& path);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  void save(const std::string& path) const;
   // The next `bytes` bytes, aligned to a cache line. Several threads may ask.
   char* take(uint64_t bytes);
   // Gives what was not taken back, and fills in what the header says of the whole.
@@ -47,13 +42,9 @@ class Arena {
   History history(int64_t key) const;
   const Prompt* find(int64_t key) const;
   uint64_t nbytes() const { return used_; }
-  // Of a whole block but its header's checksum.
-  static uint64_t checksum(const char* base, uint64_t bytes);
 
  private:
   Arena(char* base, uint64_t reserved) : base_(base), reserved_(reserved) {}
-
-  void check_contents() const;
 
   char* base_;
   uint64_t reserved_;
@@ -125,8 +116,6 @@ class Forest {
 
   uint64_t nbytes() const;
   Stats stats() const;
-  void save(const std::string& path) const;
-  void load(const std::string& path);
   // The current block, for a copy to a device; nullptr before the first swap.
   std::shared_ptr<const Arena> current() const;
 

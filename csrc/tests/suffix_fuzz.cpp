@@ -6,7 +6,6 @@
 // Two forests get the same calls, one in batches and one request by request, token by token, and
 // the body of the CUDA kernel as well: their drafts must agree. Refusals are fine, anything else
 // aborts.
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,7 +29,6 @@ namespace {
 
 using rlcore::suffix::Arena;
 using rlcore::suffix::Forest;
-using rlcore::suffix::Header;
 using rlcore::suffix::Options;
 
 #define NEED(condition)                                                          \
@@ -153,8 +151,6 @@ class Run {
         return open();
       case 2:
         return close();
-      case 3:
-        return reload();
       default:
         return step();
     }
@@ -288,41 +284,6 @@ class Run {
       NEED(k < length ? row[k] >= 0 : row[k] == -1);
       if (tree) NEED(k < length ? parents[static_cast<size_t>(k)] < k : true);
     }
-  }
-
-  // What was saved, with some bytes changed and, half of the time, a checksum that is right again.
-  void reload() {
-    const bool shared = std::filesystem::exists("/dev/shm");
-    const auto folder = shared ? "/dev/shm" : std::filesystem::temp_directory_path();
-    const std::string path = folder / ("suffix_fuzz-" + std::to_string(::getpid()));
-    int fd = -1;
-    try {
-      fast_.save(path);
-      fd = ::open(path.c_str(), O_RDWR);
-      NEED(fd >= 0);
-      std::vector<char> file(static_cast<size_t>(::lseek(fd, 0, SEEK_END)));
-      NEED(::pread(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
-      const int32_t changes = in_.below(4);
-      for (int32_t k = 0; k < changes; ++k) {
-        const size_t at = (static_cast<size_t>(in_.next()) << 8 | in_.next()) % file.size();
-        file[at] = static_cast<char>(in_.next());
-      }
-      if (in_.below(2)) {
-        const uint64_t sum = Arena::checksum(file.data(), file.size());
-        std::memcpy(file.data() + offsetof(Header, checksum), &sum, sizeof(sum));
-      }
-      if (in_.next() == 255) file.resize(file.size() / 2);
-      NEED(::ftruncate(fd, static_cast<off_t>(file.size())) == 0);
-      NEED(::pwrite(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
-      fast_.load(path);
-      slow_.load(path);
-    } catch (...) {
-      if (fd >= 0) ::close(fd);
-      ::unlink(path.c_str());
-      throw;
-    }
-    ::close(fd);
-    ::unlink(path.c_str());
   }
 
   Bytes in_;

@@ -31,8 +31,6 @@ On a GPU: `rlcore.ops.suffix_device`.
 """
 
 import math
-import os
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -235,27 +233,6 @@ class Forest:
             raise ValueError("arena: no histories (swap was not called, or no native build)")
         return block
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the present histories to a file, in place of what is there once it is whole.
-
-        The native build writes its block of memory, the Python reference the responses: a file is
-        for the kind that wrote it, the other refuses it.
-
-        Raises:
-            ValueError: before the first `swap`.
-            OSError: it cannot be written; a file that was there stays.
-        """
-        self._impl.save(_path_bytes(path))
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Serve the histories of a file, as after `swap`.
-
-        Raises:
-            ValueError: the file is not a whole forest of this version, or is of the other kind.
-            OSError: it cannot be read.
-        """
-        self._impl.load(_path_bytes(path))
-
 
 # ---- the reference -----------------------------------------------------------------------------
 
@@ -345,7 +322,6 @@ class Reference:
         self.knee, self.live, self.candidates = knee, live, candidates
         self.live_match, self.factor = live_match, factor
         self._current: dict[int, _History] = {}
-        self._swapped = False
         self._next: dict[int, _History] | None = None
         self._requests: dict[int, _Request] = {}
         self._opened = 0
@@ -397,7 +373,7 @@ class Reference:
     def swap(self) -> None:
         if self._next is None:
             raise ValueError("swap: nothing was built since the last one")
-        self._current, self._next, self._swapped = self._next, None, True
+        self._current, self._next = self._next, None
 
     # ---- requests
 
@@ -652,62 +628,6 @@ class Reference:
     def arena(self) -> None:
         return None
 
-    def save(self, path: bytes) -> None:
-        if not self._swapped:
-            raise ValueError("save: nothing to save before the first swap")
-        histories = list(self._current.values())
-        texts = [text for h in histories for text in h.responses]
-        parts = {
-            "keys": np.array(list(self._current), np.int64),
-            "tokens": np.array([token for text in texts for token in text], np.int32),
-            "response_offsets": np.cumsum([0, *map(len, texts)], dtype=np.int64),
-            "prompt_offsets": np.cumsum([0, *(len(h.responses) for h in histories)]),
-            "weights": np.array([w for h in histories for w in h.weights], np.int64),
-        }
-        part = path + b".part-%d" % os.getpid()
-        try:
-            with open(part, "xb") as file:
-                np.savez(file, **parts)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            if os.path.exists(part):
-                os.unlink(part)
-            raise
-
-    def load(self, path: bytes) -> None:
-        with open(path, "rb") as file:
-            try:
-                with np.load(file, allow_pickle=False) as parts:
-                    keys, tokens, response_offsets, prompt_offsets, weights = (
-                        parts[name]
-                        for name in (
-                            "keys",
-                            "tokens",
-                            "response_offsets",
-                            "prompt_offsets",
-                            "weights",
-                        )
-                    )
-                check_array("keys", keys, np.int64)
-                check_array("tokens", tokens, np.int32)
-                check_array("weights", weights, np.int64)
-                check_offsets("prompt_offsets", prompt_offsets, len(keys), len(weights))
-                check_offsets("response_offsets", response_offsets, len(weights), len(tokens))
-                check_tokens(tokens)
-            except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-                name = os.fsdecode(path)
-                raise ValueError(
-                    f"path {name!r}: not a suffix forest of the Python reference, {error}"
-                ) from error
-        flat, starts, made = tokens.tolist(), response_offsets.tolist(), {}
-        for p, key in enumerate(keys.tolist()):
-            mine = range(prompt_offsets[p], prompt_offsets[p + 1])
-            texts = [flat[starts[r] : starts[r + 1]] for r in mine]
-            made[key] = self._index(texts, weights[mine.start : mine.stop].tolist())
-        self._current, self._swapped = made, True
-
 
 # ---- checks ------------------------------------------------------------------------------------
 
@@ -740,16 +660,6 @@ def check_running(running: Any) -> int:
     if running < 0:
         raise ValueError(f"running {running}: 0 for the batch, or how many share the forward")
     return int(running)
-
-
-def _path_bytes(path: str | os.PathLike[str]) -> bytes:
-    try:
-        name = os.fsencode(path)
-    except (TypeError, UnicodeEncodeError) as error:
-        raise ValueError(f"path {path!r}: the name of a file is needed ({error})") from error
-    if b"\0" in name or not name:
-        raise ValueError(f"path {path!r}: a name without NUL, not empty")
-    return name
 
 
 def check_accepted(accepted: Ints, proposed: Sequence[int]) -> None:
