@@ -626,29 +626,22 @@ void Forest::walk_found(std::span<const int32_t> tokens, std::span<const int64_t
     Request& r = *found_[i];
     const int32_t* first = offsets.empty() ? nullptr : tokens.data() + offsets[i];
     const int32_t* last = offsets.empty() ? nullptr : tokens.data() + offsets[i + 1];
-    const bool chain = out.tokens != nullptr && out.parents == nullptr;
+    const bool drafts = out.tokens != nullptr;
     return Walk::Task{r.history,
                       &r.match,
                       first,
                       last,
                       options_.live ? &r.live : nullptr,
-                      chain ? windows_[i] : 0,
+                      drafts ? windows_[i] : 0,
                       out.tokens + static_cast<int64_t>(i) * out.width,
-                      chain ? out.lengths + i : &unused};
+                      drafts ? out.lengths + i : &unused};
   };
   run_walks(found_.size(), options_, task);
   if (out.tokens == nullptr) return;
   for (size_t i = 0; i < found_.size(); ++i) {
-    Request& r = *found_[i];
-    const int64_t row = static_cast<int64_t>(i) * out.width;
-    int32_t depth = out.lengths[i];
-    if (out.parents != nullptr) {
-      int32_t* parents = out.parents + row;
-      out.lengths[i] = grow(r, windows_[i], out.tokens + row, parents, &depth);
-      std::fill(parents + out.lengths[i], parents + out.width, -1);
-    }
-    std::fill(out.tokens + row + out.lengths[i], out.tokens + row + out.width, kNoToken);
-    r.window.proposed = depth;
+    int32_t* row = out.tokens + static_cast<int64_t>(i) * out.width;
+    std::fill(row + out.lengths[i], row + out.width, kNoToken);
+    found_[i]->window.proposed = out.lengths[i];
   }
 }
 
@@ -661,28 +654,6 @@ void Forest::plan_found(std::span<const int32_t> windows, bool own, int64_t runn
     const int32_t window = open_window(found_[i]->window, load);
     windows_[i] = own ? window : windows[i];
   }
-}
-
-// As `draft` of match.h, with a tree from the history.
-int32_t Forest::grow(const Request& r, int32_t window, int32_t* tokens, int32_t* parents,
-                     int32_t* depth) {
-  *depth = 0;
-  if (window <= 0) return 0;
-  const Match from = shrink(r.history, r.match, options_.min_match);
-  int32_t n = 0;
-  if (from.length > 0) {
-    const int32_t nodes = window_for(options_, window, from.length);
-    n = tree_.grow(r.history, from.state, nodes, options_.min_prob, tokens, parents, depth);
-  }
-  const int32_t length = n > 0 ? from.length : 0;
-  if (options_.live && length < longest_live(options_)) {
-    const LiveMatch own = find_live(r.live, options_);
-    if (own.length > length) {
-      n = *depth = copy_live(r.live, own, window_for(options_, window, own.length), tokens);
-      std::iota(parents, parents + n, -1);
-    }
-  }
-  return n;
 }
 
 void Forest::draft(std::span<const int64_t> handles, std::span<const int32_t> windows, bool own,

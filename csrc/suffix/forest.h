@@ -15,7 +15,6 @@
 
 #include "suffix/match.h"
 #include "suffix/pool.h"
-#include "suffix/tree.h"
 
 namespace rlcore::suffix {
 
@@ -101,7 +100,6 @@ class Forest {
   // Rows of `width` tokens, -1 after the draft.
   struct Drafts {
     int32_t* tokens;
-    int32_t* parents;  // nullptr: chains
     int32_t* lengths;
     int32_t width;
   };
@@ -130,7 +128,6 @@ class Forest {
   void plan_found(std::span<const int32_t> windows, bool own, int64_t running);
   void walk_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets,
                   const Drafts& out);
-  int32_t grow(const Request& r, int32_t window, int32_t* tokens, int32_t* parents, int32_t* depth);
   void check_accepted(std::span<const int64_t> handles, std::span<const int32_t> accepted) const;
   void check_windows(std::span<const int32_t> windows, size_t batch) const;
 
@@ -149,7 +146,6 @@ class Forest {
   Pool pool_;
   int64_t num_open_ = 0;
   uint64_t call_ = 0;
-  Tree tree_;
 };
 
 }  // namespace rlcore::suffix

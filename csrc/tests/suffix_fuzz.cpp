@@ -12,14 +12,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "suffix/forest.h"
@@ -210,15 +208,13 @@ class Run {
     }
     const bool own = in_.below(2);
     const int64_t running = in_.below(20);
-    const int32_t how = in_.below(4);
-    const bool tree = how == 0, at_once = how == 1;
+    const bool at_once = in_.below(4) == 1;
     const size_t rows = b.handles.size();
     if (!at_once) fast_.advance(b.handles, b.tokens, b.offsets);
     const int32_t width =
         fast_.width(static_cast<int64_t>(rows), b.windows, own, std::max<int64_t>(running, 1));
-    std::vector<int32_t> tokens(rows * static_cast<size_t>(width)), parents = tokens, lengths(rows);
-    const Forest::Drafts out = {tokens.data(), tree ? parents.data() : nullptr, lengths.data(),
-                                width};
+    std::vector<int32_t> tokens(rows * static_cast<size_t>(width)), lengths(rows);
+    const Forest::Drafts out = {tokens.data(), lengths.data(), width};
     if (at_once) {
       // A draft that was refused at its end is still to be accepted.
       const std::vector<int32_t> none(rows, 0);
@@ -231,10 +227,10 @@ class Run {
     }
     std::vector<int32_t> accepted;
     for (size_t i = 0; i < rows; ++i) {
-      one_by_one(b, i, own, std::max<int64_t>(running, 1), tree, width,
+      one_by_one(b, i, own, std::max<int64_t>(running, 1), width,
                  tokens.data() + i * static_cast<size_t>(width), lengths[i]);
       const int32_t n = in_.next();
-      accepted.push_back(tree ? 0 : std::min(n, lengths[i] + (n == 255)));
+      accepted.push_back(std::min(n, lengths[i] + (n == 255)));
     }
     std::vector<int32_t> a(rows), c(rows);
     fast_.matches(b.handles, a, c);
@@ -258,7 +254,7 @@ class Run {
     }
   }
 
-  void one_by_one(const Batch& b, size_t i, bool own, int64_t running, bool tree, int32_t width,
+  void one_by_one(const Batch& b, size_t i, bool own, int64_t running, int32_t width,
                   const int32_t* row, int32_t length) {
     const std::vector<int64_t> handle = {b.handles[i]};
     for (int64_t k = b.offsets[i]; k < b.offsets[i + 1]; ++k) {
@@ -266,24 +262,20 @@ class Run {
       slow_.advance(handle, token, std::vector<int64_t>{0, 1});
     }
     const std::vector<int32_t> window = {b.windows[i]};
-    std::vector<int32_t> tokens(static_cast<size_t>(width)), parents = tokens, n(1);
-    slow_.draft(handle, window, own, running,
-                {tokens.data(), tree ? parents.data() : nullptr, n.data(), width});
+    std::vector<int32_t> tokens(static_cast<size_t>(width)), n(1);
+    slow_.draft(handle, window, own, running, {tokens.data(), n.data(), width});
     std::vector<int32_t> there(static_cast<size_t>(width), -1);
     OnDevice& device = device_.at(handle[0]);
     const int32_t m =
         device.step(options_, b.tokens.data() + b.offsets[i], b.offsets[i + 1] - b.offsets[i],
                     own ? nullptr : window.data(), running, there);
-    if (!tree && !device.request.full)
+    if (!device.request.full)
       NEED(m == length && std::equal(there.begin(), there.end(), row));
     // Without room for the stream it drafts something else; the windows go on as one.
-    if (tree || device.request.full) device.request.window.proposed = length;
+    if (device.request.full) device.request.window.proposed = length;
     NEED(n[0] == length && length <= width);
     NEED(std::equal(tokens.begin(), tokens.end(), row));
-    for (int32_t k = 0; k < width; ++k) {
-      NEED(k < length ? row[k] >= 0 : row[k] == -1);
-      if (tree) NEED(k < length ? parents[static_cast<size_t>(k)] < k : true);
-    }
+    for (int32_t k = 0; k < width; ++k) NEED(k < length ? row[k] >= 0 : row[k] == -1);
   }
 
   Bytes in_;

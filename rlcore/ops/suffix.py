@@ -170,20 +170,6 @@ class Forest:
         """
         return self._impl.draft(handles, windows, check_running(running))
 
-    def draft_tree(
-        self, handles: Longs, windows: Ints | None = None, *, running: int = 0
-    ) -> tuple[Ints, Ints, Ints]:
-        """As `draft`, but the `window` most probable continuations, as a tree.
-
-        Best first by path probability; equals: the parent that came first, then the branch that a
-        chain takes, then the smaller token. A draft from the own stream is a chain.
-
-        Returns:
-            tokens [B, W], parents [B, W] (index in the row, -1: the end of the stream; both -1
-            after the draft) and lengths [B]. `accept` then takes at most the tree's depth.
-        """
-        return self._impl.draft_tree(handles, windows, check_running(running))
-
     def accept(self, handles: Longs, lengths: Ints) -> None:
         """How many tokens [B] of each last draft were accepted; moves the windows."""
         self._impl.accept(handles, lengths)
@@ -257,18 +243,6 @@ class _Request:
     proposed: int = 0
     start: int = 0
     growth: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-
-    def depth(self) -> int:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        return max(depths, default=0)
 
 
 class Reference:
@@ -433,15 +407,6 @@ class Reference:
                 request.window = grown if n >= request.proposed else request.start
             request.proposed = 0
 
-    def draft(self, handles: Longs, windows: Ints | None, running: int) -> tuple[Ints, Ints]:
-        tokens, _, lengths = self._draft(handles, windows, running, tree=False)
-        return tokens, lengths
-
-    def draft_tree(
-        self, handles: Longs, windows: Ints | None, running: int
-    ) -> tuple[Ints, Ints, Ints]:
-        return self._draft(handles, windows, running, tree=True)
-
     def step(
         self,
         handles: Longs,
@@ -472,26 +437,22 @@ class Reference:
         step = budget // 4 // 2 * 2
         return budget, max(self.start_window, step), max(self.growth, step)
 
-    def _draft(
-        self, handles: Longs, windows: Ints | None, running: int, *, tree: bool
-    ) -> tuple[Ints, Ints, Ints]:
+    def draft(self, handles: Longs, windows: Ints | None, running: int) -> tuple[Ints, Ints]:
         requests = self._find(handles)
         self._check_windows(windows, len(handles))
         budget, start, growth = self._load(running if running > 0 else len(handles))
         sizes: Sequence[int] = [] if windows is None else windows.tolist()
         width = budget if windows is None else max(sizes, default=0)
         tokens = np.full((len(handles), width), -1, np.int32)
-        parents = np.full((len(handles), width), -1, np.int32)
         lengths = np.zeros(len(handles), np.int32)
         for i, request in enumerate(requests):
             request.window = request.window or start
             request.start, request.growth = start, growth
             window = sizes[i] if windows is not None else min(request.window, budget)
-            made = self._propose(request, window, tree)
-            lengths[i] = n = len(made.tokens)
-            tokens[i, :n], parents[i, :n] = made.tokens, made.parents
-            request.proposed = made.depth()
-        return tokens, parents, lengths
+            made = self._propose(request, window)
+            lengths[i] = request.proposed = len(made)
+            tokens[i, : len(made)] = made
+        return tokens, lengths
 
     def matches(self, handles: Longs) -> tuple[Ints, Ints]:
         requests = self._find(handles, once=False)
@@ -518,27 +479,25 @@ class Reference:
                 found.append((r, end, n))
         return max((n for _, _, n in found), default=0), found
 
-    def _propose(self, request: _Request, window: int, tree: bool) -> _Draft:
+    def _propose(self, request: _Request, window: int) -> list[int]:
         if window <= 0:
-            return _Draft()
+            return []
         longest, found = self._match(request)
-        history, draft, length = request.history, _Draft(), 0
+        history, draft, length = request.history, [], 0
         for length in range(longest, self.min_match - 1, -1):
             places = [(r, end) for r, end, n in found if n >= length]
             if self._children(history, places):
-                grow = self._grow_tree if tree else self._grow_chain
-                draft = grow(history, places, self._window_for(window, length))
+                draft = self._grow(history, places, self._window_for(window, length))
                 break
-        if not draft.tokens:
+        if not draft:
             length = 0
         if self.live:
             end, own = self._own(request)
             if own > length:
                 stream = request.stream.copy()
-                window = self._window_for(window, own)
-                for i in range(window):
+                for i in range(self._window_for(window, own)):
                     stream.append(stream[end + i])
-                draft = _Draft(stream[len(request.stream) :], list(range(-1, window - 1)))
+                draft = stream[len(request.stream) :]
         return draft
 
     def _window_for(self, window: int, length: int) -> int:
@@ -560,35 +519,16 @@ class Reference:
 
         return sorted(after.items(), key=order)
 
-    def _grow_chain(self, history: _History, places: list[tuple[int, int]], window: int) -> _Draft:
-        draft, least = _Draft(), self.min_prob * len(places)
-        while len(draft.tokens) < window:
+    def _grow(self, history: _History, places: list[tuple[int, int]], window: int) -> list[int]:
+        draft, least = [], self.min_prob * len(places)
+        while len(draft) < window:
             children = self._children(history, places)
-            if not draft.tokens and children and len(children[0][1]) < least:
+            if not draft and children and len(children[0][1]) < least:
                 children = sorted(children, key=lambda child: (-len(child[1]), child[0]))
             if not children or len(children[0][1]) < least:
                 break
             token, places = children[0]
-            draft.parents.append(len(draft.tokens) - 1)
-            draft.tokens.append(token)
-        return draft
-
-    def _grow_tree(self, history: _History, places: list[tuple[int, int]], window: int) -> _Draft:
-        draft, least = _Draft(), self.min_prob * len(places)
-        open_: list[tuple[int, int, bool, int, list[tuple[int, int]]]] = []
-
-        def add(parent: int, places: list[tuple[int, int]]) -> None:
-            for rank, (token, there) in enumerate(self._children(history, places)):
-                if len(there) >= least:
-                    open_.append((-len(there), parent, rank > 0, token, there))
-
-        add(-1, places)
-        while open_ and len(draft.tokens) < window:
-            best = min(open_)
-            open_.remove(best)
-            draft.tokens.append(best[3])
-            draft.parents.append(best[1])
-            add(len(draft.tokens) - 1, best[4])
+            draft.append(token)
         return draft
 
     def _own(self, request: _Request) -> tuple[int, int]:

@@ -79,11 +79,6 @@ class Case:
         assert (tokens[0, lengths[0] :] == -1).all()
         return tokens[0, : lengths[0]].tolist()
 
-    def tree(self, window: int) -> list[tuple[int, int]]:
-        tokens, parents, lengths = self.forest.draft_tree(self.handles, i32(window), 0)
-        n = lengths[0]
-        return list(zip(tokens[0, :n].tolist(), parents[0, :n].tolist(), strict=True))
-
     def matches(self) -> tuple[int, int]:
         history, live = self.forest.matches(self.handles)
         return int(history[0]), int(live[0])
@@ -273,25 +268,6 @@ def test_the_width_of_a_batch_is_its_largest_window_or_the_budget(case):
     assert c.forest.draft(c.handles, i32(5), 0)[0].shape == (1, 5)
     assert c.forest.draft(c.handles, None, 10)[0].shape == (1, 3)
     assert c.forest.draft(c.handles, None, 1)[0].shape == (1, 32)
-
-
-# ---- trees
-
-
-def test_a_tree_holds_the_most_probable_continuations_first(case):
-    """4 (3 of 4), 4 6 (2 of 4), then 4 5 and 7 (1 of 4): the child of the earlier node first."""
-    history = [([1, 2, 3, 4, 5], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 7], 0)]
-    nodes = [(4, -1), (6, 0), (7, -1), (5, 0)]
-    assert case(history, min_prob=0.0).feed(1, 2, 3).tree(8) == nodes
-    assert case(history, min_prob=0.0).feed(1, 2, 3).tree(2) == nodes[:2]
-
-
-def test_a_tree_is_accepted_up_to_its_depth(case):
-    c = case([([1, 2, 3, 4, 5], 0), ([1, 2, 3, 6], 0), ([1, 2, 3, 7], 0)])
-    assert len(c.feed(1, 2, 3).tree(4)) == 4
-    with pytest.raises(ValueError, match=r"accepted\[0\] 3: 0 to the length of the last draft, 2"):
-        c.accept(3)
-    assert c.accept(2) == 4
 
 
 # ---- requests and epochs
@@ -494,7 +470,6 @@ def test_a_bad_number_of_running_requests_is_refused(public, running, message):
     handles = forest.open(i64(0))
     calls = [
         lambda: forest.draft(handles, running=running),
-        lambda: forest.draft_tree(handles, running=running),
         lambda: forest.step(handles, i32(0), i32(), i64(0, 0), running=running),
     ]
     for call in calls:
@@ -589,7 +564,7 @@ def same(results: list) -> None:
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_native_and_reference_agree_on_every_call(rng):
-    """Random insert, append, match, draft, tree, accept and free over small alphabets."""
+    """Random insert, append, match, draft, accept and free over small alphabets."""
     options, letters = draw_options(rng), rng.choice([1, 2, 3, 5])
     forests = [suffix.Reference(**options), SuffixForest(**options)]
     requests: list[tuple[int, int]] = []
@@ -623,7 +598,6 @@ def compare_a_round(rng, forests, handles, letters: int) -> None:
     for forest, h in pairs:
         forest.advance(h, *text)
     same([f.matches(h) for f, h in pairs])
-    same([f.draft_tree(h, windows, running) for f, h in pairs])
     drafts = [f.draft(h, windows, running) for f, h in pairs]
     same(drafts)
     accepted = i32(*(rng.choice([0, n]) for n in drafts[0][1].tolist()))
