@@ -465,8 +465,8 @@ RL_DEVICE void stats_body(Block& block, const StatsParams& p, int64_t row,
   const Logits& x = p.logits;
   const Real rate = rate_of<Real>(x.temperature);
   const T* at = row_at<T>(x, row);
-  const auto m = reduce(block, share<T>(block, Span<T>(at, x.valid), rate), shared.scratch,
-                        Merge<Real>{rate});
+  const auto m =
+      reduce(block, share<T>(block, Span<T>(at, x.valid), rate), shared.scratch, Merge<Real>{rate});
   if (block.thread() != 0) return;
   const RowFacts facts = finish(m, rate, x.temperature);
   Real* out = static_cast<Real*>(p.out) + row;

@@ -269,8 +269,7 @@ class Run {
     const int32_t m =
         device.step(options_, b.tokens.data() + b.offsets[i], b.offsets[i + 1] - b.offsets[i],
                     own ? nullptr : window.data(), running, there);
-    if (!device.request.full)
-      NEED(m == length && std::equal(there.begin(), there.end(), row));
+    if (!device.request.full) NEED(m == length && std::equal(there.begin(), there.end(), row));
     // Without room for the stream it drafts something else; the windows go on as one.
     if (device.request.full) device.request.window.proposed = length;
     NEED(n[0] == length && length <= width);
