@@ -3,6 +3,8 @@
 Junk rows are named by file and line and counted, long prompts are counted, and the run goes on; a
 file without one usable row ends it. Rows are tokenised when they are read: the length filter has to
 know, and a row's number counts what is kept.
+
+Own code instead of `datasets`: no second copy of the files in a cache, junk rows by file and line.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Which rows come next: shuffled epochs, or counting up an endless set; resumable by an integer."""
+"""Which rows come next: shuffled epochs, or counting up an endless set; resumable by an integer.
+
+Own code instead of torchdata's StatefulDataLoader: the state is one position.
+"""
 
 from typing import Any
 

@@ -5,6 +5,9 @@ An environment that raises, or does not answer in time, or whose process dies, f
 the others there are over. When a process dies, those that it was at work for may be to blame, and
 the others are not. Who may be to blame gets a process of its own the next time, so that what kills
 its process twice kills nobody else.
+
+Own code instead of gymnasium's AsyncVectorEnv: no episode waits for the step of another one, 2.33x
+faster where steps take N(10, 10) s (`tools/results/env.json`).
 """
 
 import asyncio

@@ -7,6 +7,8 @@ episode, and the tests are its score.
 
 Containers are asked for through `Workspace`; the contract test has a stub in its place. With docker
 this has not been run here.
+
+Own calls of the docker command instead of the package docker: saves the dependency.
 """
 
 import re

@@ -5,6 +5,8 @@
     policy        ... so the answer is 161.64
 
 A turn with a call is answered; the first without one is the answer, and `--reward` scores it.
+
+Own calculator instead of the package simpleeval: a few lines on `ast` save the dependency.
 """
 
 import ast

@@ -3,6 +3,8 @@
 Both spellings are taken: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`,
 `num_experts`) and 5 (`rope_parameters`, `dtype`, `num_local_experts`). What we do not compute is
 refused, not ignored.
+
+Own code instead of AutoConfig: importing transformers takes seconds (`hf/tokenizer.py`).
 """
 
 import json

@@ -18,6 +18,9 @@ embedding that is tied to the head is rounded to the model's dtype when it is lo
 
 Letters: B rows, S new tokens of a row, T of all of them that are no padding, H query heads, K
 key-value heads, D head dimension.
+
+Own code instead of transformers' models: rows of a batch start and end by themselves. With the
+engine, sampling of a step takes .27 s, TRL's with transformers .91 s (`tools/results/README.md`).
 """
 
 import math

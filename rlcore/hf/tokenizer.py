@@ -1,7 +1,8 @@
 """Tokenizers of Hugging Face folders on the `tokenizers` library alone, chat templates included.
 
-transformers takes seconds to import and is asked only where a folder has no tokenizer.json. Unlike
-transformers, decoding never "cleans up" spaces: the text is what the ids say.
+Own code instead of AutoTokenizer: importing that takes 2.6 s of CPU time beside torch and 4.2 s
+without; all that a dry run imports takes 2.2 s. It is asked where a folder has no tokenizer.json.
+Unlike in transformers, decoding never "cleans up" spaces: the text is what the ids say.
 """
 
 import json
@@ -49,17 +50,6 @@ class Tokenizer:
         own = [self.token_id(specials["eos_token"])] if "eos_token" in specials else []
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
         """Ids that end a response; the first is the tokenizer's own."""
-        self.pad_id: int | None = (
-            self.token_id(specials["pad_token"]) if "pad_token" in specials else None
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id; the model's vocabulary may be larger."""
-        added = self._backend.get_added_tokens_decoder()
-        return max(
-            self._backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1
-        )
 
     @property
     def has_chat_template(self) -> bool:

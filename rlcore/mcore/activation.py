@@ -1,4 +1,7 @@
-"""SwiGLU as a module for Megatron's MLP, quick on the CPU."""
+"""SwiGLU as a module for Megatron's MLP, quick on the CPU.
+
+Own code instead of Megatron's: it keeps the input only, and one tensor takes both gradients.
+"""
 
 from typing import Any
 

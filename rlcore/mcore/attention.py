@@ -10,6 +10,8 @@ Megatron's `PackedSeqParams` (`Packed`), so that all layers share it.
 
 Context parallel ranks hold chunks r and 2 cp - 1 - r of every sequence (zigzag), each sequence
 padded to a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
+
+Own code instead of Transformer Engine's attention: torch alone, so that CPUs run it too.
 """
 
 from collections.abc import Sequence

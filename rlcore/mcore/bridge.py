@@ -11,6 +11,8 @@ the whole model, to the tensors that it is made of; loading and exporting walk t
 
 The vocabulary may be padded to a multiple of the tensor-parallel size: the model's parameter says
 by how much, padded rows are zero and never leave.
+
+Own code instead of Megatron-Bridge or mbridge: saves the dependency, and runs on CPUs.
 """
 
 import math

@@ -1,5 +1,8 @@
 """Takes tensors off the accelerator without moving a single pointer: storages are emptied and later
-filled again, so that views (Megatron's flat buffers) stay valid."""
+filled again, so that views (Megatron's flat buffers) stay valid.
+
+Own code instead of torch_memory_saver: no library to preload and no hook in the allocator.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

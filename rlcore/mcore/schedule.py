@@ -1,4 +1,7 @@
-"""The learning rate of an update."""
+"""The learning rate of an update.
+
+Own code instead of Megatron's OptimizerParamScheduler: a pure function has no state to save.
+"""
 
 import math
 

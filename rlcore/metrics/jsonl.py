@@ -1,4 +1,7 @@
-"""Logs of one JSON object per line that survive a kill: whole lines only, cut back on resume."""
+"""Logs of one JSON object per line that survive a kill: whole lines only, cut back on resume.
+
+Own code instead of the package jsonlines: a resumed run cuts the file back.
+"""
 
 import json
 import math

@@ -1,6 +1,8 @@
 """Small statistics: summaries, pass@k, standard errors, KL estimators. Pure numpy.
 
 Whoever has the numbers on several ranks gathers them first: a mean of local means is not a mean.
+
+Own code instead of scipy: a few formulas save the dependency.
 """
 
 import math

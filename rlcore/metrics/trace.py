@@ -3,6 +3,8 @@
 A trace is a list of Chrome's trace events: processes (a rank, or an arm of a simulation) with rows
 of bars, with bundles of things that overlap (responses under way, rewards), and with counters. A
 run writes a file a rank, `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` makes one of them.
+
+Own code instead of Perfetto's SDK: the standard library's JSON, for runs and simulations alike.
 """
 
 import json

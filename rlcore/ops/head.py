@@ -12,6 +12,8 @@ there is such a buffer.
 Shapes: T tokens, H hidden size, W columns of this rank. Under tensor parallelism every rank has the
 hidden states of all tokens and a part of the vocabulary, and gets its part's share of the hidden
 states' gradient: whoever hands them in adds the shares up.
+
+Own code instead of Liger-Kernel: its kernels are Triton and need a GPU, this runs on CPUs too.
 """
 
 from collections.abc import Iterator

@@ -10,6 +10,9 @@ four numbers per token joins the parts.
 Native code where it is built (`csrc/loss`), torch else; the start-up line says which.
 
 Shapes: T tokens, V vocabulary, W columns of this rank.
+
+Own kernels instead of `torch.compile`: forward and backward take .174 s for 1.48 s,
+[2048, 151936] in bfloat16 on 2 threads (`tools/results/bench_loss.json`).
 """
 
 from typing import Any, NamedTuple

@@ -14,6 +14,9 @@ depends on the word and its position, and one for the number of bytes. So it doe
 the work is split. A change within one word always shows; swapped, zeroed, repeated or missing
 ranges show but for a chance of about 2^-64, as far as trials tell. It is no protection against
 intent.
+
+Own code instead of torch's copies: a push of 1 GiB takes 197 ms for 895 ms, with its checksum
+(`tools/results/reshard.json`).
 """
 
 import math

@@ -28,6 +28,9 @@ sum of rewards.
 Differs from the paper: live matches, the match without a limit, and the load rule below the knee.
 C++ (`csrc/suffix`) where it is built; `Reference` gives the same drafts, a thousand times slower.
 On a GPU: `rlcore.ops.suffix_device`.
+
+Own code instead of arctic-inference's suffix trees: a batch of 256 requests takes 235 us for
+16,027, and history 42 bytes per token for 258 (`csrc/README.md`, window 16, one core).
 """
 
 import math

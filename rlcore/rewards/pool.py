@@ -5,6 +5,8 @@ sample: the child is replaced, and the samples that waited behind it are given t
 
 Children are tied to the thread that starts them (PR_SET_PDEATHSIG works by thread), which is one
 more reason for the thread to live as long as the pool.
+
+Own code instead of `concurrent.futures`, where the death of one child breaks the whole pool.
 """
 
 import contextlib

@@ -2,6 +2,8 @@
 
 Runs inside the sandbox, on the standard library alone. Each function raises OSError where the
 kernel refuses.
+
+Own code instead of libseccomp's bindings: only the standard library exists inside the sandbox.
 """
 
 import ctypes

@@ -7,6 +7,9 @@ program's source and its tests come through those, and are read after the fork: 
 sees them, so that no program can find an earlier one's tests in the memory that it inherits.
 
 Runs on the standard library alone.
+
+Own code instead of one bubblewrap per program: a fork inside it runs 29 scripts a second for 2.7
+(`tools/results/sandbox.json`, a loaded machine).
 """
 
 import gc

@@ -3,6 +3,8 @@
 Every event is at a virtual time; ties go by the order in which they were made, so a simulation
 repeats itself exactly. Messages take no time; rewards are scored by workers, first come, first
 served.
+
+Own code instead of SimPy: a heap of events calls the shipped controller as a run does.
 """
 
 import heapq

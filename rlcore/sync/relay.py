@@ -10,6 +10,9 @@ in rounds: in each, every site sends to one other.
 A part ends with its checksum, 8 bytes that its owner wrote: everyone who gets the part sums it anew
 on the way into its bucket. Damage does not stop the push, which has to end the same way on all
 ranks; it fails when all are through. A peer that is late or gone does.
+
+Own code instead of gloo's all-gather: 5.7 s for 11.7 s over a slow link between 8 and 8 ranks
+(`tools/results/sync.json`).
 """
 
 import time

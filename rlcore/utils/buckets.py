@@ -3,6 +3,8 @@ read and how processes of one machine share them; `sync/pack.py` makes them.
 
 Tensors start at multiples of `ALIGN` bytes, so that a receiver on any device can view them in
 place.
+
+Own code instead of `multiprocessing.shared_memory`: a memfd goes with its process.
 """
 
 import mmap

@@ -2,6 +2,8 @@
 with all that it started.
 
 Used by rewards and environments. The parent's side is `Child`; in the child `tie_to` comes first.
+
+Own code instead of `multiprocessing`: a child is ended together with all that it started.
 """
 
 import contextlib

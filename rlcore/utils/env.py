@@ -1,4 +1,7 @@
-"""What this machine and this installation are: the report of `rlcore env`, kept with every run."""
+"""What this machine and this installation are: the report of `rlcore env`, kept with every run.
+
+Own code instead of `torch.utils.collect_env`: it also knows rlcore's packages and native build.
+"""
 
 import os
 import platform

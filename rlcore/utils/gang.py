@@ -4,6 +4,9 @@ who is stuck (`utils/verdict.py`).
 
 A thread of its own does it, with a connection of its own: the main thread may be stuck in a
 collective, the store's connection in a wait.
+
+Own code instead of `torch.distributed.monitored_barrier`: that is gloo's alone, this covers
+NCCL and waits outside of collectives.
 """
 
 import json

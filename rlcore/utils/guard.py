@@ -4,6 +4,8 @@ A same-user process may kill any other, so `os.kill(os.getppid(), 9)` in a user'
 something that it calls, would end the run. The filter refuses (EPERM) signals to the given
 processes, to their groups and to everybody. It is a guard against accidents and cheap tricks, not
 the sandbox that strangers' code needs (rlcore/sandbox).
+
+Own code instead of libseccomp's bindings: one filter through ctypes saves the dependency.
 """
 
 import ctypes

@@ -1,4 +1,7 @@
-"""A folder that belongs to one process at a time."""
+"""A folder that belongs to one process at a time.
+
+Own code instead of the package filelock: it says which process holds the folder.
+"""
 
 import fcntl
 import os

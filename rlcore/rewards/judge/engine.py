@@ -2,6 +2,8 @@
 
 With `prefill` the server is asked for one token and the log-probs of the likeliest ones; with
 `generate` for its text. Requests, tries and deadlines are those of `rewards/http.py`.
+
+Own code instead of the package openai: its requests share tries and deadlines with http.py.
 """
 
 import json

@@ -13,6 +13,9 @@ and samples every position, each with its own random number. Sampled token i is 
 would draw behind the tokens before it, if these are right; so tokens are taken up to and with the
 first that is not what the draft has. By induction they are the tokens of plain decoding, at any
 temperature and with any filter, and a draft d is taken with probability p(d).
+
+Own code instead of transformers' `generate`: sampling of a step takes .27 s, TRL's with it .91 s
+(`tools/results/README.md`).
 """
 
 import ctypes

@@ -9,6 +9,8 @@ smallest set of those whose renormalised mass reaches `top_p`, tokens at least `
 likely as the best.
 
 Letters: N rows, V vocabulary.
+
+Own code instead of `torch.multinomial`, whose draws depend on what else is in the batch.
 """
 
 from dataclasses import dataclass
