@@ -94,15 +94,19 @@ def forked_engines() -> Iterator[None]:
     """Make engine children of this process forks, which start at once, and not programs of their
     own; SGLang's are more than a process. Their command line is that of a fork."""
     from rlcore.rollout import child
+    from rlcore.utils.children import Child
+
+    class ForkedChild(Child):
+        _popen = staticmethod(_fork_engine)
 
     start = child.ChildEngine._start
 
     def start_fork(self: child.ChildEngine) -> None:
-        child.subprocess = subprocess if "sglang" in self._factory else _Forking  # type: ignore
+        child.Child = Child if "sglang" in self._factory else ForkedChild  # type: ignore[misc]
         try:
             start(self)
         finally:
-            child.subprocess = subprocess
+            child.Child = Child  # type: ignore[misc]
 
     child.ChildEngine._start = start_fork  # type: ignore[method-assign]
     try:
@@ -111,26 +115,19 @@ def forked_engines() -> Iterator[None]:
         child.ChildEngine._start = start  # type: ignore[method-assign]
 
 
-class _Forking:
-    """What `ChildEngine` needs of `subprocess`."""
-
-    TimeoutExpired = subprocess.TimeoutExpired
-    DEVNULL = subprocess.DEVNULL
-
-    @staticmethod
-    def Popen(command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> Fork:
-        output = os.readlink("/proc/self/fd/1")  # a file in ranks, a pipe under pytest
-        with socket.socket(fileno=os.dup(pass_fds[0])) as end:
-            return Fork(
-                _engine, (end,), env, Path(output if os.path.isfile(output) else os.devnull)
-            )
+def _fork_engine(
+    command: list[str], *, pass_fds: tuple[int, ...], env: dict[str, str], **_: Any
+) -> Fork:
+    output = os.readlink("/proc/self/fd/1")  # a file in ranks, a pipe under pytest
+    with socket.socket(fileno=os.dup(pass_fds[0])) as end:
+        return Fork(_engine, (end,), env, Path(output if os.path.isfile(output) else os.devnull))
 
 
 def _engine(end: socket.socket) -> None:
-    from rlcore.rollout import child
+    from rlcore.rollout import process
 
-    sys.argv = ["rlcore.rollout.child", str(end.detach())]
-    child.main()
+    sys.argv = ["rlcore.rollout.process", str(end.detach()), str(os.getppid())]
+    process.main()
 
 
 @cache

@@ -6,9 +6,7 @@ Started by `pool.Pool` only; it dies with its parent. Every environment has a th
 so that one that waits keeps nobody. No torch here: it must start fast.
 """
 
-import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,10 +21,9 @@ from rlcore.envs.kind import Kind, TextEnv, checked
 from rlcore.envs.registry import resolve
 from rlcore.envs.wire import READY, Call, Reply, Start
 from rlcore.utils import net
-from rlcore.utils.children import sentence, tie_to
-from rlcore.utils.net import Frames, frame
+from rlcore.utils.children import Channel, open_guarded_channel, sentence
+from rlcore.utils.net import frame
 
-_READ_BYTES = 1 << 18
 _THREADS = 4096
 
 
@@ -46,7 +43,7 @@ class Host:
     """The environments of this process, by their keys. Calls of one environment come one after the
     other; those of different ones run beside each other."""
 
-    def __init__(self, kind: Kind, config: Any, channel: int) -> None:
+    def __init__(self, kind: Kind, config: Any, channel: Channel) -> None:
         self._kind, self._config, self._channel = kind, config, channel
         self._envs: dict[int, _Place] = {}
         self._lock = threading.Lock()
@@ -61,10 +58,9 @@ class Host:
 
     def send(self, reply: Reply) -> None:
         """Whole replies, whoever sends."""
-        data = memoryview(frame(reply))
+        data = frame(reply)
         with self._lock:
-            while data:
-                data = data[os.write(self._channel, data) :]
+            self._channel.send(data)
 
     def _run(self, call: Call) -> None:
         begin = time.monotonic()
@@ -114,22 +110,17 @@ class Host:
 
 
 def main() -> None:
-    channel, parent = int(sys.argv[1]), int(sys.argv[2])
-    tie_to(parent, "env")
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.set_inheritable(channel, False)
-    os.register_at_fork(after_in_child=lambda: os.close(channel))
-    frames, host = Frames(), None
-    while data := os.read(channel, _READ_BYTES):
-        for body in frames.feed(data):
-            if host is None:
-                host = _start(net.decode(body, Start), channel)
-            else:
+    channel = open_guarded_channel("env")
+    try:
+        host = _start(net.decode(channel.first(), Start), channel)
+        while True:
+            for body in channel.receive(None):
                 host.take(net.decode(body, Call))
-    os._exit(0)  # threads may be in environments that never return
+    except EOFError:  # the parent has closed its end
+        os._exit(0)  # threads may be in environments that never return
 
 
-def _start(start: Start, channel: int) -> Host:
+def _start(start: Start, channel: Channel) -> Host:
     """Load the environment and say so; what cannot be loaded is the end of this process."""
     sys.path[:] = start.sys_path
     try:
@@ -138,9 +129,7 @@ def _start(start: Start, channel: int) -> Host:
         kind.make(host._config).close()  # what is missing is found now
     except BaseException as error:
         traceback.print_exc()
-        data = memoryview(frame(Reply(number=READY, error=sentence(error))))
-        while data:
-            data = data[os.write(channel, data) :]
+        channel.send(frame(Reply(number=READY, error=sentence(error))))
         sys.exit(1)
     host.send(Reply(number=READY))
     return host

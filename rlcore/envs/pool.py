@@ -25,12 +25,11 @@ from rlcore.envs.kind import Step
 from rlcore.envs.wire import READY, Call, Reply, Start
 from rlcore.records import Prompt
 from rlcore.utils import net
-from rlcore.utils.children import Child, exit_text, last_lines
+from rlcore.utils.children import CappedLog, GuardedChild, exit_text, last_lines
 from rlcore.utils.log import log
 from rlcore.utils.net import frame
 
 Reason = Literal["timeout", "crash", "error"]
-_LOG_BYTES = 4 << 20
 _MOST_FAILED_STARTS = 3
 _OWN_PER_WORKER = 4  # processes of one episode, at a time
 
@@ -46,7 +45,7 @@ class EnvError(Exception):
 
 
 class LoopSelector:
-    """Pipes of children in an asyncio loop: as much of a selector as `Child` needs."""
+    """Pipes of children in an asyncio loop: as much of a selector as `GuardedChild` needs."""
 
     def __init__(self, ready: Callable[[Any, str, int], None]) -> None:
         """`ready` hears of what is registered: its data, and which events are there."""
@@ -80,11 +79,11 @@ class LoopSelector:
         return self._keys[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
 
 
-class _Process(Child):
+class _Process(GuardedChild):
     """One child, and what it was asked."""
 
     def __init__(
-        self, selector: LoopSelector, start: bytes, sink: Callable[[bytes], None], is_own: bool
+        self, selector: LoopSelector, start: bytearray, sink: Callable[[bytes], None], is_own: bool
     ) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # is looked at
@@ -134,10 +133,8 @@ class Pool:
     ) -> None:
         """`env` is the selector; what environments print goes to `log_file`, up to 4 MiB."""
         self.name, self._config = env, config
-        self._start_timeout_s, self._log_file = start_timeout_s, log_file
-        self._log_room = _LOG_BYTES
-        if log_file is not None:
-            log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._start_timeout_s = start_timeout_s
+        self._log = CappedLog(log_file, "env")
         self._start = frame(
             Start(
                 env=env,
@@ -235,7 +232,7 @@ class Pool:
         return min(shared, key=lambda p: p.num_envs)
 
     def _add(self, *, is_own: bool) -> _Process:
-        process = _Process(self._selector, self._start, self._print, is_own)
+        process = _Process(self._selector, self._start, self._log.write, is_own)
         self._processes.append(process)
         return process
 
@@ -250,15 +247,11 @@ class Pool:
             self._receive(process)
 
     def _receive(self, process: _Process) -> None:
-        data = process.read()
-        if data is None:
-            return
-        if not data:
-            self._end(process, "", exiting=True)
-            return
         try:
-            for body in process.frames.feed(data):
+            for body in process.channel.receive():
                 self._answer(process, net.decode(body, Reply))
+        except EOFError:
+            self._end(process, "", exiting=True)
         except (ValueError, IndexError) as error:
             self._end(process, f"wrote to its channel ({error})")
 
@@ -302,16 +295,3 @@ class Pool:
         if self._failed_starts >= _MOST_FAILED_STARTS:
             self.failure = f"{sentence}, {self._failed_starts} times in a row"
         process.ready.set_exception(EnvError("crash", reason))
-
-    def _print(self, data: bytes) -> None:
-        """What environments print goes to the log file while there is room."""
-        if self._log_file is None or self._log_room <= 0:
-            return
-        data = data[: self._log_room]
-        self._log_room -= len(data)
-        try:
-            with self._log_file.open("ab") as file:
-                file.write(data)
-        except OSError as error:  # a full disk must not cost the episodes
-            self._log_room = 0
-            log.warning("env: %s cannot be written: %s", self._log_file, error)

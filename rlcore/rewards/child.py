@@ -8,7 +8,6 @@ and stderr; the channel is a descriptor of its own, closed in every fork.
 """
 
 import contextlib
-import faulthandler
 import os
 import random
 import signal
@@ -24,34 +23,25 @@ from rlcore.rewards.kind import to_result
 from rlcore.rewards.registry import resolve
 from rlcore.rewards.wire import READY, Job, Reply, Start
 from rlcore.utils import net, seed
-from rlcore.utils.children import sentence, tie_to
-from rlcore.utils.net import Frames, frame
-
-_READ_BYTES = 1 << 18
+from rlcore.utils.children import Channel, open_guarded_channel, sentence
+from rlcore.utils.net import frame
 
 
 def main() -> None:
-    channel, parent = int(sys.argv[1]), int(sys.argv[2])
-    tie_to(parent, "reward")
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
-    os.set_inheritable(channel, False)
-    os.register_at_fork(after_in_child=lambda: os.close(channel))
-    frames = Frames()
-    reward = None
-    while data := os.read(channel, _READ_BYTES):
-        for body in frames.feed(data):
-            if reward is None:
-                start = net.decode(body, Start)
-                reward = _start(start, channel)
-                own = _children()
-            else:
+    channel = open_guarded_channel("reward", all_threads=False)
+    with contextlib.suppress(EOFError):  # the parent has closed its end
+        start = net.decode(channel.first(), Start)
+        reward = _start(start, channel)
+        own = _children()
+        while True:
+            for body in channel.receive(None):
                 reply = _run(net.decode(body, Job), reward, start.seed)
                 if own is not None:
                     _sweep(own | set(getattr(reward, "processes", ())))
-                _send(channel, reply)
+                channel.send(frame(reply))
 
 
-def _start(start: Start, channel: int) -> Any:
+def _start(start: Start, channel: Channel) -> Any:
     """Build the reward and say so; a reward that cannot be built is the end of this process."""
     sys.path[:] = start.sys_path
     try:
@@ -60,9 +50,9 @@ def _start(start: Start, channel: int) -> Any:
         reward = kind.score(msgspec.convert(start.config, kind.config))
     except BaseException as error:
         traceback.print_exc()
-        _send(channel, Reply(READY, RewardResult(score=0.0, error=sentence(error))))
+        channel.send(frame(Reply(READY, RewardResult(score=0.0, error=sentence(error)))))
         sys.exit(1)
-    _send(channel, Reply(READY, RewardResult(score=0.0)))
+    channel.send(frame(Reply(READY, RewardResult(score=0.0))))
     return reward
 
 
@@ -83,12 +73,6 @@ def _run(job: Job, reward: Any, run_seed: int) -> Reply:
         os._exit(0)
     latency = time.monotonic() - begin
     return Reply(job.key, msgspec.structs.replace(result, latency_s=latency), retire)
-
-
-def _send(channel: int, reply: Reply) -> None:
-    data = memoryview(frame(reply))
-    while data:
-        data = data[os.write(channel, data) :]
 
 
 def _children() -> set[int] | None:

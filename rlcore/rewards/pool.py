@@ -27,7 +27,7 @@ from rlcore.rewards.kind import Host
 from rlcore.rewards.wire import READY, Job, Reply, Start
 from rlcore.rewards.worker import Entry, Worker
 from rlcore.utils import net
-from rlcore.utils.children import exit_text, last_lines
+from rlcore.utils.children import CappedLog, exit_text, last_lines
 from rlcore.utils.log import log
 from rlcore.utils.net import frame
 
@@ -36,7 +36,6 @@ _WINDOW_S = 0.005
 _MAX_FAILED_STARTS = 3
 _CLOSE_S = 20.0
 _MEMORY_CHECK_S = 0.25
-_LOG_BYTES = 4 << 20
 
 
 class Pool:
@@ -55,9 +54,7 @@ class Pool:
                 seed=host.seed,
             )
         )
-        self._log_room = _LOG_BYTES
-        if host.log_file is not None:
-            host.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._log = CappedLog(host.log_file, "reward")
         # shared with the thread, under the lock
         self._lock = threading.Lock()
         self._inbox: deque[Entry] = deque()
@@ -125,7 +122,7 @@ class Pool:
 
     def _step(self) -> None:
         while len(self._workers) < self._num_workers:
-            self._workers.append(Worker(self._selector, self._start, self._print))
+            self._workers.append(Worker(self._selector, self._start, self._log.write))
         self._feed()
         for key, events in self._selector.select(self._wait_s()):
             worker, what = key.data
@@ -191,15 +188,12 @@ class Pool:
 
     def _receive(self, worker: Worker) -> bool:
         """Take the replies that are there; False where the child was replaced."""
-        data = worker.read()
-        if data is None:
-            return True
-        if not data:  # closed: it has ended or closed its channel
+        try:
+            for body in worker.channel.receive():
+                self._reply(worker, net.decode(body, Reply))
+        except EOFError:  # it has ended or closed its channel
             self._replace(worker)
             return False
-        try:
-            for body in worker.frames.feed(data):
-                self._reply(worker, net.decode(body, Reply))
         except (ValueError, IndexError) as error:
             self._replace(worker, f"crash: wrote to the service's channel ({error})")
             return False
@@ -275,8 +269,6 @@ class Pool:
         """End a child: `reason` falls on the sample that it was scoring, without one its exit
         status does; the samples behind that one are queued again, in front."""
         self._workers.remove(worker)
-        if not reason:
-            self._last_replies(worker)
         status = worker.end(exiting=not reason)
         if self._failure:
             return
@@ -288,15 +280,6 @@ class Pool:
             self._queue.extendleft(reversed(worker.inflight))
         elif not worker.retiring:
             self._failed_start(reason, worker)
-
-    def _last_replies(self, worker: Worker) -> None:
-        """What a dead child had still sent."""
-        try:
-            while data := worker.read():
-                for body in worker.frames.feed(data):
-                    self._reply(worker, net.decode(body, Reply))
-        except (ValueError, IndexError) as error:
-            log.warning("reward %s: a dying child sent junk: %s", self._host.name, error)
 
     def _failed_start(self, reason: str, worker: Worker) -> None:
         """A child that ended without a sample to blame: try again, but not for ever. Children that
@@ -311,18 +294,3 @@ class Pool:
     def _fail(self, sentence: str) -> None:
         self._failure = sentence
         self._host.fail(sentence)
-
-    def _print(self, data: bytes) -> None:
-        """What children print goes to the log file while there is room."""
-        if self._host.log_file is None or self._log_room <= 0:
-            return
-        data = data[: self._log_room]
-        self._log_room -= len(data)
-        if not self._log_room:
-            data += f"\n(cut: {_LOG_BYTES} bytes are enough)\n".encode()
-        try:
-            with self._host.log_file.open("ab") as file:
-                file.write(data)
-        except OSError as error:  # a full disk must not cost the scores
-            self._log_room = 0
-            log.warning("reward: %s cannot be written: %s", self._host.log_file, error)

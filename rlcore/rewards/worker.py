@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rlcore.rewards.wire import Job
-from rlcore.utils.children import Child
+from rlcore.utils.children import GuardedChild
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -14,21 +14,21 @@ class Entry:
     """A sample on its way through a child, and its bytes on the wire."""
 
     job: Job
-    frame: bytes
+    frame: bytearray
 
 
-class Worker(Child):
+class Worker(GuardedChild):
     """Lives in the service's thread. `inflight` are the samples that it holds, in the order in
     which it scores them; `head_since` is when it began the first."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        start: bytes,
+        start: bytearray,
         sink: Callable[[bytes], None],
         module: str = "rlcore.rewards.child",
     ) -> None:
-        """As in `Child`."""
+        """As in `GuardedChild`."""
         self.ready = False
         self.retiring = False
         self.inflight: deque[Entry] = deque()

@@ -1,35 +1,22 @@
-"""An engine in a process of its own: it decodes without waiting for `poll`, and its death is an
-event instead of the end of the run.
+"""An engine in a child process: it decodes without waiting for `poll`, and if it fails, an event
+says so and the run continues.
 
-The parent holds one end of a socket pair and the child the other; messages are msgpack
-(`utils/net.py`), each behind its length. The child serves calls between two decode steps, pushes
-events as they come, and ends when its parent does. It imports the engine and what the engine needs,
-nothing of the program that started it.
+Parent and child exchange the frames of `wire.py` over the channel of `utils/children.py`. The child
+(`process.py`) serves calls between two decode steps, pushes events as they come, and ends when its
+parent does. It imports the engine and what the engine needs, nothing of the program that started
+it.
 
 An error in a call is the answer to it, but for three that end the child and leave a `Down`: an
 `EngineGoneError`, an engine that does not start, and whatever `poll` raises.
 """
 
-import importlib
-import os
-import queue
-import select
-import signal
-import socket
-import struct
-import subprocess
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-import rlcore
 from rlcore.records import (
     Aborted,
     AnyEvent,
@@ -43,127 +30,16 @@ from rlcore.records import (
     RequestId,
 )
 from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.wire import LARGEST_FRAME, Call, Fatal, FromEngine, Reply
+from rlcore.utils.children import Child, without_launcher
 from rlcore.utils.log import log
-from rlcore.utils.net import decode, encode
+from rlcore.utils.net import decode, encode, frame
 
 if TYPE_CHECKING:  # it imports torch, which only some engines need
-    from rlcore.protocols import Engine, PauseMode, Tag
+    from rlcore.protocols import PauseMode, Tag
 
-_POLL_S = 0.02  # of the child's engine: a call waits at most this long when nothing is decoded
-_STEP_S = 0.001  # a busy engine runs a step at least this long before calls are looked at
-_PARENT_S = 1.0  # how often the child looks for its parent
-_STUCK_S = 24 * 3600.0  # a parent that reads nothing for this long is as good as gone
-_EXIT_S = 5.0  # a closing child gets this long before it is killed
-_CLOSE_S = 3.0  # a closing engine gets this long in the child
 _GRACE_S = 10.0  # an engine with a deadline of its own names what was late, if it may
-_LENGTH = struct.Struct("<Q")
-_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-_LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
-
-
-class _Call(msgspec.Struct):
-    """Parent to child. `args` is packed by itself, as its type depends on the method."""
-
-    number: int
-    method: str
-    args: bytes
-
-
-class _Reply(msgspec.Struct, tag=True):
-    number: int
-    error: str = ""
-    """Name of the exception's class; empty when all went well."""
-    message: str = ""
-
-
-class _Events(msgspec.Struct, tag=True):
-    events: tuple[AnyEvent, ...]
-
-
-class _Fatal(msgspec.Struct, tag=True):
-    """The engine is gone; the process ends."""
-
-    reason: str
-    refused: str = ""
-    """The message of a ValueError at the start: settings that cannot work."""
-
-
-_FromChild = _Reply | _Events | _Fatal
-
-_ARGS: dict[str, Any] = {
-    "submit": tuple[tuple[Request, ...]],
-    "abort": tuple[tuple[RequestId, ...]],
-    "pause": tuple[str],
-    "resume": tuple[()],
-    "begin_load": tuple[int],
-    "load_bucket": tuple[Bucket, tuple[bytes, ...]],
-    "end_load": tuple[()],
-    "sleep": tuple[tuple[str, ...]],
-    "wake": tuple[tuple[str, ...]],
-    "relayout": tuple[int],
-    "remember": tuple[tuple[History, ...]],
-    "build": tuple[str, dict[str, Any]],
-}
 _ERRORS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
-
-
-class _Frames:
-    """One end of the socket pair: whole messages, with deadlines."""
-
-    def __init__(self, end: socket.socket):
-        self._end = end
-        self._buffer = bytearray()
-        end.setblocking(False)
-
-    def send(self, message: bytes, deadline: float) -> None:
-        """TimeoutError after `deadline` (monotonic); OSError when the other side is gone."""
-        for piece in (memoryview(_LENGTH.pack(len(message))), memoryview(message)):
-            while piece:
-                try:
-                    piece = piece[self._end.send(piece) :]
-                except BlockingIOError:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise TimeoutError("the other side does not read") from None
-                    self._ready(select.POLLOUT, left)
-
-    def receive(self, timeout_s: float) -> Iterator[bytes]:
-        """Messages that are there, waiting up to `timeout_s` for more bytes; EOFError at the end
-        of the stream."""
-        yield from self._complete()
-        if not self._ready(select.POLLIN, max(0.0, timeout_s)):
-            return
-        while True:
-            try:
-                data = self._end.recv(1 << 20)
-            except BlockingIOError:
-                break
-            except ConnectionError as error:
-                raise EOFError from error
-            if not data:
-                yield from self._complete()
-                raise EOFError
-            self._buffer += data
-            yield from self._complete()
-
-    def _ready(self, event: int, timeout_s: float) -> bool:
-        # Not select(): it ends at descriptor 1024, and CUDA and NCCL open hundreds.
-        poll = select.poll()
-        poll.register(self._end, event)
-        return bool(poll.poll(timeout_s * 1000))
-
-    def _complete(self) -> Iterator[bytes]:
-        head = _LENGTH.size
-        while len(self._buffer) >= head:
-            end = head + _LENGTH.unpack_from(self._buffer)[0]
-            if len(self._buffer) < end:
-                return
-            message = bytes(memoryview(self._buffer)[head:end])
-            del self._buffer[:end]
-            yield message
-
-    def close(self) -> None:
-        self._end.close()
 
 
 class ChildEngine:
@@ -206,7 +82,7 @@ class ChildEngine:
         self._live: dict[RequestId, list[Partial]] = {}
         """What each request has produced so far, in pieces."""
         self._events: list[AnyEvent] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._down = ""
         self._closed = False
         self._start()
@@ -214,7 +90,7 @@ class ChildEngine:
     @property
     def pid(self) -> int:
         """Of the child, 0 when there is none."""
-        return self._process.pid if self._process is not None and not self._down else 0
+        return self._child.process.pid if self._child is not None and not self._down else 0
 
     @property
     def failure(self) -> str:
@@ -332,7 +208,7 @@ class ChildEngine:
         if self._closed:
             return
         self._closed = True
-        if self._down or self._process is None:
+        if self._down or self._child is None:
             return
         self._dismiss()
         self._down = "is closed"
@@ -340,40 +216,33 @@ class ChildEngine:
     # ---- the child
 
     def _dismiss(self) -> None:
-        """Ask the child to end; kill it after a few seconds."""
-        assert self._process is not None
-        self._frames.close()  # the child ends when its stream does
-        try:
-            self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_EXIT_S)
+        """Let the child end as its stream does; kill it after a few seconds."""
+        assert self._child is not None
+        self._child.end(exiting=True)
 
     def _start(self) -> None:
         settings = dict(self._settings() if callable(self._settings) else self._settings)
         if "deadline_s" in settings:
             self._deadline_s = settings["deadline_s"] + _GRACE_S
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlcore.rollout.child", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=_environment(self._threads),
-                stdin=subprocess.DEVNULL,
-            )
-        self._frames = _Frames(ours)
+        self._child = Child(
+            "rlcore.rollout.process",
+            threads=self._threads,
+            env=without_launcher(),
+            largest=LARGEST_FRAME,
+        )
         self._down = ""
         self._refused, self._told = "", False
-        self._replies: dict[int, _Reply] = {}
+        self._replies: dict[int, Reply] = {}
         self._number = 0
         self._built = False
         self._ask("build", (self._factory, settings))
 
     def _ask(self, method: str, args: tuple[Any, ...]) -> int:
         self._number += 1
-        call = _Call(self._number, method, encode(args))
+        assert self._child is not None
+        call = Call(self._number, method, encode(args))
         try:
-            self._frames.send(encode(call), time.monotonic() + self._deadline_s)
+            self._child.channel.send(frame(call), self._deadline_s)
         except TimeoutError as error:
             raise TimeoutError(f"{self._name} does not read its calls: {method}") from error
         except OSError:
@@ -415,17 +284,18 @@ class ChildEngine:
 
     @property
     def _name(self) -> str:
-        pid = self._process.pid if self._process is not None else 0
+        pid = self._child.process.pid if self._child is not None else 0
         return f"engine process {pid} of rank {self._rank}"
 
     def _pump(self, timeout_s: float) -> None:
         """Take in what the child has sent."""
+        assert self._child is not None
         try:
-            for message in self._frames.receive(timeout_s):
-                item = decode(message, _FromChild)
-                if isinstance(item, _Reply):
+            for body in self._child.channel.receive(timeout_s):
+                item = decode(body, FromEngine)
+                if isinstance(item, Reply):
                     self._replies[item.number] = item
-                elif isinstance(item, _Fatal):
+                elif isinstance(item, Fatal):
                     reason, _, trace = item.reason.partition("\n")
                     log.debug("%s: where it was raised\n%s", self._name, trace)
                     self._refused = item.refused
@@ -435,6 +305,8 @@ class ChildEngine:
                     self._events += [self._note(event) for event in item.events]
         except EOFError:
             self._die("")
+        except (ValueError, IndexError) as error:
+            self._die(f"wrote to its channel ({error})")
 
     def _note(self, event: AnyEvent) -> AnyEvent:
         """Keep the tokens that an event brings of a live request, forget what has ended."""
@@ -449,16 +321,11 @@ class ChildEngine:
 
     def _die(self, reason: str) -> None:
         """The child is gone or must go: reap it and leave a `Down` for `poll`."""
-        process = self._process
-        assert process is not None
-        self._frames.close()
-        if reason:
-            process.kill()
-        try:
-            code = process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait(_EXIT_S)
+        assert self._child is not None
+        code = self._child.end(exiting=not reason)
+        if code is None:
+            reason = reason or "does not end"
+            log.error("%s does not end after SIGKILL", self._name)
         if not reason:
             reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._down = reason
@@ -493,142 +360,3 @@ def joined(pieces: Sequence[Partial]) -> Partial:
         versions=np.concatenate([p.versions for p in pieces]),
         drafted=np.concatenate(drafted) if len(drafted) == len(pieces) else None,
     )
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """The parent's variables without the launcher's: the engine is no rank of anything."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER and not name.startswith(_LAUNCHER_PREFIXES)
-    }
-    root = str(Path(rlcore.__file__).resolve().parents[1])
-    paths = [root, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    env["OMP_NUM_THREADS"] = str(threads)
-    return env
-
-
-class _Server:
-    """The child's side: a thread that reads calls, one that writes, and the engine in the middle,
-    so that decoding never waits for the parent."""
-
-    def __init__(self, end: socket.socket):
-        self._frames = _Frames(end)
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()  # None: no more
-        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._live: set[RequestId] = set()
-        self._paused = False
-        self._engine: Engine | None = None
-        self._parent = os.getppid()
-
-    def run(self) -> None:
-        """Serve until the parent closes its end or is gone."""
-        threading.Thread(target=self._read, daemon=True).start()
-        writer = threading.Thread(target=self._write, daemon=True)
-        writer.start()
-        try:
-            while True:
-                self._serve()
-                if self._engine is not None:
-                    self._push(self._engine.poll(_STEP_S if self._busy else _POLL_S))
-        except BaseException as error:
-            trace = "".join(traceback.format_exception(error))
-            starts = self._engine is None and isinstance(error, ValueError)
-            refused = str(error) if starts else ""
-            self._out.put(encode(_Fatal(f"{type(error).__name__}: {error}\n{trace}", refused)))
-            self._out.put(None)
-            writer.join(_EXIT_S)
-            self._leave(1)
-
-    @property
-    def _busy(self) -> bool:
-        return bool(self._live) and not self._paused
-
-    def _serve(self) -> None:
-        """Answer the calls that are there; with nothing to decode, wait for one. An error is the
-        answer to its call while the engine lives."""
-        wait = not self._busy
-        while True:
-            try:
-                call = self._calls.get(timeout=_POLL_S) if wait else self._calls.get_nowait()
-            except queue.Empty:
-                return
-            if call is None:
-                self._leave(0)
-            wait = False
-            reply = _Reply(call.number)
-            try:
-                self._obey(call.method, decode(call.args, _ARGS[call.method]))
-            except EngineGoneError:
-                raise
-            except Exception as error:
-                if self._engine is None:
-                    raise
-                reply.error, reply.message = type(error).__name__, str(error)
-            # Events of the call go first: whoever aborts and then polls finds them.
-            if call.method in ("abort", "pause"):
-                self._push(self._engine.poll(0.0))
-            self._out.put(encode(reply))
-
-    def _obey(self, method: str, args: tuple[Any, ...]) -> None:
-        if method == "build":
-            module, _, function = args[0].partition(":")
-            self._engine = getattr(importlib.import_module(module), function)(**args[1])
-            return
-        getattr(self._engine, method)(*args)
-        if method == "submit":
-            self._live.update(request.id for request in args[0])
-        elif method in ("pause", "resume"):
-            self._paused = method == "pause"
-
-    def _push(self, events: Sequence[AnyEvent]) -> None:
-        if not events:
-            return
-        self._live.difference_update(e.id for e in events if isinstance(e, Finished | Aborted))
-        self._out.put(encode(_Events(tuple(events))))
-
-    def _read(self) -> None:
-        try:
-            while True:
-                for message in self._frames.receive(_PARENT_S):
-                    self._calls.put(decode(message, _Call))
-                if os.getppid() != self._parent:
-                    break
-        except EOFError:
-            log.debug("the parent is gone or has closed")
-        self._calls.put(None)
-        time.sleep(_CLOSE_S)  # the main thread ends the process, unless it is stuck in a call
-        os._exit(0)
-
-    def _leave(self, code: int) -> NoReturn:
-        """Nobody waits for anything here: end what the engine has started, and this process."""
-        late = threading.Timer(_CLOSE_S, os._exit, (code,))
-        late.daemon = True
-        late.start()
-        try:
-            if self._engine is not None:
-                self._engine.close()
-        except Exception:
-            traceback.print_exc()
-        os._exit(code)  # exit handlers of libraries take seconds
-
-    def _write(self) -> None:
-        try:
-            while (message := self._out.get()) is not None:
-                self._frames.send(message, time.monotonic() + _STUCK_S)
-        except OSError:
-            return  # the other thread sees it as well, and ends the process
-        except TimeoutError:
-            os._exit(0)
-
-
-def main() -> None:
-    """`python -m rlcore.rollout.child <file descriptor>`, started by `ChildEngine`."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends it to all; the parent decides
-        signal.signal(number, signal.SIG_IGN)
-    _Server(socket.socket(fileno=int(sys.argv[1]))).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,8 @@ CONTROL is a socket, SETTINGS is JSON (`Settings`). An order is JSON with descri
 program's source and its tests come through those, and are read after the fork: this process never
 sees them, so that no program can find an earlier one's tests in the memory that it inherits.
 
-Runs on the standard library alone.
+Runs on the standard library alone and takes descriptors, which is why it does not use the channel
+of `utils/children.py`.
 
 Own code instead of one bubblewrap per program: a fork inside it runs 29 scripts a second for 2.7
 (`tools/results/sandbox.json`, a loaded machine).

@@ -1,14 +1,22 @@
-"""A child process of a rank that runs what may hang, crash or loop: start it, talk to it, end it
-with all that it started.
+"""Child processes of rlcore: start one, exchange frames with it, notice that it has ended, end it.
 
-Used by rewards and environments. The parent's side is `Child`; in the child `tie_to` comes first.
+Every child has one `Channel` to its parent: a socket pair with the frames of `utils/net.py`.
+`Child` is the parent's side of a child that runs our own code, an engine. `GuardedChild` is that of
+a child that runs users' code, which may hang, crash or loop: rewards, judges, environments. In the
+child, `open_channel` or `open_guarded_channel` comes first.
+
+Other mechanisms where these cannot be used: SGLang starts its schedulers itself, programs in the
+sandbox own their stdin and stdout (`sandbox/walls.py`), CUDA MPS is NVIDIA's daemon, and the jobs
+of `rlcore mux` are programs that no message is sent to.
 
 Own code instead of `multiprocessing`: a child is ended together with all that it started.
 """
 
 import contextlib
 import ctypes
+import faulthandler
 import os
+import select
 import selectors
 import signal
 import socket
@@ -16,31 +24,168 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlcore.utils import guard
 from rlcore.utils.log import log
-from rlcore.utils.net import Frames
+from rlcore.utils.net import LARGEST_FRAME, Frames
+from rlcore.utils.process_tree import MARK, end_tree, is_dead
 
-MARK = "RLCORE_CHILD"
-"""Environment variable whose value is unique to a child: every process that it starts inherits it,
-so that all of them are found when it ends, whatever group, session or parent they have moved to."""
 ERROR_CHARS = 300
-_READ_BYTES = 1 << 18
+_READ_BYTES, _MOST_READS = 1 << 18, 64
+_STUCK_S = 24 * 3600.0
 _TAIL_BYTES = 4096
+_LOG_BYTES = 4 << 20
 _SHOWN_LINES, _SHOWN_CHARS = 12, 160
 _KILL_S = 2.0
 _ROOT = Path(__file__).parents[2]
 _PYTHON = (sys.executable, "-P", "-X", "faulthandler", "-m")
 _STACK_S = 0.2
-_EXIT_S = 0.2
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+class Channel:
+    """One end of the stream of frames between a process and its child. One thread may send while
+    another receives."""
+
+    def __init__(self, end: socket.socket, largest: int = LARGEST_FRAME) -> None:
+        """`largest` is the most bytes of a frame that is received."""
+        end.setblocking(False)
+        self._end, self._frames, self._queue = end, Frames(largest), bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for selectors."""
+        return self._end.fileno()
+
+    def send(self, frame: bytes | bytearray, timeout_s: float = _STUCK_S) -> None:
+        """Write a whole frame (`net.frame`). TimeoutError if the other side does not read it in
+        time, OSError if that side is closed."""
+        end, rest = time.monotonic() + timeout_s, memoryview(frame)
+        while rest:
+            try:
+                rest = rest[self._end.send(rest) :]
+            except BlockingIOError:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("the other side does not read") from None
+                self._wait(select.POLLOUT, left)
+
+    def queue(self, frames: bytes | bytearray) -> None:
+        """Keep frames for `flush`."""
+        self._queue += frames
+
+    def flush(self) -> bool:
+        """Write as much of the queue as the other side takes without a wait; return whether
+        something is left."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._queue:
+                del self._queue[: self._end.send(self._queue)]
+        return bool(self._queue)
+
+    def receive(self, timeout_s: float | None = 0.0) -> Iterator[bytes]:
+        """Yield the bodies of the frames that have arrived; if there is none, wait up to
+        `timeout_s` for more bytes (None: without a limit). EOFError at the end of the stream,
+        ValueError where it holds no frame. Bodies that are not taken come with the next call."""
+        for body in self._frames.feed(b""):
+            timeout_s = 0.0
+            yield body
+        waits = timeout_s is None or timeout_s > 0
+        if waits and not self._wait(select.POLLIN, timeout_s):
+            return
+        for _ in range(_MOST_READS):  # a flood must not hold up the caller
+            try:
+                data = self._end.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            yield from self._frames.feed(data)
+
+    def first(self) -> bytes:
+        """Wait for the first frame and return its body. EOFError at the end of the stream."""
+        while (body := next(self.receive(None), None)) is None:
+            pass
+        return body
+
+    def close(self) -> None:
+        """Close this end: the other side finds the end of the stream. Idempotent."""
+        self._end.close()
+
+    def _wait(self, event: int, timeout_s: float | None) -> bool:
+        # Not select(): it ends at descriptor 1024, and CUDA and NCCL open hundreds.
+        poll = select.poll()
+        poll.register(self._end, event)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+class Child:
+    """A child process and the channel to it; it prints where its parent prints. Belongs to one
+    thread."""
+
+    exit_s = 5.0
+    """Time that a child gets to exit."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        threads: int = 1,
+        env: Mapping[str, str] | None = None,
+        largest: int = LARGEST_FRAME,
+        **options: Any,
+    ) -> None:
+        """Start `python -m module DESCRIPTOR PARENT`.
+
+        Args:
+            threads: OMP_NUM_THREADS of the child; a rank may have many children.
+            env: its other environment variables; None: those of this process.
+            largest: most bytes of a frame from the child.
+            options: further arguments of `subprocess.Popen`.
+        """
+        self.started = time.monotonic()
+        env = dict(os.environ if env is None else env)
+        paths = [str(_ROOT), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+        env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+        env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = self._popen(
+                [*_PYTHON, module, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=env,
+                **options,
+            )
+        self.channel = Channel(ours, largest)
+
+    def _popen(self, command: list[str], **options: Any) -> subprocess.Popen:
+        return subprocess.Popen(command, **options)
+
+    def end(self, exiting: bool = False) -> int | None:
+        """Close the channel and kill the child; return its exit status, None if it does not end.
+        `exiting` gives it `exit_s` to end by itself, so that the status is its own."""
+        self.channel.close()
+        status = self._wait(self.exit_s) if exiting else None
+        if status is None:
+            self.process.kill()
+            status = self._wait(self.exit_s)
+        return status
+
+    def _wait(self, timeout_s: float) -> int | None:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
 class Selector(Protocol):
-    """What a child needs of `selectors.BaseSelector`."""
+    """What a guarded child needs of `selectors.BaseSelector`."""
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
 
@@ -51,74 +196,52 @@ class Selector(Protocol):
     def get_key(self, fileobj: Any) -> selectors.SelectorKey: ...
 
 
-class Child:
-    """A child and its pipes. Lives in one thread, with which it dies: no locks."""
+class GuardedChild(Child):
+    """A child that runs users' code. It prints into a pipe of ours, is killed together with every
+    process that it started, and ends with the thread that started it."""
+
+    exit_s = 0.2
 
     def __init__(
         self,
         selector: Selector,
-        start: bytes,
+        start: bytes | bytearray,
         sink: Callable[[bytes], None],
         module: str,
     ) -> None:
-        """`start` is the first frame, `sink` takes what the child prints, `module` is what it runs,
-        with the number of its channel and our process id as arguments."""
-        self.started = time.monotonic()
-        self.frames = Frames()
+        """`start` is the first frame, `sink` takes what the child prints, `selector` reports the
+        data (this child, "channel" or "output")."""
         self.tail = b""
-        self._out = bytearray()
         self._selector, self._sink = selector, sink
         self._mark = uuid.uuid4().hex
-        ours, theirs = socket.socketpair()
         self._output, write_end = os.pipe()
-        env = os.environ | {
-            MARK: self._mark,
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), *_old_path()]),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",  # a rank may have many children
-        }
-        with theirs:
-            self.process = subprocess.Popen(
-                [*_PYTHON, module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
+        try:
+            super().__init__(
+                module,
+                env=os.environ | {MARK: self._mark},
                 stdout=write_end,
                 stderr=write_end,
-                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=env,
             )
-        os.close(write_end)
-        self._channel = ours
-        ours.setblocking(False)
+        finally:
+            os.close(write_end)
         os.set_blocking(self._output, False)
-        selector.register(ours, selectors.EVENT_READ, (self, "channel"))
+        selector.register(self.channel, selectors.EVENT_READ, (self, "channel"))
         selector.register(self._output, selectors.EVENT_READ, (self, "output"))
         self._output_open = True
         self.send(start)
 
-    def send(self, data: bytes) -> None:
-        """Queue bytes for the child."""
-        self._out += data
+    def send(self, frames: bytes | bytearray) -> None:
+        """Queue frames for the child; never waits."""
+        self.channel.queue(frames)
         self.flush()
 
     def flush(self) -> None:
         """Write what the child takes; the rest goes when it reads on."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._out:
-                del self._out[: self._channel.send(self._out)]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        if self._selector.get_key(self._channel).events != events:
-            self._selector.modify(self._channel, events, (self, "channel"))
-
-    def read(self) -> bytes | None:
-        """What the child has sent; None where there is nothing now, b"" where there will be no
-        more."""
-        try:
-            return self._channel.recv(_READ_BYTES)
-        except BlockingIOError:
-            return None
-        except ConnectionResetError:
-            return b""
+        more = self.channel.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
+        if self._selector.get_key(self.channel).events != events:
+            self._selector.modify(self.channel, events, (self, "channel"))
 
     def read_output(self) -> None:
         """Take what the child has printed; one piece a call, so that a flood waits in its pipe."""
@@ -163,22 +286,79 @@ class Child:
             self.read_output()
 
     def end(self, exiting: bool = False) -> int | None:
-        """Kill the child and every process that it started; its exit status, None if it does not
-        die. `exiting` gives it a moment to end by itself, so that the status is its own."""
-        deadline = time.monotonic() + _EXIT_S
+        """As of `Child`, and kill every process that the child started."""
+        deadline = time.monotonic() + self.exit_s
         while exiting and not is_dead(self.process) and time.monotonic() < deadline:
             time.sleep(0.001)
-        self._selector.unregister(self._channel)
-        self._channel.close()
+        self._selector.unregister(self.channel)
+        self.channel.close()
         end_tree(self.process, self._mark)
-        try:
-            status = self.process.wait(_KILL_S)
-        except subprocess.TimeoutExpired:
-            log.error("child %d does not die of SIGKILL", self.process.pid)
-            status = None
+        status = self._wait(_KILL_S)
+        if status is None:
+            log.error("child %d does not end after SIGKILL", self.process.pid)
         self.read_output()  # a pipe holds no more than one piece
         self._close_output()
         return status
+
+
+class CappedLog:
+    """A file that takes what children print, up to 4 MiB in all."""
+
+    def __init__(self, file: Path | None, name: str) -> None:
+        """`name` is for the warning if the file cannot be written; None: keep nothing."""
+        self._file, self._name = file, name
+        self._room = _LOG_BYTES if file is not None else 0
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, data: bytes) -> None:
+        """Append as much as there is room for."""
+        if self._file is None or self._room <= 0:
+            return
+        data = data[: self._room]
+        self._room -= len(data)
+        if not self._room:
+            data += f"\n(cut: {_LOG_BYTES} bytes are enough)\n".encode()
+        try:
+            with self._file.open("ab") as file:
+                file.write(data)
+        except OSError as error:  # a full disk must not cost what the children do
+            self._room = 0
+            log.warning("%s: %s cannot be written: %s", self._name, self._file, error)
+
+
+def without_launcher() -> dict[str, str]:
+    """Return the environment without torchrun's variables, for a child that is not a rank."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+
+
+def open_channel(largest: int = LARGEST_FRAME) -> Channel:
+    """In a child: open the channel to the parent, which no process that starts here inherits."""
+    end = socket.socket(fileno=int(sys.argv[1]))
+    end.set_inheritable(False)
+    os.register_at_fork(after_in_child=end.close)
+    return Channel(end, largest)
+
+
+def parent_pid() -> int:
+    """In a child: return the process id of the parent that started it."""
+    return int(sys.argv[2])
+
+
+def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
+    """In a guarded child: tie it to its parent and open the channel.
+
+    Args:
+        name: the child's, for warnings.
+        all_threads: a time-out shows the stacks of all threads, not only of the one that runs.
+    """
+    tie_to(parent_pid(), name)
+    faulthandler.register(signal.SIGUSR1, all_threads=all_threads)
+    return open_channel()
 
 
 def tie_to(parent: int, name: str) -> None:
@@ -200,64 +380,6 @@ def last_lines(printed: str) -> str:
     """The end of what was printed, indented; each line cut to a readable length."""
     lines = printed.strip().splitlines()[-_SHOWN_LINES:]
     return "".join(f"\n    {line[:_SHOWN_CHARS]}" for line in lines) or " nothing"
-
-
-def _old_path() -> list[str]:
-    old = os.environ.get("PYTHONPATH", "")
-    return [old] if old else []
-
-
-def is_dead(process: subprocess.Popen) -> bool:
-    """Whether it has ended; its number stays its own until `process.wait`."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, options) is not None
-
-
-def end_tree(process: subprocess.Popen, mark: str) -> None:
-    """SIGKILL for `process`, its descendants, and every process that carries its mark. The process
-    itself is stopped first and killed last: it adopts orphans, so that none gets out of sight."""
-    if not is_dead(process):
-        os.kill(process.pid, signal.SIGSTOP)
-    deadline = time.monotonic() + _KILL_S
-    while victims := _family(process.pid, mark) - {process.pid}:
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            log.error("processes %s do not die of SIGKILL", sorted(victims)[:5])
-            break
-        time.sleep(0.001)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # not yet waited for: the number is still its own
-
-
-def _family(root: int, mark: str) -> set[int]:
-    """Living descendants of `root` and living processes with the mark in their environment."""
-    needle = f"{MARK}={mark}".encode()
-    parent_of: dict[int, int] = {}
-    marked: set[int] = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        pid = int(name)
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-            if stat[0] in (b"Z", b"X"):
-                continue
-            parent_of[pid] = int(stat[1])
-            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                marked.add(pid)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return {pid for pid in parent_of if pid in marked or _descends(pid, root, parent_of)}
-
-
-def _descends(pid: int, root: int, parent_of: dict[int, int]) -> bool:
-    while pid in parent_of:
-        pid = parent_of[pid]
-        if pid == root:
-            return True
-    return False
 
 
 def exit_text(status: int | None) -> str:

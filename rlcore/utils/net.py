@@ -68,30 +68,33 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
     return _decoder(kind).decode(data)
 
 
-def frame(message: Any) -> bytes:
-    """A message behind its length, as it goes down a stream. ValueError, TypeError or OverflowError
-    for what cannot travel."""
-    body = encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+def frame(message: Any) -> bytearray:
+    """Encode a message behind its length, as it goes down a stream. ValueError, TypeError or
+    OverflowError for what cannot travel."""
+    data = bytearray(LENGTH_BYTES)
+    _encoder.encode_into(message, data, LENGTH_BYTES)
+    data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    return data
 
 
 class Frames:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into the bodies of its frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = LARGEST_FRAME) -> None:
         self._buffer = bytearray()
+        self._largest = largest
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that `data` completes. ValueError where the stream is no frame."""
+        """Yield the bodies that `data` completes, each once: a later call goes on with those that
+        this one's caller did not take. ValueError if a frame is longer than allowed."""
         self._buffer += data
-        start, end = 0, len(self._buffer)
-        while end - start >= LENGTH_BYTES:
-            size = int.from_bytes(self._buffer[start : start + LENGTH_BYTES], "little")
-            if size > LARGEST_FRAME:
-                raise ValueError(f"a frame of {size} bytes: at most {LARGEST_FRAME} are allowed")
-            if end - start < LENGTH_BYTES + size:
-                break
-            start += LENGTH_BYTES
-            yield bytes(self._buffer[start : start + size])
-            start += size
-        del self._buffer[:start]
+        while len(self._buffer) >= LENGTH_BYTES:
+            size = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
+            if size > self._largest:
+                raise ValueError(f"a frame of {size} bytes: at most {self._largest} are allowed")
+            end = LENGTH_BYTES + size
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[LENGTH_BYTES:end])
+            del self._buffer[:end]
+            yield body

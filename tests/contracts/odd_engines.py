@@ -116,6 +116,11 @@ def dies_once(file, tp):
     return Breaking()
 
 
+def babbling():
+    """`resume` writes into the stream of frames."""
+    return Odd(resume=lambda: os.write(int(sys.argv[1]), b"\xff" * 8))
+
+
 def slow_to_start():
     """Never gets ready."""
     time.sleep(3600)

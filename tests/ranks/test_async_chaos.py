@@ -61,7 +61,7 @@ class Killer(threading.Thread):
                 [process] = [
                     child
                     for child in process.children(recursive=True)
-                    if "rlcore.rollout.child" in child.cmdline()
+                    if "rlcore.rollout.process" in child.cmdline()
                 ]
             process.kill()
         except (psutil.NoSuchProcess, ValueError):

@@ -40,7 +40,7 @@ class Found:
         gang = runs.Running(2, jobs, folder / "gang")
         try:
             self._kill(gang, "async", 2, "rlcore.envs.child")
-            self._kill(gang, "async", 4, "rlcore.rollout.child")
+            self._kill(gang, "async", 4, "rlcore.rollout.process")
         finally:
             self.gang = gang.wait(280)
 

@@ -66,7 +66,7 @@ def test_a_run_survives_engines_and_reward_children_being_killed(tmp_path):
     def strike() -> None:
         dice = random.Random(0)
         while not done.wait(6.0):
-            victim = dice.choice(["rlcore.rollout.child", "rlcore.rewards.child"])
+            victim = dice.choice(["rlcore.rollout.process", "rlcore.rewards.child"])
             for process in gang.processes:
                 found = [
                     p

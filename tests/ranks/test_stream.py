@@ -162,7 +162,7 @@ def test_a_gradient_that_was_begun_is_begun_again_when_no_engine_is_left(tmp_pat
             time.sleep(0.02)
         time.sleep(2.5)
         children = psutil.Process(gang.processes[0].pid).children()
-        (engine,) = [c for c in children if "rlcore.rollout.child" in c.cmdline()]
+        (engine,) = [c for c in children if "rlcore.rollout.process" in c.cmdline()]
         engine.send_signal(signal.SIGKILL)
     finally:
         done = gang.wait(280)

@@ -64,7 +64,7 @@ class Worlds:
             time.sleep(0.02)
         time.sleep(0.5)
         children = psutil.Process(gang.processes[1].pid).children()
-        (engine,) = [c for c in children if "rlcore.rollout.child" in c.cmdline()]
+        (engine,) = [c for c in children if "rlcore.rollout.process" in c.cmdline()]
         engine.send_signal(signal.SIGKILL)
 
     def rounds(self, name: str) -> list[dict[str, Any]]:

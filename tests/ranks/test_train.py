@@ -68,7 +68,7 @@ class Worlds:
             child
             for rank in ranks
             for child in psutil.Process(gang.processes[rank].pid).children()
-            if "rlcore.rollout.child" in child.cmdline()
+            if "rlcore.rollout.process" in child.cmdline()
         ]
         assert len(engines) == len(ranks), engines
         for engine in engines:

@@ -1,6 +1,6 @@
 """Episodes over the torch engine, with environments in processes: tokens, slots, failures."""
 
-import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from rlcore.records import (
 )
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import push
+from rlcore.utils.children import Channel
 from tests.contracts.engine_contract import CONFIG, collect, ended, requests, weights
 
 HF = HFConfig.from_dict(CONFIG)
@@ -351,7 +352,7 @@ def test_a_token_that_the_model_does_not_have_costs_its_episode(make):
 def test_an_environment_that_is_closed_before_it_is_made_is_not_made():
     """Its thread may come late."""
     made: list[Any] = []
-    host = child.Host(SimpleNamespace(make=made.append), None, -1)
+    host = child.Host(SimpleNamespace(make=made.append), None, Channel(socket.socket()))
     reset = Call(number=0, what="reset", key=5, prompt=prompt_of("t0"))
     for close in (host._envs.clear, lambda: setattr(host._envs[5], "is_closed", True)):
         host._envs[5] = child._Place()
@@ -376,8 +377,8 @@ def test_an_environment_that_is_closed_while_it_is_made_is_not_left_behind():
         assert may_end.wait(30)
         return Slow()
 
-    ours, theirs = os.pipe()
-    host = child.Host(SimpleNamespace(make=build), None, theirs)
+    ours, theirs = socket.socketpair()
+    host = child.Host(SimpleNamespace(make=build), None, Channel(theirs))
     prompt = prompt_of("t0")
     host.take(Call(number=0, what="reset", key=5, prompt=prompt, seed=1, episode="t0.0"))
     assert begun.wait(30)
@@ -385,5 +386,5 @@ def test_an_environment_that_is_closed_while_it_is_made_is_not_left_behind():
     may_end.set()
     assert closed.wait(30) and not host._envs
     host._threads.shutdown()
-    os.close(ours)
-    os.close(theirs)
+    ours.close()
+    theirs.close()

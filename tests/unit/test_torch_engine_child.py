@@ -1,11 +1,7 @@
-import fcntl
 import os
-import resource
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 
 import msgspec
@@ -13,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlcore.records import Down, Finished, Progress, Request, Sampling
-from rlcore.rollout.child import ChildEngine, _Frames
+from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import pack, push
@@ -274,27 +270,19 @@ def test_a_child_is_no_rank_and_does_not_import_what_started_it(monkeypatch):
         engine.close()
 
 
-def test_messages_pass_where_descriptors_are_beyond_1023():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2048:
-        pytest.skip(f"only {hard} descriptors are allowed here")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    ends = []
-    for end in socket.socketpair():
-        with end:
-            ends.append(socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD, 1500)))
-    ours, theirs = (_Frames(end) for end in ends)
-    message = bytes(range(256)) * 8192  # more than the socket holds
-    sender = threading.Thread(target=ours.send, args=(message, time.monotonic() + 20))
-    sender.start()
-    found = []
-    while not found:
-        found += theirs.receive(20.0)
-    sender.join()
-    ours.close()
-    theirs.close()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert found == [message]
+def test_a_child_that_writes_no_frame_is_down_and_a_call_says_so():
+    """The run continues with the next one."""
+    engine = ChildEngine(f"{ODD}babbling", {})
+    try:
+        engine.submit(endless(1, "b"))
+        with pytest.raises(EngineGoneError, match=r"resume: .* wrote to its channel \(a frame of"):
+            engine.resume()
+        (down,) = engine.poll(0.0)
+        assert down.lost == ("b.0",)
+        engine.restart()
+        engine.submit(endless(1, "b"))
+    finally:
+        engine.close()
 
 
 def test_another_size_is_another_child_without_requests():

@@ -6,10 +6,7 @@ Started by `runner.ProcessRunner` only; it dies with its parent. It sees its dev
 environment that the parent made, MPS limits included.
 """
 
-import faulthandler
 import os
-import select
-import signal
 import sys
 import time
 import traceback
@@ -27,10 +24,9 @@ from rlcore.rewards.judge.residency import host_growth
 from rlcore.rewards.judge.rubric import Rubric, of_probabilities, verdict_ids
 from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, Load, Ready, ToJudge
 from rlcore.utils import net
-from rlcore.utils.children import sentence, tie_to
-from rlcore.utils.net import Frames, frame
+from rlcore.utils.children import Channel, open_guarded_channel, sentence
+from rlcore.utils.net import frame
 
-_READ_BYTES = 1 << 18
 _READ_CHARS = 1_000_000
 """That are made tokens between two batches: a tokenizer takes 3 to 6 s for them."""
 _STRETCH_CHARS = 20_000
@@ -38,12 +34,15 @@ _STRETCH_CHARS = 20_000
 
 
 def main() -> None:
-    channel, parent = int(sys.argv[1]), int(sys.argv[2])
-    tie_to(parent, "judge")
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.set_inheritable(channel, False)
-    inbox = Inbox(channel)
-    load = net.decode(inbox.first(), Load)
+    try:
+        serve(open_guarded_channel("judge"))
+    except EOFError:  # the parent has closed its end
+        sys.exit(0)
+
+
+def serve(channel: Channel) -> None:
+    """Load the judge and score what is asked, until the end of the stream: EOFError."""
+    load = net.decode(channel.first(), Load)
     sys.path[:] = load.sys_path
     cfg = msgspec.convert(load.config, JudgeRewardConfig)
     device, _, number = load.device.partition(":")
@@ -53,57 +52,34 @@ def main() -> None:
         judge = Judge(cfg, load.device)
     except BaseException as error:
         traceback.print_exc()
-        _send(channel, Ready(error=sentence(error)))
+        channel.send(frame(Ready(error=sentence(error))))
         sys.exit(1)
-    _send(channel, Ready(growth_bytes=host_growth(cfg, judge.model.hf, device)))
+    growth = host_growth(cfg, judge.model.hf, device)
+    channel.send(frame(Ready(growth_bytes=growth)))
     while True:
         if not judge.num_waiting:
             judge.model.rest()
         while not judge.num_waiting:
-            inbox.take(judge, None)
+            take(channel, judge, None)
         end = time.monotonic() + cfg.batch_wait_s
         while judge.num_waiting < cfg.batch_rows and (left := end - time.monotonic()) > 0:
-            inbox.take(judge, left)
-        inbox.take(judge, 0.0)
-        batch = judge.next_batch(lambda key: _send(channel, Began((key,))))
+            take(channel, judge, left)
+        take(channel, judge, 0.0)
+        batch = judge.next_batch(lambda key: channel.send(frame(Began((key,)))))
         if batch:
-            _send(channel, Began(tuple(row.key for row in batch)))
-            _send(channel, Done(tuple(judge.score(batch))))
+            channel.send(frame(Began(tuple(row.key for row in batch))))
+            channel.send(frame(Done(tuple(judge.score(batch)))))
 
 
-class Inbox:
-    """Frames from the parent. Its end is the end of this process."""
-
-    def __init__(self, channel: int) -> None:
-        self._channel, self._frames = channel, Frames()
-        self._bodies: list[bytes] = []
-
-    def first(self) -> bytes:
-        """The first frame."""
-        while not self._bodies:
-            self._read()
-        return self._bodies.pop(0)
-
-    def take(self, judge: "Judge", timeout_s: float | None) -> None:
-        """Give the judge what has come; waits up to `timeout_s` for it, None: for ever, since the
-        parent's death ends us."""
-        while self._bodies or select.select([self._channel], [], [], timeout_s)[0]:
-            if not self._bodies:
-                self._read()
-            for body in self._bodies:
-                message = net.decode(body, ToJudge)
-                if isinstance(message, Drop):
-                    judge.drop(message.keys)
-                else:
-                    judge.add(message)
-            self._bodies.clear()
-            timeout_s = 0.0
-
-    def _read(self) -> None:
-        data = os.read(self._channel, _READ_BYTES)
-        if not data:
-            sys.exit(0)
-        self._bodies += self._frames.feed(data)
+def take(channel: Channel, judge: "Judge", timeout_s: float | None) -> None:
+    """Give the judge what has arrived; wait up to `timeout_s` for it (None: without a limit, since
+    the parent's end is ours)."""
+    for body in channel.receive(timeout_s):
+        message = net.decode(body, ToJudge)
+        if isinstance(message, Drop):
+            judge.drop(message.keys)
+        else:
+            judge.add(message)
 
 
 @dataclass(eq=False, slots=True)
@@ -299,12 +275,6 @@ def _verdict(errors: dict[int, str], row: int, score: Callable[..., float], *arg
     except ValueError as error:
         errors[row] = f"verdict: {error}"
         return 0.0
-
-
-def _send(channel: int, message: Ready | Began | Done) -> None:
-    data = memoryview(frame(message))
-    while data:
-        data = data[os.write(channel, data) :]
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from rlcore.rewards.kind import Host
 from rlcore.rewards.wire import Job
 from rlcore.rewards.worker import Worker
 from rlcore.utils import net
+from rlcore.utils.children import CappedLog
 from rlcore.utils.log import announce, log
 from rlcore.utils.net import frame
 
 _MAX_FAILED_STARTS = 3
 _CLOSE_S = 20.0
-_LOG_BYTES = 4 << 20
 _MEMORY_CHECK_S = 0.25
 
 Settle = Callable[[int, RewardResult, str], None]
@@ -162,9 +162,8 @@ class ProcessBackend:
         beyond them when its batch began."""
         self._memory_checked = 0.0
         self._worker: Worker | None = None
-        self._failed_starts, self._log_room = 0, _LOG_BYTES
-        if host.log_file is not None:
-            host.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._failed_starts = 0
+        self._log = CappedLog(host.log_file, "judge")
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, (None, "wake"))
@@ -217,7 +216,7 @@ class ProcessBackend:
         if self._worker is None:
             self._running = ()
             self._worker = Worker(
-                self._selector, self._load, self._print, "rlcore.rewards.judge.process"
+                self._selector, self._load, self._log.write, "rlcore.rewards.judge.process"
             )
         self._send()
         for key, events in self._selector.select(self._wait_s()):
@@ -285,15 +284,11 @@ class ProcessBackend:
 
     def _receive(self, worker: Worker) -> None:
         """Take what the judge has sent; its end is found out here too."""
-        data = worker.read()
-        if data is None:
-            return
-        if not data:
-            self._ended("")
-            return
         try:
-            for body in worker.frames.feed(data):
+            for body in worker.channel.receive():
                 self._obey(worker, net.decode(body, FromJudge))
+        except EOFError:
+            self._ended("")
         except (ValueError, IndexError) as error:
             self._ended(f"crash: wrote to the service's channel ({error})")
 
@@ -393,19 +388,6 @@ class ProcessBackend:
     def _fail(self, sentence: str) -> None:
         self._failure = sentence
         self._host.fail(f"reward {self._host.name}: {sentence}")
-
-    def _print(self, data: bytes) -> None:
-        """What the judge prints goes to the log file while there is room."""
-        if self._host.log_file is None or self._log_room <= 0:
-            return
-        data = data[: self._log_room]
-        self._log_room -= len(data)
-        try:
-            with self._host.log_file.open("ab") as file:
-                file.write(data)
-        except OSError as error:  # a full disk must not cost the scores
-            self._log_room = 0
-            log.warning("judge: %s cannot be written: %s", self._host.log_file, error)
 
 
 def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:

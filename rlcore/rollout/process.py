@@ -1,0 +1,158 @@
+"""The engine process: calls in, events out, the engine in between.
+
+    python -m rlcore.rollout.process FD PARENT
+
+Started by `child.ChildEngine` only; it closes its engine and ends when its parent does.
+"""
+
+import importlib
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rlcore.records import Aborted, AnyEvent, Finished, RequestId
+from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.wire import ARGS, LARGEST_FRAME, Call, Events, Fatal, Reply
+from rlcore.utils.children import Channel, open_channel, parent_pid
+from rlcore.utils.log import log
+from rlcore.utils.net import decode, frame
+
+if TYPE_CHECKING:  # it imports torch, which only some engines need
+    from rlcore.protocols import Engine
+
+_POLL_S = 0.02  # of the engine: a call waits at most this long when nothing is decoded
+_STEP_S = 0.001  # a busy engine runs a step at least this long before calls are looked at
+_PARENT_S = 1.0  # how often the parent is looked for
+_CLOSE_S = 3.0  # a closing engine gets this long
+_EXIT_S = 5.0  # the last messages get this long
+
+
+class EngineServer:
+    """A thread that reads calls, one that writes, and the engine in the middle, so that decoding
+    never waits for the parent."""
+
+    def __init__(self, channel: Channel, parent: int) -> None:
+        self._channel, self._parent = channel, parent
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None: no more
+        self._out: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        self._live: set[RequestId] = set()
+        self._paused = False
+        self._engine: Engine | None = None
+
+    def run(self) -> None:
+        """Serve until the parent closes its end or is gone."""
+        threading.Thread(target=self._read, daemon=True).start()
+        writer = threading.Thread(target=self._write, daemon=True)
+        writer.start()
+        try:
+            while True:
+                self._serve()
+                if self._engine is not None:
+                    self._push(self._engine.poll(_STEP_S if self._busy else _POLL_S))
+        except BaseException as error:
+            trace = "".join(traceback.format_exception(error))
+            starts = self._engine is None and isinstance(error, ValueError)
+            refused = str(error) if starts else ""
+            self._out.put(frame(Fatal(f"{type(error).__name__}: {error}\n{trace}", refused)))
+            self._out.put(None)
+            writer.join(_EXIT_S)
+            self._leave(1)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._live) and not self._paused
+
+    def _serve(self) -> None:
+        """Answer the calls that are there; with nothing to decode, wait for one. An error is the
+        answer to its call while the engine lives."""
+        wait = not self._busy
+        while True:
+            try:
+                call = self._calls.get(timeout=_POLL_S) if wait else self._calls.get_nowait()
+            except queue.Empty:
+                return
+            if call is None:
+                self._leave(0)
+            wait = False
+            reply = Reply(call.number)
+            try:
+                self._obey(call.method, decode(call.args, ARGS[call.method]))
+            except EngineGoneError:
+                raise
+            except Exception as error:
+                if self._engine is None:
+                    raise
+                reply.error, reply.message = type(error).__name__, str(error)
+            # Events of the call go first: whoever aborts and then polls finds them.
+            if call.method in ("abort", "pause"):
+                self._push(self._engine.poll(0.0))
+            self._out.put(frame(reply))
+
+    def _obey(self, method: str, args: tuple[Any, ...]) -> None:
+        if method == "build":
+            module, _, function = args[0].partition(":")
+            self._engine = getattr(importlib.import_module(module), function)(**args[1])
+            return
+        getattr(self._engine, method)(*args)
+        if method == "submit":
+            self._live.update(request.id for request in args[0])
+        elif method in ("pause", "resume"):
+            self._paused = method == "pause"
+
+    def _push(self, events: Sequence[AnyEvent]) -> None:
+        if not events:
+            return
+        self._live.difference_update(e.id for e in events if isinstance(e, Finished | Aborted))
+        self._out.put(frame(Events(tuple(events))))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for body in self._channel.receive(_PARENT_S):
+                    self._calls.put(decode(body, Call))
+                if os.getppid() != self._parent:
+                    break
+        except EOFError:
+            log.debug("the parent has exited or closed its end")
+        except ValueError as error:
+            log.error("the engine process cannot read its calls: %s", error)
+        self._calls.put(None)
+        time.sleep(_CLOSE_S)  # the main thread ends the process, unless it is stuck in a call
+        os._exit(0)
+
+    def _leave(self, code: int) -> NoReturn:
+        """Nobody waits for anything here: end what the engine has started, and this process."""
+        late = threading.Timer(_CLOSE_S, os._exit, (code,))
+        late.daemon = True
+        late.start()
+        try:
+            if self._engine is not None:
+                self._engine.close()
+        except Exception:
+            traceback.print_exc()
+        os._exit(code)  # exit handlers of libraries take seconds
+
+    def _write(self) -> None:
+        try:
+            while (message := self._out.get()) is not None:
+                self._channel.send(message)
+        except TimeoutError:
+            os._exit(0)
+        except OSError:
+            return  # the other thread sees it as well, and ends the process
+
+
+def main() -> None:
+    """Serve the parent that started this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends it to all; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    EngineServer(open_channel(LARGEST_FRAME), parent_pid()).run()
+
+
+if __name__ == "__main__":
+    main()

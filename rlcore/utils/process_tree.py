@@ -1,0 +1,69 @@
+"""End a guarded child together with every process that it started."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from rlcore.utils.log import log
+
+MARK = "RLCORE_CHILD"
+"""Environment variable whose value is unique to a guarded child: every process that it starts
+inherits it, so that all of them are found when it ends, whatever group, session or parent they have
+moved to."""
+_KILL_S = 2.0
+
+
+def is_dead(process: subprocess.Popen) -> bool:
+    """Whether it has ended; its number stays its own until `process.wait`."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, options) is not None
+
+
+def end_tree(process: subprocess.Popen, mark: str) -> None:
+    """SIGKILL for `process`, its descendants, and every process that carries its mark. The process
+    itself is stopped first and killed last: it adopts orphans, so that none gets out of sight."""
+    if not is_dead(process):
+        os.kill(process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + _KILL_S
+    while victims := _family(process.pid, mark) - {process.pid}:
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            log.error("processes %s do not die of SIGKILL", sorted(victims)[:5])
+            break
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # not yet waited for: the number is still its own
+
+
+def _family(root: int, mark: str) -> set[int]:
+    """Living descendants of `root` and living processes with the mark in their environment."""
+    needle = f"{MARK}={mark}".encode()
+    parent_of: dict[int, int] = {}
+    marked: set[int] = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        pid = int(name)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+            if stat[0] in (b"Z", b"X"):
+                continue
+            parent_of[pid] = int(stat[1])
+            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                marked.add(pid)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return {pid for pid in parent_of if pid in marked or _descends(pid, root, parent_of)}
+
+
+def _descends(pid: int, root: int, parent_of: dict[int, int]) -> bool:
+    while pid in parent_of:
+        pid = parent_of[pid]
+        if pid == root:
+            return True
+    return False
