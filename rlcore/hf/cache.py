@@ -84,7 +84,7 @@ class Cache:
             raise ValueError(f"cache of {self.budget} tokens: {rows} x {longest} do not fit")
         keep = min(capacity, self.capacity)
         num_slabs = 1 if self.shared else self.num_layers
-        old = self.layers or [None] * num_slabs
+        old = self.layers[:num_slabs] or [None] * num_slabs
         self.layers = []
         for index in range(num_slabs):
             shape = (2, slots, self.kv_heads, capacity, self.head_dim)
