@@ -69,9 +69,7 @@ class Known:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """By phase: of the last ones."""
 
-    def describe(
-        self, name: str, said: Mapping[str, Any], measured: Mapping[str, float]
-    ) -> None:
+    def describe(self, name: str, said: Mapping[str, Any], measured: Mapping[str, float]) -> None:
         """Take the profile and the nodes that the job gives at its arrival. `measured`: what it
         took before, which counts where it is more.
 
