@@ -2,6 +2,7 @@
 and what does not change is made whole."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ def _found(source: str) -> list[tuple[int, str]]:
     return finder.found
 
 
+@cache
 def _in_tree() -> dict[str, list[tuple[int, str]]]:
     files = sorted((ROOT / "rlcore").rglob("*.py"))
     found = {str(f.relative_to(ROOT / "rlcore")): _found(f.read_text()) for f in files}
