@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,6 +36,23 @@ class _Place:
     env: TextEnv | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
+
+    def reset(
+        self, make: Callable[[], TextEnv], seed: int, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Make the environment and begin. RuntimeError where it was closed before."""
+        with self.lock:
+            if self.is_closed:
+                raise RuntimeError("it was closed before it began")
+            self.env = make()
+            return self.env.reset(seed=seed, options=options)
+
+    def close(self) -> None:
+        """Close the environment, after the step that it may be at; it is not made later either."""
+        with self.lock:
+            self.is_closed = True
+            if self.env is not None:
+                self.env.close()
 
 
 _CLOSED = _Place(is_closed=True)
@@ -67,10 +86,7 @@ class Host:
         try:
             if call.what == "close":
                 if (place := self._envs.pop(call.key, None)) is not None:
-                    with place.lock:  # it may be at a step that nobody waits for any more
-                        place.is_closed = True
-                        if place.env is not None:
-                            place.env.close()
+                    place.close()
                 return
             reply = self._do(call)
         except BaseException as error:  # the process boundary: environments may raise anything
@@ -85,12 +101,8 @@ class Host:
             options = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer}
             options["episode"] = call.episode
             place = self._envs.get(call.key, _CLOSED)
-            with place.lock:
-                if not place.is_closed:
-                    place.env = self._kind.make(self._config)
-                    seen, info = place.env.reset(seed=call.seed, options=options)
-            if place.env is None:
-                raise RuntimeError("it was closed before it began")
+            make = partial(self._kind.make, self._config)
+            seen, info = place.reset(make, call.seed, options)
             seen, _, numbers = checked(seen, 0.0, info)
             return Reply(number=call.number, seen=seen, numbers=numbers)
         place = self._envs[call.key]

@@ -87,6 +87,32 @@ class _Episode:
     is_aborted: bool = False
     """Of the caller's thread."""
 
+    def play(self, task: asyncio.Task) -> None:
+        """Be played by this task. On the loop."""
+        self.task = task
+
+    def attempt(self) -> Transcript:
+        """Begin anew, with nothing said. On the loop."""
+        self.so_far = Transcript(self.request.id, self.so_far.prompt)
+        return self.so_far
+
+    def ask(self, turn: RequestId) -> None:
+        """Wait for a turn of the inner engine. In the caller's thread."""
+        self.turn = turn
+
+    def end_turn(self) -> None:
+        """Wait for no turn. In the caller's thread."""
+        self.turn = ""
+
+    def lengthen(self, turn: Sample) -> int:
+        """Count the tokens of a turn. Returns how many there are then. In the caller's thread."""
+        self.length = len(self.so_far.tokens) + len(turn.tokens)
+        return self.length
+
+    def abort(self) -> None:
+        """Take no further turns. In the caller's thread."""
+        self.is_aborted = True
+
 
 class EpisodeEngine:
     """See the module. `protocols.Engine`."""
@@ -163,7 +189,7 @@ class EpisodeEngine:
         """Stop episodes; each comes back as `Aborted` with an empty sample."""
         turns = []
         for episode in [self._episodes[i] for i in ids if i in self._episodes]:
-            episode.is_aborted = True
+            episode.abort()
             self._loop.call_soon_threadsafe(self._cancel, episode)
             if episode.turn:
                 turns.append(episode.turn)
@@ -212,7 +238,7 @@ class EpisodeEngine:
             self._held.sort(key=lambda pair: pair[0].request.id)
         ready, self._held = [pair for pair in self._held if not pair[0].is_aborted], []
         for episode, request in ready:
-            episode.turn = request.id
+            episode.ask(request.id)
             self._turns[request.id] = episode
         if ready:
             self._inner.submit([request for _, request in ready])
@@ -250,16 +276,16 @@ class EpisodeEngine:
         episode = self._turns.pop(turn, None)
         if episode is None:
             return []
-        episode.turn = ""
+        episode.end_turn()
         if episode.is_aborted:
             return []  # it is gone when the next poll looks
         if sample is None:  # not by us: the engine lets go of everything
-            episode.is_aborted = True
+            episode.abort()
             self._loop.call_soon_threadsafe(self._cancel, episode)
             return []
-        episode.length = len(episode.so_far.tokens) + len(sample.tokens)
+        length = episode.lengthen(sample)
         self._loop.call_soon_threadsafe(self._answer, episode, sample)
-        return [Progress(ids=(episode.request.id,), lengths=(episode.length,))]
+        return [Progress(ids=(episode.request.id,), lengths=(length,))]
 
     def _aborted(self) -> list[AnyEvent]:
         """Those of which the inner engine has nothing any more."""
@@ -295,7 +321,7 @@ class EpisodeEngine:
     def _drop_all(self) -> None:
         """The inner engine has nothing any more."""
         for episode in self._episodes.values():
-            episode.is_aborted = True  # its task may just be asking for another turn
+            episode.abort()  # its task may just be asking for another turn
             self._loop.call_soon_threadsafe(self._cancel, episode)
         self._episodes.clear()
         self._turns.clear()
@@ -327,8 +353,9 @@ class EpisodeEngine:
             self._pool.close()
 
     def _begin(self, episode: _Episode) -> None:
-        episode.task = self._loop.create_task(self._live(episode))
-        episode.task.add_done_callback(self._check)
+        task = self._loop.create_task(self._live(episode))
+        task.add_done_callback(self._check)
+        episode.play(task)
 
     def _check(self, task: asyncio.Task) -> None:
         """An error of ours must not be silent: poll raises it."""
@@ -374,8 +401,7 @@ class EpisodeEngine:
 
     async def _attempt(self, episode: _Episode, attempt: int, *, alone: bool) -> None:
         request, cfg = episode.request, self._config
-        so_far = Transcript(request.id, episode.so_far.prompt)
-        episode.so_far = so_far
+        so_far = episode.attempt()
         place = await self._pool.open(alone=alone)
         try:
             finish = await play(

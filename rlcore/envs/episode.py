@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.kind import Step
 from rlcore.envs.pool import Place
 from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling, turn_of
 
@@ -55,18 +56,27 @@ class Transcript:
     def num_sampled(self) -> int:
         return sum(v >= 0 for v in self.versions)
 
-    def sampled(self, turn: Sample) -> None:
-        """The policy had a turn."""
+    def sampled(self, turn: Sample, text: str) -> None:
+        """The policy had a turn, which says `text`."""
         self.tokens += turn.tokens.tolist()
         self.logps += turn.logps.tolist()
         self.versions += turn.versions.tolist()
         self.num_turns += 1
+        self.text = text
 
     def observed(self, tokens: list[int]) -> None:
         """The environment showed this."""
         self.tokens += tokens
         self.logps += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
+
+    def answered(self, step: Step) -> None:
+        """The environment has answered a call."""
+        self.env_s += step.seconds
+        self.num_calls += 1
+        self.score += step.reward
+        if step.numbers:
+            self.numbers = step.numbers
 
     def context(self) -> np.ndarray:
         """[P + R] all that the policy reads."""
@@ -104,7 +114,7 @@ async def play(
         return sampling.max_tokens - len(so_far.tokens)
 
     step = await place.reset(seed, prompt, so_far.id)
-    note(so_far, step.seconds, step.numbers)
+    so_far.answered(step)
     seen = dialogue.observation(step.seen, so_far.last)
     while so_far.num_turns < limits.max_turns:
         if room() <= len(seen):  # not even one token would follow
@@ -118,21 +128,11 @@ async def play(
                 sampling=structs.replace(sampling, max_tokens=most),
             )
         )
-        so_far.sampled(turn)
         tokens = turn.tokens.tolist()
-        so_far.text = decode(tokens)
+        so_far.sampled(turn, decode(tokens))
         step = await place.step(so_far.text, tuple(tokens))
-        note(so_far, step.seconds, step.numbers)
-        so_far.score += step.reward
+        so_far.answered(step)
         if step.is_over:
             return "length" if turn.finish == "length" and not room() else "stop"
         seen = dialogue.observation(step.seen, so_far.last)
     return "length"
-
-
-def note(so_far: Transcript, seconds: float, numbers: dict[str, float]) -> None:
-    """The environment has answered."""
-    so_far.env_s += seconds
-    so_far.num_calls += 1
-    if numbers:
-        so_far.numbers = numbers

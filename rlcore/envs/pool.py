@@ -96,6 +96,23 @@ class _Process(GuardedChild):
         self.is_dead = False
         super().__init__(selector, start, sink, "rlcore.envs.child")
 
+    def enter(self) -> None:
+        """Take an environment more."""
+        self.num_envs += 1
+
+    def leave(self) -> None:
+        """Have an environment less."""
+        self.num_envs -= 1
+
+    def retire(self) -> None:
+        """Take no more environments."""
+        self.is_open = False
+
+    def end(self, exiting: bool = False) -> int | None:
+        """See `Child.end`."""
+        self.is_dead, self.is_open = True, False
+        return super().end(exiting=exiting)
+
 
 class Place:
     """One environment in its process."""
@@ -164,7 +181,7 @@ class Pool:
             if alone:
                 self._own.release()
             raise
-        process.num_envs += 1
+        process.enter()
         self._numbers += 1
         place = Place(self, process, self._numbers)
         try:
@@ -193,7 +210,7 @@ class Pool:
                 reply = await future
         except TimeoutError as error:
             if process.is_open and not process.is_dead:
-                process.is_open = False
+                process.retire()
                 process.print_stack()
             raise EnvError(
                 "timeout", f"no answer to {what['what']} within {self._config.timeout_s:g} s"
@@ -206,7 +223,7 @@ class Pool:
 
     def leave(self, process: _Process, key: int) -> None:
         """An environment is not needed any more."""
-        process.num_envs -= 1
+        process.leave()
         if process.is_own:
             self._own.release()
         if process.is_dead:
@@ -272,7 +289,6 @@ class Pool:
         """End a process; what it was asked fails. Without a reason it is its exit status."""
         if process.is_dead:
             return
-        process.is_dead, process.is_open = True, False
         self._processes.remove(process)
         status = process.end(exiting=exiting)
         reason = reason or f"its process ended: {exit_text(status)}"

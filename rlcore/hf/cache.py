@@ -34,8 +34,11 @@ class Cache:
         max_slots: int,
         max_columns: int,
         budget: int,
+        shared: bool = False,
     ):
+        """`shared`: all layers use one place in turn, so that only one of them is kept."""
         self.num_layers = layers
+        self.shared = shared
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
@@ -49,7 +52,8 @@ class Cache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(slab.numel() * slab.element_size() for slab in self.layers)
+        slabs = self.layers[:1] if self.shared else self.layers
+        return sum(slab.numel() * slab.element_size() for slab in slabs)
 
     def fits(self, rows: int, longest: int) -> bool:
         """May `rows` rows, the longest of `longest` tokens, be held at once?"""
@@ -79,15 +83,18 @@ class Cache:
         else:
             raise ValueError(f"cache of {self.budget} tokens: {rows} x {longest} do not fit")
         keep = min(capacity, self.capacity)
-        old = self.layers or [None] * self.num_layers
+        num_slabs = 1 if self.shared else self.num_layers
+        old = self.layers[:num_slabs] or [None] * num_slabs
         self.layers = []
-        for index in range(self.num_layers):
+        for index in range(num_slabs):
             shape = (2, slots, self.kv_heads, capacity, self.head_dim)
             slab = torch.zeros(shape, dtype=self.dtype, device=self.device)
             if used:
                 slab[:, :used, :, :keep] = old[index][:, :used, :, :keep]
             old[index] = None  # so that only one layer is held twice
             self.layers.append(slab)
+        if self.shared:
+            self.layers *= self.num_layers
         self.slots, self.capacity = slots, capacity
         return True
 

@@ -66,6 +66,17 @@ class Step:
     """[T] of the B * S places that hold a token, in order; the others are padding, for which
     nothing but attention is computed. None: all do."""
 
+    def find(self, cache: Cache) -> Tensor:
+        """`cache_index` of the tokens that are no padding."""
+        if self.index is None:
+            index = cache_index(self.positions, self.slot, cache)
+            self.index = index if self.place is None else index[:, self.place]
+        return self.index
+
+    def forget_cache(self) -> None:
+        """Look for the places anew: the cache has been made anew."""
+        self.index = None
+
     def advance(self, tokens: Tensor) -> None:
         """Turn this decode step into the next one: the same rows, one position further."""
         self.tokens = tokens
@@ -170,38 +181,29 @@ def make_layer(
         pairs = qk_norm.view(-1, half, 2).transpose(1, 2)
         views["self_attn.q_norm.weight"] = pairs[: hf.num_heads]
         views["self_attn.k_norm.weight"] = pairs[hf.num_heads :]
-    layer = Layer(
-        norm1=new(hidden),
-        qkv=qkv,
-        qkv_bias=bias,
-        qk_norm=qk_norm,
-        out=matrix(queries, hidden),
-        norm2=new(hidden),
-        gate_up=torch.empty(0),
-        down=torch.empty(0),
-    )
-    views["input_layernorm.weight"] = layer.norm1
-    views["post_attention_layernorm.weight"] = layer.norm2
-    views["self_attn.o_proj.weight"] = layer.out.T
+    norm1, out, norm2 = new(hidden), matrix(queries, hidden), new(hidden)
+    views["input_layernorm.weight"] = norm1
+    views["post_attention_layernorm.weight"] = norm2
+    views["self_attn.o_proj.weight"] = out.T
+    router = None
     if hf.num_experts:
         inner = hf.moe_intermediate_size
-        layer.router = matrix(hidden, hf.num_experts)
-        layer.gate_up = new(hf.num_experts, 2 * inner, hidden)
-        layer.down = new(hf.num_experts, hidden, inner)
-        views["mlp.gate.weight"] = layer.router.T
+        router = matrix(hidden, hf.num_experts)
+        gate_up = new(hf.num_experts, 2 * inner, hidden)
+        down = new(hf.num_experts, hidden, inner)
+        views["mlp.gate.weight"] = router.T
         for expert in range(hf.num_experts):
             name = f"mlp.experts.{expert}."
-            views[f"{name}gate_proj.weight"] = layer.gate_up[expert, :inner]
-            views[f"{name}up_proj.weight"] = layer.gate_up[expert, inner:]
-            views[f"{name}down_proj.weight"] = layer.down[expert]
+            views[f"{name}gate_proj.weight"] = gate_up[expert, :inner]
+            views[f"{name}up_proj.weight"] = gate_up[expert, inner:]
+            views[f"{name}down_proj.weight"] = down[expert]
     else:
         inner = hf.intermediate_size
-        layer.gate_up = matrix(hidden, 2 * inner)
-        layer.down = matrix(inner, hidden)
-        views["mlp.gate_proj.weight"] = layer.gate_up.T[:inner]
-        views["mlp.up_proj.weight"] = layer.gate_up.T[inner:]
-        views["mlp.down_proj.weight"] = layer.down.T
-    return layer, views
+        gate_up, down = matrix(hidden, 2 * inner), matrix(inner, hidden)
+        views["mlp.gate_proj.weight"] = gate_up.T[:inner]
+        views["mlp.up_proj.weight"] = gate_up.T[inner:]
+        views["mlp.down_proj.weight"] = down.T
+    return Layer(norm1, qkv, bias, qk_norm, out, norm2, gate_up, down, router), views
 
 
 class Model:
@@ -301,15 +303,11 @@ class Model:
         rows, new = step.tokens.shape
         heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
         tokens, positions, place = step.tokens.flatten(), step.positions.flatten(), step.place
-        if step.index is None:
-            step.index = cache_index(step.positions, step.slot, cache)
-            if place is not None:
-                step.index = step.index[:, place]
         if place is not None:
             tokens, positions = tokens[place], positions[place]
         x = weights.embed[tokens].to(self.dtype)
         rope = self._rope[positions].unsqueeze(1)  # [T, 1, D/2]
-        key_index, value_index = step.index
+        key_index, value_index = step.find(cache)
         masks = self._masks(step)
         for number, layer in enumerate(weights.layers):
             h = self._input(rms_norm(x, layer.norm1, hf.rms_norm_eps))

@@ -34,6 +34,15 @@ class _Shared:
     """The default process group was made here."""
     users: int = 1
 
+    def join(self) -> None:
+        """Have a user more."""
+        self.users += 1
+
+    def leave(self) -> bool:
+        """Have a user less. Returns whether that was the last."""
+        self.users -= 1
+        return not self.users
+
 
 _shared: _Shared | None = None
 _left: list[dist.ProcessGroup] = []
@@ -59,7 +68,7 @@ def initialise(
     global _shared
     if _shared is not None:
         _check_same(layout_of(train, dist.get_world_size(), dist.get_rank()), _shared.layout)
-        _shared.users += 1
+        _shared.join()
         return _shared.layout, _shared.groups
     with ExitStack() as undo:
         own_world = not dist.is_initialized()
@@ -152,8 +161,7 @@ def destroy() -> None:
     global _shared
     if _shared is None:
         return
-    _shared.users -= 1
-    if _shared.users:
+    if not _shared.leave():
         return
     # Only the next learner drops them: a peer may be in its last collective still.
     made = [*(parallel_state._global_process_group_list or ()), _shared.groups.lockstep]

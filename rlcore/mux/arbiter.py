@@ -69,6 +69,56 @@ class Known:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """By phase: of the last ones."""
 
+    def describe(self, name: str, said: Mapping[str, Any], measured: Mapping[str, float]) -> None:
+        """Take the profile and the nodes that the job gives at its arrival. `measured`: what it
+        took before, which counts where it is more.
+
+        Raises:
+            TypeError, ValueError, KeyError: its profile makes no sense.
+        """
+        fields = dict(said["profile"])
+        self.hosts = _hosts(said.get("hosts"))
+        self.keep = int(said.get("keep", 0)) if self.hosts else 0
+        self.profile = {"lease_s": min(float(fields.pop("lease_s")), store.MOST_LEASE_S)}
+        self.profile |= asdict(Job(id=name, **fields))
+        for what, seconds in measured.items():
+            self.profile[what] = max(self.profile[what], seconds)
+
+    def refuse(self, why: str) -> None:
+        """Never place it."""
+        self.status, self.why = "refused", why
+
+    def decide(self, made: Decision, nodes: dict[str, list[int]]) -> None:
+        """Take a decision on where it runs. `nodes`: the numbers of its nodes, if it is placed on
+        those that it has named."""
+        self.why = made.explain()
+        if self.hosts:
+            self.why += f" ({_names(self)})"
+        if made.group is None:
+            self.status, self.nodes = made.kind, {}
+        else:
+            self.status, self.nodes = "placed", nodes
+
+    def hear(self, number: int) -> None:
+        """Note its last message."""
+        self.seen = number
+
+    def ask(self) -> None:
+        """Note that its last message asks for a phase."""
+        self.asked = self.seen
+
+    def move(self) -> None:
+        """Note that the tail of its running phase has left nodes."""
+        self.moved = self.asked
+
+    def end_phase(self) -> None:
+        """Count a phase more."""
+        self.phases += 1
+
+    def reprofile(self, profile: dict[str, Any], why: str) -> None:
+        """Count with other times or more memory from now on."""
+        self.profile, self.why = profile, why
+
 
 class Arbiter:
     """`run` until it is stopped, or `step` by step."""
@@ -273,7 +323,7 @@ class Arbiter:
             return
         if number <= known.seen:
             return  # it was sent twice
-        known.seen = number
+        known.hear(number)
         self._note(name)
         try:
             self._do(name, known, what, said, now)
@@ -289,13 +339,13 @@ class Arbiter:
             return
         group = self._cluster.group_of(name).id
         if what == "ask":
-            known.asked = known.seen
+            known.ask()
             mux = self._mux[group]
             self._carry_out(group, mux.ask(name, said["pools"], now))
             if name in mux.waiting():
                 self._permit(name, (), mux.blockers(name))
         elif what == "done":
-            known.phases += 1
+            known.end_phase()
             self._carry_out(group, self._mux[group].done(name, now))
             if known.moved != known.asked:  # else it took longer because it was asked to
                 self._drift(name, known, said, now)
@@ -310,7 +360,7 @@ class Arbiter:
         elif what == "freed":
             mine = _rollout_slots(known)
             slots = [mine[at] for at in said["nodes"]]
-            known.moved = known.asked
+            known.move()
             self._carry_out(group, self._mux[group].freed(name, slots, now))
         else:
             raise ValueError("no such message")
@@ -351,7 +401,7 @@ class Arbiter:
         self._dirty[f"measured:{name}"] = store.dumps(self._measured[name])
         profile = known.profile | found
         if self._cluster.reprofile(_job(profile)):
-            known.profile, known.why = profile, f"{text}; every promise still holds"
+            known.reprofile(profile, f"{text}; every promise still holds")
             self._note_cluster()
             log.info("arbiter: %s", known.why)
             return
@@ -372,15 +422,9 @@ class Arbiter:
             self._leave(name, now)
         known = self._jobs[name] = Known(incarnation, number)
         try:
-            fields = dict(said["profile"])
-            known.hosts = _hosts(said.get("hosts"))
-            known.keep = int(said.get("keep", 0)) if known.hosts else 0
-            known.profile = {"lease_s": min(float(fields.pop("lease_s")), store.MOST_LEASE_S)}
-            known.profile |= asdict(Job(id=name, **fields))
-            for what, seconds in self._measured.get(name, {}).items():
-                known.profile[what] = max(known.profile[what], seconds)
+            known.describe(name, said, self._measured.get(name, {}))
         except (TypeError, ValueError, KeyError) as error:
-            known.status, known.why = "refused", f"its profile makes no sense: {error}"
+            known.refuse(f"its profile makes no sense: {error}")
             self._say_place(name, known)
             return
         self._place(name, now)
@@ -390,23 +434,22 @@ class Arbiter:
         known = self._jobs[name]
         job = _job(known.profile)
         runs_on = (len(known.hosts[ROLLOUT]), len(known.hosts[TRAIN])) if known.hosts else None
+        nodes: dict[str, list[int]] = {}
         if why := self._cluster.never(job, runs_on):
             made = Decision.away(job.id, "refused", why)
-        elif why := self._meets(job, known) or self._number(known):
+        elif why := self._meets(job, known):
             made = Decision.away(job.id, "queued", why)
+        elif isinstance(numbered := self._number(known), str):
+            made = Decision.away(job.id, "queued", numbered)
         else:
-            on = {pool: tuple(numbers) for pool, numbers in known.nodes.items()}
+            nodes = numbered
+            on = {pool: tuple(numbers) for pool, numbers in nodes.items()}
             made = self._cluster.admit(job, Nodes(**on) if on else None)
-        known.why = made.explain()
-        if known.hosts:
-            known.why += f" ({_names(known)})"
+        known.decide(made, nodes)
         if made.group is None:
-            known.nodes = {}
-            known.status = made.kind
             if made.kind == "queued" and name not in self._queue:
                 self._queue.append(name)
         else:
-            known.status = "placed"
             self._enter(self._cluster.groups[made.group], job, now)
         log.info("arbiter: %s", known.why)
         self._note_cluster()
@@ -452,10 +495,10 @@ class Arbiter:
                 )
         return ""
 
-    def _number(self, known: Known) -> str:
+    def _number(self, known: Known) -> dict[str, list[int]] | str:
         """Numbers for the nodes that a job runs on: those of other jobs there, or some that have no
         name yet, best such as nobody uses. Why not, where there are not so many."""
-        known.nodes, found = {}, {}
+        found = {}
         for pool, names in known.hosts.items():
             bound, free = _bound(self._jobs, pool), self._cluster.free(pool == ROLLOUT)
             count = self._cluster.pools[pool == TRAIN].nodes or 0
@@ -469,8 +512,7 @@ class Arbiter:
                 )
             bound |= zip(new, (*free, *others), strict=False)
             found[pool] = [bound[name] for name in names]
-        known.nodes = found
-        return ""
+        return found
 
     def _say_place(self, name: str, known: Known, made: Decision | None = None) -> None:
         about: dict[str, Any] = {

@@ -247,6 +247,26 @@ class _Request:
     start: int = 0
     growth: int = 0
 
+    def append(self, tokens: list[int]) -> None:
+        """Have more tokens."""
+        self.stream += tokens
+
+    def take_load(self, start: int, growth: int) -> None:
+        """Begin its windows, and let them grow, by so much under the present load."""
+        self.window = self.window or start
+        self.start, self.growth = start, growth
+
+    def propose(self, num: int) -> None:
+        """Note how many tokens its draft has."""
+        self.proposed = num
+
+    def accept(self, num: int, max_window: int) -> None:
+        """End its draft, of which `num` tokens were right, and choose its next window."""
+        if self.proposed > 0:
+            grown = min(self.window + self.growth, max_window)
+            self.window = grown if num >= self.proposed else self.start
+        self.proposed = 0
+
 
 class Reference:
     """What `Forest` does, in Python, by looking at every occurrence."""
@@ -392,7 +412,7 @@ class Reference:
 
     def _append(self, requests: list[_Request], tokens: Ints, offsets: Longs) -> None:
         for i, request in enumerate(requests):
-            request.stream += tokens[offsets[i] : offsets[i + 1]].tolist()
+            request.append(tokens[offsets[i] : offsets[i + 1]].tolist())
 
     def accept(self, handles: Longs, lengths: Ints) -> None:
         self._accept(self._check_accept(handles, lengths), lengths)
@@ -405,10 +425,7 @@ class Reference:
 
     def _accept(self, requests: list[_Request], accepted: Ints) -> None:
         for request, n in zip(requests, accepted.tolist(), strict=True):
-            if request.proposed > 0:
-                grown = min(request.window + request.growth, self.max_window)
-                request.window = grown if n >= request.proposed else request.start
-            request.proposed = 0
+            request.accept(n, self.max_window)
 
     def step(
         self,
@@ -449,11 +466,11 @@ class Reference:
         tokens = np.full((len(handles), width), -1, np.int32)
         lengths = np.zeros(len(handles), np.int32)
         for i, request in enumerate(requests):
-            request.window = request.window or start
-            request.start, request.growth = start, growth
+            request.take_load(start, growth)
             window = sizes[i] if windows is not None else min(request.window, budget)
             made = self._propose(request, window)
-            lengths[i] = request.proposed = len(made)
+            request.propose(len(made))
+            lengths[i] = len(made)
             tokens[i, : len(made)] = made
         return tokens, lengths
 

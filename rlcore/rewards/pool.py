@@ -154,9 +154,7 @@ class Pool:
             if len(worker.inflight) >= window:
                 break
             entry = self._queue.popleft()
-            if not worker.inflight:
-                worker.head_since = time.monotonic()
-            worker.inflight.append(entry)
+            worker.hold(entry)
             batches.setdefault(worker, []).append(entry)
         for worker, entries in batches.items():
             worker.send(b"".join(e.frame for e in entries))
@@ -209,8 +207,7 @@ class Pool:
         entry = worker.inflight[0]
         if entry.job.key != reply.key:
             raise ValueError(f"reply {reply.key} to sample {entry.job.key}")
-        worker.inflight.popleft()
-        worker.head_since = time.monotonic()
+        worker.end_first()
         self._failed_starts = 0
         self._latency_s += 0.1 * (reply.result.latency_s - self._latency_s)
         self._latency_s = max(self._latency_s, 1e-6)
@@ -218,14 +215,14 @@ class Pool:
         if result.latency_s > self._host.timeout_s(entry.job):
             result = msgspec.structs.replace(result, error=self._timeout_text(entry))
         self._settle(entry, result, worker)
-        worker.retiring |= reply.retire
+        if reply.retire:
+            worker.retire()
 
     def _started(self, worker: Worker, error: str) -> None:
         if error:
             self._fail(f"reward {self._host.name} cannot start in a child process: {error}")
             return
-        worker.ready = True
-        worker.start_rss = worker.rss()
+        worker.become_ready()
 
     def _timeout_text(self, entry: Entry) -> str:
         return f"timeout after {round(self._host.timeout_s(entry.job), 3):g} s"
@@ -263,7 +260,7 @@ class Pool:
                 grown_gb = grown / 2**30
                 self._replace(worker, f"memory: the child grew by {grown_gb:.1f} GiB")
             elif grown > self._memory / 2:
-                worker.retiring = True
+                worker.retire()
 
     def _replace(self, worker: Worker, reason: str = "") -> None:
         """End a child: `reason` falls on the sample that it was scoring, without one its exit

@@ -2,6 +2,7 @@
 
 import dataclasses
 import selectors
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -35,3 +36,23 @@ class Worker(GuardedChild):
         self.head_since = 0.0
         self.start_rss = 0
         super().__init__(selector, start, sink, module)
+
+    def become_ready(self) -> None:
+        """Take samples from now on; memory is counted from here."""
+        self.ready = True
+        self.start_rss = self.rss()
+
+    def hold(self, entry: Entry) -> None:
+        """Score a sample more."""
+        if not self.inflight:
+            self.head_since = time.monotonic()
+        self.inflight.append(entry)
+
+    def end_first(self) -> None:
+        """Have scored the first sample, and begin the next."""
+        self.inflight.popleft()
+        self.head_since = time.monotonic()
+
+    def retire(self) -> None:
+        """Take no more samples."""
+        self.retiring = True

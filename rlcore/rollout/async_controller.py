@@ -12,6 +12,7 @@ group leaves with the batch that it is part of, or when it is dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import Struct, structs
@@ -283,8 +284,7 @@ class AsyncController(Controller):
             if request is None or request.finish:  # its group has left, or was closed
                 self._count("sched/aborted_tokens", len(partial.tokens))
                 continue
-            request.rank, request.resume = -1, partial
-            request.num_tokens = len(partial.tokens)
+            request.requeue(partial)
             self._waiting.appendleft(request)
             self._count("sched/migrated", 1)
             self._count("sched/migrated_tokens", request.num_tokens)
@@ -330,10 +330,10 @@ class AsyncController(Controller):
             self._pipe.restore(saved.pipe)
         self._num_started = saved.order
         for group in saved.groups:
-            requests = {r.id: r for r in group.requests}
-            for r in requests.values():
-                if r.finish and r.rank >= 0:
-                    r.rank = owner_of(r.rank)
+            requests = {
+                r.id: replace(r, rank=owner_of(r.rank)) if r.finish and r.rank >= 0 else r
+                for r in group.requests
+            }
             self._groups[group.work.id] = GroupState(
                 work=group.work,
                 requests=requests,

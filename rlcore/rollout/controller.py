@@ -68,6 +68,11 @@ class Trainer:
     """Its ranks that have not yet trained what they were given."""
     seconds: float = 0.0
 
+    def trained(self, rank: int, seconds: float) -> None:
+        """Note that one of its ranks has trained what it was given."""
+        self.busy.discard(rank)
+        self.seconds += seconds / len(self.cell.ranks)
+
 
 class Controller:
     """One round over the replicas on `ranks`. `all_ranks` (default: the same) get the end of it.
@@ -190,7 +195,7 @@ class Controller:
             return self._trained(event)
         if isinstance(event, Progress):
             for i, n in zip(event.ids, event.lengths, strict=True):
-                self._requests[i].num_tokens = n
+                self._requests[i].progress(n)
             return []
         if isinstance(event, Stats):
             for key in ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s"):
@@ -238,8 +243,7 @@ class Controller:
     def _finished(self, event: Finished, now: float) -> list[AnyCommand]:
         self._last_finish = now
         request = self._requests[event.id]
-        request.num_tokens, request.finish = event.num_tokens, event.finish
-        request.num_observed = event.num_observed
+        request.end(event.finish, event.num_tokens, event.num_observed)
         if self._elastic is not None:
             self._elastic.finished(event.num_tokens)
         if event.rank in self._up:  # it may be leaving
@@ -250,7 +254,7 @@ class Controller:
         request = self._requests[event.id]
         if request.result is not None:
             return []
-        request.result = event.result
+        request.reward(event.result)
         self._stats["timing_s/reward"] = now - self._last_finish
         if self._race is None:
             return self._counts(request)
@@ -279,7 +283,7 @@ class Controller:
         self.num_done += 1
         if not group.is_complete:
             return self._release()
-        group.is_closed = True
+        group.close()
         verdict = self._stop.judge(self._groups, group)
         self._dropped |= verdict.dropped
         self._num_dropped += sum(len(self._groups[g].counted) for g in verdict.dropped)
@@ -296,11 +300,11 @@ class Controller:
         """What is still under way of these groups is of no use."""
         live: dict[int, list[str]] = {}
         for g in groups:
-            self._groups[g].is_closed = True
+            self._groups[g].close()
             for r in self._groups[g].requests.values():
                 if r.finish:
                     continue
-                r.finish = "abort"
+                r.abort()
                 if r.rank in self._up:
                     live.setdefault(r.rank, []).append(r.id)
         return [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
@@ -349,8 +353,7 @@ class Controller:
         """The unfinished requests of a replica wait again, in front, with what is known of them."""
         lost = [r for r in self._requests.values() if r.rank == rank and not r.finish]
         for r in lost:
-            r.rank, r.resume = -1, partials.get(r.id, r.resume)
-            r.num_tokens = len(r.resume.tokens) if r.resume else 0
+            r.requeue(partials.get(r.id, r.resume))
         self._waiting.extendleft(reversed(lost))
         return lost
 
@@ -407,8 +410,7 @@ class Controller:
     def _trained(self, event: Trained) -> list[AnyCommand]:
         for trainer in self._trainers:
             if event.rank in trainer.cell.ranks:
-                trainer.busy.discard(event.rank)
-                trainer.seconds += event.seconds / len(trainer.cell.ranks)
+                trainer.trained(event.rank, event.seconds)
         return self._feed()
 
     def _feed(self) -> list[AnyCommand]:
@@ -471,7 +473,7 @@ class Controller:
             if rank is None:
                 break
             self._waiting.popleft()
-            request.rank = rank
+            request.assign(rank)
             self._up[rank] += 1
             chosen.setdefault(rank, []).append(request)
         return [self._order(rank, requests) for rank, requests in chosen.items()]

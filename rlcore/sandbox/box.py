@@ -72,6 +72,14 @@ class _Run:
     report: dict | None = None
     streams: dict[int, bytearray] = field(default_factory=dict)
 
+    def kill(self, why: str) -> None:
+        """Note why it is killed."""
+        self.kills = why
+
+    def end(self, report: dict) -> None:
+        """Note what the sandbox says of its end."""
+        self.report = report
+
 
 class Broken(RuntimeError):
     """The sandbox itself died; a new one is there for the next program."""
@@ -251,13 +259,13 @@ class Sandbox:
         if not data:
             raise self._broken("died")
         report = json.loads(data)
-        runs[report["job"]].report = report
+        runs[report["job"]].end(report)
 
     def _kill(self, runs: dict[int, _Run], why: str) -> None:
         assert self._walls is not None
         for number, run in runs.items():
             if not run.kills and run.report is None:
-                run.kills = why
+                run.kill(why)
                 with contextlib.suppress(OSError):  # it has died: `_report` says so
                     self._walls.control.send(json.dumps({"kill": number}).encode())
 

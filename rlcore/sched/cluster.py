@@ -267,15 +267,24 @@ class Group:
         "train",
     )
 
-    def __init__(self, id: int, pools: tuple[Pool, Pool]) -> None:
+    def __init__(
+        self,
+        id: int,
+        pools: tuple[Pool, Pool],
+        jobs: Mapping[str, Job] | None = None,
+        pinned: Mapping[str, tuple[int, ...]] | None = None,
+        train: tuple[int, ...] = (),
+    ) -> None:
+        """`id`: negative for a group that does not exist yet. `pinned`: rollout nodes by job, in
+        ascending order. `train`: the train nodes that all jobs use."""
         self.id = id
         self.pools = pools
-        self.jobs: dict[str, Job] = {}
-        self.pinned: dict[str, tuple[int, ...]] = {}
+        self.jobs = dict(jobs or {})
+        self.pinned = dict(pinned or {})
         """Rollout nodes by job."""
         self.load: dict[int, tuple[float, int, float]] = {}
         """By rollout node: seconds of the rollouts there, jobs, host memory."""
-        self.train: tuple[int, ...] = ()
+        self.train = train
         self._refresh()
 
     def _refresh(self) -> None:
@@ -379,10 +388,9 @@ class Group:
 
     def with_one(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> "Group":
         """What it would be with one job more; the group itself stays as it is."""
-        other = Group(self.id, self.pools)
-        other.jobs, other.pinned = dict(self.jobs), dict(self.pinned)
-        other.add(job, rollout, train)
-        return other
+        jobs = self.jobs | {job.id: job}
+        pinned = self.pinned | {job.id: tuple(sorted(rollout))}
+        return Group(self.id, self.pools, jobs, pinned, train)
 
     def add(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> None:
         """Pins a job; `train` are the group's train nodes from now on."""
@@ -648,8 +656,9 @@ class Cluster:
                 for pool, names in zip(pools, (new.load, new.train), strict=True)
             ]
             if new.id < 0:
-                new.id, self._next_group = self._next_group, self._next_group + 1
-            group = self.groups[new.id] = Group(new.id, self.pools)
+                group = self._new_group()
+            else:
+                group = self.groups[new.id] = Group(new.id, self.pools)
             for job in new.jobs.values():
                 pinned = [real[0][n] for n in new.pinned[job.id]]
                 group.add(job, pinned, tuple(real[1][n] for n in new.train))
@@ -895,8 +904,7 @@ class Cluster:
         """Take the nodes of an offer. The group."""
         group = offer.group
         if group is None:
-            group = self.groups[self._next_group] = Group(self._next_group, self.pools)
-            self._next_group += 1
+            group = self._new_group()
         if offer.on is None:
             rollout = (*offer.keep, *self._rollout.take(offer.more_rollout))
             train = (*group.train, *self._train.take(offer.more_train))
@@ -906,6 +914,11 @@ class Cluster:
             self._train.claim(set(train) - set(group.train))
         group.add(job, rollout, train)
         self._group_of[job.id] = group
+        return group
+
+    def _new_group(self) -> Group:
+        group = self.groups[self._next_group] = Group(self._next_group, self.pools)
+        self._next_group += 1
         return group
 
 
@@ -939,6 +952,9 @@ class _Builder(Cluster):
         super().__init__(rollout, train, most_jobs=of._most_jobs)
         self._rollout, self._train = _Nodes(None, TO_BE_TAKEN), _Nodes(None, TO_BE_TAKEN)
 
+    def _new_group(self) -> Group:
+        return Group(-1, self.pools)
+
     def _limit(self, group: Group, job: Job) -> float:
         return min(group.limit_s, job.limit_s) * ROUNDING
 
@@ -967,7 +983,6 @@ class _Builder(Cluster):
             names = {j.id for j in jobs}
             new = self.build(jobs)
             assert new is not None
-            new.id = -1
             old = max(left, key=lambda g: len(names & g.jobs.keys()), default=None)
             if old is not None and names & old.jobs.keys():
                 left.remove(old)
@@ -979,12 +994,8 @@ class _Builder(Cluster):
 
     def _kept(self, old: Group, jobs: Sequence[Job]) -> Group | None:
         """What is left of a group, and the others in it."""
-        start = Group(old.id, self.pools)
-        for job in old.jobs.values():
-            if job in jobs:
-                start.add(job, old.pinned[job.id], old.train)
+        kept = {name: job for name, job in old.jobs.items() if job in jobs}
+        pinned = {name: old.pinned[name] for name in kept}
         need = max(j.train_nodes for j in jobs)
-        if len(old.train) > need:
-            start.train = old.train[:need]
-            start._refresh()
+        start = Group(old.id, self.pools, kept, pinned, old.train[:need])
         return self.build([j for j in jobs if j.id not in start.jobs], start)

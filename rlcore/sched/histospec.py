@@ -113,7 +113,29 @@ class _Batch:
         self.drafted += weight * (drafted - self.drafted)
         self.gained += weight * (gained - self.gained)
 
-    def try_again(self) -> None:
+    def judge(self, drafts: bool, gain: float | None) -> bool:
+        """Decide after a step, with or without drafts, whether they are on from now on. `gain`: of
+        throughput by drafts; None while unknown. Returns whether that has changed."""
+        if gain is None:
+            self.since = 0 if self.since >= 2 * _WARM else self.since + (not drafts)
+            return False
+        was_tried, now = drafts and not self.is_on, gain > 1
+        if now != self.is_on:
+            if not now and self.steps < _WARM:
+                return False
+            self.is_on, self.wait, self.since = now, _WAIT, 0
+            return True
+        if was_tried and self.steps == _WARM:
+            self.wait, self.since = min(2 * self.wait, _LONGEST_WAIT), 0
+        elif self.is_on:
+            self.since = self.since + 1 if drafts else 0
+        else:
+            self.since += 1
+            if self.since >= self.wait:
+                self._try_again()
+        return False
+
+    def _try_again(self) -> None:
         self.steps, self.gained, self.drafted, self.since = 0, 1.0, 0.0, 0
 
 
@@ -163,24 +185,7 @@ class Gate:
         batch = self._batch(running)
         if drafts:
             batch.note(tokens / running - 1, gained / running)
-        gain = self.gain(running)
-        if gain is None:
-            batch.since = 0 if batch.since >= 2 * _WARM else batch.since + (not drafts)
-            return
-        was_tried, now = drafts and not batch.is_on, gain > 1
-        if now != batch.is_on:
-            if not now and batch.steps < _WARM:
-                return
-            self.flips += 1
-            batch.is_on, batch.wait, batch.since = now, _WAIT, 0
-        elif was_tried and batch.steps == _WARM:
-            batch.wait, batch.since = min(2 * batch.wait, _LONGEST_WAIT), 0
-        elif batch.is_on:
-            batch.since = batch.since + 1 if drafts else 0
-        else:
-            batch.since += 1
-            if batch.since >= batch.wait:
-                batch.try_again()
+        self.flips += batch.judge(drafts, self.gain(running))
 
     def renew(self) -> None:
         """There are histories where there were none: what drafts gained says nothing of them."""

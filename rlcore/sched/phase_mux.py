@@ -91,6 +91,49 @@ class _State:
     is_moving: bool = False
     """It was asked to move."""
 
+    def take_place(self, order: int) -> None:
+        """Have another place in the order of turns."""
+        self.order = order
+
+    def enter(self) -> None:
+        """Take part in the order from now on."""
+        self.is_here = True
+
+    def pass_over(self) -> None:
+        """Take no part in the order until its next request."""
+        self.is_here = False
+
+    def ask(self, pools: tuple[str, ...], now: float) -> None:
+        """Wait for a phase in these pools."""
+        self.wants, self.since = pools, now
+
+    def start(self, free: list[str], later: list[str]) -> None:
+        """Begin the phase that it waits for, on the slots in `free`; it gets `later` besides."""
+        for pool in self.wants:
+            self.turn[pool] += 1
+        self.holds, self.wants = self.wants, ()
+        self.slots, self.more = free, later
+
+    def extend(self, slots: list[str]) -> None:
+        """Use more slots in its running phase, of those that it was to get."""
+        self.more = [s for s in self.more if s not in slots]
+        self.slots += slots
+
+    def reach_tail(self) -> None:
+        """Note that enough responses of its rollout are done."""
+        self.is_tail = True
+
+    def move(self) -> None:
+        """Begin to free slots in its running phase, which gets no others."""
+        self.is_moving = True
+        self.more = []
+
+    def end(self, now: float) -> None:
+        """End its running phase."""
+        self.slots, self.more, self.holds = [], [], ()
+        self.is_tail = self.is_moving = False
+        self.since = now
+
 
 class PhaseMux:
     """The turns of one group."""
@@ -119,7 +162,7 @@ class PhaseMux:
         self._jobs[member.job] = _State(member, last + 1, dict.fromkeys(member.slots, 0), since=now)
         for at, name in enumerate(order):
             if name in self._jobs:
-                self._jobs[name].order = at
+                self._jobs[name].take_place(at)
         for pool, slots in member.slots.items():
             for slot in slots:
                 self._users.setdefault(slot, []).append((pool, member.job))
@@ -162,7 +205,7 @@ class PhaseMux:
         first = min(pools.index(p) for p in wants)
         for at, pool in enumerate(pools):  # turns before this phase are used or given up
             state.turn[pool] = max(state.turn[pool], turn + 1 if at < first else turn)
-        state.wants, state.since = wants, now
+        state.ask(wants, now)
         return self._go(now)
 
     def done(self, job: str, now: float) -> list[Todo]:
@@ -172,16 +215,14 @@ class PhaseMux:
             raise RuntimeError(f"job {job}: it holds no phase that could be over")
         for slot in state.slots:
             del self._holder[slot]
-        state.slots, state.more, state.holds = [], [], ()
-        state.is_tail = state.is_moving = False
-        state.since = now
+        state.end(now)
         return self._go(now)
 
     def progress(self, job: str, done: int, wanted: int, now: float) -> list[Todo]:
         """So many of the responses of a running rollout are done."""
         state = self._state(job)
         if state.holds and done >= self._tail * wanted:
-            state.is_tail = True
+            state.reach_tail()
         return self._go(now)
 
     def freed(self, job: str, slots: Collection[str], now: float) -> list[Todo]:
@@ -258,7 +299,7 @@ class PhaseMux:
 
     def _enter(self, state: _State) -> None:
         """Into the round that others are in, if its place there has not passed."""
-        state.is_here = True
+        state.enter()
         for pool in state.member.slots:
             others = [
                 (s.turn[pool], s.order)
@@ -286,7 +327,7 @@ class PhaseMux:
     def _go(self, now: float) -> list[Todo]:
         for state in self._jobs.values():
             if self._is_idle(state) and now - state.since > state.member.patience_s:
-                state.is_here = False
+                state.pass_over()
         order = sorted(self._jobs.items(), key=lambda item: item[1].order)
         out: list[Todo] = []
         for name, state in order:  # a running phase before one that starts
@@ -308,10 +349,7 @@ class PhaseMux:
                 return None
             free += here
             later += [s for s in mine if s not in here]
-        for pool in state.wants:
-            state.turn[pool] += 1
-        state.holds, state.wants = state.wants, ()
-        state.slots, state.more = free, later
+        state.start(free, later)
         self._holder |= dict.fromkeys(free, name)
         return Grant(name, tuple(free))
 
@@ -319,8 +357,7 @@ class PhaseMux:
         here = [s for s in state.more if s not in self._holder]
         if not here:
             return None
-        state.more = [s for s in state.more if s not in here]
-        state.slots += here
+        state.extend(here)
         self._holder |= dict.fromkeys(here, name)
         return Grant(name, tuple(here), is_more=True)
 
@@ -335,8 +372,7 @@ class PhaseMux:
                 continue
             free = set(state.slots[keep:])
             if any(self._could_use(other, free) for other in self._jobs.values()):
-                state.is_moving = True
-                state.more = []
+                state.move()
                 out.append(Migrate(name, tuple(state.slots[:keep]), tuple(state.slots[keep:])))
         return out
 

@@ -31,6 +31,17 @@ class _Kind:
     """Preemptions of its last round."""
     calm: int = 0
 
+    def end_round(self, preemptions: int) -> int | None:
+        """Note the preemptions of a round. Returns those of the round before; None: there was
+        none."""
+        before, self.before = self.before, preemptions
+        self.calm = 0 if preemptions else self.calm + 1
+        return before
+
+    def resize(self, tp: int) -> None:
+        """Take another size, and count the calm rounds from there."""
+        self.tp, self.calm = tp, 0
+
 
 class TPPlanner:
     """Grows and shrinks by factors of two, between rounds."""
@@ -68,19 +79,15 @@ class TPPlanner:
             cache_used: the largest share of its cache that an engine had in use.
         """
         now = self._of(kind)
-        before, now.before = now.before, preemptions
-        now.calm = 0 if preemptions else now.calm + 1
+        before = now.end_round(preemptions)
         if before is not None and preemptions > RISE * before and 2 * now.tp <= self._max:
-            self._change(now, 2 * now.tp)
+            now.resize(2 * now.tp)
         elif now.calm >= CALM_ROUNDS and now.tp > self._min and cache_used <= FULL:
-            self._change(now, now.tp // 2)
+            now.resize(now.tp // 2)
         return now.tp
 
     def _of(self, kind: str) -> _Kind:
         return self._kinds.setdefault(kind, _Kind(self._tp))
-
-    def _change(self, kind: _Kind, tp: int) -> None:
-        kind.tp, kind.calm = tp, 0
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs; plain JSON."""

@@ -92,7 +92,7 @@ class ByLog:
         if logged.num_tokens != request.num_tokens:
             self.others.append(request.id)
         elif logged.error or result.error:
-            request.result = structs.replace(result, score=logged.score, error=logged.error)
+            request.reward(structs.replace(result, score=logged.score, error=logged.error))
         elif logged.score != result.score:
             self.others.append(request.id)
 

@@ -35,6 +35,32 @@ class RequestState:
     resume: Partial | None = None
     """What it had produced when its engine died."""
 
+    def assign(self, rank: int) -> None:
+        """Start it on the replica of this rank."""
+        self.rank = rank
+
+    def progress(self, num_tokens: int) -> None:
+        """Note how long its response is by now."""
+        self.num_tokens = num_tokens
+
+    def requeue(self, partial: Partial | None) -> None:
+        """Make it wait for a replica again, with what is known of its response."""
+        self.rank, self.resume = -1, partial
+        self.num_tokens = len(partial.tokens) if partial else 0
+
+    def end(self, finish: str, num_tokens: int, num_observed: int) -> None:
+        """Note why its response ended, and how long it is."""
+        self.num_tokens, self.finish = num_tokens, finish
+        self.num_observed = num_observed
+
+    def abort(self) -> None:
+        """Note that its response is of no use any more."""
+        self.finish = "abort"
+
+    def reward(self, result: RewardResult) -> None:
+        """Give it its score."""
+        self.result = result
+
 
 @dataclass(slots=True)
 class GroupState:
@@ -46,6 +72,10 @@ class GroupState:
     """Finished and rewarded, in the order of their rewards; none after the group is closed."""
     is_closed: bool = False
     """Nothing more of it counts: it is complete, or came too late."""
+
+    def close(self) -> None:
+        """Count nothing more of it."""
+        self.is_closed = True
 
     @property
     def wanted(self) -> int:
@@ -64,7 +94,7 @@ class GroupState:
         return len({r.result.score for r in trained if r.result is not None}) <= 1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a complete group means for the round."""
 

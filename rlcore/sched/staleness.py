@@ -42,6 +42,14 @@ class Entry:
     finished: int | None = None
     """Its place among all groups that were complete; None while it runs."""
 
+    def decoded(self, version: Version) -> None:
+        """Note the first token of one of its responses: the oldest of them counts."""
+        self.version = version if self.version is None else min(self.version, version)
+
+    def complete(self, place: int) -> None:
+        """Note that all of its responses are there and rewarded."""
+        self.finished = place
+
 
 class SampleBuffer:
     """Numbers and versions alone: the groups themselves are the controller's."""
@@ -110,7 +118,7 @@ class SampleBuffer:
         """One of its responses began with a token of this version."""
         entry = self._entries.get(group)
         if entry is not None:
-            entry.version = version if entry.version is None else min(entry.version, version)
+            entry.decoded(version)
 
     def finish(self, group: GroupId) -> bool:
         """All of its responses are there and rewarded. False where it turns out to be too old: it
@@ -119,7 +127,7 @@ class SampleBuffer:
         if self._age(entry) > self._oldest:
             self.drop(group)
             return False
-        entry.finished = self._finished
+        entry.complete(self._finished)
         self._finished += 1
         self._num_finished += 1
         self._has_news = True

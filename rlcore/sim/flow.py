@@ -170,7 +170,7 @@ class Flow(Engines):
     def _go(self, version: int) -> None:
         self._version = version
         for rank, replica in enumerate(self._replicas, 1):
-            replica.now = max(replica.now, self._now)  # it stood still
+            replica.stand_still(self._now)
             if self._mode != "in_place":
                 jobs = replica.release(self._now)
                 again = [Job(id=j.id, prompt=j.prompt, length=j.length, have=j.have) for j in jobs]

@@ -4,7 +4,7 @@
 import heapq
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rlcore.sched.cluster import Cluster, Group, Job
 from rlcore.sim.published_rollmux import MEAN_HOURS, SHAPES, SIGMA, SIZES, SLO, Trace
@@ -19,22 +19,22 @@ class Arrival:
     alone_s: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Of a trace."""
 
-    seconds: float = 0.0
+    seconds: float
     """From the first arrival to the last departure."""
-    bill: float = 0.0
-    kept: float = 0.0
+    bill: float
+    kept: float
     """Share of the jobs that took at most their SLO times their time alone."""
-    promised: float = 0.0
+    promised: float
     """Share of the jobs none of whose iterations was to take longer."""
-    idle: tuple[float, float] = (0.0, 0.0)
+    idle: tuple[float, float]
     """Share of the rented time of rollout and train nodes in which nobody had them."""
-    peak: tuple[int, int] = (0, 0)
-    moves: int = 0
-    points: list[tuple[float, float, int]] = field(default_factory=list)
+    peak: tuple[int, int]
+    moves: int
+    points: list[tuple[float, float, int]]
     """(when, bill an hour, jobs), after every change."""
 
     @property
@@ -59,6 +59,16 @@ class _Going:
         left = self.left - (now - self.at) / self.period_s
         budget = self.iterations * self.job.limit_s
         return now - self.came + move_s + left * self.job.limit_s <= budget
+
+    def replan(self, now: float, period_s: float, lost_s: float) -> float:
+        """Take another period from now on, and lose so much by a move. Returns when it ends."""
+        self.left -= (now - self.at) / self.period_s
+        self.at, self.period_s = now, period_s
+        self.worst_s = max(self.worst_s, period_s)
+        if lost_s:
+            self.left += lost_s / period_s
+        self.version += 1
+        return now + max(0.0, self.left) * period_s
 
 
 def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> Job:
@@ -99,7 +109,6 @@ def run_trace(
     """Every iteration takes the worst case's period. `move_s`: what a job loses when it is moved
     by `repack`, which leaves those alone that cannot afford it. RuntimeError where a job finds no
     place."""
-    out = Outcome()
     going: dict[str, _Going] = {}
     events: list[tuple[float, int, str, int, Arrival | None]] = []
     todo = sorted(arrivals, key=lambda a: a.at_s)
@@ -108,13 +117,15 @@ def run_trace(
     now = start = todo[0].at_s
     count = len(todo)
     busy, rented = [0.0, 0.0], [0.0, 0.0]
-    kept = promised = 0
+    kept = promised = moves = 0
+    bill, peak = 0.0, (0, 0)
+    points: list[tuple[float, float, int]] = []
     while events:
         at, _, name, version, arrival = heapq.heappop(events)
         if arrival is None and (name not in going or going[name].version != version):
             continue
         _account(cluster, at - now, busy, rented)
-        out.bill += cluster.cost * (at - now) / 3600
+        bill += cluster.cost * (at - now) / 3600
         now = at
         moved: dict[str, int] = {}
         if arrival is not None:
@@ -138,19 +149,25 @@ def run_trace(
             fixed = {n for n, g in going.items() if n != name and not g.may_move(now, move_s)}
             for move in cluster.repack(seed, fixed):
                 moved[move.job] = move.group
-                out.moves += move.job != name
+                moves += move.job != name
         touched = {id(g): g for g in groups if cluster.groups.get(g.id) is g}
         touched |= {id(g): g for g in cluster if moved.keys() & g.jobs.keys()}
         if moved:  # groups that a job left have another object, too
             touched = {id(g): g for g in cluster}
         for group in touched.values():
             count = _replan(group, going, now, events, count, moved, move_s, new=name)
-        out.peak = tuple(map(max, out.peak, cluster.nodes))  # type: ignore[assignment]
-        out.points.append((now, cluster.cost, len(going)))
-    out.seconds = now - start
-    out.kept, out.promised = kept / len(todo), promised / len(todo)
-    out.idle = tuple(1 - b / r for b, r in zip(busy, rented, strict=True))  # type: ignore[assignment]
-    return out
+        peak = tuple(map(max, peak, cluster.nodes))  # type: ignore[assignment]
+        points.append((now, cluster.cost, len(going)))
+    return Outcome(
+        seconds=now - start,
+        bill=bill,
+        kept=kept / len(todo),
+        promised=promised / len(todo),
+        idle=(1 - busy[0] / rented[0], 1 - busy[1] / rented[1]),
+        peak=peak,
+        moves=moves,
+        points=points,
+    )
 
 
 def _account(cluster: Cluster, seconds: float, busy: list[float], rented: list[float]) -> None:
@@ -176,13 +193,8 @@ def _replan(
     """Jobs of a group have another period from now on; when each ends."""
     for name in group.jobs:
         one = going[name]
-        one.left -= (now - one.at) / one.period_s
-        one.at, one.period_s = now, group.period_s
-        one.worst_s = max(one.worst_s, group.period_s)
-        if name in moved and name != new:
-            one.left += move_s / group.period_s
-        one.version += 1
+        lost_s = move_s if name in moved and name != new else 0.0
+        end = one.replan(now, group.period_s, lost_s)
         count += 1
-        end = now + max(0.0, one.left) * one.period_s
         heapq.heappush(events, (end, count, name, one.version, None))
     return count

@@ -57,6 +57,10 @@ class Trace:
     """By job: when each of its iterations ended."""
     moves: int = 0
 
+    def count_move(self) -> None:
+        """Note that a rollout has moved to the slots that it keeps."""
+        self.moves += 1
+
     def period(self, job: str, skip: int) -> float:
         """Mean seconds of an iteration after the first `skip`."""
         ends = self.ends[job]
@@ -87,6 +91,58 @@ class _Run:
     is_tail: bool = False
     has_moved: bool = False
     opened: dict[str, float] = field(default_factory=dict)
+
+    def next_pools(self) -> tuple[str, ...]:
+        """Draw what an iteration takes if it begins with this phase. Returns the pools that the
+        phase needs."""
+        if self.step == ROLLOUT:
+            self.now = self.job.iteration(self.number)
+        return (ROLLOUT, TRAIN) if self.job.colocated else (self.step,)
+
+    def add_slots(self, slots: Sequence[str], now: float) -> None:
+        """Have more slots from now on."""
+        self.opened |= dict.fromkeys(slots, now)
+
+    def start_phase(self, now: float, switch_s: Mapping[str, float]) -> None:
+        """Begin the phase with all of its work left."""
+        self.left_s = self.now.rollout_s if self.step == ROLLOUT else self.now.train_s
+        self.left_s += switch_s.get(self.step, 0.0)
+        if self.job.colocated:
+            self.left_s += self.now.train_s + self.now.sync_s + switch_s.get(TRAIN, 0.0)
+        self.at, self.is_tail, self.has_moved = now, False, False
+
+    def advance(self, now: float) -> None:
+        """Work until now."""
+        self.left_s -= (now - self.at) * self.rate
+        self.at = now
+
+    def reach_tail(self) -> None:
+        """Note that only the tail of the rollout is left."""
+        self.is_tail = True
+
+    def move_tail(self) -> None:
+        """Go on with the tail on the slots that the job keeps."""
+        self.left_s *= self.now.moved_s / (self.now.rollout_s - self.now.tail_s)
+        self.has_moved = True
+
+    def change_speed(self, tail_share: float) -> None:
+        """Decode as fast as the slots allow from now on. Events planned before are void."""
+        self.rate = 1.0
+        if self.step == ROLLOUT and not self.has_moved:
+            live = 1 - tail_share if self.is_tail else 1.0
+            crowd = live * len(self.job.member.slots[ROLLOUT]) / len(self.opened)
+            self.rate = 1 / (1 + self.job.batch_share * max(0.0, crowd - 1))
+        self.version += 1
+
+    def end_phase(self) -> bool:
+        """Go to the next phase. Returns whether that is the update of the engines' weights."""
+        self.step = "sync" if self.job.colocated else STEPS[self.step]
+        return self.step == "sync"
+
+    def end_iteration(self) -> None:
+        """Go to the rollout of the next iteration."""
+        self.step = ROLLOUT
+        self.number += 1
 
 
 class World:
@@ -125,26 +181,22 @@ class World:
 
     def _event(self, now: float, what: str, name: str, run: _Run) -> list[Todo]:
         if what == "ask":
-            if run.step == ROLLOUT:
-                run.now = run.job.iteration(run.number)
-            pools = (ROLLOUT, TRAIN) if run.job.colocated else (run.step,)
-            return self.mux.ask(name, pools, now)
+            return self.mux.ask(name, run.next_pools(), now)
         if what == "tail":
-            self._advance(run, now)
-            run.is_tail = True
+            run.advance(now)
+            run.reach_tail()
             self._plan(name, run, now)
             return self.mux.progress(name, math.ceil(1000 * self._tail_share), 1000, now)
         if what == "end":
             self._close(name, run, list(run.opened), now)
-            run.step = "sync" if run.job.colocated else STEPS[run.step]
+            syncs = run.end_phase()
             todo = self.mux.done(name, now)
-            if run.step == "sync":
+            if syncs:
                 self._at(now + (0.0 if run.job.colocated else run.now.sync_s), "synced", name)
                 return todo
             return todo + self._event(now, "ask", name, run)
         assert what == "synced", what
-        run.step = ROLLOUT
-        run.number += 1
+        run.end_iteration()
         self.trace.ends[name].append(now)
         return self._event(now, "ask", name, run)
 
@@ -157,38 +209,24 @@ class World:
                 self._move(t, run, now)
 
     def _open(self, grant: Grant, run: _Run, now: float) -> None:
-        run.opened |= dict.fromkeys(grant.slots, now)
+        run.add_slots(grant.slots, now)
         if grant.is_more:
-            self._advance(run, now)
+            run.advance(now)
         else:
-            run.left_s = run.now.rollout_s if run.step == ROLLOUT else run.now.train_s
-            run.left_s += self._switch.get(run.step, 0.0)
-            if run.job.colocated:
-                run.left_s += run.now.train_s + run.now.sync_s + self._switch.get(TRAIN, 0.0)
-            run.at, run.is_tail, run.has_moved = now, False, False
+            run.start_phase(now, self._switch)
         self._plan(grant.job, run, now)
 
     def _move(self, move: Migrate, run: _Run, now: float) -> None:
-        self._advance(run, now)
-        self.trace.moves += 1
+        run.advance(now)
+        self.trace.count_move()
         self._close(move.job, run, move.free, now)
-        run.left_s *= run.now.moved_s / (run.now.rollout_s - run.now.tail_s)
-        run.has_moved = True
+        run.move_tail()
         self._plan(move.job, run, now)
         self._do(self.mux.freed(move.job, move.free, now), now)
 
-    def _advance(self, run: _Run, now: float) -> None:
-        run.left_s -= (now - run.at) * run.rate
-        run.at = now
-
     def _plan(self, name: str, run: _Run, now: float) -> None:
         """From now on the phase has this speed, and ends then."""
-        run.rate = 1.0
-        if run.step == ROLLOUT and not run.has_moved:
-            live = 1 - self._tail_share if run.is_tail else 1.0
-            crowd = live * len(run.job.member.slots[ROLLOUT]) / len(run.opened)
-            run.rate = 1 / (1 + run.job.batch_share * max(0.0, crowd - 1))
-        run.version += 1
+        run.change_speed(self._tail_share)
         self._at(now + max(0.0, run.left_s) / run.rate, "end", name)
         before_tail = run.left_s - (run.now.rollout_s - run.now.tail_s)
         if run.step == ROLLOUT and not run.is_tail and before_tail > -math.inf:

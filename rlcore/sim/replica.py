@@ -28,6 +28,15 @@ class Job:
     """The step at which its first token of this stay is decoded."""
     gone: bool = False
 
+    def start_at(self, step: int) -> None:
+        """Begin a stay: its first token is decoded at this step."""
+        self.start = step
+
+    def leave(self, step: int) -> None:
+        """End its stay at this step, with the tokens that it has by then."""
+        self.have += step - self.start
+        self.gone = True
+
 
 class Span(NamedTuple):
     """It has worked without a pause. A new one begins where twice or half as many are decoded."""
@@ -90,7 +99,6 @@ class Replica:
         for id in ids:
             job = self._running.pop(id, None)
             if job is not None:
-                job.gone = True
                 self._leave(job)
                 out.append(job)
         if len(out) < len(wanted):
@@ -121,6 +129,10 @@ class Replica:
         elif time > self.now:
             self.now = time
 
+    def stand_still(self, time: float) -> None:
+        """Do nothing until `time`, whatever it has."""
+        self.now = max(self.now, time)
+
     def step_to_event(self) -> list[Job]:
         """Work up to the next event; the requests that ended at it."""
         ahead = self._steps_ahead()
@@ -133,7 +145,6 @@ class Replica:
             _, _, job = heapq.heappop(self._ends)
             if job.gone:
                 continue
-            job.gone = True
             del self._running[job.id]
             self._leave(job)
             out.append(job)
@@ -187,7 +198,7 @@ class Replica:
         self.peak_context = max(self.peak_context, self._context)
 
     def _leave(self, job: Job) -> None:
-        job.have += self._step - job.start
+        job.leave(self._step)
         self._context -= job.prompt + job.have
 
     def _preempt(self) -> None:
@@ -195,7 +206,6 @@ class Replica:
         self._leave(job)
         self.preemptions += 1
         again = Job(id=job.id, prompt=job.prompt, length=job.length, have=job.have)
-        job.gone = True
         self._waiting.appendleft(again)
 
     def _admit(self) -> None:
@@ -208,7 +218,7 @@ class Replica:
             if full and self._running:
                 break
             self._waiting.popleft()
-            job.start = self._step
+            job.start_at(self._step)
             self._running[job.id] = job
             self._context += need
             prefill += need

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -151,10 +151,15 @@ class Rewards:
         self._domain_of = domain_of
         self.after = after
 
-    @property
-    def scorers(self) -> list[Scorer]:
-        """All of them."""
-        return [pool.scorer for pool in self._pools.values()]
+    def after_all(self) -> "Rewards":
+        """The same scorers, when the rollout is over, with a fixed time-out."""
+        scorers = {name: pool.scorer for name, pool in self._pools.items()}
+        fixed = {
+            name: replace(scorer, timeout=None)
+            for name, scorer in scorers.items()
+            if isinstance(scorer, Sandbox)
+        }
+        return Rewards(scorers | fixed, self._domain_of, after=True)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
         """When its score is there, and what it takes a worker."""

@@ -381,7 +381,7 @@ class Running(First):
             work = self._more("s")
             assert work is not None
             self._domains[work.id] = "s"
-            verdict.more = [work]
+            return replace(verdict, more=[work])
         return verdict
 
 

@@ -14,7 +14,7 @@ from rlcore.sim.phases import Training, judge_bytes, weights_s
 from rlcore.sim.published import PROMPTS, SAMPLES, System
 from rlcore.sim.rewards import Rewards
 from rlcore.sim.table import Made, Row, row
-from rlcore.sim.user import after, rewards
+from rlcore.sim.user import rewards
 from rlcore.sim.workload import GENERATORS, Recorded, Workload
 
 H800 = GPUS["H800"]
@@ -169,7 +169,7 @@ def table_1(count: int, seed: int, data: Path) -> Made:
 
 
 def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
-    return after(made(row_of))
+    return made(row_of).after_all()
 
 
 def table_2(count: int, seed: int, data: Path) -> Made:
@@ -372,7 +372,7 @@ def _figure_12a(lengths: Recorded, seed: int) -> Row:
         run = Run(replace(plan, schedule="all", max_tp=top))
         seconds[name] = []
         for cap in range(8_192, 32_769, 2_048):
-            clipped.cap = cap
+            clipped.raise_cap(cap)
             (step,) = run.steps(1)
             seconds[name].append(step.seconds)
             if top:
@@ -397,6 +397,10 @@ class Growing:
     @property
     def prompt_tokens(self) -> int:
         return self.of.prompt_tokens
+
+    def raise_cap(self, cap: int) -> None:
+        """Let responses be longer from now on."""
+        self.cap = cap
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
         return [min(n, self.cap) for n in self.of.lengths(row, count, seed)]

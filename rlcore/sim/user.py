@@ -126,19 +126,7 @@ def baseline(ours: Plan, name: str) -> Plan:
     plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
     if name == "rlhfuse":
         return replace(plain, overlap_logprobs=True)
-    return replace(
-        plain,
-        rewards=lambda row_of: after(ours.rewards(row_of)),
-    )
-
-
-def after(made: Rewards) -> Rewards:
-    """The same scorers, when the rollout is over, with a fixed time-out."""
-    for scorer in made.scorers:
-        if isinstance(scorer, Sandbox):
-            scorer.timeout = None
-    made.after = True
-    return made
+    return replace(plain, rewards=lambda row_of: ours.rewards(row_of).after_all())
 
 
 def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf) -> Rewards:

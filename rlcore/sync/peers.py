@@ -325,7 +325,7 @@ class Peers:
         """Around what all ranks of a group do at once: where it fails, a `LinkError` names the
         ranks that were not in it."""
         start = time.monotonic()
-        group.calls += 1
+        group.begin_call()
         try:
             yield
         except RuntimeError as error:
@@ -448,6 +448,10 @@ class Group:
             self.broadcast(torch.zeros(1, device=device), ranks[0])
         else:
             self._group = dist.ProcessGroupGloo(store, place, len(ranks), self._wait)
+
+    def begin_call(self) -> None:
+        """Count another call of `Peers.together`."""
+        self.calls += 1
 
     def exchange(
         self,

@@ -1,6 +1,7 @@
 """Operations of learner and sampler on a GPU against the CPU."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,8 +217,11 @@ def settings_of(
     )
     if top_k or top_p < 1 or min_p:
         chosen = torch.arange(rows)[~greedy]
-        settings.filtered = chosen.to(device)
-        settings.top_k = torch.full((len(chosen),), top_k, device=device)
-        settings.top_p = torch.full((len(chosen),), top_p, dtype=torch.float64, device=device)
-        settings.min_p = torch.full((len(chosen),), min_p, dtype=torch.float64, device=device)
+        settings = replace(
+            settings,
+            filtered=chosen.to(device),
+            top_k=torch.full((len(chosen),), top_k, device=device),
+            top_p=torch.full((len(chosen),), top_p, dtype=torch.float64, device=device),
+            min_p=torch.full((len(chosen),), min_p, dtype=torch.float64, device=device),
+        )
     return settings

@@ -351,7 +351,7 @@ def test_a_job_whose_memory_grows_counts_with_it_and_leaves_where_a_node_has_no_
     a = Gate(up.url, "A", replace(PROFILE, rollout_gb=4.0), lease_s=30)
     b = Gate(up.url, "B", replace(PROFILE, rollout_gb=2.0), lease_s=5, on_lost=lost.append)
     for gb in (5.0, 6.0):
-        b.host_gb = {"rollout": gb}
+        b.has_on_host({"rollout": gb})
         with b.phase("rollout"):
             pass
         if gb == 5.0:

@@ -81,7 +81,7 @@ class Gate:
     """Rank 0's, which writes down what it is asked for."""
 
     def __init__(self, said: list[str]) -> None:
-        self.said, self.host_gb = said, {}
+        self.said = said
 
     def enter(self, name: str) -> None:
         self.said.append(f"enter {name}")

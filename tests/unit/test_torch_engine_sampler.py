@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -61,11 +63,13 @@ def test_an_unfiltered_row_is_not_moved_by_filtered_mates():
     gen = torch.Generator().manual_seed(0)
     logits, counter = torch.randn(6, 50, generator=gen), torch.arange(6) * 31
     alone, alone_logp = sample(logits.clone(), counter, plain(6))
-    mixed = plain(6)
-    mixed.filtered = torch.tensor([1, 4])
-    mixed.top_k = torch.tensor([2, 0])
-    mixed.top_p = torch.tensor([1.0, 0.1], dtype=torch.float64)
-    mixed.min_p = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    mixed = replace(
+        plain(6),
+        filtered=torch.tensor([1, 4]),
+        top_k=torch.tensor([2, 0]),
+        top_p=torch.tensor([1.0, 0.1], dtype=torch.float64),
+        min_p=torch.tensor([0.0, 0.0], dtype=torch.float64),
+    )
     tokens, logps = sample(logits.clone(), counter, mixed)
     rest = [0, 2, 3, 5]
     assert torch.equal(tokens[rest], alone[rest])
@@ -75,8 +79,7 @@ def test_an_unfiltered_row_is_not_moved_by_filtered_mates():
 
 def test_tiny_temperatures_and_huge_logits_stay_finite():
     logits = torch.tensor([[1e30, 0.0, -1e30], [5.0, 4.999, 0.0]])
-    settings = plain(2)
-    settings.scale, settings.plain = torch.tensor([1.0, 1e6]), False
+    settings = replace(plain(2), scale=torch.tensor([1.0, 1e6]), plain=False)
     tokens, logps = sample(logits, torch.tensor([1, 2]), settings)
     assert tokens.tolist() == [0, 0] and torch.isfinite(logps).all()
 

@@ -162,7 +162,7 @@ class JudgeModel:
         """Keys and values of a batch; `shared`: one layer's place, which all layers use in turn."""
         hf = self.hf
         cache = Cache(
-            1 if shared else hf.num_layers,
+            hf.num_layers,
             hf.num_kv_heads,
             hf.head_dim,
             dtype=self.dtype,
@@ -170,10 +170,9 @@ class JudgeModel:
             max_slots=rows,
             max_columns=length,
             budget=rows * (length + 16),
+            shared=shared,
         )
         cache.reserve(rows, length, 0)
-        if shared:
-            cache.layers = cache.layers * hf.num_layers
         return cache
 
     def _decide(self, work: int) -> None:

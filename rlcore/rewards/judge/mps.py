@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlcore.config.schema import RewardConfig, RewardSum, reward_sections
@@ -40,10 +41,18 @@ class MPSError(RuntimeError):
 class Daemon:
     """The daemon of this node, ours or another's. `environment` is what its clients need."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen | None, lock: int | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        process: subprocess.Popen | None,
+        lock: int | None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: default: that of a daemon with its pipes in `folder`."""
         self.folder = folder
         self._process, self._lock = process, lock
-        self.environment = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
+        of_folder = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
+        self.environment = of_folder if environment is None else dict(environment)
 
     @property
     def is_ours(self) -> bool:
@@ -136,9 +145,7 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
     """
     if PIPES in os.environ and answers({PIPES: os.environ[PIPES]}):
         announce("MPS", f"the daemon at {os.environ[PIPES]}, which is not ours")
-        daemon = Daemon(folder, None, None)
-        daemon.environment = {PIPES: os.environ[PIPES]}
-        return daemon
+        return Daemon(folder, None, None, {PIPES: os.environ[PIPES]})
     if shutil.which(CONTROL) is None:
         raise MPSError(f"there is no {CONTROL} on PATH; it comes with the NVIDIA driver")
     try:

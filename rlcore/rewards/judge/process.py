@@ -47,7 +47,7 @@ def serve(channel: Channel) -> None:
     cfg = msgspec.convert(load.config, JudgeRewardConfig)
     device, _, number = load.device.partition(":")
     if device == "cuda":  # CUDA reads them when it starts in this process
-        os.environ |= mps.limits(cfg.mps_percent, cfg.mps_gb, int(number))
+        os.environ.update(mps.limits(cfg.mps_percent, cfg.mps_gb, int(number)))
     try:
         judge = Judge(cfg, load.device)
     except BaseException as error:

@@ -131,6 +131,19 @@ class _Entry:
     job: Job
     sent: bool = False
 
+    def send(self, worker: Worker) -> None:
+        """Ask the judge process."""
+        self.sent = True
+        worker.send(frame(self.ask))
+
+    def take_back(self) -> None:
+        """Ask again: the process that was asked has ended."""
+        self.sent = False
+
+    def stand_alone(self) -> None:
+        """Be asked in a batch of its own from now on."""
+        self.ask = msgspec.structs.replace(self.ask, alone=True)
+
 
 class ProcessBackend:
     """A judge process of our own. A thread owns it, sends requests, and holds batches to their
@@ -250,8 +263,7 @@ class ProcessBackend:
             return
         for entry in self._entries.values():
             if not entry.sent:
-                entry.sent = True
-                worker.send(frame(entry.ask))
+                entry.send(worker)
                 self._hear(is_new=not self._is_asked)
 
     def _hear(self, is_new: bool = True) -> None:
@@ -297,8 +309,8 @@ class ProcessBackend:
             if message.error:
                 self._fail(f"cannot start: {message.error}")
                 return
-            worker.ready = True
-            worker.start_rss, self._growth = worker.rss(), message.growth_bytes
+            worker.become_ready()
+            self._growth = message.growth_bytes
         elif isinstance(message, Began):
             self._hear()
             self._begin_growth = self._grown(worker)
@@ -357,7 +369,7 @@ class ProcessBackend:
         if is_late and not keys:  # it hangs between batches: what it has is all that can be blamed
             keys = tuple(key for key, entry in self._entries.items() if entry.sent)
         for entry in self._entries.values():
-            entry.sent = False
+            entry.take_back()
         self._is_asked = False
         if not keys:
             self._failed_start(reason or f"exit status {status}", printed)
@@ -372,7 +384,7 @@ class ProcessBackend:
                 result = RewardResult(score=0.0, error=reason, latency_s=seconds)
                 self._end_one(key, result, printed)
             else:
-                entry.ask = msgspec.structs.replace(entry.ask, alone=True)
+                entry.stand_alone()
         log.warning("judge: %s; it starts again", reason)
 
     def _end_one(self, key: int, result: RewardResult, printed: str = "") -> None:

@@ -21,13 +21,18 @@ class Algorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args: Any) -> None:
         _handle_ngram(server_args)
 
+    @classmethod
+    def complete(cls) -> None:
+        """Take over methods that the scheduler and the runners call, and that the base class does
+        not have in this version."""
+        for name, method in vars(SpeculativeAlgorithm).items():
+            if callable(method) and not name.startswith("_") and not hasattr(cls, name):
+                setattr(cls, name, method)
+
 
 def register() -> None:
     """Once in a process."""
-    for name, method in vars(SpeculativeAlgorithm).items():
-        # Scheduler and runners call methods that the base class does not have in this version.
-        if callable(method) and not name.startswith("_") and not hasattr(Algorithm, name):
-            setattr(Algorithm, name, method)
+    Algorithm.complete()
 
     @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=False, spec_class=Algorithm)
     def worker(server_args: Any) -> type:

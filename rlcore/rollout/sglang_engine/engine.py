@@ -77,6 +77,30 @@ class _Job:
     told: int = 0
     """Response tokens that progress events have carried."""
 
+    def take_off(self, flight: "_Flight") -> None:
+        """Be in SGLang from now on."""
+        self.flight = flight
+
+    def land(self) -> None:
+        """Be no longer in SGLang."""
+        self.flight = None
+
+    def grow(self, tokens: Sequence[int], logps: Sequence[float], version: int) -> None:
+        """Append the first of these tokens; there may be more log-probs than tokens."""
+        self.tokens += tokens
+        self.logps += logps[: len(tokens)]
+        self.versions += [version] * len(tokens)
+
+    def tell(self) -> slice:
+        """The tokens that no progress event has carried. They are carried now."""
+        new = slice(self.told, len(self.tokens))
+        self.told = new.stop
+        return new
+
+    def abort(self) -> None:
+        """End as aborted where nothing else has ended it."""
+        self.aborted = True
+
     @property
     def order(self) -> tuple[int, int]:
         return self.request.priority, self.arrival
@@ -103,6 +127,28 @@ class _Flight:
     """What still comes is dropped: the weights behind it are void."""
     followers: list[_Job] = field(default_factory=list)
     """They wait for the first token."""
+
+    def follow(self, task: "asyncio.Task[None]") -> None:
+        """Be followed through SGLang by this task."""
+        self.task = task
+
+    def begin(self) -> None:
+        """Have the first token."""
+        self.begun = True
+
+    def retract(self, retractions: int) -> int:
+        """Note how often SGLang has retracted it. Returns how often since the last time."""
+        more, self.retractions = retractions - self.retractions, max(retractions, self.retractions)
+        return more
+
+    def deafen(self) -> None:
+        """Drop what still comes."""
+        self.deaf = True
+
+    def free_followers(self) -> list[_Job]:
+        """Let go of those that wait for the first token."""
+        followers, self.followers = self.followers, []
+        return followers
 
 
 class SGLangEngine(InProcess):
@@ -309,7 +355,7 @@ class SGLangEngine(InProcess):
     async def _abort(self, ids: Collection[RequestId]) -> None:
         jobs = [self._jobs[i] for i in ids if i in self._jobs]
         for job in jobs:
-            job.aborted = True
+            job.abort()
         flying = [job for job in jobs if job.flight is not None]
         # Held flights end only when SGLang goes on, and then all do: the others wait here again.
         if flying:
@@ -547,11 +593,12 @@ class SGLangEngine(InProcess):
 
     def _take_off(self, job: _Job) -> None:
         self._flights += 1
-        job.flight = _Flight(rid=f"{self._flights:016x}", base=len(job.tokens))
+        flight = _Flight(rid=f"{self._flights:016x}", base=len(job.tokens))
+        job.take_off(flight)
         if not self._flying:
             self._busy_since = time.monotonic()
         self._flying[job] = None
-        job.flight.task = asyncio.create_task(self._fly(job, job.flight))
+        flight.follow(asyncio.create_task(self._fly(job, flight)))
 
     async def _fly(self, job: _Job, flight: _Flight) -> None:
         """Follow one request through SGLang."""
@@ -604,11 +651,9 @@ class SGLangEngine(InProcess):
             return
         if self._drafts:
             new = new[: self._up_to_stop(job, new)]
-        job.tokens += new
-        job.logps += logps[: len(new)]
-        job.versions += [self.version] * len(new)
+        job.grow(new, logps, self.version)
         if not flight.begun and new:
-            flight.begun = True
+            flight.begin()
             if not self._sharing.get(job.group):
                 self._cached += len(job.prompt)
             self._sharing[job.group] = self._sharing.get(job.group, 0) + 1
@@ -621,10 +666,8 @@ class SGLangEngine(InProcess):
             self._free_followers(job, flight)
         self._totals["decode_tokens"] += len(new)
         self._grown[job.request.id] = self._grown.get(job.request.id, 0) + len(new)
-        retractions = meta.get("num_retractions") or 0
-        for _ in range(retractions - flight.retractions):
+        for _ in range(flight.retract(meta.get("num_retractions") or 0)):
             self._emit(Preempted, id=job.request.id)
-        flight.retractions = max(retractions, flight.retractions)
 
     def _up_to_stop(self, job: _Job, new: Sequence[int]) -> int:
         """How many of these tokens are the response's: a draft may have more behind a stop token,
@@ -638,7 +681,7 @@ class SGLangEngine(InProcess):
         """The prefill of the group is done, or will not be: its other members go on."""
         if self._leaders.get(job.group) is job:
             del self._leaders[job.group]
-        followers, flight.followers = flight.followers, []
+        followers = flight.free_followers()
         self._held -= len(followers)
         for follower in followers:
             if self._jobs.get(follower.request.id) is not follower:
@@ -649,7 +692,7 @@ class SGLangEngine(InProcess):
                 heapq.heappush(self._waiting, (follower.order, follower))
 
     def _landed(self, job: _Job, flight: _Flight, reason: Mapping[str, Any]) -> None:
-        job.flight = None
+        job.land()
         if flight.begun:
             self._cached -= len(job.tokens)
             self._sharing[job.group] -= 1
@@ -681,7 +724,8 @@ class SGLangEngine(InProcess):
         on, also without any: paused it would never get idle."""
         flights = [job.flight for job in jobs if job.flight is not None]
         for flight in flights:
-            flight.deaf = flight.deaf or not self._loaded
+            if not self._loaded:
+                flight.deafen()
             if self._sent(flight):
                 self._manager.abort_request(flight.rid)
         if self._still:
@@ -763,8 +807,7 @@ class SGLangEngine(InProcess):
 
     def _tail(self, job: _Job) -> Partial:
         """The response's tokens since the last report."""
-        new = slice(job.told, len(job.tokens))
-        job.told = new.stop
+        new = job.tell()
         return Partial(
             tokens=np.asarray(job.tokens[new], np.int32),
             logps=np.asarray(job.logps[new], np.float32),

@@ -7,6 +7,8 @@ that check drafts: SGLang's own check gives log-probs from before the filters, a
 the likeliest token.
 """
 
+from dataclasses import replace
+
 import torch
 from sglang.srt.layers import sampler
 from torch import Tensor
@@ -65,19 +67,22 @@ def _settings(info, width: int = 1) -> Settings:
     top_k, top_p, min_p = (
         rows_of(x) for x in (info.top_ks.to(torch.int64), info.top_ps, info.min_ps)
     )
-    settings = Settings(
+    plain = Settings(
         scale=1 / rows_of(info.temperatures[:, 0]),
         greedy=top_k <= 1 if info.is_any_greedy else None,
         filtered=None,
     )
     filters = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
     if info.is_all_greedy or not filters:
-        return settings
+        return plain
     wanted = (top_k < NO_TOP_K) | (top_p < 1) | (min_p > 0)
     rows = torch.nonzero(wanted & (top_k > 1))[:, 0]
-    if len(rows):
-        settings.filtered = rows
-        settings.top_k = top_k[rows]
-        settings.top_p = top_p[rows].double()
-        settings.min_p = min_p[rows].double()
-    return settings
+    if not len(rows):
+        return plain
+    return replace(
+        plain,
+        filtered=rows,
+        top_k=top_k[rows],
+        top_p=top_p[rows].double(),
+        min_p=min_p[rows].double(),
+    )

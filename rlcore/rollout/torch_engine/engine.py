@@ -23,7 +23,7 @@ import heapq
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -86,6 +86,24 @@ class _Job:
     told: int = 0
     """Response tokens that progress events have carried."""
 
+    def sit(self, seat: int) -> None:
+        """Run, in this row of the per-request tables."""
+        self.seat = seat
+
+    def leave(
+        self, tokens: np.ndarray, logps: np.ndarray, versions: np.ndarray, drafted: np.ndarray
+    ) -> None:
+        """Run no longer; this is what it has."""
+        self.tokens, self.logps = tokens, logps
+        self.versions, self.drafted = versions, drafted
+        self.seat = -1
+
+    def tell(self, count: int) -> slice:
+        """Of its `count` tokens those that no progress event has carried. They are carried now."""
+        new = slice(self.told, count)
+        self.told = count
+        return new
+
     @property
     def order(self) -> tuple[int, int]:
         return self.request.priority, self.arrival
@@ -138,7 +156,7 @@ class _Seats:
     def take(self, job: _Job) -> None:
         """Give a job a seat and fill in its tables."""
         seat, sampling, count = self.free.pop(), job.request.sampling, len(job.tokens)
-        job.seat = seat
+        job.sit(seat)
         self._widen(count + 1, len(sampling.stop_ids))
         self.prompt[seat] = len(job.prompt)
         self.count[seat] = count
@@ -159,11 +177,12 @@ class _Seats:
     def leave(self, job: _Job) -> None:
         """Take back the seat; the job keeps what was generated."""
         seat, count = job.seat, self.count[job.seat]
-        job.tokens = self.tokens[seat, :count].copy()
-        job.logps = self.logps[seat, :count].copy()
-        job.versions = self.versions[seat, :count].copy()
-        job.drafted = self.drafted[seat, :count].copy()
-        job.seat = -1
+        job.leave(
+            tokens=self.tokens[seat, :count].copy(),
+            logps=self.logps[seat, :count].copy(),
+            versions=self.versions[seat, :count].copy(),
+            drafted=self.drafted[seat, :count].copy(),
+        )
         self.free.append(seat)
 
     def _widen(self, tokens: int, stops: int) -> None:
@@ -231,6 +250,11 @@ class _Batch:
     counter: torch.Tensor  # [N]
     settings: Settings
 
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Go on with these newest tokens [N], one of each row."""
+        self.step.advance(tokens[:, None])
+        self.counter += GOLDEN
+
 
 @dataclass(slots=True)
 class _Totals:
@@ -248,8 +272,25 @@ class _Totals:
     decode_steps: int = 0
     by_batch: list[list[int]] = field(default_factory=list)
 
-    def step(self, running: int, gained: int, drafts: bool) -> None:
-        """A decode step gave `running` requests `gained` tokens."""
+    def prefill(self, num_tokens: int) -> None:
+        """A prefill of so many tokens."""
+        self.prefill_tokens += num_tokens
+
+    def draft(self, seconds: float) -> None:
+        """Drafts were made."""
+        self.draft_s += seconds
+
+    def verify(self, drafted: int, accepted: int) -> None:
+        """Of `drafted` tokens so many were accepted."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+
+    def step(
+        self, running: int, gained: int, drafts: bool, *, busy_s: float, seconds: float
+    ) -> None:
+        """A step gave `running` requests `gained` tokens; it took `busy_s`, of which `seconds` went
+        into decoding."""
+        self.busy_s += busy_s
         self.decode_steps += 1
         size = running.bit_length()
         while len(self.by_batch) < size:
@@ -258,6 +299,11 @@ class _Totals:
         counts[0] += running
         counts[1] += gained
         counts[2] += running * drafts
+        if drafts:
+            self.verify_steps += 1
+            self.verify_rows += running
+            self.verify_tokens += gained
+            self.verify_s += seconds
 
     def take(self) -> dict[str, Any]:
         """Everything as fields of `Stats`, and starts again."""
@@ -587,13 +633,7 @@ class TorchEngine(InProcess):
             self._drafter.gate.note(
                 running, drafts=drafts, tokens=tokens, gained=gained, seconds=seconds
             )
-        self._totals.busy_s += took
-        self._totals.step(running, gained, drafts)
-        if drafts:
-            self._totals.verify_steps += 1
-            self._totals.verify_rows += running
-            self._totals.verify_tokens += gained
-            self._totals.verify_s += seconds
+        self._totals.step(running, gained, drafts, busy_s=took, seconds=seconds)
         self._report()
         return True
 
@@ -685,7 +725,7 @@ class TorchEngine(InProcess):
                 causal=not begin.any(),
             )
             self._model.fill(step, self._cache)
-            self._totals.prefill_tokens += sum(map(len, batch))
+            self._totals.prefill(sum(map(len, batch)))
             done += len(batch)
 
     def _make_room(self) -> None:
@@ -703,7 +743,7 @@ class TorchEngine(InProcess):
         self._used = max(self._used, self._cache.share(len(self._rows), longest))
         if self._cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
             # No new batch: that may sort rows, and their order would tell what ran here before.
-            self._batch.step.index = None
+            self._batch.step.forget_cache()
 
     def _decode(self) -> tuple[int, int]:
         """One token for every row. Returns the tokens of the forward, and those that were gained,
@@ -721,8 +761,7 @@ class TorchEngine(InProcess):
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
         else:
-            batch.step.advance(tokens[:, None])
-            batch.counter += GOLDEN
+            batch.advance(tokens)
         return len(seats), len(seats)
 
     def _verify(self) -> tuple[int, int]:
@@ -735,7 +774,7 @@ class TorchEngine(InProcess):
             lengths = table.prompt[seats] + table.count[seats]
         begin = self._clock()
         drafts, sizes = drafter.propose(seats, self._rows, table.tokens, table.count)
-        self._totals.draft_s += self._clock() - begin
+        self._totals.draft(self._clock() - begin)
         # Room for the drafts and the one more: in the response, and in the cache.
         sizes = np.minimum(sizes, table.limit[seats] - table.count[seats] - 1)
         sizes = np.minimum(sizes, cache.longest(len(seats)) - lengths).astype(np.int64)
@@ -776,9 +815,8 @@ class TorchEngine(InProcess):
         accepted = np.cumprod(right, axis=1).sum(1)
         done, gained = table.write_many(seats, found, found_logps, accepted + 1, self.version)
         drafter.accepted(seats, accepted)
-        self._totals.drafted_tokens += int(sizes.sum())
         # A stop token ends a response wherever it stands in the draft.
-        self._totals.accepted_tokens += int(np.minimum(gained, accepted).sum())
+        self._totals.verify(int(sizes.sum()), int(np.minimum(gained, accepted).sum()))
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
         return len(row), int(gained.sum())
@@ -824,7 +862,7 @@ class TorchEngine(InProcess):
         greedy = temperature == 0
         scale = 1 / np.where(greedy, 1, temperature)
         dtype = torch.promote_types(self._dtype, torch.float32)
-        settings = Settings(
+        plain = Settings(
             scale=torch.from_numpy(scale).to(device, dtype),
             greedy=torch.from_numpy(greedy).to(device) if greedy.any() else None,
             filtered=None,
@@ -832,12 +870,15 @@ class TorchEngine(InProcess):
         )
         top_k, top_p, min_p = table.top_k[seats], table.top_p[seats], table.min_p[seats]
         rows = np.flatnonzero(((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~greedy)
-        if len(rows):
-            settings.filtered = torch.from_numpy(rows).to(device)
-            settings.top_k = torch.from_numpy(top_k[rows]).to(device)
-            settings.top_p = torch.from_numpy(top_p[rows]).to(device)
-            settings.min_p = torch.from_numpy(min_p[rows]).to(device)
-        return settings
+        if not len(rows):
+            return plain
+        return replace(
+            plain,
+            filtered=torch.from_numpy(rows).to(device),
+            top_k=torch.from_numpy(top_k[rows]).to(device),
+            top_p=torch.from_numpy(top_p[rows]).to(device),
+            min_p=torch.from_numpy(min_p[rows]).to(device),
+        )
 
     def _sort_rows(self, lengths: np.ndarray) -> bool:
         """Sort rows by length when short ones pay too much for long ones; True when moved."""
@@ -907,8 +948,7 @@ class TorchEngine(InProcess):
     def _tail(self, job: _Job) -> Partial:
         """The response's tokens since the last report."""
         table, seat = self._seats, job.seat
-        new = slice(job.told, int(table.count[seat]))
-        job.told = new.stop
+        new = job.tell(int(table.count[seat]))
         return Partial(
             tokens=table.tokens[seat, new].copy(),
             logps=table.logps[seat, new].copy(),

@@ -26,7 +26,7 @@ _BITS = 48
 _BLOCK = 512  # a large vocabulary is searched in blocks
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Settings:
     """How each row is sampled. All [N]; the filters are None where no row uses them."""
 

@@ -26,6 +26,11 @@ class _Hollow(types.ModuleType):
     """A module that makes up what it is asked for: a class where the name looks like one, a module
     that can be called as a decorator otherwise. As a collection it is empty."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -75,10 +80,7 @@ def hollow(package: str) -> None:
 def _module(name: str) -> types.ModuleType:
     if name in sys.modules:
         return sys.modules[name]
-    module = _Hollow(name)
-    module.__path__ = []
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    sys.modules[name] = module
+    module = sys.modules[name] = _Hollow(name)
     return module
 
 
