@@ -72,5 +72,5 @@ def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier:
     if gpu is None:
         raise ValueError(f"there is no data sheet of {name}")
     rates, said = expect.rates(cfg, hf, world, gpu, earlier)
-    plan.load = rates.load
+    plan.learn_load(rates.load)
     return plan.say(rates, f"the data sheet of {world} x {gpu.name}") + f"; lengths {said}"

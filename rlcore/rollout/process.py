@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from msgspec import structs
+
 from rlcore.records import Aborted, AnyEvent, Finished, RequestId
 from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.wire import ARGS, LARGEST_FRAME, Call, Events, Fatal, Reply
@@ -87,7 +89,7 @@ class EngineServer:
             except Exception as error:
                 if self._engine is None:
                     raise
-                reply.error, reply.message = type(error).__name__, str(error)
+                reply = structs.replace(reply, error=type(error).__name__, message=str(error))
             # Events of the call go first: whoever aborts and then polls finds them.
             if call.method in ("abort", "pause"):
                 self._push(self._engine.poll(0.0))

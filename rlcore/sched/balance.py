@@ -150,6 +150,10 @@ class Balance:
         self.load = math.inf
         """As in `Rates`."""
 
+    def learn_load(self, load: float) -> None:
+        """Take down what a request adds to a decode step, where a data sheet says so."""
+        self.load = load
+
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
         """`balance/*` after a step with these metrics; nothing where nothing is known yet."""
         found = measured(

@@ -41,7 +41,8 @@ def update_actor(
     """The optimizer steps of this rollout."""
     objective = make_objective(run, correction_mean, kl_scale)
     for epoch in range(run.cfg.train.epochs):
-        objective.watch_mismatch = epoch == 0
+        if epoch == 1:
+            objective.stop_watching()
         for u, batch in enumerate(batches):
             if todo.lengths(u):
                 run.learner.accumulate(batch, objective)

@@ -39,7 +39,7 @@ class Objective:
         self._max_tokens, self._version = max_tokens, version
         self._mean, self._kl_scale = correction_mean, kl_scale
         self.needs_entropy_grad = cfg.entropy_coef != 0 or cfg.uses_entropy
-        self.watch_mismatch = True
+        self._watches = True
         self._sums: list[mismatch.Sums] = []
 
     @property
@@ -47,10 +47,14 @@ class Objective:
         """Tokens may leave the batch and its denominators: ask the learner what it `kept`."""
         return bool(self._cfg.rollout_rs) or self._cfg.drops_tokens
 
+    def stop_watching(self) -> None:
+        """Measure no mismatch from now on: it is that of the first epoch."""
+        self._watches = False
+
     def __call__(self, x: LossInputs) -> LossOutput:
         cfg, trained = self._cfg, x.mask
         x, keep, log_w = self._corrected(x)
-        if self.watch_mismatch:
+        if self._watches:
             self._sums.append(mismatch.sums(x, log_w, trained, cfg, self._version))
         out = self._algo.loss(x, cfg)
         if out.mask is not None:
