@@ -68,6 +68,7 @@ from rlcore.trainer import memory, relayout, report, resume, stream_loop, sync_l
 from rlcore.trainer.run import Run
 from rlcore.utils import collective, lock, log
 from rlcore.utils.deadline import Watchdog
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 from rlcore.utils.spans import Spans
 
@@ -82,7 +83,7 @@ def run_folder(cfg: Config) -> Path:
 
 def open_folder(cfg: Config, world: World) -> None:
     """Make the run's folder and log to it. An older run that this one does not go on with gives way
-    first, or its log would go on in the folder that it is moved to. Collective. ValueError where
+    first, or its log would go on in the folder that it is moved to. Collective. ConfigError where
     the folder cannot be made."""
     folder, aside = run_folder(cfg), None
     log.setup(world.rank)
@@ -90,7 +91,7 @@ def open_folder(cfg: Config, world: World) -> None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if who := lock.hold(folder.with_name(f".{folder.name}.lock")):
-                raise ValueError(
+                raise ConfigError(
                     f"--run.name {folder.name}: {who} is at work in {folder}, and two runs would "
                     "mix their metrics and delete each other's checkpoints; give another name, or "
                     "end that one first"
@@ -110,9 +111,9 @@ def open_folder(cfg: Config, world: World) -> None:
         log.log.warning("%s", line)
 
 
-def cannot_be_made(cfg: Config, error: OSError) -> ValueError:
+def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
     """What to raise where the run's folder cannot be made."""
-    return ValueError(
+    return ConfigError(
         f"--run.dir {cfg.run.dir}: the folder {run_folder(cfg)} cannot be made "
         f"({error.strerror}: {error.filename}); choose another"
     )
@@ -123,7 +124,7 @@ SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"
 
 
 def assemble(cfg: Config, world: World) -> Run:
-    """One rank's `Run`, restored from its newest checkpoint where there is one. ValueError where
+    """One rank's `Run`, restored from its newest checkpoint where there is one. ConfigError where
     the configuration cannot work; what was started is ended then."""
     began = time.monotonic()
     with ExitStack() as started:
@@ -307,7 +308,7 @@ def _assemble(
 
 
 def make_sinks(cfg: Config) -> list[Sink]:
-    """Where metrics go besides the run's folder. ValueError where one cannot work."""
+    """Where metrics go besides the run's folder. ConfigError where one cannot work."""
     sinks: list[Sink] = []
     if port := cfg.log.prometheus_port:
         sinks.append(Prometheus(cfg.log.prometheus_host, port, run_folder(cfg).name))
@@ -364,10 +365,10 @@ def model_config(cfg: Config) -> HFConfig:
 
 
 def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
-    """The architecture with --model.num_layers applied. ValueError where weights are loaded."""
+    """The architecture with --model.num_layers applied. ConfigError where weights are loaded."""
     if cfg.model.num_layers:
         if not cfg.model.random_init:
-            raise ValueError(
+            raise ConfigError(
                 f"--model.num_layers {cfg.model.num_layers}: only with --model.random_init, the "
                 "folder's weights have all their layers"
             )
@@ -377,10 +378,10 @@ def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
 
 def with_room(cfg: Config, hf: HFConfig) -> Config:
     """Prompts may be as long as the model's positions allow besides an answer: the engine would
-    refuse longer ones in the middle of the run. ValueError where an answer alone takes all."""
+    refuse longer ones in the middle of the run. ConfigError where an answer alone takes all."""
     room = hf.max_positions - cfg.rollout.max_tokens
     if room < 1:
-        raise ValueError(
+        raise ConfigError(
             f"--rollout.max_tokens {cfg.rollout.max_tokens}: prompt and response share the model's "
             f"{hf.max_positions} positions; take fewer"
         )
@@ -421,12 +422,12 @@ def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
 
 
 def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
-    """Holds this rank to its memory plan. ValueError where that cannot work."""
+    """Holds this rank to its memory plan. ConfigError where that cannot work."""
     if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
-        raise ValueError("\n".join(problems))
+        raise ConfigError("\n".join(problems))
     plan, gpu_bytes = memory_plan(cfg, hf, world)
     if plan.problems:
-        raise ValueError("\n".join(plan.problems))
+        raise ConfigError("\n".join(plan.problems))
     if said := memory.too_large(plan, gpu_bytes):
         log.log.warning("%s", said)
     return memory.Residency(plan, world.device)
@@ -547,7 +548,7 @@ def make_scorer(
 
 
 def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
-    """This rank's sampler, or its share of one over --rollout.tp ranks. ValueError where SGLang is
+    """This rank's sampler, or its share of one over --rollout.tp ranks. ConfigError where SGLang is
     asked for and not installed."""
     r = cfg.rollout
     if r.engine == "sglang":
@@ -605,9 +606,9 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
 
 
 def check_engine(cfg: Config) -> None:
-    """ValueError where SGLang is asked for and not installed."""
+    """ConfigError where SGLang is asked for and not installed."""
     if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise ValueError(
+        raise ConfigError(
             "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
             "--sglang, or use --rollout.engine torch"
         )
@@ -694,7 +695,7 @@ def with_tp(cfg: Config, tp: int) -> Config:
 
 def make_relayout(cfg: Config, hf: HFConfig, world: World) -> relayout.Relayout | None:
     """Where the engines may change their size: who decides, on rank 0, and what has to follow.
-    ValueError where a size that was asked for cannot be."""
+    ConfigError where a size that was asked for cannot be."""
     if not rules.changes_size(cfg):
         return None
 
@@ -713,12 +714,12 @@ def make_relayout(cfg: Config, hf: HFConfig, world: World) -> relayout.Relayout 
     policy: Sizes
     if cfg.debug.rollout_tp:
         if found := [line for tp in cfg.debug.rollout_tp for line in problems(tp)]:
-            raise ValueError(found[0].replace("--rollout.tp", "--debug.rollout_tp"))
+            raise ConfigError(found[0].replace("--rollout.tp", "--debug.rollout_tp"))
         policy = Listed(cfg.debug.rollout_tp)
     else:
         tp, most = cfg.rollout.tp, cfg.rollout.max_tp or ranks_per_node(world)
         if cfg.rollout.max_tp and (found := problems(most)):
-            raise ValueError(found[0].replace("--rollout.tp", "--rollout.max_tp"))
+            raise ConfigError(found[0].replace("--rollout.tp", "--rollout.max_tp"))
         low = high = tp
         while low > 1 and not problems(low // 2):
             low //= 2
@@ -782,9 +783,9 @@ POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "eval", "save"), BOTH
 
 
 def check_mux(cfg: Config) -> None:
-    """ValueError where a job with --mux.url has a judge of its own, which never leaves its GPU."""
+    """ConfigError where a job with --mux.url has a judge of its own, which never leaves its GPU."""
     if cfg.mux.url and own_judges(cfg):
-        raise ValueError(
+        raise ConfigError(
             "--mux.url: a judge of the run's own stays on the nodes between its phases; give "
             "--reward.url the address of a server, or take another reward"
         )
@@ -792,7 +793,7 @@ def check_mux(cfg: Config) -> None:
 
 def make_gate(cfg: Config, world: World) -> "RanksGate | None":
     """This rank's gate in the cluster of --mux.url; None for a job that is alone, or decides to be.
-    Collective. ValueError where what is asked for cannot be, on every rank."""
+    Collective. ConfigError where what is asked for cannot be, on every rank."""
     mux = cfg.mux
     if not mux.url:
         return None
@@ -803,7 +804,7 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
     names = collective.gather_texts(node_name(cfg, world), world.everyone)
     cells = cells_by_node(names, world.rollout_ranks)
     if mux.tail_nodes and mux.tail_nodes >= len(cells):
-        raise ValueError(
+        raise ConfigError(
             f"--mux.tail_nodes {mux.tail_nodes}: must be less than the nodes that sample, of which "
             f"there are {len(cells)}, or the tail of a rollout has none to leave; give 0"
         )
@@ -836,11 +837,11 @@ def make_gate(cfg: Config, world: World) -> "RanksGate | None":
 
 
 def address_of(url: str) -> str:
-    """--mux.url, where it is not given itself. ValueError where the environment lacks it."""
+    """--mux.url, where it is not given itself. ConfigError where the environment lacks it."""
     if not url.startswith("env:"):
         return url
     if not (found := os.environ.get(url.removeprefix("env:"), "")):
-        raise ValueError(
+        raise ConfigError(
             f"--mux.url {url}: the environment has no such variable; export it, with the address "
             "that `rlcore mux add JOB` prints"
         )
@@ -917,7 +918,7 @@ def make_peers(cfg: Config, world: World) -> Peers:
 def make_elastic(
     cfg: Config, hf: HFConfig, world: World, lengths: Lengths | None = None
 ) -> StreamWindow | None:
-    """Who trains in the middle of a round, with --mode stream. ValueError where all ranks are one
+    """Who trains in the middle of a round, with --mode stream. ConfigError where all ranks are one
     engine or one model replica. `lengths`: what is known of responses."""
     if cfg.select.mode != "stream":
         return None
@@ -1133,7 +1134,7 @@ def make_source(
     tail, rows = cfg.tail, sampler.state()["num_rows"]
     starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
     if rows is not None and rows < starts:
-        raise ValueError(
+        raise ConfigError(
             f"--data.train {' '.join(cfg.data.train)}: has {rows} prompts and a short round starts "
             f"{starts} different ones; lower --data.prompts_per_step"
         )

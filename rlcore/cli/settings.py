@@ -12,5 +12,5 @@ SECTIONS = {"algo": algos.config_class, "reward": registry.config_class, "env": 
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """The configuration that the command line describes. ValueError in one sentence."""
+    """The configuration that the command line describes. ConfigError in one sentence."""
     return resolve.parse(argv, SECTIONS)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import Config, SelectConfig
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 ADDRESS = "mux.url"
@@ -29,7 +30,7 @@ def parse(argv: Sequence[str], sections: dict[str, Callable[[str], type]]) -> Co
     """The configuration that `argv` describes.
 
     `sections` maps a selector to the function that turns its name into the section's config class,
-    such as {"algo": algos.config_class}. Raises ValueError with one sentence on a bad key or value.
+    such as {"algo": algos.config_class}. ConfigError in one sentence on a bad key or value.
     """
     argv = _split_equals(argv)
     chosen, rest = _take_selectors(argv)
@@ -83,7 +84,7 @@ def _take_selectors(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         name = argv[i].removeprefix("--").removeprefix("select.")
         if argv[i].startswith("--") and name in SELECTORS:
             if i + 1 == len(argv) or argv[i + 1].startswith("--"):
-                raise ValueError(f"--{name}: needs a value, such as {_example(name)}")
+                raise ConfigError(f"--{name}: needs a value, such as {_example(name)}")
             chosen[name] = argv[i + 1]
             i += 2
         else:
@@ -100,7 +101,7 @@ def _check_choice(name: str, value: str) -> None:
     hint = typing.get_type_hints(SelectConfig)[name]
     allowed = typing.get_args(hint)
     if allowed and value not in allowed:
-        raise ValueError(f"--{name} {value}: {_allowed(value, allowed)}")
+        raise ConfigError(f"--{name} {value}: {_allowed(value, allowed)}")
 
 
 def _allowed(value: str, allowed: Sequence[str]) -> str:
@@ -145,7 +146,7 @@ def _check_keys(argv: list[str], default: Config) -> None:
         if not near:  # a right key in a wrong section
             near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
         hint = f"; did you mean --{near[0]}?" if near else "; see --help"
-        raise ValueError(f"{a}: there is no such key{hint}")
+        raise ConfigError(f"{a}: there is no such key{hint}")
 
 
 def _chunks(argv: list[str]) -> list[list[str]]:
@@ -157,7 +158,7 @@ def _chunks(argv: list[str]) -> list[list[str]]:
         elif chunks:
             chunks[-1].append(a)
         else:
-            raise ValueError(f"{a}: expected a key such as --run.seed before this value")
+            raise ConfigError(f"{a}: expected a key such as --run.seed before this value")
     return chunks
 
 
@@ -195,7 +196,7 @@ def _tyro(argv: list[str], default: Config) -> Config:
         with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
             return _cli(_negations(argv), default)
     except SystemExit:
-        raise ValueError(_sentence(screen.getvalue(), argv)) from None
+        raise ConfigError(_sentence(screen.getvalue(), argv)) from None
 
 
 def _negations(argv: list[str]) -> list[str]:

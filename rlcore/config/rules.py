@@ -17,6 +17,7 @@ from rlcore.config.schema import (
     TailConfig,
     reward_sections,
 )
+from rlcore.utils.errors import ConfigError
 
 POSITIVE = (
     "data.prompts_per_step",
@@ -226,10 +227,10 @@ def warnings(cfg: Config) -> list[str]:
 
 
 def check(cfg: Config) -> None:
-    """ValueError with the broken rules, one a line."""
+    """ConfigError with the broken rules, one a line."""
     found = broken(cfg)
     if found:
-        raise ValueError("\n".join(found))
+        raise ConfigError("\n".join(found))
 
 
 def _get(cfg: Config, key: str) -> float:
@@ -280,12 +281,12 @@ def _data(cfg: Config) -> list[str]:
 
 
 def quotas(cfg: Config) -> dict[str, int]:
-    """`--tail.quotas` by source. ValueError where one is no `source=prompts`."""
+    """`--tail.quotas` by source. ConfigError where one is no `source=prompts`."""
     found = {}
     for text in cfg.tail.quotas:
         source, equals, number = text.rpartition("=")
         if not equals or not source or not number.isdigit() or source in found:
-            raise ValueError(
+            raise ConfigError(
                 f"--tail.quotas {text}: must be `source=prompts`, each source once, such as "
                 "`math=96 code=32`"
             )
@@ -310,7 +311,7 @@ def _schedule(cfg: Config) -> list[str]:
             )
     try:
         wanted = quotas(cfg)
-    except ValueError as error:
+    except ConfigError as error:
         return [*out, str(error)]
     total = cfg.data.prompts_per_step
     if wanted and (min(wanted.values()) < 1 or sum(wanted.values()) != total):

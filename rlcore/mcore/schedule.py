@@ -3,6 +3,7 @@
 import math
 
 from rlcore.config.schema import TrainConfig
+from rlcore.utils.errors import ConfigError
 
 
 def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> float:
@@ -18,7 +19,7 @@ def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> fl
         return train.lr
     end = train.lr_decay_updates or total_updates
     if end <= 0:
-        raise ValueError(
+        raise ConfigError(
             f"--train.lr_schedule {train.lr_schedule}: needs to know when it ends; "
             "set --train.lr_decay_updates"
         )

@@ -31,6 +31,7 @@ import redis
 
 from rlcore.mux import store
 from rlcore.mux.profile import STEP, Profile
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 if TYPE_CHECKING:  # torch takes seconds that a job without it should not pay
@@ -404,7 +405,7 @@ def connect(
         found = profile or stored(url, job, slo)
         if colocated is not None and found.colocated != colocated:
             kinds = "some ranks sampled and others trained", "every rank did both"
-            raise ValueError(
+            raise ConfigError(
                 f"job {job}: its profile is of a run in which {kinds[found.colocated]}, and here "
                 f"{kinds[colocated]}; profile it as it shall run (cluster.rollout_ranks)"
             )
@@ -447,7 +448,7 @@ def stored(url: str, job: str, slo: float) -> Profile:
     except redis.RedisError as error:
         raise ConnectionError(store.why(error, url)) from error
     if found is None:
-        raise ValueError(
+        raise ConfigError(
             f"job {job}: no profile; admission needs what its phases take at worst: run it once "
             "with --debug.full_length and without --mux.url, and give the mux_profile.json of that "
             "run to `rlcore mux add --profile`, or as --mux.profile"

@@ -26,6 +26,7 @@ from rlcore.records import RequestId, RewardResult
 from rlcore.rewards.kind import Host, Kind, number, to_result
 from rlcore.rewards.wire import Job
 from rlcore.utils.children import sentence
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 _AGAIN = frozenset((408, 425, 429))
@@ -86,7 +87,7 @@ class HttpReward:
         """`write` makes the body of a request, `read` the result of an answer; it raises ValueError
         for what is none. `headers` go with every request."""
         if not config.retries >= 0 or not config.backoff_s >= 0:
-            raise ValueError(
+            raise ConfigError(
                 f"--reward.retries {config.retries}, --reward.backoff_s {config.backoff_s:g}: must "
                 "be 0 or more"
             )
@@ -260,11 +261,11 @@ def _result(text: bytes) -> RewardResult:
 
 
 def kind(url: str) -> Kind:
-    """The kind of this address. ValueError where it is none."""
+    """The kind of this address. ConfigError where it is none."""
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ValueError(f"--reward {url}: {error}") from error
+        raise ConfigError(f"--reward {url}: {error}") from error
     if not address.host:
-        raise ValueError(f"--reward {url}: has no host; give http://host:port/path")
+        raise ConfigError(f"--reward {url}: has no host; give http://host:port/path")
     return Kind(HttpRewardConfig, serve=lambda config, host: HttpReward(url, config, host))

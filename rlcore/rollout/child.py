@@ -43,6 +43,7 @@ from rlcore.records import (
     RequestId,
 )
 from rlcore.rollout.gone import EngineGoneError
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
 
@@ -85,7 +86,7 @@ class _Fatal(msgspec.Struct, tag=True):
 
     reason: str
     refused: str = ""
-    """The message of a ValueError at the start: settings that cannot work."""
+    """The message of a ConfigError at the start: settings that cannot work."""
 
 
 _FromChild = _Reply | _Events | _Fatal
@@ -104,7 +105,7 @@ _ARGS: dict[str, Any] = {
     "remember": tuple[tuple[History, ...]],
     "build": tuple[str, dict[str, Any]],
 }
-_ERRORS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, ValueError, RuntimeError, TimeoutError)}
 
 
 class _Frames:
@@ -176,7 +177,7 @@ class ChildEngine:
     `Down` with the requests that were lost and the tokens of theirs that progress events had
     brought; `restart` brings a new one up, without weights. A call that finds the engine dead
     raises EngineGoneError, and `down` says why by then. Settings that the engine refuses are a
-    ValueError of every call.
+    ConfigError of every call.
 
     The deadline of a call is `deadline_s`. An engine that has one itself gets it in its settings,
     as `deadline_s`; then a call here takes that and a little longer.
@@ -409,7 +410,7 @@ class ChildEngine:
     def _check(self, method: str) -> None:
         if self._refused:
             self._told = True
-            raise ValueError(self._refused)
+            raise ConfigError(self._refused)
         if self._down:
             raise EngineGoneError(f"{method}: {self._name} {self._down}; restart() it")
 
@@ -534,7 +535,7 @@ class _Server:
                     self._push(self._engine.poll(_STEP_S if self._busy else _POLL_S))
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))
-            starts = self._engine is None and isinstance(error, ValueError)
+            starts = self._engine is None and isinstance(error, ConfigError)
             refused = str(error) if starts else ""
             self._out.put(encode(_Fatal(f"{type(error).__name__}: {error}\n{trace}", refused)))
             self._out.put(None)

@@ -19,6 +19,7 @@ from rlcore.sim.phases import Training
 from rlcore.sim.rewards import Rewards
 from rlcore.sim.workload import Workload
 from rlcore.sim.world import Outcome, World
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 
 RowOf = Callable[[Request], int]
@@ -75,7 +76,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus % self.tp:
-            raise ValueError(f"{self.gpus} GPUs are no whole number of replicas of {self.tp}")
+            raise ConfigError(f"{self.gpus} GPUs are no whole number of replicas of {self.tp}")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from rlcore.rollout.flow import FOLDER as FLOW
 from rlcore.trainer import seal
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 FORMAT = 3
@@ -51,7 +52,7 @@ def wanted_by(cfg: Config, run_folder: Path) -> str:
 
 def choose(run: Run) -> Path | None:
     """The checkpoint to start from, as --run.resume says; the same on every rank. A damaged one is
-    named and passed over. ValueError on every rank where a path is no checkpoint, or none of the
+    named and passed over. ConfigError on every rank where a path is no checkpoint, or none of the
     run's is whole."""
     own = wanted_by(run.cfg, run.folder) if run.rank == 0 else ""  # files as rank 0 sees them
     wanted = collective.broadcast_text(own, run.everyone)
@@ -59,7 +60,7 @@ def choose(run: Run) -> Path | None:
         return None
     if wanted != "auto":
         if fault := seal.fault(Path(wanted), run.everyone):
-            raise ValueError(_no_checkpoint(wanted, fault))
+            raise ConfigError(_no_checkpoint(wanted, fault))
         return Path(wanted)
     names = "\n".join(map(str, found(run.folder))) if run.rank == 0 else ""
     paths = [Path(p) for p in collective.broadcast_text(names, run.everyone).splitlines()]
@@ -72,19 +73,19 @@ def choose(run: Run) -> Path | None:
         if run.rank == 0:
             log.error("checkpoint %s is damaged: %s; the one before it is tried", path, fault)
     if paths:
-        raise ValueError(_none_whole(run.folder, len(paths)))
+        raise ConfigError(_none_whole(run.folder, len(paths)))
     return None
 
 
 def check(cfg: Config, run_folder: Path) -> None:
-    """Look for the checkpoint to start from, by the names and sizes of files. ValueError where
+    """Look for the checkpoint to start from, by the names and sizes of files. ConfigError where
     `choose` would raise one; a wrong checksum is found there alone."""
     wanted = wanted_by(cfg, run_folder)
     if wanted not in ("auto", "fresh") and (fault := seal.look(Path(wanted))[0]):
-        raise ValueError(_no_checkpoint(wanted, fault))
+        raise ConfigError(_no_checkpoint(wanted, fault))
     paths = found(run_folder) if wanted == "auto" else []
     if paths and all(seal.look(path)[0] for path in paths):
-        raise ValueError(_none_whole(run_folder, len(paths)))
+        raise ConfigError(_none_whole(run_folder, len(paths)))
 
 
 def _no_checkpoint(wanted: str, fault: str) -> str:
@@ -228,7 +229,7 @@ def load(run: Run, path: Path) -> None:
     step."""
     state = json.loads((path / "state.json").read_text())
     if state["format"] != FORMAT:
-        raise ValueError(
+        raise ConfigError(
             f"--run.resume {path}: is of format {state['format']}, this version reads {FORMAT}; "
             "go on with the version that wrote it, or start anew with --run.resume fresh"
         )
@@ -240,7 +241,7 @@ def load(run: Run, path: Path) -> None:
     run.learner.load(path / "learner")
     if run.critic is not None:
         if not (path / "critic").is_dir():
-            raise ValueError(
+            raise ConfigError(
                 f"--run.resume {path}: was written without a critic, and --algo.adv_estimator gae "
                 "needs one; resume with the estimator it had, or start anew"
             )
