@@ -86,7 +86,7 @@ def _up(a: argparse.Namespace) -> int:
         }
     binary = shutil.which("redis-server")
     if binary is None:
-        raise RuntimeError(
+        raise ConfigError(
             "mux up: there is no redis-server here; `bash tools/setup.sh --mux` installs it"
         )
     a.dir.mkdir(parents=True, exist_ok=True)
@@ -265,13 +265,13 @@ def _answers(about: dict[str, Any]) -> bool:
         try:
             return bool(store.connect(_url(about)).ping())
         except redis.AuthenticationError as error:
-            raise RuntimeError(
+            raise ConfigError(
                 f"mux up: another Redis server is at {about['host']}:{about['port']}; choose --port"
             ) from error
     with socket.socket() as s:
         s.settimeout(1.0)
         if s.connect_ex((about["host"], about["port"])) == 0 and not about["pids"].get("redis"):
-            raise RuntimeError(
+            raise ConfigError(
                 f"mux up: something else listens at {about['host']}:{about['port']}; choose --port"
             )
     return False

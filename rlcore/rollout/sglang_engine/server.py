@@ -200,7 +200,7 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
     `drafts` is what `worker.Worker` reads; without it there are none. ConfigError where CUDA lacks
     what they need."""
     if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
-        raise RuntimeError(
+        raise ConfigError(
             "SGLang does not find rlcore's plug-in: rlcore was installed before it had one, or not "
             "at all; run bash tools/setup.sh --sglang"
         )
