@@ -9,10 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from rlcore.algos.base import AlgoConfig
 
-Section = dataclass(frozen=True, kw_only=True)
 
-
-@Section
+@dataclass(frozen=True, kw_only=True)
 class SelectConfig:
     """The selectors `--algo --reward --env --mode --schedule`: they are read first and choose the
     class behind the section of the same name, or the policy."""
@@ -33,7 +31,7 @@ class SelectConfig:
     first of more prompts than are needed are; the others wait for a round of their own."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     name: str = ""
     """Name of the run; empty takes the recipe's name."""
@@ -48,7 +46,7 @@ class RunConfig:
     started the run again, it goes on from what it has saved since, whatever is said here."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = ""
     """Hugging Face folder: config.json, safetensors, tokenizer."""
@@ -62,7 +60,7 @@ class ModelConfig:
     """Overrides the number of layers (with random_init); 0 keeps the folder's."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train: tuple[str, ...] = ()
     """Prompt files (.jsonl, .parquet), or the name of a generated task: `label`, `oneline`,
@@ -91,7 +89,7 @@ class DataConfig:
     """The same for `val`; 0 takes all rows, or 1,024 of a generated task."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: Literal["torch", "sglang"] = "torch"
     """`torch`: ours, one rank per engine. `sglang`: SGLang, over rollout.tp ranks."""
@@ -159,7 +157,7 @@ class RolloutConfig:
     silent."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """Of --rollout.draft; rlcore/rollout/RHYMERL.md."""
 
@@ -192,7 +190,7 @@ class DraftConfig:
     """Of all histories, 4 bytes each in the memory of rank 0; the oldest go first."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     tp: int = 1
     """Tensor parallel size."""
@@ -248,7 +246,7 @@ class TrainConfig:
     the output layer's product a second time, unless fused_loss is on."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The value model of --algo.adv_estimator gae: the architecture of the start model with a value
     head, in the layout and with the micro-batches of `train`."""
@@ -266,7 +264,7 @@ class CriticConfig:
     """First steps, in which the critic learns alone."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Keys that every reward has. With a sum of rewards `--reward.KEY` is of all that have it, and
     `--reward.math.KEY` of one."""
@@ -296,7 +294,7 @@ class RewardConfig:
         return []
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class RewardSum:
     """Base of the sections of a weighted sum of rewards: a `RewardConfig` for each, by name."""
 
@@ -308,7 +306,7 @@ def reward_sections(reward: RewardConfig | RewardSum) -> dict[str, RewardConfig]
     return {f"reward.{f.name}": getattr(reward, f.name) for f in fields(reward)}
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class EnvConfig:
     """Keys that every environment has; of `--env`, rlcore/envs/README.md. An episode takes the
     place of a response: rollout.max_tokens is the limit of all its turns and observations."""
@@ -343,7 +341,7 @@ class EnvConfig:
         return []
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class TailConfig:
     """Of `--schedule tail_batching`; sched/tail_batching.py."""
 
@@ -362,7 +360,7 @@ class TailConfig:
     which then ends with fewer groups."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class StreamConfig:
     """Of `--mode stream`; sched/stream.py."""
 
@@ -374,7 +372,7 @@ class StreamConfig:
     """Step between, at which it is asked whether what is left fits into the other caches."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class AsyncConfig:
     """Of `--mode async`; sched/staleness.py."""
 
@@ -392,7 +390,7 @@ class AsyncConfig:
     one batch at most four times as many as it has; then such groups count."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every: int = 20
     """Steps between evaluations; 0: only at the start and at the end."""
@@ -406,7 +404,7 @@ class EvalConfig:
     """Evaluate a second time with the most likely token."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: int = 0
     """Steps between checkpoints; 0: only at the end."""
@@ -425,7 +423,7 @@ class CheckpointConfig:
     """Write a Hugging Face folder at the end: `<run>/hf`."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     route: Literal["auto", "gather", "intranode", "two_stage"] = "auto"
     """How weights travel between ranks. `gather`: every rank gathers every tensor. `intranode`:
@@ -438,7 +436,7 @@ class SyncConfig:
     """Neighbouring ranks that share a fast network; 0: those of a node."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     rollout_ranks: int = 0
     """The last so many ranks sample and the others train. 0: every rank does both, in turn."""
@@ -457,7 +455,7 @@ class ClusterConfig:
     """The same of the ranks that train."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class MuxConfig:
     """Of `--mux.url`: the run takes turns with other jobs on the same nodes; rlcore/mux."""
 
@@ -483,7 +481,7 @@ class MuxConfig:
     """At most so long is waited for a place, and for each turn."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     rollouts: int = 4
     """Samples of rank 0's engine written to rollouts.jsonl per step; -1 writes all."""
@@ -507,7 +505,7 @@ class LogConfig:
     """Progress bars on a terminal."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class DebugConfig:
     shuffle_rewards: bool = False
     """Shuffle rewards over the samples of a step: the control that must not learn."""
@@ -539,7 +537,7 @@ class DebugConfig:
     job's mux_profile.json."""
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration. `algo`, `reward` and `env` hold the class that their selector
     chose."""

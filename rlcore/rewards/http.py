@@ -16,12 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import httpx
 import msgspec
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
 from rlcore.rewards.kind import Host, Kind, number, to_result
 from rlcore.rewards.wire import Job
@@ -35,7 +36,7 @@ _SHOWN_CHARS = 120
 _LARGEST = 1 << 20
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class HttpRewardConfig(RewardConfig):
     workers: int = 32
     """Requests under way at a time per rank."""

@@ -1,11 +1,12 @@
 """The section `--reward.*` of `--reward judge`."""
 
+from dataclasses import dataclass
 from typing import Literal
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class JudgeRewardConfig(RewardConfig):
     timeout_s: float = 60.0
     """A batch of the judge that takes longer is given up: its samples score `on_error`, and the
