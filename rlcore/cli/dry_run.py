@@ -11,6 +11,7 @@ from rlcore.cli.explain import arithmetic, world_size
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig, read_json
+from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # the command line should not pay for torch
@@ -42,7 +43,8 @@ def show(cfg: Config) -> int:
     found = inputs.Findings(elsewhere=is_elsewhere(cfg))
     roomy = cfg
     try:
-        layout = layout_of(cfg.train, train_ranks, 0)
+        if not bounds.broken(cfg.train, "train"):  # a size of 0 divides nothing
+            layout = layout_of(cfg.train, train_ranks, 0)
     except ConfigError as e:
         problems.append(str(e))
     try:

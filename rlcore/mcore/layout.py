@@ -93,15 +93,11 @@ class Layout:
 
 
 def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
-    """The layout of `rank` in a world of `world_size` train ranks.
+    """The layout of `rank` in a world of `world_size` train ranks, by sizes of at least 1.
 
     Raises:
         ConfigError: the sizes do not fit the world.
     """
-    for name in ("tp", "pp", "vpp", "cp", "ep"):
-        value = getattr(train, name)
-        if value < 1:
-            raise ConfigError(f"--train.{name} {value}: must be at least 1; 1 turns it off")
     model = train.tp * train.pp * train.cp
     if world_size % model:
         raise ConfigError(

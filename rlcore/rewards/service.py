@@ -77,10 +77,6 @@ class RewardService:
         self._runners: list[Runner] = []
         try:
             for i, (part, section) in enumerate(zip(self._parts, self._configs, strict=True)):
-                if not section.workers >= 1 or not section.timeout_s > 0:
-                    raise ConfigError(
-                        f"--reward {part.name}: workers and timeout_s must be above 0"
-                    )
                 host = Host(
                     part.name,
                     partial(self._scored, i),

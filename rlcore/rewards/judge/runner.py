@@ -21,7 +21,7 @@ from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, FromJudge, Load, R
 from rlcore.rewards.kind import Host
 from rlcore.rewards.wire import Job
 from rlcore.rewards.worker import Worker
-from rlcore.utils import net
+from rlcore.utils import bounds, net
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce, log
 from rlcore.utils.net import frame
@@ -411,7 +411,7 @@ class ProcessBackend:
 
 def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:
     """The runner that the settings ask for. ConfigError where they cannot work."""
-    if found := cfg.problems("reward"):
+    if found := [*bounds.broken(cfg, "reward"), *cfg.problems("reward")]:
         raise ConfigError("\n".join(found))
     if cfg.url:
         from rlcore.rewards.judge.engine import EngineBackend
