@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -26,6 +27,15 @@ def test_flags_take_true_false_no_or_nothing():
     assert not parse(["--train.sp", "false"]).train.sp
     assert not parse(["--train.no_sp"]).train.sp
     assert parse(["--train.no_sp", "--train.sp"]).train.sp
+    assert parse(["--train.no-sp", "false"]).train.sp
+
+
+def test_words_become_values_of_the_type_of_the_key():
+    words = "--cluster.gpu_gb None --rollout.stop_ids 1 2 --data.system true --data.val"
+    cfg = parse([*words.split(), "--train.lr", "inf", "--reward.after", "-x"])
+    assert (cfg.cluster.gpu_gb, cfg.rollout.stop_ids, cfg.data.system) == (None, (1, 2), "true")
+    assert (cfg.data.val, cfg.train.lr, cfg.reward.after) == ((), math.inf, "-x")
+    assert parse(["--train.lr", "fast", "--train.lr", "1e-3"]).train.lr == 1e-3
 
 
 def test_selectors_choose_the_class_of_their_section():
@@ -61,7 +71,14 @@ def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
         (["--algo.loss_agg_mode", "mean"], ["--algo.loss_agg_mode mean", "token-mean"]),
         (["--mode", "asink"], ["--mode asink", "allowed are"]),
         (["--algo"], ["--algo", "needs a value"]),
-        (["--run.seed"], ["--run.seed"]),
+        (["--run.seed"], ["--run.seed: needs a value, a whole number (int)"]),
+        (["--run.seed", "1e6"], ["--run.seed 1e6: must be a whole number (int)"]),
+        (["--run.seed", "1", "2"], ["--run.seed 1 2: takes one value"]),
+        (["--train.sp", "maybe"], ["--train.sp maybe: must be true or false"]),
+        (["--train.no_lr", "1"], ["--train.no_lr: there is no such key"]),
+        (["--cluster.gpu_gb", "x"], ["--cluster.gpu_gb x: must be a number (float) or None"]),
+        (["--rollout.stop_ids", "1", "b"], ["--rollout.stop_ids 1 b: must be a whole number"]),
+        (["--algo.rollout_rs", "token_k9"], ["--algo.rollout_rs token_k9: allowed", "token_k3?"]),
         (["7"], ["7", "expected a key"]),
         (["--algo", "nonesuch"], ["--algo nonesuch", "allowed are"]),
     ],
