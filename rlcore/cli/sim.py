@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.cli import exits
+from rlcore.config.schema import TailConfig
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, splits, table, user
 from rlcore.sim.cluster import Run, summarize
@@ -73,8 +74,8 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of the file"
     )
     p.add_argument("--schedule", choices=["all", "tail_batching"], default="tail_batching")
-    p.add_argument("--eta-prompts", type=float, default=1.25)
-    p.add_argument("--eta-samples", type=float, default=1.25)
+    p.add_argument("--eta-prompts", type=float, default=TailConfig.eta_prompts)
+    p.add_argument("--eta-samples", type=float, default=TailConfig.eta_samples)
     p.add_argument("--stream", action="store_true", help="half of the replicas train early")
     p.add_argument("--reward", choices=user.REWARDS, default="none")
     p.add_argument("--judge", choices=user.JUDGES, default="shared", help="where a judge runs")

@@ -185,7 +185,8 @@ def _value(kind: Any, chunk: list[str]) -> Any:
     """The value of type `kind` that the words after an option spell. ConfigError in one sentence
     where they spell none."""
     option, *words = chunk
-    given, origin, args = hide(" ".join(chunk)), typing.get_origin(kind), typing.get_args(kind)
+    given = hide(" ".join(word or "''" for word in chunk))
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is bool and not words:
         return True
     if origin is list or (origin is tuple and args[1:] == (...,)):

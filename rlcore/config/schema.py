@@ -136,7 +136,7 @@ class RolloutConfig:
     """Requests wait at the controller for the first engine with a place free; else all go out at
     once, those of an engine wait there, and who is decoded beside whom does not hang on the
     clock."""
-    cache_tokens: Annotated[int, at_least(0)] = 0
+    cache_tokens: Annotated[int, above(1, off=0, note="; 0: as many as fit")] = 0
     """Tokens of KV cache per engine; 0 sizes it for max_running full-length requests, at most what
     the memory allows. Where that is less, which rows share a forward hangs on the memory that is
     free at the start: give a number, and a resumed run is the same bit by bit. Both are of an

@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlcore.algos import sequence
-from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
@@ -71,7 +71,7 @@ class MegatronLearner:
         seed: int = 0,
         total_updates: int = 0,
         keep_reference: bool = False,
-        timeout_s: float = 600.0,
+        timeout_s: float = ClusterConfig.timeout_s,
     ) -> None:
         """Build the model on this rank and load its weights. Collective.
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.schema import MuxConfig
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.utils.errors import ConfigError
 
@@ -26,7 +27,7 @@ class Profile:
     rollout_nodes: int = 1
     train_nodes: int = 1
     sync_s: float = 0.0
-    slo: float = 2.0
+    slo: float = MuxConfig.slo
     rollout_gb: float = 0.0
     train_gb: float = 0.0
     colocated: bool = False

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rlcore.config.schema import ClusterConfig
 from rlcore.protocols import Engine, Mortal, Scorer
 from rlcore.records import (
     Abort,
@@ -131,7 +132,7 @@ class Agent:
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
         deadline_s: float,
-        timeout_s: float = 600.0,
+        timeout_s: float = ClusterConfig.timeout_s,
         reward_barrier: bool = False,
     ) -> None:
         """`deadline_s`: of the controller's silence; `timeout_s`: of a sample that another rank was

@@ -69,9 +69,9 @@ class StreamWindow:
         cache_tokens: int,
         max_running: int,
         batch_tokens: int,
-        first: float = 0.2,
-        last: float = 0.5,
-        every: float = 0.05,
+        first: float,
+        last: float,
+        every: float,
         lengths: Lengths | None = None,
     ) -> None:
         """

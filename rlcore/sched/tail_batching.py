@@ -45,11 +45,11 @@ class TailBatching:
         *,
         num_prompts: int,
         num_samples: int,
-        eta_prompts: float = 1.25,
-        eta_samples: float = 1.25,
+        eta_prompts: float,
+        eta_samples: float,
         quotas: Mapping[str, int] | None = None,
+        max_factor: float,
         dynamic: bool = False,
-        max_factor: float = 4.0,
     ) -> None:
         """
         Args:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rlcore.config.schema import RewardConfig
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.tail_batching import check
 from rlcore.sim import profile, published
@@ -151,7 +152,9 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
         workers=published.SANDBOX_WORKERS,
         seed=seed,
         prompt_of=lambda request: str(row_of(request)),
-        timeout=AdaptiveTimeout(),
+        timeout=AdaptiveTimeout(
+            RewardConfig.timeout_least_s, published.SANDBOX_TIMEOUT_S, RewardConfig.timeout_factor
+        ),
     )
     dedicated = judge == "dedicated"
     judged = judge_from_data_sheet(

@@ -125,6 +125,7 @@ def test_a_good_configuration_breaks_no_rule():
         ("train.min_lr", -1.0),
         ("train.adam_eps", 0.0),
         ("rollout.cache_tokens", -5),
+        ("rollout.cache_tokens", 1),
         ("rollout.progress_s", -1.0),
         ("eval.top_k", -1),
         ("model.num_layers", -1),
