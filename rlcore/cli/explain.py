@@ -21,7 +21,6 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     from rlcore.cli import settings
     from rlcore.config import rules
-    from rlcore.mcore.layout import layout_of
 
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\n  python -m rlcore explain [keys of train]")
@@ -29,6 +28,8 @@ def _main(argv: Sequence[str]) -> int:
     cfg = settings.parse(list(argv))
     if found := rules.of_batch(cfg):
         raise ConfigError("\n".join(found))
+    from rlcore.mcore.layout import layout_of
+
     world = world_size()
     train_ranks = max(world - cfg.cluster.rollout_ranks, 1)
     print("\n".join(arithmetic(cfg, world, layout_of(cfg.train, train_ranks, 0).dp)))

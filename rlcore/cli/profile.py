@@ -68,12 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
     """Measure, print, write."""
-    import torch
-
-    from rlcore.cli import assemble, settings
-    from rlcore.cli.world import World
-    from rlcore.metrics.jsonl import write_atomic
-    from rlcore.trainer import memory
+    from rlcore.cli import settings
 
     cfg = settings.parse(rest)
     for name, values in (("tp", a.tp or [1]), ("batch", a.batch), ("steps", [a.steps])):
@@ -82,6 +77,13 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
     sizes = sorted(set(a.tp or [cfg.rollout.tp]))
     if cfg.rollout.engine == "torch" and sizes != [1]:
         raise ConfigError(f"--tp {sizes[-1]}: the torch engine is one rank; give 1, or sglang")
+    import torch
+
+    from rlcore.cli import assemble
+    from rlcore.cli.world import World
+    from rlcore.metrics.jsonl import write_atomic
+    from rlcore.trainer import memory
+
     hf = assemble.model_config(cfg)
     longest = memory.longest(cfg, hf)
     contexts = sorted(set(a.context or [max(longest // 8, 1), max(longest // 2, 1)]))

@@ -29,13 +29,24 @@ def _main(argv: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         print(resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")])))
         return 0
-    cfg = settings.parse(words)
     if dry:
         from rlcore.cli import dry_run
 
-        return dry_run.show(cfg)
+        return dry_run.show(settings.parse(words))
+    cfg = settings.parse(words, _check_early)
     rules.check(cfg)
     return run(cfg)
+
+
+def _check_early(cfg: "Config") -> None:
+    """Refuse what is known without torch: ranges, and a model that is not there."""
+    from rlcore.config import rules
+    from rlcore.hf.config import HFConfig
+
+    if found := rules.ranges(cfg):
+        raise ConfigError("\n".join(found))
+    if cfg.model.path:
+        HFConfig.from_folder(cfg.model.path)
 
 
 def run(cfg: "Config") -> int:

@@ -24,22 +24,36 @@ from rlcore.utils.secret import hide
 ADDRESS = "mux.url"
 """May hold a password."""
 SELECTORS = tuple(f.name for f in dataclasses.fields(SelectConfig))
+_SECTIONS = tuple(f.name.rstrip("_") for f in dataclasses.fields(Config))
 
 
-def parse(argv: Sequence[str], sections: dict[str, Callable[[str], type]]) -> Config:
-    """The configuration that `argv` describes.
+def parse(
+    argv: Sequence[str],
+    sections: dict[str, Callable[[str], type]],
+    early: Callable[[Config], None] | None = None,
+) -> Config:
+    """The configuration that `argv` describes. ConfigError in one sentence on a bad key or value.
 
-    `sections` maps a selector to the function that turns its name into the section's config class,
-    such as {"algo": algos.config_class}. ConfigError in one sentence on a bad key or value.
+    Args:
+        sections: by selector the function that turns its name into the section's config class, such
+            as {"algo": algos.config_class}. Called in this order, each when all keys of the
+            sections before are right, since such a function may import torch.
+        early: called before these, with the values of all other sections.
     """
     argv = _split_equals(argv)
     chosen, rest = _take_selectors(argv)
     select = SelectConfig(**chosen)
     for name in SELECTORS:
         _check_choice(name, getattr(select, name))
-    made = {name: resolve(getattr(select, name))() for name, resolve in sections.items()}
-    default = Config(select=select, **made)
-    return _with(default, _values(_for_each(_chunks(rest), default), default))
+    chunks = _chunks(rest)
+    fixed = [c for c in chunks if _section(c) in _SECTIONS and _section(c) not in sections]
+    cfg = _given(Config(select=select), fixed)
+    if early is not None:
+        early(cfg)
+    for name, resolve in sections.items():
+        cfg = dataclasses.replace(cfg, **{name: resolve(getattr(select, name))()})
+        cfg = _given(cfg, [c for c in chunks if _section(c) == name])
+    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # of no section: raises
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -142,6 +156,15 @@ def _chunks(argv: list[str]) -> list[list[str]]:
         else:
             raise ConfigError(f"{a}: expected a key such as --run.seed before this value")
     return chunks
+
+
+def _given(cfg: Config, chunks: list[list[str]]) -> Config:
+    """`cfg` with the values of these keys."""
+    return _with(cfg, _values(_for_each(chunks, cfg), cfg))
+
+
+def _section(chunk: list[str]) -> str:
+    return chunk[0][2:].replace("-", "_").partition(".")[0]
 
 
 def _values(chunks: list[list[str]], default: Config) -> dict[str, Any]:

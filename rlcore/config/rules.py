@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore import algos
-from rlcore.algos import correction, fused
+from rlcore.algos import fused
 from rlcore.config.schema import (
     AsyncConfig,
     Config,
@@ -43,7 +43,7 @@ def broken(cfg: Config) -> list[str]:
 
 def of_batch(cfg: Config) -> list[str]:
     """Those of `broken` without which a batch has no arithmetic."""
-    return [*_ranges(cfg), *_batch(cfg), *_schedule(cfg)]
+    return [*ranges(cfg), *_batch(cfg), *_schedule(cfg)]
 
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
@@ -168,7 +168,7 @@ def check(cfg: Config) -> None:
         raise ConfigError("\n".join(found))
 
 
-def _ranges(cfg: Config) -> list[str]:
+def ranges(cfg: Config) -> list[str]:
     """Every key that is out of the range stated at its field."""
     sections = {f.name.rstrip("_"): getattr(cfg, f.name) for f in fields(cfg) if f.name != "reward"}
     sections |= reward_sections(cfg.reward)
@@ -330,6 +330,8 @@ BY_GROUP = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
 
 
 def _algo(cfg: Config) -> list[str]:
+    from rlcore.algos import correction  # imports torch, which is not needed for a range
+
     algo = cfg.algo
     out = [*algo.problems(), *correction.problems(algo)]
     if algo.adv_estimator in BY_GROUP and cfg.rollout.samples_per_prompt < 2:

@@ -240,15 +240,15 @@ def check(
     eta_samples: float,
     quotas: Mapping[str, int] | None = None,
 ) -> None:
-    """ValueError where these numbers make no round."""
+    """ConfigError where these numbers make no round."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
-            raise ValueError(f"{name} {value:g}: at least 1, which starts no more than is needed")
+            raise ConfigError(f"{name} {value:g}: at least 1, which starts no more than is needed")
     for name, value in (("num_prompts", num_prompts), ("num_samples", num_samples)):
         if value < 1:
-            raise ValueError(f"{name} {value}: at least 1")
+            raise ConfigError(f"{name} {value}: at least 1")
     if quotas is not None and (min(quotas.values()) < 1 or sum(quotas.values()) != num_prompts):
-        raise ValueError(
+        raise ConfigError(
             f"quotas {dict(quotas)}: each at least 1, together the {num_prompts} prompts of a step"
         )
 
