@@ -70,31 +70,44 @@ class Engine(Protocol):
 
     def relayout(self, tp: int) -> None:
         """Change the tensor-parallel size at a step boundary, on every rank; ValueError where it
-        cannot. The engine has no weights then, and may be on its way up: `Mortal.is_starting`."""
+        cannot. The engine has no weights then, and may still be starting."""
 
     def remember(self, histories: Sequence[History]) -> None:
         """Earlier responses, for drafting; engines that do not draft ignore them."""
+
+    @property
+    def failure(self) -> str:
+        """Why the engine has failed; empty while it works. `poll` reports a failure as `Down`."""
+
+    def fail(self, reason: str) -> None:
+        """End the engine, since something that it needs has failed."""
+
+    def restart(self) -> None:
+        """Start the engine again, without requests and weights."""
+
+    def is_starting(self, timeout_s: float) -> bool:
+        """Whether the engine has neither started nor failed after a wait of up to `timeout_s`."""
 
     def close(self) -> None:
         """End the engine and what it started. Safe to call twice."""
 
 
-@runtime_checkable
-class Mortal(Protocol):
-    """An engine that can die by itself, such as one in a child process."""
+class InProcess:
+    """Health of an engine that runs in its caller's process and fails only together with it."""
 
-    @property
-    def down(self) -> str:
-        """Why it is dead; empty while it lives."""
+    failure = ""
 
     def fail(self, reason: str) -> None:
-        """End it, as something that it needs has gone."""
+        """Raise RuntimeError: the process would have to end."""
+        raise RuntimeError(f"an engine in this process cannot be ended alone: {reason}")
 
     def restart(self) -> None:
-        """Start it again, without requests and weights."""
+        """Raise RuntimeError: the process would have to start again."""
+        raise RuntimeError("an engine in this process cannot be started again alone")
 
     def is_starting(self, timeout_s: float) -> bool:
-        """It neither works nor is dead yet, after a wait of up to `timeout_s`."""
+        """Return False: the engine has started when it is constructed."""
+        return False
 
 
 class Learner(Protocol):

@@ -29,18 +29,66 @@ HoldMode = Literal["in_place", "recompute", "release"]
 and prefills them again, or it lets go of them, and the controller has the tokens."""
 
 
-BASELINE = "b"
-"""`bt12` is the greedy answer to the prompt of group `t12`: a baseline that is not trained."""
+# Ids are made and read here alone (`tests/unit/test_ids.py`):
+#
+#     t12      the 13th prompt of training     bt12     greedy answer to it: a baseline, not trained
+#     t12.3    the 4th response to it          e40.1.7  evaluation at step 40, set 1, prompt 7
+_BASELINE = "b"
+
+
+def training_group(issue: int) -> GroupId:
+    """Return the group of the prompt that was issued as number `issue`."""
+    return f"t{issue}"
+
+
+def issue_of(group: GroupId) -> int:
+    """Return the number that the prompt of a training group was issued as."""
+    return int(group.removeprefix(_BASELINE)[1:])
+
+
+def baseline_of(group: GroupId) -> GroupId:
+    """Return the group of the greedy answer to this group's prompt."""
+    return _BASELINE + group
 
 
 def is_baseline(group: GroupId) -> bool:
-    """The group is a baseline of another one."""
-    return group.startswith(BASELINE)
+    """Whether the group is a baseline of another one."""
+    return group.startswith(_BASELINE)
+
+
+def without_baseline(group: GroupId) -> GroupId:
+    """Return the group that this one is a baseline of."""
+    return group.removeprefix(_BASELINE)
+
+
+def eval_group(tag: str, eval_set: int, prompt: int) -> GroupId:
+    """Return the group of a prompt of a validation set. `tag`: names the evaluation, no dots."""
+    return f"{tag}.{eval_set}.{prompt}"
+
+
+def eval_set_of(group: GroupId) -> int:
+    """Return the number of the validation set that the group's prompt is in."""
+    return int(group.split(".")[1])
+
+
+def request_of(group: GroupId, response: int) -> RequestId:
+    """Return the id of a response to the group's prompt."""
+    return f"{group}.{response}"
+
+
+def turn_of(request: RequestId, turn: int) -> RequestId:
+    """Return the id of a turn of a dialogue; the first one has the id of the whole."""
+    return f"{request}.{turn}" if turn else request
 
 
 def group_of(request: RequestId) -> GroupId:
-    """The group that a request belongs to: `t12.3` is in `t12`."""
+    """Return the group that a request belongs to: `t12.3` is in `t12`."""
     return request.rpartition(".")[0]
+
+
+def response_of(request: RequestId) -> int:
+    """Return the number of the response within its group: 3 of `t12.3`."""
+    return int(request.rpartition(".")[2])
 
 
 class Record(Struct, frozen=True, eq=False, kw_only=True):

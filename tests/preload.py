@@ -2,7 +2,7 @@
 
 import threading
 
-import rlcore.cli.assemble
+import rlcore.cli.builders
 import rlcore.cli.train
 import rlcore.cli.world
 import rlcore.mcore.learner  # noqa: F401

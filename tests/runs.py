@@ -204,10 +204,11 @@ def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
 
 
 def _rank(folder: Path) -> None:
-    from rlcore.cli import assemble, train
+    from rlcore.cli import train
+    from rlcore.cli.builders import engine
 
     rank, codes = int(os.environ["GANG_RANK"]), {}
-    usual = assemble.TORCH_ENGINE
+    usual = engine.TORCH_ENGINE
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that is too large is an error like any
     for job in json.loads((folder / "jobs.json").read_text()):
         n = job.get("ranks", int(os.environ["GANG"]))
@@ -218,7 +219,7 @@ def _rank(folder: Path) -> None:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         sys.path[:0] = job.get("path", [])
-        assemble.TORCH_ENGINE = job.get("engine", usual)
+        engine.TORCH_ENGINE = job.get("engine", usual)
         if "before" in job:
             subprocess.run(job["before"], check=True)
         limit = job.get("file_bytes", resource.RLIM_INFINITY)

@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum  # noqa: E402
+from rlcore.protocols import InProcess
 from rlcore.records import Bucket, TensorMeta  # noqa: E402
 from rlcore.sync.colocated import ColocatedChannel  # noqa: E402
 from rlcore.utils.buckets import as_tensor, open_payload, shared  # noqa: E402
@@ -151,7 +152,7 @@ class State:
         yield from self._tensors
 
 
-class Sink:
+class Sink(InProcess):
     """An engine that opens and verifies buckets and keeps nothing."""
 
     def begin_load(self, version: int) -> None: ...

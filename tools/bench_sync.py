@@ -345,6 +345,8 @@ class Weights:
 class Sink:
     """An engine that opens and verifies buckets and keeps nothing."""
 
+    failure = ""
+
     def begin_load(self, version: int) -> None: ...
 
     def end_load(self) -> None: ...

@@ -51,7 +51,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from rlcore.cli.assemble import SGLANG_ENGINE  # noqa: E402
+from rlcore.cli.builders.engine import SGLANG_ENGINE  # noqa: E402
 from rlcore.config.schema import ModelConfig, TrainConfig  # noqa: E402
 from rlcore.data import label_task  # noqa: E402
 from rlcore.data.packing import pack_samples  # noqa: E402

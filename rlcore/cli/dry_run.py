@@ -26,7 +26,8 @@ GPU_GB = 80.0
 def show(cfg: Config) -> int:
     """Print the resolved configuration, batch arithmetic, layout, memory plan and what could not be
     checked here. 2 where the run would be refused."""
-    from rlcore.cli import assemble, inputs
+    from rlcore.cli import inputs
+    from rlcore.cli.builders.model import with_layers, with_room
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
@@ -51,7 +52,7 @@ def show(cfg: Config) -> int:
         if cfg.model.path:  # else a rule says it
             hf, where = model_of(cfg.model.path)
             notes.append(f"model        {where}")
-            hf = assemble.with_layers(cfg, hf)
+            hf = with_layers(cfg, hf)
             notes.append(f"model        {hf.arch}, {hf.num_layers} layers, hidden {hf.hidden_size}")
     except ConfigError as e:
         problems.append(str(e))
@@ -66,7 +67,7 @@ def show(cfg: Config) -> int:
         inputs.check(cfg, hf, world, found)
         problems += found.problems
         with contextlib.suppress(ConfigError):  # is among the problems
-            roomy = assemble.with_room(cfg, hf) if hf is not None else cfg
+            roomy = with_room(cfg, hf) if hf is not None else cfg
     if roomy != cfg:
         notes.append(
             f"prompts      at most {roomy.data.max_prompt_tokens} tokens, so that an answer fits "
@@ -126,7 +127,7 @@ def show(cfg: Config) -> int:
 def is_elsewhere(cfg: Config) -> bool:
     """The run is planned for another machine, or its recipe makes the model first: the folder of
     the model or of a judge is not here, and the recipe says its sizes."""
-    from rlcore.cli.assemble import own_judges
+    from rlcore.cli.builders.rewards import own_judges
 
     folders = {"MODEL_CONFIG": [cfg.model.path]}
     folders["JUDGE_CONFIG"] = [judge.model for judge in own_judges(cfg).values()]
@@ -192,7 +193,7 @@ def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
 
 def judges(cfg: Config, found: "Findings") -> tuple["Beside", list[str]]:
     """What judges on our own GPUs take, and lines about them. ConfigError where one is no model."""
-    from rlcore.cli.assemble import beside, own_judges
+    from rlcore.cli.builders.rewards import beside, own_judges
     from rlcore.rewards.judge.residency import footprint
 
     sized, lines = [], []

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import torch
 
-from rlcore.cli import assemble, world
+from rlcore.cli import world
+from rlcore.cli.builders.engine import check_engine
+from rlcore.cli.builders.folder import cannot_be_made, run_folder
+from rlcore.cli.builders.learner import total_updates, wants
+from rlcore.cli.builders.model import with_room
+from rlcore.cli.builders.prompts import counts_rows, load_data, with_tasks
+from rlcore.cli.builders.rewards import judge_sections, own_judges
+from rlcore.cli.builders.sharing import address_of, check_mux
+from rlcore.cli.builders.sizes import make_elastic, size_policy
 from rlcore.config.schema import Config
 from rlcore.data import prompts
 from rlcore.hf.config import HFConfig
@@ -84,10 +92,10 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     machine(cfg, world_size, found)
     judges(cfg, found)
     with found.check("--mux"):
-        assemble.check_mux(cfg)
+        check_mux(cfg)
     if cfg.mux.url:
         with found.check(f"--mux.url {cfg.mux.url}", may_lack=found.elsewhere):
-            assemble.address_of(cfg.mux.url)
+            address_of(cfg.mux.url)
     if cfg.mux.profile:
         with found.check(
             f"--mux.profile {cfg.mux.profile}", may_lack=found.may_lack(cfg.mux.profile)
@@ -98,7 +106,7 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
         sizes(cfg, hf, world_size, found)
         weights(cfg, hf, found)
         with contextlib.suppress(ConfigError):  # `sizes` has it
-            cfg = assemble.with_room(cfg, hf)
+            cfg = with_room(cfg, hf)
     data(cfg, tokenizer(cfg, hf, found), found)
 
 
@@ -111,15 +119,15 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
         with found.check(f"--cluster.interface {c.interface}", may_lack=True):
             listening_host("", c.interface)
     with found.check(f"--rollout.engine {cfg.rollout.engine}", may_lack=found.elsewhere):
-        assemble.check_engine(cfg)
+        check_engine(cfg)
     if cfg.log.wandb:
         with found.check(f"--log.wandb {cfg.log.wandb}", may_lack=found.elsewhere):
             check_wandb(cfg.log.wandb)
     with found.check("--reward.mps on", may_lack=True):  # a login node has no GPU
         mps.wanted(cfg.reward)
     with found.check(f"--run.dir {cfg.run.dir}", may_lack=found.elsewhere):
-        if error := folder_error(assemble.run_folder(cfg)):
-            raise assemble.cannot_be_made(cfg, error)
+        if error := folder_error(run_folder(cfg)):
+            raise cannot_be_made(cfg, error)
 
 
 def folder_error(folder: Path) -> OSError | None:
@@ -139,8 +147,8 @@ def folder_error(folder: Path) -> OSError | None:
 
 def judges(cfg: Config, found: Findings) -> None:
     """Rubrics, keys of servers, and folders of judges of our own."""
-    own = assemble.own_judges(cfg)
-    for key, section in assemble.judge_sections(cfg).items():
+    own = own_judges(cfg)
+    for key, section in judge_sections(cfg).items():
         file = section.rubric
         with found.check(f"--{key}.rubric {file}", may_lack=bool(file) and found.may_lack(file)):
             Rubric(section)
@@ -167,7 +175,7 @@ def saved(cfg: Config, found: Findings) -> None:
     """What earlier runs have left: a checkpoint, a log to replay."""
     setting = f"--run.resume {cfg.run.resume}"
     with found.check(setting, may_lack=found.may_lack(cfg.run.resume)):
-        resume.check(cfg, assemble.run_folder(cfg))
+        resume.check(cfg, run_folder(cfg))
     if path := cfg.debug.replay:
         with found.check(f"--debug.replay {path}", may_lack=found.may_lack(path)):
             if cfg.select.mode == "async":
@@ -190,10 +198,10 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
         with found.check(setting, may_lack=found.elsewhere or not torch.cuda.is_available()):
             check_learner(hf, cfg.model, cfg.train)
     with found.check("--train.lr_schedule"):
-        total = assemble.total_updates(cfg)
+        total = total_updates(cfg)
         learning_rate(cfg.train, cfg.train.lr_warmup_updates, total)
     with found.check("--rollout.max_tokens"):
-        assemble.with_room(cfg, hf)
+        with_room(cfg, hf)
     ranks = world.World(
         rank=0,
         size=world_size,
@@ -203,9 +211,9 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
         rollout_ranks=cfg.cluster.rollout_ranks,
     )
     with found.check("--mode stream"):
-        assemble.make_elastic(cfg, hf, ranks)
+        make_elastic(cfg, hf, ranks)
     with found.check("--rollout.adaptive_tp"):
-        assemble.make_relayout(cfg, hf, ranks)
+        size_policy(cfg, hf, ranks)
 
 
 def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
@@ -213,7 +221,7 @@ def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
     if cfg.model.random_init:
         return
     folders = {"--model.path": cfg.model.path}
-    if assemble.wants(cfg) == "gae" and cfg.critic.path:
+    if wants(cfg) == "gae" and cfg.critic.path:
         folders["--critic.path"] = cfg.critic.path
     for key, folder in folders.items():
         if f"{key} {folder}" in found.unchecked:
@@ -236,12 +244,12 @@ def tokenizer(cfg: Config, hf: HFConfig | None, found: Findings) -> Tokenizer | 
 def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
     """The first usable row of every file; all rows where one bad row, or their number, can end the
     run."""
-    cfg = assemble.with_tasks(cfg)
-    if assemble.counts_rows(cfg) and tokens is not None:
+    cfg = with_tasks(cfg)
+    if counts_rows(cfg) and tokens is not None:
         sources = (*cfg.data.train, *cfg.data.val)
         if not any(found.may_lack(s) for s in sources if s not in prompts.TASKS):
             with found.check("--data"):
-                assemble.load_data(cfg, tokens)
+                load_data(cfg, tokens)
             return
     one = replace(cfg.data, num_prompts=1, num_val_prompts=1)
     for key in ("train", "val"):

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from rlcore.cli import exits
-from rlcore.records import AnyEvent, Down, Finished, Progress, Request, Sampling, Stats
+from rlcore.records import AnyEvent, Down, Finished, Progress, Request, Sampling, Stats, request_of
 from rlcore.sim import profile
 from rlcore.sim.profile import Decode, Layout, Prefill
 from rlcore.utils.errors import ConfigError
@@ -79,12 +79,12 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--tp {sizes[-1]}: the torch engine is one rank; give 1, or sglang")
     import torch
 
-    from rlcore.cli import assemble
+    from rlcore.cli.builders.model import model_config
     from rlcore.cli.world import World
     from rlcore.metrics.jsonl import write_atomic
     from rlcore.trainer import memory
 
-    hf = assemble.model_config(cfg)
+    hf = model_config(cfg)
     longest = memory.longest(cfg, hf)
     contexts = sorted(set(a.context or [max(longest // 8, 1), max(longest // 2, 1)]))
     if contexts[0] < 1 or contexts[-1] + FEWEST > hf.max_positions:
@@ -180,18 +180,19 @@ def start_engine(
     cfg: "Config", hf: "HFConfig", here: "World", tp: int, max_running: int, max_model_tokens: int
 ) -> "ChildEngine":
     """In a child process and over the first `tp` ranks of this node, on its way up."""
-    from rlcore.cli import assemble
+    from rlcore.cli.builders.engine import SGLANG_ENGINE, TORCH_ENGINE, engine_settings
+    from rlcore.cli.builders.sizes import with_tp
     from rlcore.rollout.child import ChildEngine
 
-    sized = assemble.with_tp(cfg, tp)
-    settings = assemble.engine_settings(sized, hf, here) | {
+    sized = with_tp(cfg, tp)
+    settings = engine_settings(sized, hf, here) | {
         "max_running": max_running,
         "max_model_tokens": max_model_tokens,
         "progress_s": REPORT_S,
     }
-    factory = assemble.TORCH_ENGINE
+    factory = TORCH_ENGINE
     if cfg.rollout.engine == "sglang":
-        factory, settings["tp"] = assemble.SGLANG_ENGINE, tp
+        factory, settings["tp"] = SGLANG_ENGINE, tp
     return ChildEngine(
         factory,
         settings,
@@ -290,7 +291,9 @@ class Bench:
         for _ in range(sequences):
             tokens = self._random.integers(0, self._vocab, prompt).astype(np.int32)
             sampling = Sampling(max_tokens=steps)
-            requests.append(Request(id=f"p{self._sent}.0", prompt=tokens, sampling=sampling))
+            requests.append(
+                Request(id=request_of(f"p{self._sent}", 0), prompt=tokens, sampling=sampling)
+            )
             self._sent += 1
         events: list[AnyEvent] = []
         left, end = sequences, time.monotonic() + self._deadline_s

@@ -67,20 +67,21 @@ def _main(argv: Sequence[str]) -> int:
 
 def run(cfg: SFTConfig) -> int:
     """Train and save, on every rank of the world."""
-    from rlcore.cli import assemble, world
+    from rlcore.cli import world
+    from rlcore.cli.builders import folder
     from rlcore.cli.train import failed
 
     start = cfg.out.with_name(cfg.out.name + ".start")
     settings = settings_of(cfg, start)
     try:
-        here = world.join(settings.cluster.timeout_s, 0, assemble.run_folder(settings))
+        here = world.join(settings.cluster.timeout_s, 0, folder.run_folder(settings))
     except ConfigError:
         raise
     except Exception as e:
         rank = os.environ.get("RANK", "0")
-        return exits.fail(e, assemble.run_folder(settings) / "logs" / f"rank{rank}.log")
+        return exits.fail(e, folder.run_folder(settings) / "logs" / f"rank{rank}.log")
     try:
-        assemble.open_folder(settings, here)
+        folder.open_folder(settings, here)
         accuracy = warm_start(cfg, settings, start, here)
     except Exception as e:
         return failed(settings, here, e)
@@ -101,7 +102,7 @@ def run(cfg: SFTConfig) -> int:
 
 def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -> float:
     """Make the model in `start`, train it, write it to `cfg.out`; returns the probe's accuracy."""
-    from rlcore.cli import assemble
+    from rlcore.cli import builders
     from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.hf.weights import save_folder
@@ -113,16 +114,13 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
     if here.rank == 0:
         write_start(cfg, start)
     collective.barrier()
-    built = assemble.assemble(settings, here)
+    tokenizer = load_tokenizer(start)
+    probe = [
+        task.to_prompt(task.make("probe", cfg.seed, i), i, tokenizer.encode)
+        for i in range(cfg.probe_prompts)
+    ]
+    built = builders.run(settings, here, eval_sets=[("probe", probe)])
     try:
-        tokenizer = load_tokenizer(start)
-        if here.rank == 0:
-            probe = [
-                task.to_prompt(task.make("probe", cfg.seed, i), i, tokenizer.encode)
-                for i in range(cfg.probe_prompts)
-            ]
-            built.eval_sets = [("probe", probe)]
-
         turns = getattr(task, "TURNS", task.CHARS)
 
         def demonstrations(index: int) -> sft_loop.Demonstration:

@@ -64,9 +64,10 @@ def run(cfg: "Config") -> int:
 
 
 def _run(cfg: "Config") -> int:
-    from rlcore.cli import assemble, world
+    from rlcore.cli import world
+    from rlcore.cli.builders.folder import run_folder
 
-    rank, folder, c = os.environ.get("RANK", "0"), assemble.run_folder(cfg), cfg.cluster
+    rank, folder, c = os.environ.get("RANK", "0"), run_folder(cfg), cfg.cluster
     try:
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
         here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface)
@@ -84,13 +85,14 @@ def _run(cfg: "Config") -> int:
 
 
 def _train(cfg: "Config", here: "World") -> int:
-    from rlcore.cli import assemble, world
+    from rlcore.cli import builders, world
+    from rlcore.cli.builders.folder import open_folder
     from rlcore.trainer import async_loop, stream_loop, sync_loop
     from rlcore.utils import collective
 
     try:
-        assemble.open_folder(cfg, here)
-        built = assemble.assemble(cfg, here)
+        open_folder(cfg, here)
+        built = builders.run(cfg, here)
     except ConfigError as e:  # every rank finds it
         return failed(cfg, here, e, alarm=False)
     except Exception as e:
@@ -112,11 +114,11 @@ def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -
     """Say why the run ends, in one sentence and once: the rank that fails first knows the reason,
     the others see only that it has exited. The traceback goes to the rank's log file. With `alarm`
     the other ranks are told. Returns the exit code: 2 for a `ConfigError`, else 1."""
-    from rlcore.cli import assemble
+    from rlcore.cli.builders.folder import run_folder
     from rlcore.utils.log import log
 
     refused = isinstance(error, ConfigError)
-    file = assemble.run_folder(cfg) / "logs" / f"rank{here.rank}.log"
+    file = run_folder(cfg) / "logs" / f"rank{here.rank}.log"
     reason = str(error) if refused else exits.sentence(error, file)
     if here.rank:
         reason = f"rank {here.rank}: {reason}"

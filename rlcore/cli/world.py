@@ -139,7 +139,8 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     gang = _gang(flight, None)
     first, count, everyone = 0, size, None  # of the ranks of this one's role
     try:
-        gang.known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
+        known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
+        gang.met(known)
         # ranks that are started again must not read the addresses of those that died
         start = f"rlcore/{meeting}"
         secret = share_secret(

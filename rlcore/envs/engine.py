@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -32,7 +32,7 @@ from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.episode import Limits, Transcript, play
 from rlcore.envs.kind import Kind
 from rlcore.envs.pool import EnvError, Pool
-from rlcore.protocols import Engine, Mortal, PauseMode, Tag
+from rlcore.protocols import Engine, PauseMode, Tag
 from rlcore.records import (
     Aborted,
     AnyEvent,
@@ -89,7 +89,7 @@ class _Episode:
 
 
 class EpisodeEngine:
-    """See the module. `protocols.Engine`, and `Mortal` as far as the inner engine is."""
+    """See the module. `protocols.Engine`."""
 
     def __init__(
         self,
@@ -469,25 +469,21 @@ class EpisodeEngine:
         self._inner.remember(histories)
 
     @property
-    def down(self) -> str:
-        """Why the inner engine is dead."""
-        return self._inner.down if isinstance(self._inner, Mortal) else ""
+    def failure(self) -> str:
+        """Why the inner engine has failed; empty while it works."""
+        return self._inner.failure
 
     def fail(self, reason: str) -> None:
         """End the inner engine; its `Down` comes by `poll`."""
-        self._mortal().fail(reason)
+        self._inner.fail(reason)
 
     def restart(self) -> None:
         """Start the inner engine again, without episodes."""
         self._drop_all()
-        self._mortal().restart()
+        self._inner.restart()
 
     def is_starting(self, timeout_s: float) -> bool:
-        return isinstance(self._inner, Mortal) and self._inner.is_starting(timeout_s)
-
-    def _mortal(self) -> Any:
-        assert isinstance(self._inner, Mortal), "an engine in this process does not die alone"
-        return self._inner
+        return self._inner.is_starting(timeout_s)
 
     def close(self) -> None:
         """End the inner engine, the episodes and their environments. Safe to call twice."""

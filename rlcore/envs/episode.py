@@ -15,7 +15,7 @@ from msgspec import structs
 
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.pool import Place
-from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling
+from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling, turn_of
 
 Policy = Callable[[Request], Awaitable[Sample]]
 """Samples one turn."""
@@ -113,7 +113,7 @@ async def play(
         most = min(limits.turn_tokens or room(), room())
         turn = await policy(
             Request(
-                id=f"{name}.{so_far.num_turns}" if so_far.num_turns else name,
+                id=turn_of(name, so_far.num_turns),
                 prompt=so_far.context(),
                 sampling=structs.replace(sampling, max_tokens=most),
             )

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlcore.metrics.jsonl import dumps, read_lines, write_atomic
 from rlcore.metrics.sinks import ROLLOUTS
+from rlcore.records import group_of
 from rlcore.utils.errors import ConfigError
 
 CHUNK_ROWS = 400
@@ -65,7 +66,7 @@ def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
     sources, source = _coded(str(row.get("source", "")) for row in rows)
     finishes, finish = _coded(str(row.get("finish", "")) for row in rows)
     errors, error = _coded(str(row.get("error", "")) for row in rows)
-    groups, group = _coded(str(row["id"]).rpartition(".")[0] for row in rows)
+    groups, group = _coded(group_of(str(row["id"])) for row in rows)
     first = [0]
     for i in range(1, len(rows)):
         if rows[i]["step"] != rows[i - 1]["step"] or i - first[-1] == CHUNK_ROWS:

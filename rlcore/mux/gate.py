@@ -202,6 +202,10 @@ class Gate:
         more = {"gb": self.host_gb} if self.host_gb else {}
         self._say("done", phase=name, seconds=seconds, switch_s=switch_s, **more)
 
+    def has_on_host(self, host_gb: dict[str, float]) -> None:
+        """Take down the host memory that the job has on a node, by pool; `leave` reports it."""
+        self.host_gb = host_gb
+
     def progress(self, done: int, wanted: int, *, of: int) -> None:
         """So many responses of a rollout are done. From `phase_mux.TAIL` of them on `leave_now` may
         name nodes. `of`: which rollout, as `asked` was in it."""

@@ -77,13 +77,21 @@ class RanksGate:
     """One rank's side; `protocols.PhaseGate`."""
 
     def __init__(
-        self, gate: Gate | None, folder: Path | None, group: ProcessGroup | None = None
+        self,
+        gate: Gate | None,
+        folder: Path | None,
+        group: ProcessGroup | None = None,
+        *,
+        alive: Callable[[], None] = lambda: None,
+        tell: Callable[[dict[str, float]], None] = lambda found: None,
     ) -> None:
         """
         Args:
             gate: on rank 0.
             folder: of the run, on rank 0.
             group: of all ranks.
+            alive: called while all wait.
+            tell: called on rank 0 with what a phase has cost besides itself, by metric name.
         """
         self._gate, self._group = gate, group
         self._path = folder / FILE if folder is not None else None
@@ -93,10 +101,7 @@ class RanksGate:
         """That loading and storing took within the phase and its parts."""
         self.tail: TailMoves | None = None
         """On rank 0, where the tail of a rollout may leave nodes."""
-        self.alive: Callable[[], None] = lambda: None
-        """Called while all wait."""
-        self.tell: Callable[[dict[str, float]], None] = lambda found: None
-        """Hears on rank 0 what a phase has cost besides itself, by the names of metrics."""
+        self._alive, self._tell = alive, tell
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
@@ -107,7 +112,7 @@ class RanksGate:
         gate, asked = self._gate, time.time()
         is_part, self._is_inside = self._is_inside, True
         if not is_part:
-            patiently((lambda: gate.enter(name)) if gate else None, self._group, self.alive)
+            patiently((lambda: gate.enter(name)) if gate else None, self._group, self._alive)
             self._switch_s = 0.0
         granted = time.time()
         if resident is not None:
@@ -128,7 +133,7 @@ class RanksGate:
             self._is_inside = False
             seconds, switch_s = left - granted - self._switch_s, self._switch_s
             leave = (lambda: gate.leave(name, seconds, switch_s)) if gate else None
-            patiently(leave, self._group, self.alive)  # the server may be away
+            patiently(leave, self._group, self._alive)  # the server may be away
         if gate is None:
             return
         found = {} if is_part else {f"mux/wait_s/{name}": granted - asked}
@@ -144,7 +149,7 @@ class RanksGate:
             nodes, at = freed
             found["mux/tail_s"] = left - at
             more["freed"] = {"nodes": list(nodes), "at": at}
-        self.tell(found)
+        self._tell(found)
         self._write(phase=name, **times, **more)
 
     def leave_early(self, cells: Sequence[Cell]) -> TailMoves | None:
@@ -161,9 +166,8 @@ class RanksGate:
     def see(self, metrics: dict[str, float]) -> None:
         """The metrics of a step: the arbiter hears what the job has in host memory."""
         assert self._gate is not None
-        self._gate.host_gb = {
-            pool: metrics[f"perf/{pool}_node_gb"] for pool in ("rollout", "train")
-        }
+        pools = ("rollout", "train")
+        self._gate.has_on_host({pool: metrics[f"perf/{pool}_node_gb"] for pool in pools})
 
     def close(self) -> None:
         """Leave the cluster; safe to call twice."""
@@ -177,16 +181,23 @@ class RanksGate:
 
 
 def join(
-    connect: Callable[[], Gate | NoGate] | None, group: ProcessGroup | None, folder: Path | None
+    connect: Callable[[], Gate | NoGate] | None,
+    group: ProcessGroup | None,
+    folder: Path | None,
+    *,
+    alive: Callable[[], None],
+    tell: Callable[[dict[str, float]], None],
 ) -> RanksGate | None:
-    """The gate of all ranks; None where the job runs as if alone. Collective.
+    """Return the gate of all ranks; None if the job runs as if alone. Collective.
 
     Args:
         connect: on rank 0: a place in the cluster, or the decision to do without.
         folder: of the run, on rank 0.
+        alive: called while all wait.
+        tell: called on rank 0 with what a phase has cost, by metric name.
     """
     found = patiently(connect, group)
     gate = found if isinstance(found, Gate) else None
     if not collective.any_rank(gate is not None, group):
         return None
-    return RanksGate(gate, folder, group)
+    return RanksGate(gate, folder, group, alive=alive, tell=tell)

@@ -176,7 +176,7 @@ class ChildEngine:
     call has a deadline and raises what the engine raised. When the child dies, `poll` returns one
     `Down` with the requests that were lost and the tokens of theirs that progress events had
     brought; `restart` brings a new one up, without weights. A call that finds the engine dead
-    raises EngineGoneError, and `down` says why by then. Settings that the engine refuses are a
+    raises EngineGoneError, and `failure` says why by then. Settings that the engine refuses are a
     ConfigError of every call.
 
     The deadline of a call is `deadline_s`. An engine that has one itself gets it in its settings,
@@ -218,9 +218,9 @@ class ChildEngine:
         return self._process.pid if self._process is not None and not self._down else 0
 
     @property
-    def down(self) -> str:
-        """Why the child is dead; empty while it lives. Settings that it has refused are no death
-        for whoever has called and been told: another start would not help."""
+    def failure(self) -> str:
+        """Why the child has failed; empty while it works. Settings that it has refused are no
+        failure once a call has raised them: another start would not help."""
         if not self._down and not self._closed:
             self._pump(0.0)
         return f"{self._name} {self._down}" if self._down and not self._told else ""

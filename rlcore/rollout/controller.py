@@ -48,6 +48,7 @@ from rlcore.records import (
     Work,
     group_of,
     is_baseline,
+    request_of,
 )
 from rlcore.sched.race import ByTokens, Race
 from rlcore.sched.reward import key_of
@@ -227,7 +228,7 @@ class Controller:
         for w in work:
             state = GroupState(work=w)
             for k in range(w.num_samples):
-                request = RequestState(id=f"{w.id}.{k}", order=self._num_started)
+                request = RequestState(id=request_of(w.id, k), order=self._num_started)
                 self._num_started += 1
                 state.requests[request.id] = request
                 self._requests[request.id] = request

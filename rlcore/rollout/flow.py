@@ -25,9 +25,10 @@ from rlcore.records import (
     Wanted,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
+from rlcore.rollout.exchange import by_owner
 from rlcore.rollout.replay import EventLog, Recorder
-from rlcore.rollout.replica import Agent
-from rlcore.rollout.transport import Hub, gather_by_owner
+from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
+from rlcore.rollout.transport import Hub
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
@@ -47,32 +48,30 @@ class Flow:
         controller: AsyncController | None,
         *,
         samplers: Sequence[int],
-        timeout_s: float,
         deadline_s: float,
         record: Recorder | None = None,
         replay: EventLog | None = None,
     ) -> None:
-        """`timeout_s`: of samples on their way; `deadline_s`: of a hold; `record`: writes the log
+        """`deadline_s`: of a hold; `record`: writes the log
         of this run; `replay`: the log that decides it, and has its samples."""
         self._hub, self._agent, self._samplers = hub, agent, samplers
         self._record, self._replay, self._version = record, replay, 0
-        agent.is_endless = True
         self.controller = controller
-        self._timeout_s, self._deadline_s = timeout_s, deadline_s
+        self._deadline_s = deadline_s
         self._thread: threading.Thread | None = None
         self._gone = threading.Event()
         self._error = ""
 
     # ---- train ranks
 
-    def take(self, version: Version) -> Batch:
+    def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
         """The groups that policy `version` trains, the same on every train rank. From here on the
         engines decode with its weights, until `hold`. Raises as `Agent.run_round`."""
         self._version = version
         if self.controller is not None:
             self._start(self.controller, version)
             self._hub.send(0, "controller", [Wanted()])
-        return self._agent.next_batch()
+        return self._agent.next_batch(callbacks)
 
     def fetch(
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
@@ -83,13 +82,10 @@ class Flow:
             mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
             return self._replay.samples(self._version, mine)
         if self._hub.rank == 0:
-            parts: dict[tuple[int, tuple[int, ...]], list[RequestId]] = {}
-            for i, ranks in destination.items():
-                parts.setdefault((owners[i], tuple(ranks)), []).append(i)
-            for (owner, ranks), ids in parts.items():
+            for (owner, ranks), ids in by_owner(destination, owners).items():
                 self._hub.send(owner, "agent", Ship(rank=owner, ids=tuple(ids), to=ranks))
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
-        found = gather_by_owner(self._hub, Sample, mine, self._timeout_s, owners)
+        found = self._agent.exchange.collect(mine, owners)
         if self._record is not None:  # of a model replica the first rank writes
             own = [s for i, s in found.items() if min(destination[i]) == self._hub.rank]
             self._record.samples(self._version, self._hub.rank, own)
@@ -211,7 +207,7 @@ class Flow:
             for rank in _owners(folder):
                 if owner_now(rank) == self._hub.rank:
                     data = (folder / f"samples{rank}.msgpack").read_bytes()
-                    self._agent.samples |= {s.id: s for s in decode(data, list[Sample])}
+                    self._agent.adopt(decode(data, list[Sample]))
 
     def _owner_now(self, folder: Path):
         """From the rank that wrote samples to the one that has them from now on."""

@@ -4,13 +4,14 @@ to the controller. Tokens stay here until `route` sends them to the rank that tr
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from rlcore.config.schema import ClusterConfig
-from rlcore.protocols import Engine, Mortal, Scorer
+from rlcore.protocols import Engine, Scorer
 from rlcore.records import (
     Abort,
     Aborted,
@@ -47,6 +48,7 @@ from rlcore.records import (
     Trained,
     group_of,
 )
+from rlcore.rollout.exchange import SampleExchange
 from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
@@ -120,10 +122,22 @@ class Streamer(Protocol):
         again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RoundCallbacks:
+    """What ranks do together in the middle of a round, beside sampling."""
+
+    repair: Callable[[], None] | None = None
+    """Starts failed engines again and gives them weights, on all ranks; without it a round ends
+    when no engine is left."""
+    streamer: Streamer | None = None
+    """Trains while other ranks decode."""
+
+
+NO_CALLBACKS = RoundCallbacks()
+
+
 class Agent:
-    """One per rank; `engine` is None on ranks that only train. `repair` starts a dead engine again
-    and gives it weights, together with all other ranks; without it a round ends when no engine is
-    left. `streamer` trains while others decode."""
+    """One per rank; `engine` is None on ranks that only train."""
 
     def __init__(
         self,
@@ -134,18 +148,25 @@ class Agent:
         deadline_s: float,
         timeout_s: float = ClusterConfig.timeout_s,
         reward_barrier: bool = False,
+        *,
+        is_endless: bool = False,
+        observers: Sequence[Callable[[AnyCommand | AnyEvent], None]] = (),
     ) -> None:
-        """`deadline_s`: of the controller's silence; `timeout_s`: of a sample that another rank was
-        told to send; `reward_barrier`: score nothing while the engine decodes."""
+        """
+        Args:
+            deadline_s: of the controller's silence.
+            timeout_s: of a sample that another rank was told to send.
+            reward_barrier: score nothing while the engine decodes.
+            is_endless: in `--mode async`, what is finished outlives the rounds of evaluations.
+            observers: called with every command that is obeyed and every event that is sent.
+        """
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
         self._deadline_s, self._timeout_s = deadline_s, timeout_s
         self._reward_barrier = reward_barrier
         self.prompts: dict[str, Prompt] = {}
         """Rows of the round's groups that this replica took part in."""
-        self.repair: Callable[[], None] | None = None
-        self.streamer: Streamer | None = None
-        self.observers: list[Callable[[AnyCommand | AnyEvent], None]] = []
-        """Hear of every command that is obeyed and of every event that is sent."""
+        self._callbacks = NO_CALLBACKS
+        self._observers = observers
         self._live: set[RequestId] = set()
         self._unscored: set[RequestId] = set()
         self._to_score: deque[RequestId] = deque()
@@ -153,14 +174,13 @@ class Agent:
         self._down = ""
         """Why the engine is dead; empty while it lives."""
         self._round = self._rounds = 0
-        self.is_endless = False
-        """In `--mode async`: what is finished outlives the rounds of evaluations."""
+        self._is_endless = is_endless
         self._paused = False
         """The engine was told to keep its requests and not to decode."""
         self._lost = False
         """It has died since, with them."""
-        self.samples: dict[RequestId, Sample] = {}
-        """Finished samples of the round, by id."""
+        self.exchange = SampleExchange(hub, timeout_s)
+        """Finished samples of the round, and their way to other ranks."""
         self.texts: dict[RequestId, str] = {}
         self._releasing = False
         self._partials: dict[RequestId, Partial] = {}
@@ -168,9 +188,6 @@ class Agent:
         self._moving: set[RequestId] = set()
         """Those that are to go on elsewhere, until the engine has let go of them."""
         self._to_train: deque[Train] = deque()
-        self.received: dict[RequestId, Sample] = {}
-        """Samples of other ranks that have come before the round was over here, to be trained in it
-        or after it."""
         self.scores: dict[RequestId, float] = {}
         """Of the round's samples, those that have been scored."""
         self.counts = _no_counts()
@@ -182,28 +199,36 @@ class Agent:
         self._has_reported = True
         """The engine has nothing left to do, and has said what it did."""
 
-    def run_round(self) -> EndRound:
+    @property
+    def samples(self) -> dict[RequestId, Sample]:
+        """Finished samples of the round, by id."""
+        return self.exchange.own
+
+    def run_round(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> EndRound:
         """Serve the controller until it ends the round. Raises RuntimeError with the controller's
         reason, TimeoutError when the controller is silent."""
+        self._callbacks = callbacks
         self._rounds += 1
         self._round = self._rounds
         aside = self.samples, self.texts, self.prompts
-        self.samples, self.texts, self.prompts = {}, {}, {}
-        self.received.clear()
+        self.texts, self.prompts = {}, {}
+        self.exchange.begin_round({})
         self.scores.clear()
         self._partials.clear()  # the last round may have ended before all were let go
         self._releasing = False
         self._begin()
         end = self._serve()
-        if self.is_endless:
-            self.samples, self.texts, self.prompts = aside
+        if self._is_endless:
+            samples, self.texts, self.prompts = aside
+            self.exchange.begin_round(samples)
         assert isinstance(end, EndRound), end
         return end
 
-    def go_on(self) -> Hold:
+    def go_on(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Hold:
         """`--mode async`, on a rank that samples: take part in the round that does not end, from
         one push to the next. Finished samples stay here until the controller says `forget`. Raises
         as `run_round`."""
+        self._callbacks = callbacks
         self._round = 0
         if self._paused:
             self._resume()
@@ -215,9 +240,10 @@ class Agent:
         assert isinstance(end, Hold), end
         return end
 
-    def next_batch(self) -> Batch:
+    def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
         """`--mode async`, on a rank that trains: wait for the groups of the next update. Raises as
         `run_round`."""
+        self._callbacks = callbacks
         self._round = 0
         for read in (self.texts, self.prompts, self.samples):  # for the update before
             read.clear()
@@ -289,11 +315,12 @@ class Agent:
         self._send([Held()])
 
     def _engine_does(self, method: str, *args: Any) -> None:
-        """A call that the engine may die of, which is found by the next poll."""
+        """Call a method; if the engine fails during it, the next poll reports that."""
+        assert self._engine is not None
         try:
             getattr(self._engine, method)(*args)
         except RuntimeError:
-            if not (isinstance(self._engine, Mortal) and self._engine.down):
+            if not self._engine.failure:
                 raise
 
     def _resume(self) -> None:
@@ -314,12 +341,11 @@ class Agent:
         for group in gone:
             self.prompts.pop(group, None)
 
-    def revive(self) -> None:
-        """Start the dead engine again. What it still had to say is dropped; of requests that it
-        held between two parts of a round the controller hears when the next one begins."""
-        assert isinstance(self._engine, Mortal)
-        self._engine.restart()
+    def restart_engine(self) -> None:
+        """Start the failed engine again and discard its pending events. The controller is told of
+        requests that it held between two parts of a round when the next part begins."""
         assert self._engine is not None
+        self._engine.restart()
         words = self._engine.poll(0.0)
         self._paused = False
         if self._live:
@@ -348,6 +374,10 @@ class Agent:
                     "for the train ranks to end their step and has heard nothing from rank 0"
                 )
 
+    def adopt(self, samples: Iterable[Sample]) -> None:
+        """Keep finished samples that another process made, such as those of a checkpoint."""
+        self.samples.update((sample.id, sample) for sample in samples)
+
     def read(self, prompts: Mapping[GroupId, Prompt], samples: Iterable[Sample]) -> None:
         """Samples that others made, as if they were of this rank."""
         self.prompts.update(prompts)
@@ -357,26 +387,26 @@ class Agent:
 
     def _enter(self) -> None:
         """Tell the controller that this rank is there; its engine may have died before."""
-        self._down = getattr(self._engine, "down", "")
+        self._down = self._engine.failure if self._engine is not None else ""
         self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
 
     def _obey(self, command: AnyCommand) -> None:
-        for see in self.observers:
+        for see in self._observers:
             see(command)
         if isinstance(command, Fail):
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
             assert not self._live, sorted(self._live)[:3]
             self._train_all()  # ranks of one model replica are in it together
-            if self.streamer is not None:
-                self.streamer.forget()
+            if self._callbacks.streamer is not None:
+                self._callbacks.streamer.forget()
             self._releasing = False
-            if self.repair is not None:
-                self.repair()
+            if self._callbacks.repair is not None:
+                self._callbacks.repair()
             self._enter()
             return
         if isinstance(command, Drop):
-            if isinstance(self._engine, Mortal):
+            if self._engine is not None:
                 self._engine.fail(command.reason)
             return
         if isinstance(command, Submit):
@@ -406,15 +436,12 @@ class Agent:
                 self._releasing = True
                 self._engine.abort(list(self._live))
                 self._release()
-            elif self.streamer is not None:  # a repair must not start it where others are now
-                self.streamer.engine_leaves()
+            elif self._callbacks.streamer is not None:  # a repair must not start it there
+                self._callbacks.streamer.engine_leaves()
         elif isinstance(command, Train):
             self._to_train.append(command)
         elif isinstance(command, Ship):
-            samples = [self.samples[i] for i in command.ids]
-            for rank in command.to:
-                if rank != self._hub.rank:
-                    self._hub.send(rank, "samples", samples)
+            self.exchange.send(command.ids, command.to)
 
     # ---- training while others decode
 
@@ -423,8 +450,8 @@ class Agent:
         if self._live or not self._releasing:
             return
         self._releasing = False
-        if self.streamer is not None:
-            self.streamer.engine_leaves()
+        if self._callbacks.streamer is not None:
+            self._callbacks.streamer.engine_leaves()
         self._send([Released(partials=self._partials)])
         self._partials = {}
 
@@ -432,26 +459,20 @@ class Agent:
         """Train the oldest groups that were given to this rank, if all their samples are here."""
         if not self._to_train:
             return False
-        while (batch := self._hub.receive("samples", list[Sample], 0.0)) is not None:
-            self.received |= {sample.id: sample for sample in batch}
-        todo = self._to_train[0]
-        if self._missing(todo):
+        here, todo = self.exchange.here(), self._to_train[0]
+        if self._missing(todo, here):
             return False
         self._to_train.popleft()
-        assert self.streamer is not None
+        assert self._callbacks.streamer is not None
         begin = time.monotonic()
-        here = self.received | self.samples
-        self.streamer.train(todo.groups, todo.dp_ranks, here)
+        self._callbacks.streamer.train(todo.groups, todo.dp_ranks, here)
         self._send([Trained(seconds=time.monotonic() - begin)])
         return True
 
-    def _missing(self, todo: Train) -> dict[RequestId, int]:
-        """Samples that are not here yet, and the ranks that send them."""
+    def _missing(self, todo: Train, here: Container[RequestId]) -> dict[RequestId, int]:
+        """Return the samples that are not `here` yet, and the ranks that send them."""
         return {
-            ref.id: ref.owner
-            for group in todo.groups
-            for ref in group.refs
-            if ref.id not in self.samples and ref.id not in self.received
+            ref.id: ref.owner for group in todo.groups for ref in group.refs if ref.id not in here
         }
 
     def _train_all(self) -> None:
@@ -461,7 +482,7 @@ class Agent:
             if self._train_next():
                 deadline = time.monotonic() + self._timeout_s
             elif time.monotonic() > deadline:
-                missing = self._missing(self._to_train[0])
+                missing = self._missing(self._to_train[0], self.exchange.here())
                 raise TimeoutError(
                     f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} waits "
                     f"in phase stream for {len(missing)} samples such as {min(missing)} from ranks "
@@ -474,7 +495,7 @@ class Agent:
         """`is_idle`: ask it although it has nothing to do."""
         if self._engine is None:
             return []
-        alive = not getattr(self._engine, "down", "")
+        alive = not self._engine.failure
         if not self._live and not is_idle and (self._down or alive):
             return []
         out: list[AnyEvent] = []
@@ -543,7 +564,7 @@ class Agent:
             self._scorer.submit(id, sample, self.prompts[sample.group], self.texts[id])
 
     def _send(self, events: list[AnyEvent]) -> None:
-        for see in self.observers:
+        for see in self._observers:
             for event in events:
                 see(event)
         stamp = {"rank": self._hub.rank, "round": self._round, "time": time.monotonic()}

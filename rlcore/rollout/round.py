@@ -21,10 +21,11 @@ from rlcore.records import (
     is_baseline,
 )
 from rlcore.rollout.controller import Controller
+from rlcore.rollout.exchange import by_owner
 from rlcore.rollout.histospec import Library, Teacher, history_of
-from rlcore.rollout.replica import Agent
+from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
 from rlcore.rollout.rounds import Rounds
-from rlcore.rollout.transport import Hub, gather_by_owner
+from rlcore.rollout.transport import Hub
 from rlcore.sched.race import Misfit
 from rlcore.sched.roles import Elastic, Stop
 from rlcore.sched.stop import All
@@ -35,10 +36,24 @@ ALIVE_S = 5.0
 JOIN_S = 10.0
 
 
+class Heartbeat:
+    """Tells ranks that only sample that rank 0 is still at work."""
+
+    def __init__(self, hub: Hub, samplers: Sequence[int]) -> None:
+        """`samplers`: the ranks that only sample."""
+        self._hub, self._samplers, self._told = hub, samplers, 0.0
+
+    def alive(self) -> None:
+        """Send a sign of life, unless the last one is recent; does nothing on other ranks."""
+        now = time.monotonic()
+        if self._hub.rank == 0 and now - self._told > ALIVE_S:
+            self._told = now
+            for rank in self._samplers:
+                self._hub.send(rank, "agent", Alive(rank=rank))
+
+
 class Rollout:
-    """Runs rounds. `make_controller` is called on rank 0, once per round, with its policies;
-    `on_progress` hears how many responses are done and how many are wanted, in the controller's
-    thread."""
+    """Runs rounds of sampling."""
 
     def __init__(
         self,
@@ -46,30 +61,41 @@ class Rollout:
         agent: Agent,
         make_controller: Callable[[Stop, Elastic | None], Controller],
         timeout_s: float,
+        *,
         on_progress: Callable[[int, int], None] | None = None,
         samplers: Sequence[int] = (),
+        rounds: Rounds | None = None,
+        library: Library | None = None,
     ) -> None:
-        """`samplers`: the ranks that only sample."""
+        """
+        Args:
+            make_controller: called on rank 0, once per round, with its policies.
+            on_progress: called in the controller's thread with the number of responses that are
+                done and that are wanted.
+            samplers: the ranks that only sample.
+            rounds: log of the rounds that have a stop, on rank 0.
+            library: earlier responses that engines draft from, on rank 0.
+        """
         self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
-        self._samplers, self._told_alive = samplers, 0.0
-        self.make_controller, self._on_progress = make_controller, on_progress
+        self._samplers, self._rounds, self.library = samplers, rounds, library
+        self._make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
         self._controller: Controller | None = None
-        self.rounds: Rounds | None = None
-        """Log of the rounds that have a stop, on rank 0."""
-        self.library: Library | None = None
-        """Earlier responses that engines draft from, on rank 0."""
 
     def run(
-        self, work: Sequence[Work], stop: Stop | None = None, elastic: Elastic | None = None
+        self,
+        work: Sequence[Work],
+        stop: Stop | None = None,
+        elastic: Elastic | None = None,
+        callbacks: RoundCallbacks = NO_CALLBACKS,
     ) -> EndRound:
         """Sample and score `work` until `stop`, by default when all is done; with `elastic`, some
-        ranks train meanwhile (read on rank 0 only). Every rank gets the same groups."""
+        ranks leave decoding meanwhile (read on rank 0 only). Every rank gets the same groups."""
         if self._hub.rank != 0:
-            return self.agent.run_round()
+            return self.agent.run_round(callbacks)
         self._round += 1
         gone = threading.Event()
-        self._controller = self.make_controller(stop or All(), elastic)
+        self._controller = self._make_controller(stop or All(), elastic)
         thread = threading.Thread(
             target=_control,
             args=(
@@ -79,14 +105,14 @@ class Rollout:
                 self._round,
                 gone,
                 self._on_progress,
-                self.rounds if stop is not None else None,
+                self._rounds if stop is not None else None,
                 Teacher(self.library) if self.library is not None else None,
             ),
             daemon=True,
         )
         thread.start()
         try:
-            return self.agent.run_round()
+            return self.agent.run_round(callbacks)
         except BaseException:
             gone.set()
             raise
@@ -98,20 +124,11 @@ class Rollout:
     ) -> dict[str, Sample]:
         """Send every sample from its owner to the ranks that train it; the samples of this rank
         come back by id. `destination` and `owners` are the same on every rank."""
+        for (owner, ranks), ids in by_owner(destination, owners).items():
+            if owner == self._hub.rank:
+                self.agent.exchange.send(ids, ranks)
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
-        outbox: dict[int, list[Sample]] = {}
-        for i, ranks in destination.items():
-            if owners[i] == self._hub.rank:
-                for rank in ranks:
-                    outbox.setdefault(rank, []).append(self.agent.samples[i])
-        local = {s.id: s for s in outbox.pop(self._hub.rank, [])}
-        for rank, samples in outbox.items():
-            self._hub.send(rank, "samples", samples)
-        # An owner may have been here before this rank had trained its last groups of the round.
-        early = self.agent.received
-        local |= {i: early[i] for i in mine if i in early}
-        expected = [i for i in mine if i not in local]
-        return local | gather_by_owner(self._hub, Sample, expected, self._timeout_s, owners)
+        return self.agent.exchange.collect(mine, owners)
 
     def learn_histories(self) -> None:
         """The scored responses of the round that is over go to the library. Every rank calls it,
@@ -138,14 +155,6 @@ class Rollout:
             owing.discard(got.rank)
             mine += got.histories
         self.library.add(mine)
-
-    def alive(self) -> None:
-        """Ranks that only sample learn that rank 0 goes on; called often, it says so rarely."""
-        now = time.monotonic()
-        if self._hub.rank == 0 and now - self._told_alive > ALIVE_S:
-            self._told_alive = now
-            for rank in self._samplers:
-                self._hub.send(rank, "agent", Alive(rank=rank))
 
     def call(self) -> None:
         """Ranks that only sample are to come to the push."""

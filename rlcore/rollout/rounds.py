@@ -127,18 +127,19 @@ class Rounds:
         *,
         seed: int,
         step: Callable[[], int],
-        next_step: int = 0,
         replay: Log | None = None,
     ) -> None:
-        """`step`: of the round that runs. What the folder's log holds of `next_step` and later is
-        dropped."""
-        self._seed, self._step, self._replay = seed, step, replay
-        self._lines = JsonLines(folder / FILE, next_step)
+        """`step`: of the round that runs. The log is opened by the first round: what it holds of
+        its step and later is dropped."""
+        self._path, self._seed, self._step, self._replay = folder / FILE, seed, step, replay
+        self._lines: JsonLines | None = None
         self._round: Round | None = None
         self._race: ByLog | None = None
 
     def begin(self, controller: Controller, work: Sequence[Work]) -> None:
         """Before the round. Misfit where the log is of another run."""
+        if self._lines is None:
+            self._lines = JsonLines(self._path, self._step())
         if self._replay is None or not work:
             return
         log_ = self._replay
@@ -173,6 +174,7 @@ class Rounds:
         if self._replay is not None and self._round is not None:
             self._compare(self._replay, self._round, done)
         row = msgspec.to_builtins(done)
+        assert self._lines is not None, "begin() comes first"
         self._lines.append(row.pop("step"), [row])
 
     def _compare(self, log_: Log, there: Round, here: Round) -> None:
@@ -195,7 +197,8 @@ class Rounds:
 
     def close(self) -> None:
         """Safe to call twice."""
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
 
 
 def _started(of: Work | GroupState) -> Started:

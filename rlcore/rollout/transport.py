@@ -13,7 +13,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -196,25 +195,3 @@ def _system_ports() -> tuple[int, int]:
     """First and last of the ports that a bind or connect without a number gets."""
     low, high = _PORT_RANGE.read_text().split()
     return int(low), int(high)
-
-
-def gather_by_owner(
-    hub: Hub, kind: Any, expected: Sequence[str], timeout_s: float, owners: dict[str, int]
-) -> dict[str, Any]:
-    """Receive records with an `id` from the samples inbox until all of `expected` are here. Raises
-    TimeoutError that names the ranks that still owe some."""
-    got: dict[str, Any] = {}
-    missing = set(expected)
-    deadline = time.monotonic() + timeout_s
-    while missing:
-        batch = hub.receive("samples", list[kind], max(0.0, deadline - time.monotonic()))
-        if batch is None:
-            owing = sorted({owners[i] for i in missing})
-            raise TimeoutError(
-                f"--cluster.timeout_s {timeout_s:g} is over: rank {hub.rank} waits in phase route "
-                f"for {len(missing)} samples such as {min(missing)} from ranks {owing}"
-            )
-        for record in batch:
-            got[record.id] = record
-            missing.discard(record.id)
-    return got

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import structs
 
-from rlcore.records import BASELINE, GroupId, Prompt, Sampling, Work
+from rlcore.records import GroupId, Prompt, Sampling, Work, baseline_of, training_group
 from rlcore.sched.roles import Kind, Round
 from rlcore.sched.stop import All, First
 
@@ -49,7 +49,7 @@ class EpochOrder:
         for prompt in self._next_prompts(count):
             work.append(
                 Work(
-                    id=f"t{self.issued}",
+                    id=training_group(self.issued),
                     prompt=prompt,
                     num_samples=self._group_size,
                     wanted=self._num_samples if self._group_size > self._num_samples else 0,
@@ -60,7 +60,7 @@ class EpochOrder:
                 likely = structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
                 work.append(
                     Work(
-                        id=f"{BASELINE}t{self.issued}",
+                        id=baseline_of(training_group(self.issued)),
                         prompt=prompt,
                         num_samples=1,
                         sampling=likely,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.records import GroupId, Prompt, Sampling, Work
+from rlcore.records import GroupId, Prompt, Sampling, Work, training_group
 from rlcore.sched.roles import Kind, Round
 from rlcore.sched.stop import First
 from rlcore.utils.errors import ConfigError
@@ -209,7 +209,7 @@ class TailBatching:
     def _issue(self, key: Key, samples: int) -> Work:
         prompt = self._prompt_of(key[1])
         work = Work(
-            id=f"t{self.issued}",
+            id=training_group(self.issued),
             prompt=prompt,
             num_samples=samples,
             wanted=self._num_samples,

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from rlcore.config.schema import StreamConfig, TailConfig
-from rlcore.records import GroupId, Prompt, Request, Sampling, group_of
+from rlcore.records import GroupId, Prompt, Request, Sampling, group_of, response_of
 from rlcore.sched.planner import TPPlanner
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.stream import StreamWindow, cells
@@ -209,12 +209,12 @@ class Run:
         return Prompt(index=row, source="sim", tokens=self._prompt_tokens)
 
     def _length(self, request: Request) -> int:
-        group, _, k = request.id.rpartition(".")
+        group = request.group
         if group not in self._drawn:
             self._drawn[group] = self._plan.workload.lengths(
                 self._rows[group], self._counts[group], derive(self._plan.seed, group)
             )
-        return self._drawn[group][int(k)]
+        return self._drawn[group][response_of(request.id)]
 
 
 def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:

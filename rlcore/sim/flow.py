@@ -29,6 +29,9 @@ from rlcore.records import (
     Submit,
     Wanted,
     Work,
+    issue_of,
+    response_of,
+    training_group,
 )
 from rlcore.rollout.async_controller import AsyncController
 from rlcore.sched.place import LeastLoaded
@@ -64,11 +67,11 @@ class Lengths:
         self._known: dict[str, list[int]] = {}
 
     def __call__(self, request: Request) -> int:
-        group, _, k = request.id.rpartition(".")
+        group = request.group
         if group not in self._known:
-            index = int(group[1:])
+            index = issue_of(group)
             self._known[group] = self.generator.lengths(index, self.samples, self.seed)
-        return self._known[group][int(k)]
+        return self._known[group][response_of(request.id)]
 
 
 class Source:
@@ -82,7 +85,7 @@ class Source:
         first, self._issued = self._issued, self._issued + count
         return [
             Work(
-                id=f"t{i}",
+                id=training_group(i),
                 prompt=Prompt(index=i, source="s", tokens=self._tokens),
                 num_samples=self._samples,
                 sampling=Sampling(max_tokens=1 << 20),

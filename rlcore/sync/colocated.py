@@ -178,9 +178,9 @@ class Handover:
         try:
             getattr(self._engine, method)(*args)
         except (RuntimeError, ValueError, TimeoutError) as error:
-            if getattr(self._engine, "down", ""):
-                log.warning("the engine died while it took weights: %s", error)
-            else:  # it lives: the fault is ours
+            if self._engine.failure:
+                log.warning("the engine failed while it took weights: %s", error)
+            else:  # it works: the fault is ours
                 self._error = error
             self._engine = None
 

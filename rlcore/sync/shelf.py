@@ -27,6 +27,9 @@ class Shelf:
         self._version = -1
         self._is_whole = False
 
+    failure = ""
+    """Host memory does not fail by itself."""
+
     @property
     def num_bytes(self) -> int:
         """Of host memory."""

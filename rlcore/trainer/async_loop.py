@@ -9,7 +9,7 @@ train ranks, W over all.
 """
 
 from rlcore.records import Batch, Group, HoldMode
-from rlcore.trainer import learn, phases, relayout, sync_loop
+from rlcore.trainer import learn, phases, sync_loop
 from rlcore.trainer.plan import Plan
 from rlcore.trainer.run import Run
 
@@ -17,14 +17,14 @@ from rlcore.trainer.run import Run
 def one_step(run: Run) -> None:
     """On a rank that trains: one update. On a rank that samples: from one push to the next."""
     groups, stats, todo = (), {}, None
-    if run.trains:
+    if run.ranks.trains:
         groups, stats, todo = update(run)
     else:
         with run.spans.phase("gen"):
-            run.rollout.agent.go_on()
+            run.rollout.agent.go_on(sync_loop.callbacks(run))
     with run.spans.phase("sync"):
-        sync_loop.push_weights(run, run.step)  # W
-    relayout.note(run, "all", stats)  # W
+        run.device.update_weights(run.step)  # W
+    phases.observe_round(run, "all", stats)  # W
     if todo is not None:
         sync_loop.rollout_metrics(run, groups, stats, todo)  # W
     else:
@@ -37,16 +37,16 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], Plan]:
     spans, flow = run.spans, run.flow
     assert flow is not None
     with spans.phase("gen"):
-        batch: Batch = flow.take(run.step - 1)
+        batch: Batch = flow.take(run.step - 1, sync_loop.callbacks(run))
     with spans.phase("route"):
-        todo = sync_loop.plan_of(run, batch.groups, len(run.replicas))
-        samples = flow.fetch(todo.destination(run.replicas), todo.owners())
+        todo = sync_loop.plan_of(run, batch.groups, len(run.ranks.replicas))
+        samples = flow.fetch(todo.destination(run.ranks.replicas), todo.owners())
         batches = phases.batches(run, todo, samples)
-        if run.rank == 0:
+        if run.ranks.rank == 0:
             flow.read(samples.values())
     learn.all_models(run, todo, batches, {})  # C
     stats = dict(batch.stats)
-    if run.rank == 0:
+    if run.ranks.rank == 0:
         with spans.phase("hold"):
             stats |= flow.hold(hold_mode(run))
     return batch.groups, stats, todo

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlcore import algos
 from rlcore.algos import advantage, kl, returns, sequence, value
 from rlcore.data.packing import per_token
-from rlcore.records import BASELINE, Group, is_baseline
+from rlcore.records import Group, group_of, is_baseline, without_baseline
 from rlcore.tensors import Batch
 from rlcore.trainer.plan import Plan, overlong
 from rlcore.trainer.run import Run
@@ -29,9 +29,9 @@ def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, floa
         out = _by_token(run, plan, batches, penalties, baselines)
     else:
         out = by_response(run, plan, batches, penalties)
-    run.pending |= spread("critic/advantages", [(b.advantage, b.mask) for b in out])
+    run.progress.add(spread("critic/advantages", [(b.advantage, b.mask) for b in out]))
     if out and out[0].returns is not None:
-        run.pending |= spread("critic/returns", [(b.returns, b.mask) for b in out])
+        run.progress.add(spread("critic/returns", [(b.returns, b.mask) for b in out]))
     return out
 
 
@@ -43,14 +43,14 @@ def split_baselines(
     cfg, greedy = run.cfg, {}
     for g in (g for g in groups if is_baseline(g.id)):
         lost = overlong(g.lengths[0], cfg.rollout.max_tokens, cfg.algo)
-        greedy[g.id.removeprefix(BASELINE)] = g.scores[0] - lost
-        if g.errors[0] and run.rank == 0:
+        greedy[without_baseline(g.id)] = g.scores[0] - lost
+        if g.errors[0] and run.ranks.rank == 0:
             log.warning("the greedy answer of %s scores %g: %s", g.id, g.scores[0], g.errors[0])
     return tuple(g for g in groups if not is_baseline(g.id)), greedy
 
 
 def _rows(run: Run, plan: Plan, update: int):
-    return plan.updates[update][run.dp_rank]
+    return plan.updates[update][run.ranks.dp_rank]
 
 
 def by_response(
@@ -100,15 +100,15 @@ def _by_token(
         reward = returns.token_rewards(batch, [r.reward for r in rows], penalty)
         base = None
         if cfg.adv_estimator == "remax":
-            base = [baselines[r.id.rpartition(".")[0]] for r in rows]
+            base = [baselines[group_of(r.id)] for r in rows]
         found, gains = returns.advantages(batch, reward, cfg, base)
         out.append(batch.with_(advantage=found, returns=gains))
     if cfg.adv_estimator == "gae":
-        run.pending["critic/vf_explained_var"] = explained(run, out)
+        run.progress.add({"critic/vf_explained_var": explained(run, out)})
     if cfg.adv_estimator == "remax" and not cfg.whiten_advantages:
         return out
     sums = torch.zeros(3, dtype=torch.float64)
-    if run.leads_replica:
+    if run.ranks.leads_replica:
         for b in out:
             sums += returns.whitening_sums(b.advantage, b.mask)
     sums = torch.tensor(collective.reduce_floats(sums.tolist()), dtype=torch.float64)
@@ -118,7 +118,7 @@ def _by_token(
 def explained(run: Run, batches: list[Batch]) -> float:
     """Share of the returns' variance that the critic told before this step. Collective."""
     sums = torch.zeros(5, dtype=torch.float64)
-    if run.leads_replica:
+    if run.ranks.leads_replica:
         for b in batches:
             sums += value.variance_sums(b.value_old, b.returns, b.mask)
     return value.explained_variance(collective.reduce_floats(sums.tolist()))
@@ -131,17 +131,16 @@ def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
     coefficient = cfg.kl_reward_coef * run.kl.scale  # before this step's answer to it
     found = [kl.estimate(cfg.kl_reward_type, b.logp_old, b.logp_ref) for b in batches]
     means = torch.zeros(2, dtype=torch.float64)
-    if run.leads_replica:
+    if run.ranks.leads_replica:
         for b, values in zip(batches, found, strict=True):
             where = (b.mask, b.sequence_index, b.num_sequences)
             means[0] += sequence.mean(values.double(), *where).sum()
             means[1] += b.num_sequences
     total, count = collective.reduce_floats(means.tolist())
     mean = total / max(count, 1.0)
-    run.pending |= {
-        "actor/reward_kl_penalty": mean,
-        "actor/reward_kl_penalty_coeff": coefficient,
-    }
+    run.progress.add(
+        {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
+    )
     if run.trains_actor:  # until then the KL is 0 and says nothing
         run.kl.update(mean, int(count))
     return [coefficient * values for values in found]
@@ -154,7 +153,7 @@ def _sums_by_row(
     ids = [r.id for update in plan.updates for part in update for r in part]
     place = {id: i for i, id in enumerate(ids)}
     sums = [0.0] * len(ids)
-    if run.leads_replica:
+    if run.ranks.leads_replica:
         for u, (b, v) in enumerate(zip(batches, values, strict=True)):
             rows = sequence.total(v.double(), b.mask, b.sequence_index, b.num_sequences)
             for row, lost in zip(_rows(run, plan, u), rows.tolist(), strict=True):

@@ -1,7 +1,8 @@
 """Evaluation: every prompt of the validation sets, through the same controller and engines."""
 
 from rlcore.metrics import stats
-from rlcore.records import Group, Sampling, Work
+from rlcore.records import Group, Sampling, Work, eval_group, eval_set_of
+from rlcore.rollout.replica import RoundCallbacks
 from rlcore.trainer.run import Run
 
 
@@ -13,7 +14,7 @@ def run(run: Run) -> dict[str, float]:
         for name, value in evaluate(run, f"g{run.step}", 0.0, 1).items():
             if name.endswith("/acc/mean@1"):
                 found[name.replace("/acc/mean@1", "/acc/greedy")] = value
-    run.pending |= found
+    run.progress.add(found)
     return found
 
 
@@ -28,16 +29,16 @@ def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[s
         stop_ids=run.sampling.stop_ids,
     )
     work = [
-        Work(id=f"{tag}.{s}.{i}", prompt=prompt, num_samples=num_samples, sampling=sampling)
-        for s, (_, prompts) in enumerate(run.eval_sets)
+        Work(id=eval_group(tag, s, i), prompt=prompt, num_samples=num_samples, sampling=sampling)
+        for s, (_, prompts) in enumerate(run.data.eval_sets)
         for i, prompt in enumerate(prompts)
     ]
-    end = run.rollout.run(work)
-    if run.rank:
+    end = run.rollout.run(work, callbacks=RoundCallbacks(repair=run.device.repair))
+    if run.ranks.rank:
         return {}
     out: dict[str, float] = {}
-    for s, (name, _) in enumerate(run.eval_sets):
-        groups = [g for g in end.groups if g.id.split(".")[1] == str(s)]
+    for s, (name, _) in enumerate(run.data.eval_sets):
+        groups = [g for g in end.groups if eval_set_of(g.id) == s]
         out |= metrics_of(name, groups)
     return out
 

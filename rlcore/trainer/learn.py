@@ -77,11 +77,11 @@ def step_actor(run: Run, todo: Plan, update: int, objective: Objective) -> None:
 def conclude(run: Run, todo: Plan, objective: Objective, kl_scale: float) -> None:
     """Metrics of the whole step, and the answer to its KL. Collective."""
     cfg = run.cfg
-    run.pending |= objective.mismatch(collective.reduce_floats)
-    if cfg.algo.kl_coef and "actor/kl_loss" in run.pending:
-        run.pending["actor/kl_loss_coeff"] = cfg.algo.kl_coef * kl_scale
+    run.progress.add(objective.mismatch(collective.reduce_floats))
+    if cfg.algo.kl_coef and "actor/kl_loss" in run.progress.metrics:
+        run.progress.add({"actor/kl_loss_coeff": cfg.algo.kl_coef * kl_scale})
         if not cfg.algo.kl_reward_coef:  # whose KL has had its answer already
-            run.kl.update(run.pending["actor/kl_loss"], sum(len(p) for p in todo.groups))
+            run.kl.update(run.progress.metrics["actor/kl_loss"], sum(len(p) for p in todo.groups))
 
 
 def update_critic(run: Run, todo: Plan, batches: list[Batch]) -> None:

@@ -491,6 +491,10 @@ class Residency:
         self._found: dict[str, float] = {}
         self._engine_sleeps = False
 
+    def follow(self, plan: Plan) -> None:
+        """Hold the rank to another plan from now on."""
+        self.plan = plan
+
     def before(self, phase: Literal["hand_over", "push"], learners: Sequence[Learner]) -> None:
         """The device was cleared for the learner's turn (hand_over) or for the engine's weights
         (push): is there room for them? On the CPU there is nothing to ask.

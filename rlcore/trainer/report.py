@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from rlcore.algos import mismatch
+from rlcore.config.schema import Config
 from rlcore.metrics import stats
 from rlcore.records import Group, Sample
 from rlcore.sched.reward import reasons_of
@@ -27,16 +28,17 @@ from rlcore.utils.log import log
 def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
     """Collect the metrics of one optimizer step of `model` (actor, critic): means over the updates,
     the last learning rate, the sum of skipped updates."""
-    n = run.pending.get(f"{model}/updates", 0.0)
+    so_far = run.progress.metrics
+    n = so_far.get(f"{model}/updates", 0.0)
     for name, value in metrics.items():
-        old = run.pending.get(name, 0.0)
+        old = so_far.get(name, 0.0)
         if name == f"{model}/lr":
-            run.pending[name] = value
+            so_far[name] = value
         elif name == f"{model}/skipped":
-            run.pending[name] = old + value
+            so_far[name] = old + value
         else:
-            run.pending[name] = (old * n + value) / (n + 1)
-    run.pending[f"{model}/updates"] = n + 1
+            so_far[name] = (old * n + value) / (n + 1)
+    so_far[f"{model}/updates"] = n + 1
     hear_of_skips(run, metrics, model)
 
 
@@ -46,9 +48,9 @@ def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
     Raises:
         RuntimeError: on every rank, after `train.max_skipped`.
     """
-    run.skipped[model] = run.skipped.get(model, 0) + 1 if metrics[f"{model}/skipped"] else 0
+    in_a_row = run.progress.skipped(model, bool(metrics[f"{model}/skipped"]))
     most = run.cfg.train.max_skipped
-    if most and run.skipped[model] >= most:
+    if most and in_a_row >= most:
         raise RuntimeError(
             f"the {model}'s loss or gradient was not finite in {most} updates in a row, the last "
             f"in step {run.step}: its weights are what they were before. Lower --train.lr or look "
@@ -58,7 +60,8 @@ def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
 
 def skip_update(run: Run, model: str) -> None:
     """Count an update that was left out before it had any figures."""
-    run.pending[f"{model}/skipped"] = run.pending.get(f"{model}/skipped", 0.0) + 1
+    name = f"{model}/skipped"
+    run.progress.add({name: run.progress.metrics.get(name, 0.0) + 1})
 
 
 def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, float]:
@@ -73,7 +76,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
     reasons = Counter(reason for e in errors for reason in reasons_of(e))
     clusters = [g.id for g in groups for _ in g.scores]
     rows = [r for update in plan.updates for part in update for r in part]
-    loads = plan.loads(len(run.replicas))
+    loads = plan.loads(len(run.ranks.replicas))
     return {
         **stats.summary("critic/score", scores),
         "critic/score/std_err": stats.standard_error(scores, clusters),
@@ -147,7 +150,7 @@ def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
     """Some samples of the step for people to read: those whose responses rank 0 has read."""
-    if run.writer is None or run.cfg.log.rollouts == 0:
+    if run.observers.writer is None or run.cfg.log.rollouts == 0:
         return
     agent, rows = run.rollout.agent, []
     limit, room = run.cfg.log.rollouts, run.cfg.log.tokens
@@ -173,20 +176,20 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
                 row["tokens"] = of_tokens(run, agent.samples[ref.id], room)
                 room -= len(row["tokens"]["pieces"])
             rows.append(row)
-    run.writer.rollouts(run.step, rows)
+    run.observers.writer.rollouts(run.step, rows)
 
 
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
     """What is known of the first `most` tokens of a response: text, log-prob of the sampler, and
     [policy version, number of tokens] of each stretch of one version; likewise, where the engine
     drafts, which were guessed before they were sampled."""
-    assert run.pieces is not None
+    assert run.observers.pieces is not None
     versions = sample.versions[:most].tolist()
     drafted = {}
     if sample.drafted is not None:
         drafted["drafted"] = _stretches(sample.drafted[:most].astype(int).tolist())
     return drafted | {
-        "pieces": run.pieces(sample.tokens[:most].tolist()),
+        "pieces": run.observers.pieces(sample.tokens[:most].tolist()),
         "logps": [round(x, 3) for x in sample.logps[:most].tolist()],
         "versions": _stretches(versions),
     }
@@ -199,46 +202,46 @@ def _stretches(values: list[int]) -> list[list[int]]:
 
 def evaluation(run: Run) -> None:
     """The evaluation before the first step, as step 0."""
-    pending, run.pending = run.pending, {}
+    pending = run.progress.take()
     timings = run.spans.take()
-    if run.writer is None or run.screen is None:
+    if run.observers.writer is None or run.observers.screen is None:
         return
     shown = {k: v for k, v in timings.items() if k in ("start", "eval", "sync")}
     metrics = pending | {f"timing_s/{k}": v for k, v in shown.items()}
-    run.writer.write(run.step, metrics)
-    run.screen.evaluation(run.step, metrics)
+    run.observers.writer.write(run.step, metrics)
+    run.observers.screen.evaluation(run.step, metrics)
 
 
 def started(run: Run) -> None:
     """Leave the seconds before the first step out of it. The start-up goes to its row, unless an
     evaluation has written it."""
     if seconds := run.spans.take().get("start"):
-        run.pending["timing_s/start"] = seconds
+        run.progress.add({"timing_s/start": seconds})
 
 
 def step(run: Run) -> None:
     """Write the step's metrics and print its line."""
-    metrics, run.pending = run.pending, {}
+    metrics = run.progress.take()
     timings = run.spans.take()
-    if run.writer is None or run.screen is None:
+    if run.observers.writer is None or run.observers.screen is None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
     metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # phases do not overlap
     metrics |= speeds(run, metrics) | idle(run, metrics)
-    if run.balance is not None:
-        metrics |= run.balance.metrics(metrics)
+    if run.observers.balance is not None:
+        metrics |= run.observers.balance.metrics(metrics)
     metrics["training/global_step"] = float(run.step)
     metrics["training/version"] = float(run.step)
-    if run.sampler is not None:
-        state = run.sampler.state()
+    if run.data.order is not None:
+        state = run.data.order.state()
         if state["num_rows"]:
             metrics["training/epoch"] = state["position"] / state["num_rows"]
-    run.writer.write(run.step, metrics)
-    for hear in run.on_step:
+    run.observers.writer.write(run.step, metrics)
+    for hear in run.observers.on_step:
         hear(metrics)
-    run.screen.step(run.step, metrics, note=mismatch.unhealthy(metrics))
+    run.observers.screen.step(run.step, metrics, note=mismatch.unhealthy(metrics))
     if any(name.startswith("val-core/") for name in metrics):
-        run.screen.evaluation(run.step, metrics)
+        run.observers.screen.evaluation(run.step, metrics)
 
 
 def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
@@ -250,7 +253,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
-        "perf/throughput": m["perf/total_num_tokens"] / seconds / run.world_size,
+        "perf/throughput": m["perf/total_num_tokens"] / seconds / run.ranks.size,
         "perf/gen_tokens_per_s": sampled / gen_s,
         "timing_per_token_ms/gen": 1000 * gen_s / sampled,
         "perf/cpu_memory_gb": memory_gb(),
@@ -276,28 +279,27 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
     }
 
 
-def counts_nodes(run: Run) -> bool:
-    """The memory of nodes is of interest: some ranks sample and others train, the job shares its
-    nodes, or is profiled for that."""
-    cfg = run.cfg
-    return bool(cfg.cluster.rollout_ranks or cfg.debug.full_length) or run.gate is not None
+def counts_nodes(cfg: Config) -> bool:
+    """Whether the memory of nodes is of interest to a run that has its nodes alone: some of its
+    ranks sample and others train, or it is profiled for sharing them."""
+    return bool(cfg.cluster.rollout_ranks or cfg.debug.full_length)
 
 
 def of_nodes(run: Run) -> dict[str, float]:
     """Host memory of a node's ranks of either kind, of the node that has most, where it is of
     interest; a rank that samples and trains is of both. Pages that several processes share count
     several times. Collective over all ranks."""
-    if not counts_nodes(run):
+    if not (counts_nodes(run.cfg) or run.device.is_shared):
         return {}
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size))
-    nodes = math.ceil(run.world_size / per_node)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", run.ranks.size))
+    nodes = math.ceil(run.ranks.size / per_node)
     sizes = [0.0] * (2 * nodes)  # by node: of those that sample, of those that train
     found = memory_gb()
     if run.engine is not None:
-        sizes[2 * (run.rank // per_node)] = found
-    if run.trains:
-        sizes[2 * (run.rank // per_node) + 1] = found
-    sums = collective.reduce_floats(sizes, group=run.everyone)
+        sizes[2 * (run.ranks.rank // per_node)] = found
+    if run.ranks.trains:
+        sizes[2 * (run.ranks.rank // per_node) + 1] = found
+    sums = collective.reduce_floats(sizes, group=run.ranks.everyone)
     return {"perf/rollout_node_gb": max(sums[::2]), "perf/train_node_gb": max(sums[1::2])}
 
 
@@ -320,7 +322,7 @@ exit code is 0, so job.sbatch would not know that it has to be queued again."""
 
 def interrupted(run: Run) -> None:
     """A run that was told to end has saved."""
-    if run.rank == 0:
+    if run.ranks.rank == 0:
         if file := os.environ.get(UNFINISHED):
             Path(file).touch()
         log.info(
@@ -332,13 +334,13 @@ def interrupted(run: Run) -> None:
 
 def end(run: Run) -> None:
     """The table, the picture and summary.json."""
-    if run.writer is None or run.screen is None:
+    if run.observers.writer is None or run.observers.screen is None:
         return
     further = {"perf/max_rss_gb_rank0": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
-    summary = run.writer.summary(further)
+    summary = run.observers.writer.summary(further)
     picture = None
     if run.cfg.log.picture:
         from rlcore.metrics import plots  # matplotlib: only now
 
         picture = plots.curve(run.folder)
-    run.screen.end(summary, run.folder, picture)
+    run.observers.screen.end(summary, run.folder, picture)

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlcore.data.packing import pack_samples
-from rlcore.records import Sample
+from rlcore.records import Sample, request_of
 from rlcore.tensors import Batch, LossInputs, LossOutput
 from rlcore.trainer import evaluate
 from rlcore.trainer.run import Run
-from rlcore.trainer.sync_loop import push_weights
 from rlcore.utils import collective
 
 
@@ -50,27 +49,30 @@ def train(
     """Train until the probe's accuracy reaches `target` or the steps are used up; returns it."""
     accuracy = 0.0
     for step in range(1, run.cfg.run.steps + 1):
-        run.step = step
+        run.progress.begin(step)
         with run.spans.phase("step"), run.spans.phase("update_actor"):
             rows = [demonstrations((step - 1) * rows_per_step + i) for i in range(rows_per_step)]
             num_tokens = sum(sum(row.said) for row in rows)
-            run.learner.accumulate(batch_of(rows[run.dp_rank :: len(run.replicas)]), nll)
-            run.pending |= run.learner.apply(float(num_tokens))
+            run.learner.accumulate(
+                batch_of(rows[run.ranks.dp_rank :: len(run.ranks.replicas)]), nll
+            )
+            run.progress.add(run.learner.apply(float(num_tokens)))
         done = step == run.cfg.run.steps
         if step >= probe_from and (step % probe_every == 0 or done):
             with run.spans.phase("eval"):
-                push_weights(run, run.step)
+                with run.device.train():
+                    run.device.update_weights(run.step)
                 accuracy = probe(run)
             done = done or accuracy >= target
-        if run.writer is not None and run.screen is not None:
-            metrics, run.pending = run.pending, {}
+        if run.observers.writer is not None and run.observers.screen is not None:
+            metrics = run.progress.take()
             metrics |= {f"timing_s/{k}": s for k, s in run.spans.take().items()}
-            run.writer.write(step, metrics)
+            run.observers.writer.write(step, metrics)
             if "timing_s/eval" in metrics:
-                run.screen.step(step, metrics)
-                run.screen.evaluation(step, metrics)
+                run.observers.screen.step(step, metrics)
+                run.observers.screen.evaluation(step, metrics)
         else:
-            run.pending = {}
+            run.progress.take()
             run.spans.take()
         if done:
             break
@@ -80,8 +82,8 @@ def train(
 def probe(run: Run) -> float:
     """Sampled accuracy on the probe set; the same on every rank."""
     found = evaluate.evaluate(run, f"p{run.step}", 1.0, 1)
-    run.pending |= found
-    name = run.eval_sets[0][0] if run.eval_sets else ""
+    run.progress.add(found)
+    name = run.data.eval_sets[0][0] if run.data.eval_sets else ""
     mine = found.get(f"val-core/{name}/acc/mean@1", 0.0)
     return collective.reduce_floats([mine], "max")[0]
 
@@ -93,7 +95,7 @@ def batch_of(rows: list[Demonstration]) -> Batch:
         n = len(response)
         samples.append(
             Sample(
-                id=f"d.{i}",
+                id=request_of("d", i),
                 prompt=np.array(prompt, np.int32),
                 tokens=np.array(response, np.int32),
                 logps=np.zeros(n, np.float32),

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 from rlcore.records import Group, RequestId, Sample
 from rlcore.tensors import Batch
-from rlcore.trainer import credit, learn, phases, relayout
+from rlcore.trainer import credit, learn, phases
 from rlcore.trainer import plan as plans
 from rlcore.trainer.run import Run
 from rlcore.trainer.sync_loop import (
     learn_histories,
     next_groups,
     plan_of,
-    push_weights,
     rollout_metrics,
 )
 
@@ -31,20 +30,16 @@ NEEDED = ("weights", "gradients")
 
 
 class Stream:
-    """What one rank has trained of a step before its end; the agent's `Streamer`."""
+    """What one rank has trained of a step before its end; the `Streamer` of the step's round."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.objective: Objective | None = None
         self.batches: list[Batch] = []
-        self.has_left = False
-        """The engine has given its memory to the learner."""
 
     def engine_leaves(self) -> None:
         """With --train.offload the engine goes to sleep."""
-        self.has_left = True
-        if self._run.cfg.train.offload:
-            phases.engine_leaves(self._run)
+        self._run.device.release_engine()
 
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
@@ -52,45 +47,35 @@ class Stream:
         """Accumulate this rank's share of the groups: local to the ranks of `dp_ranks`."""
         run = self._run
         with run.spans.phase("stream"):
-            if run.cfg.train.offload:
-                run.learner.onload(NEEDED)
-            todo = plan_of(run, groups, len(dp_ranks)).placed(dp_ranks, len(run.replicas))
+            run.device.load_learner(NEEDED)
+            todo = plan_of(run, groups, len(dp_ranks)).placed(dp_ranks, len(run.ranks.replicas))
             (batch,) = _with_all(run, todo, phases.batches(run, todo, samples))
             run.learner.accumulate(batch, self.loss())
             self.batches.append(batch)
 
     def loss(self) -> "Objective":
-        """Of the step, one for all of it: it collects the metrics."""
+        """Return the loss of the step, one for all of it: it collects the metrics."""
         if self.objective is None:
             self.objective = learn.make_objective(self._run, 1.0, self._run.kl.scale)
         return self.objective
 
     def forget(self) -> None:
-        """All engines start again with the weights of the round: no gradient survives a push, and
-        an engine that had left is back."""
+        """Discard what was accumulated: all engines start again with the weights of the round, and
+        no gradient survives a push."""
         if self.batches:
             self._run.learner.discard()
-        self._start_anew()
-
-    def take(self) -> tuple["Objective", list[Batch]]:
-        """The step's loss and what was trained with it; starts anew."""
-        found = self.loss(), self.batches
-        self._start_anew()
-        return found
-
-    def _start_anew(self) -> None:
-        self.objective, self.batches, self.has_left = None, [], False
+        self.objective, self.batches = None, []
+        self._run.device.engine_is_back()
 
 
 def one_step(run: Run) -> None:
-    """One rollout and everything that is learned from it, of which a part has been when it ends.
-    Lines marked C are collective over the train ranks."""
-    spans, stream = run.spans, run.rollout.agent.streamer
-    assert isinstance(stream, Stream)
-    with spans.phase("gen"):
-        end = next_groups(run)
+    """One rollout and the training on it, a part of which is done before the rollout ends. Lines
+    marked C are collective over the train ranks."""
+    spans, device, stream = run.spans, run.device, Stream(run)
+    with device.generate(), spans.phase("gen"):
+        end = next_groups(run, stream)
     with spans.phase("route"):
-        by_id, num_ranks = {g.id: g for g in end.groups}, len(run.replicas)
+        by_id, num_ranks = {g.id: g for g in end.groups}, len(run.ranks.replicas)
         early = [
             plan_of(run, [by_id[g] for g in s.groups], len(s.dp_ranks)).placed(
                 s.dp_ranks, num_ranks
@@ -100,31 +85,31 @@ def one_step(run: Run) -> None:
         was_early = {g for s in end.streamed for g in s.groups}
         rest = plan_of(run, [g for g in end.groups if g.id not in was_early], num_ranks)
         todo = plans.joined([*early, rest])
-        samples = run.rollout.route(rest.destination(run.replicas), rest.owners())
+        samples = run.rollout.route(rest.destination(run.ranks.replicas), rest.owners())
         batches = phases.batches(run, rest, samples)
         learn_histories(run)
-    phases.engine_sleeps(run, has_left=stream.has_left)
-    (batch,) = _with_all(run, rest, batches)
-    with spans.phase("update_actor"):
-        run.learner.accumulate(batch, stream.loss())
-        objective, before = stream.take()
-        if todo.lengths(0):
-            learn.step_actor(run, todo, 0, objective)  # C
-        else:
-            run.learner.discard()
-    told = [(b.advantage, b.mask) for b in (*before, batch)]
-    run.pending |= credit.spread("critic/advantages", told)  # C
-    learn.conclude(run, todo, objective, run.kl.scale)  # C
-    relayout.before_push(run)  # C
-    with spans.phase("sync"):
-        push_weights(run, run.step)
+    with device.train():
+        (batch,) = _with_all(run, rest, batches)
+        objective = stream.loss()
+        with spans.phase("update_actor"):
+            run.learner.accumulate(batch, objective)
+            if todo.lengths(0):
+                learn.step_actor(run, todo, 0, objective)  # C
+            else:
+                run.learner.discard()
+        parts = [(b.advantage, b.mask) for b in (*stream.batches, batch)]
+        run.progress.add(credit.spread("critic/advantages", parts))  # C
+        learn.conclude(run, todo, objective, run.kl.scale)  # C
+        phases.resize_engines(run)  # C
+        with spans.phase("sync"):
+            device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
-    if run.rank == 0:  # the others took their seconds before
-        run.pending["sched/trained_tokens"] = float(sum(rest.loads(num_ranks)))
+    if run.ranks.rank == 0:  # the others took their seconds before
+        run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 
 def _with_all(run: Run, todo: plans.Plan, batches: list[Batch]) -> list[Batch]:
-    """With log-probs of the reference where they are needed, and advantages. The old log-probs are
+    """With log-probs of the reference if they are needed, and advantages. The old log-probs are
     the learner's own of the very pass that trains: there is one update."""
     if run.cfg.algo.needs_reference:
         with run.spans.phase("ref"):

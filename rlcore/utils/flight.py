@@ -53,10 +53,9 @@ class Flight:
     def __init__(self, rank: int, world_size: int, folder: Path | None):
         """`folder`: of the run; None: nothing is written."""
         self.rank, self.world_size, self.folder = rank, world_size, folder
-        self.step: Callable[[], int] = lambda: 0
+        self._step: Callable[[], int] = lambda: 0
         self.host, self.pid, self.machine = socket.gethostname(), os.getpid(), machine()
-        self.changed: Callable[[], None] = lambda: None
-        """Hears of a new phase."""
+        self._changed: Callable[[], None] = lambda: None
         self._phase, self._since = "start", time.time()
         self._events: deque[tuple[float, str]] = deque(maxlen=KEPT_EVENTS)
         self._open: dict[str, tuple[str, float]] = {}
@@ -72,15 +71,23 @@ class Flight:
             "time": time.time(),
             "phase": self._phase,
             "since": self._since,
-            "step": self.step(),
+            "step": self._step(),
         }
+
+    def watch_step(self, step: Callable[[], int]) -> None:
+        """Read the number of the current step from here."""
+        self._step = step
+
+    def on_phase(self, changed: Callable[[], None]) -> None:
+        """Call `changed` at every new phase."""
+        self._changed = changed
 
     def phase(self, name: str) -> None:
         """The run is now in this phase, "" for none. A phase told again goes on."""
         if name != self._phase:
             self._phase, self._since = name, time.time()
             self.note(f"phase {name or 'none'}")
-            self.changed()
+            self._changed()
 
     def note(self, text: str) -> None:
         """Something happened."""

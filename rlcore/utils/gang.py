@@ -64,15 +64,15 @@ class Gang:
         self._wake.setblocking(False)
         self._closed = False
         self._old_term: Any = None
-        self.grace_s = 0.0
+        self._grace_s = 0.0
         """What a SIGTERM leaves the run to finish its step and save; 0: it ends at once."""
-        self.is_done = False
+        self._is_done = False
         """Nothing is left to do or to save: the other ranks may go."""
         self._ended_at: float | None = None
         self._alarms = 0
         self._seen: dict[int, tuple[Any, float]] = {}
         """The last sign of life of each other rank, and when it came."""
-        flight.changed = self._poke
+        flight.on_phase(self._poke)
         self._thread = threading.Thread(target=self._live, name="gang", daemon=True)
 
     def enter(self, store: Any) -> None:
@@ -96,6 +96,18 @@ class Gang:
             signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self
+
+    def met(self, known: dict[int, dict[str, Any]]) -> None:
+        """Keep where all ranks were at the start."""
+        self.known = known
+
+    def allow_grace(self, seconds: float) -> None:
+        """From now on a SIGTERM leaves the run this time to finish its step and save."""
+        self._grace_s = seconds
+
+    def done(self) -> None:
+        """Nothing is left to do or to save: the other ranks may exit."""
+        self._is_done = True
 
     def alarm(self, reason: str, *, ends: bool = False) -> None:
         """Something is wrong here: all ranks write their records and one says who is stuck.
@@ -192,7 +204,7 @@ class Gang:
         """SIGTERM: from torchrun when another rank has gone, or from whoever ends the run. With a
         grace the loop is told (`ends`), and the rank ends by itself when it has saved."""
         now = time.monotonic()
-        if not self.grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
+        if not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
             self._terminate("ended by SIGTERM")
         if self._ended_at is None:
             self._ended_at, self._alarms = now, 0
@@ -200,18 +212,18 @@ class Gang:
                 log.warning(
                     "SIGTERM: the run ends after this step and saves, within %g s "
                     "(--checkpoint.grace_s)",
-                    self.grace_s,
+                    self._grace_s,
                 )
 
     def _cannot_finish(self) -> str:
         """Why a run that has heard a SIGTERM has to end as it is; "" while there is hope."""
         if self._ended_at is None:
             return ""
-        if time.monotonic() > self._ended_at + self.grace_s:
+        if time.monotonic() > self._ended_at + self._grace_s:
             return (
-                f"ended by SIGTERM: the step was not done in --checkpoint.grace_s {self.grace_s:g}"
+                f"ended by SIGTERM: the step was not done in --checkpoint.grace_s {self._grace_s:g}"
             )
-        if self.is_done:
+        if self._is_done:
             return ""
         if self._alarms:
             return "ended by SIGTERM: there was an alarm"

@@ -10,15 +10,14 @@ class Spans:
     """Seconds by phase since the last `take`. Phases may nest: each counts in full, so an inner
     phase's seconds are part of the outer one's. Calls come from one thread.
 
-    `listener` hears the name of the innermost open phase whenever that changes, "" for none: the
-    screen shows it, the watchdog watches it.
+    Listeners are called with the name of the innermost open phase whenever that changes, "" for
+    none: the screen shows it, the watchdog watches it.
     """
 
     def __init__(self, clock: Clock | None = None, listener: Callable[[str], None] | None = None):
         self._clock = clock or RealClock()
-        self._listener = listener
-        self.on_end: Callable[[str, float, float], None] | None = None
-        """Hears of every phase that is over: its name, its start and its end by the clock."""
+        self._listeners = [listener] if listener is not None else []
+        self._on_end: list[Callable[[str, float, float], None]] = []
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
 
@@ -40,8 +39,16 @@ class Spans:
             self.add(name, end - start)
             self._open.pop()
             self._tell()
-            if self.on_end is not None:
-                self.on_end(name, start, end)
+            for hear in self._on_end:
+                hear(name, start, end)
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Add a listener."""
+        self._listeners.append(listener)
+
+    def listen_to_ends(self, hear: Callable[[str, float, float], None]) -> None:
+        """Call `hear` after every phase with its name, its start and its end by the clock."""
+        self._on_end.append(hear)
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere."""
@@ -58,5 +65,5 @@ class Spans:
         self._tell()
 
     def _tell(self) -> None:
-        if self._listener is not None:
-            self._listener(self.current)
+        for listener in self._listeners:
+            listener(self.current)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.hf.config import HFConfig
+from rlcore.protocols import InProcess
 from rlcore.records import Bucket, Shard
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.channel import RelayChannel, make_channel
@@ -239,7 +240,7 @@ class Slices:
             yield shard, tensor.narrow(dim, start, size)
 
 
-class Keeper:
+class Keeper(InProcess):
     """An engine that keeps what came; usable only after a whole load."""
 
     def __init__(self) -> None:

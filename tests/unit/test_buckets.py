@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlcore.ops.reshard import checksum
+from rlcore.protocols import InProcess
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import Packer, pack
 from rlcore.utils.buckets import SharedRoom, as_tensor, open_payload, shared, unpack
@@ -140,7 +141,7 @@ class Weights:
         yield "a", self.tensor
 
 
-class Reader:
+class Reader(InProcess):
     """An engine that maps each bucket and copies what is in it, as the child engine does."""
 
     def begin_load(self, version):

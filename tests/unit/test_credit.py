@@ -11,6 +11,7 @@ from rlcore.algos.base import AlgoConfig
 from rlcore.algos.kl import AdaptiveController
 from rlcore.tensors import Batch, cumulative
 from rlcore.trainer import credit, plan
+from rlcore.trainer.progress import Progress, Ranks
 from tests.unit.test_plan import groups
 
 LN2 = 0.6931471805599453
@@ -38,12 +39,9 @@ def setting(scores: list[list[float]], length: int = 2, **algo: Any):
     run = SimpleNamespace(
         cfg=SimpleNamespace(algo=cfg),
         algo=grpo,
-        dp_rank=0,
-        rank=0,
-        replicas=[[0]],
-        leads_replica=True,
+        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
         trains_actor=True,
-        pending={},
+        progress=Progress(),
         kl=AdaptiveController(cfg.kl_target, cfg.kl_horizon),
     )
     return run, todo, batch
@@ -59,8 +57,8 @@ def test_a_group_is_centred_and_every_token_of_a_response_gets_the_same():
     run, todo, batch = setting([[1.0, 0.0]], norm_adv_by_std=False)
     (out,) = credit.assign(run, todo, [batch], {})
     assert of_responses(out) == {"t0.0": [0.5, 0.5], "t0.1": [-0.5, -0.5]}
-    assert run.pending["critic/advantages/max"] == 0.5
-    assert run.pending["critic/advantages/mean"] == 0
+    assert run.progress.metrics["critic/advantages/max"] == 0.5
+    assert run.progress.metrics["critic/advantages/mean"] == 0
 
 
 def test_the_kl_of_all_tokens_of_a_response_is_taken_off_its_reward():
@@ -72,14 +70,14 @@ def test_the_kl_of_all_tokens_of_a_response_is_taken_off_its_reward():
     (out,) = credit.assign(run, todo, [batch.with_(logp_ref=ref)], {})
     gap = (1.0 - 0.0) - (0.0 - 0.1 * 2 * LN2)
     assert of_responses(out)["t0.0"] == pytest.approx([gap / 2] * 2)
-    assert run.pending["actor/reward_kl_penalty"] == pytest.approx(LN2 / 2)
-    assert run.pending["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
+    assert run.progress.metrics["actor/reward_kl_penalty"] == pytest.approx(LN2 / 2)
+    assert run.progress.metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
 
 
 def test_the_controller_raises_the_coefficient_after_the_step_when_the_kl_is_too_high():
     run, todo, batch = setting([[1.0, 0.0]], kl_reward_coef=0.1, kl_target=LN2 / 2, kl_horizon=4)
     credit.assign(run, todo, [batch], {})
-    assert run.pending["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
+    assert run.progress.metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
     assert run.kl.scale == pytest.approx(1 + 0.2 * 2 / 4)
 
 
@@ -116,7 +114,7 @@ def test_gae_without_discount_is_return_minus_value():
     assert out.returns[batch.mask].reshape(2, 2)[:, 0].tolist() == [
         1.0 if i == "t0.0" else 0.0 for i in batch.ids
     ]
-    assert run.pending["critic/returns/max"] == 1
+    assert run.progress.metrics["critic/returns/max"] == 1
 
 
 def test_a_long_answer_loses_reward_linearly():

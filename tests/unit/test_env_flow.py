@@ -115,5 +115,5 @@ def test_an_engine_that_dies_costs_no_episode(model: Path, opened: list[Episodes
         three.step("recompute", lambda rank: doomed.die() if rank == 1 else None)
         for _ in range(3):
             three.step("recompute")
-        assert not doomed.down
+        assert not doomed.failure
         check(three, model)

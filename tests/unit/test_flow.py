@@ -50,29 +50,29 @@ class Doomed:
         self._make = lambda: torch_engine(model, rank)
         self._engine = self._make()
         self._rank, self._said = rank, True
-        self.down = ""
+        self.failure = ""
 
     def die(self) -> None:
-        self.down, self._said = "was killed", False
+        self.failure, self._said = "was killed", False
 
     def fail(self, reason: str) -> None:
-        self.down = reason
+        self.failure = reason
 
     def is_starting(self, timeout_s: float) -> bool:
         return False
 
     def restart(self) -> None:
-        self._engine, self.down = self._make(), ""
+        self._engine, self.failure = self._make(), ""
 
     def poll(self, timeout_s: float) -> list[Any]:
         if not self._said:
             self._said = True
             return [Down(rank=self._rank, reason="was killed")]
-        return [] if self.down else self._engine.poll(timeout_s)
+        return [] if self.failure else self._engine.poll(timeout_s)
 
     def __getattr__(self, name: str) -> Any:
-        if self.down:
-            raise EngineGoneError(self.down)
+        if self.failure:
+            raise EngineGoneError(self.failure)
         return getattr(self._engine, name)
 
 
@@ -86,6 +86,7 @@ class World:
         record: Recorder | None = None,
         replay: EventLog | None = None,
         pipe: Pipe | None = None,
+        is_endless: bool = True,
     ) -> None:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
         self.tokenizer, store = load_tokenizer(model), Store()
@@ -108,7 +109,7 @@ class World:
             deadline_s=60.0,
         )
         self.agents = [
-            Agent(hub, engine, scorer, self.tokenizer.decode, 60.0)
+            Agent(hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless)
             for hub, engine, scorer in zip(
                 self.hubs, self.engines, [NoScorer(), *self.scorers], strict=True
             )
@@ -119,7 +120,6 @@ class World:
                 agent,
                 None if r else self.controller,
                 samplers=samplers,
-                timeout_s=30,
                 deadline_s=60,
                 record=None if r else record,
                 replay=None if r else replay,
@@ -176,8 +176,8 @@ class World:
             self.barrier.wait(60)
             while_held(rank)
             if rank:
-                if getattr(self.engines[rank], "down", ""):
-                    self.agents[rank].revive()
+                if self.engines[rank].failure:
+                    self.agents[rank].restart_engine()
                 new = ((n, t.double()) for n, t in weights(self.model))
                 push(self.engines[rank], new, version + 1)
             self.barrier.wait(60)
@@ -223,9 +223,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> dict[str, np.ndarray]:
     """Responses without any interruption."""
-    with world(model, [torch_engine(model, 1)]) as one:
+    # rounds that end, or the samples would go with theirs
+    with world(model, [torch_engine(model, 1)], is_endless=False) as one:
         work = [one.work(i) for i in range(40)]
-        one.agents[1].is_endless = False  # or the samples would go with their round
         checked(one.everywhere(lambda r: one.rollouts[r].run(work if r == 0 else [])))
         return {i: s.tokens for i, s in one.agents[1].samples.items()}
 
@@ -325,7 +325,7 @@ def test_an_engine_that_dies_costs_no_sample(
         for _ in range(3):
             three.step("in_place")
         three.check(wanted)
-        assert isinstance(engines[0]._engine, TorchEngine) and not engines[0].down
+        assert isinstance(engines[0]._engine, TorchEngine) and not engines[0].failure
 
 
 def test_a_replay_trains_the_batches_of_the_record_and_decodes_nothing(

@@ -3,9 +3,7 @@
 import json
 import os
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +11,8 @@ from rlcore.cli import world
 from rlcore.mux import profile, ranks
 from rlcore.mux.profile import Profile, Profiler
 from rlcore.mux.ranks import RanksGate
-from rlcore.trainer import turns
-from rlcore.utils.spans import Spans
+from rlcore.trainer.device import SharedDevice
+from tests.parts import Part, parts_of
 
 
 def metrics(gen: float, step: float, length: float, gb: float = 1.0) -> dict[str, float]:
@@ -93,48 +91,32 @@ class Gate:
         self.said.append(f"leave {name}")
 
 
-class Part:
-    """An engine, or a learner of 2 GB."""
+class Shelf:
+    """Weights in host memory."""
 
-    down = ""
+    num_bytes = 10**9
 
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
 
-    def resident_bytes(self) -> dict[str, int]:
-        return {"weights": 2 * 10**9}
-
-    def __getattr__(self, what: str):
-        return lambda tags=(): self.said.append(f"{self.name} {what} {' '.join(tags)}".strip())
+    def fill(self, engine: Part) -> None:
+        self.said.append(f"fill {engine.name}")
 
 
-def run_of(said: list[str], folder: Path, ranks: int = 1) -> SimpleNamespace:
-    """`ranks`: that only sample."""
-    found: dict[str, float] = {}
-    gate = RanksGate(Gate(said), folder)
-    gate.tell = found.update
-    learner, engine = Part("learner", said), Part("engine", said)
-    return SimpleNamespace(
-        cfg=SimpleNamespace(
-            train=SimpleNamespace(offload=False), cluster=SimpleNamespace(rollout_ranks=ranks)
-        ),
-        gate=gate,
-        shelf=SimpleNamespace(fill=lambda e: said.append(f"fill {e.name}"), num_bytes=10**9),
-        engine=engine,
-        learners=[learner],
-        rank=0,
-        engine_ranks=(0,),
-        leaver=None,
-        spans=Spans(),
-        found=found,
-    )
+def device_of(said: list[str], folder: Path, *, colocated: bool = False) -> SharedDevice:
+    parts = parts_of(said)
+    gate = RanksGate(Gate(said), folder, tell=parts.progress.add)
+    device = SharedDevice(parts, gate, Shelf(said), colocated=colocated)
+    device.leave()
+    said.clear()
+    return device
 
 
 def test_a_phase_has_what_it_needs_on_the_device_and_leaves_it_empty(tmp_path: Path):
     said: list[str] = []
-    run = run_of(said, tmp_path)
-    for name in ("rollout", "train"):
-        with turns.turn(run, name):
+    device = device_of(said, tmp_path)
+    for name, phase in (("rollout", device.generate), ("train", device.train)):
+        with phase():
             said.append(f"in {name}")
     assert said == [
         "enter rollout",
@@ -150,9 +132,10 @@ def test_a_phase_has_what_it_needs_on_the_device_and_leaves_it_empty(tmp_path: P
         "learner offload",
         "leave train",
     ]
-    assert run.found["mux/resident_gb/rollout"] == 1.0
-    assert run.found["mux/resident_gb/train"] == 2.0
-    assert run.found["mux/wait_s/train"] >= 0 and run.spans.take()["turn"] > 0
+    found = device.parts.progress.metrics
+    assert found["mux/resident_gb/rollout"] == 1.0
+    assert found["mux/resident_gb/train"] == 2.0
+    assert found["mux/wait_s/train"] >= 0 and device.parts.spans.take()["turn"] > 0
     rows = [json.loads(line) for line in (tmp_path / ranks.FILE).read_text().splitlines()]
     assert [row["phase"] for row in rows] == ["rollout", "train"]
     times = [row[at] for row in rows for at in ("asked", "granted", "began", "ended", "left")]
@@ -162,11 +145,11 @@ def test_a_phase_has_what_it_needs_on_the_device_and_leaves_it_empty(tmp_path: P
 def test_a_job_whose_ranks_do_both_takes_one_turn_for_a_step(tmp_path: Path):
     """Engine and learner come and go within it; others sample and train in two turns."""
     said: list[str] = []
-    run = run_of(said, tmp_path, ranks=0)
+    device = device_of(said, tmp_path, colocated=True)
     for _ in range(2):
-        with turns.whole_step(run):
-            for name in ("rollout", "train"):
-                with turns.turn(run, name):
+        with device.step():
+            for name, phase in (("rollout", device.generate), ("train", device.train)):
+                with phase():
                     said.append(f"in {name}")
     assert [line for line in said if line.startswith(("enter", "in", "leave"))] == [
         "enter step",
@@ -176,28 +159,18 @@ def test_a_job_whose_ranks_do_both_takes_one_turn_for_a_step(tmp_path: Path):
     ] * 2
     assert said.index("engine sleep weights kv_cache") < said.index("learner onload")
     assert said.index("learner offload") < said.index("leave step")
-    assert run.found["mux/wait_s/step"] >= 0 and "mux/wait_s/train" not in run.found
-    assert run.found["mux/step_s"] >= run.found["mux/load_s/train"]
-    with turns.whole_step(run_of(said, tmp_path)):
-        assert said[-1] == "leave step"
+    found = device.parts.progress.metrics
+    assert found["mux/wait_s/step"] >= 0 and "mux/wait_s/train" not in found
+    assert found["mux/step_s"] >= found["mux/load_s/train"]
+    with device_of(said, tmp_path).step():
+        assert not said
 
 
 def test_a_phase_that_fails_keeps_its_permit_and_stores_nothing(tmp_path: Path):
     said: list[str] = []
-    with pytest.raises(RuntimeError, match="no"), turns.turn(run_of(said, tmp_path), "train"):
+    with pytest.raises(RuntimeError, match="no"), device_of(said, tmp_path).train():
         raise RuntimeError("no")
     assert said == ["enter train", "learner onload"]
-
-
-def test_without_a_gate_a_turn_is_nothing():
-    @contextmanager
-    def never(name: str):
-        raise AssertionError(name)
-        yield
-
-    run = SimpleNamespace(gate=None, spans=SimpleNamespace(phase=never))
-    with turns.turn(run, "rollout"):
-        pass
 
 
 def test_cores_that_are_not_there_are_refused_on_every_rank():

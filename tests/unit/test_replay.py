@@ -108,10 +108,10 @@ def test_whatever_comes_first_a_replayed_round_is_the_recorded_one(first, second
         folder = Path(name)
         sources = [source(dynamic), source(dynamic)]
         for step in range(1, 5):
-            record = recorder(folder / "a", step=lambda: step, next_step=step)  # noqa: B023
+            record = recorder(folder / "a", step=lambda: step)  # noqa: B023
             one, _ = play(record, sources[0], first + step)
             record.close()
-            again = recorder(folder / "b", folder / "a", step=lambda: step, next_step=step)  # noqa: B023
+            again = recorder(folder / "b", folder / "a", step=lambda: step)  # noqa: B023
             two, sent = play(again, sources[1], second + step)
             again.close()
             assert batch(two) == batch(one) and two.dropped == one.dropped

@@ -28,7 +28,7 @@ from rlcore.records import (
     Submit,
 )
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.replica import Agent
+from rlcore.rollout.replica import Agent, RoundCallbacks
 from rlcore.rollout.transport import LocalHub
 
 
@@ -103,7 +103,7 @@ def test_the_end_of_a_round_tells_the_reward_service_what_right_answers_took() -
 class Slow:
     """An engine that decodes nothing and lets go of its requests at the second poll."""
 
-    down = ""
+    failure = ""
 
     def __init__(self) -> None:
         self._live: list[str] = []
@@ -142,7 +142,6 @@ class Streamer:
 def releasing() -> tuple[LocalHub, Agent, Streamer]:
     hub, streamer = LocalHub(), Streamer()
     agent = Agent(hub, Slow(), Idle(), str, 20.0)
-    agent.streamer = streamer
     return hub, agent, streamer
 
 
@@ -159,10 +158,10 @@ def test_what_was_let_go_after_a_round_is_not_told_in_the_next() -> None:
     hub.send(0, "agent", submit("t0.0"))
     hub.send(0, "agent", Release(rank=0))
     hub.send(0, "agent", EndRound(rank=0, groups=()))
-    agent.run_round()
+    agent.run_round(RoundCallbacks(streamer=streamer))
     assert not [e for e in sent(hub) if isinstance(e, Released)] and not streamer.left
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round)
+        future = pool.submit(agent.run_round, RoundCallbacks(streamer=streamer))
         hub.send(0, "agent", submit("t1.0"))
         hub.send(0, "agent", Release(rank=0))
         events: list[AnyEvent] = []
@@ -180,16 +179,16 @@ def test_a_repair_is_told_to_whoever_has_left_without_training_yet() -> None:
     hub, agent, streamer = releasing()
     for command in (Release(rank=0), Repair(rank=0), EndRound(rank=0, groups=())):
         hub.send(0, "agent", command)
-    agent.run_round()
+    agent.run_round(RoundCallbacks(streamer=streamer))
     assert (streamer.left, streamer.forgot) == (1, 1)
 
 
 def test_an_engine_that_was_dead_has_left_as_well_so_that_no_repair_starts_it() -> None:
     hub, agent, streamer = releasing()
-    agent._engine.down = "it died before"
+    agent._engine.failure = "it died before"
     for command in (Release(rank=0), EndRound(rank=0, groups=())):
         hub.send(0, "agent", command)
-    agent.run_round()
+    agent.run_round(RoundCallbacks(streamer=streamer))
     assert streamer.left == 1
     assert not [e for e in sent(hub) if isinstance(e, Released)]
 
@@ -200,7 +199,7 @@ def test_an_engine_that_dies_while_it_leaves_has_left() -> None:
     hub.send(0, "agent", Release(rank=0))
     agent._engine.poll = lambda timeout_s: [Down(reason="it died of it")]
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round)
+        future = pool.submit(agent.run_round, RoundCallbacks(streamer=streamer))
         events: list[AnyEvent] = []
         while not any(isinstance(e, Down) for e in events):
             events += hub.receive("controller", list[AnyEvent], 20.0) or pytest.fail("no event")
@@ -212,7 +211,7 @@ def test_an_engine_that_dies_while_it_leaves_has_left() -> None:
 class OneByOne:
     """An engine that ends a response at every poll."""
 
-    down = ""
+    failure = ""
 
     def __init__(self) -> None:
         self._live: list[str] = []

@@ -7,6 +7,7 @@ import pytest
 from rlcore.algos.grpo import GRPOConfig
 from rlcore.records import Group, SampleRef
 from rlcore.trainer import plan, report
+from rlcore.trainer.progress import Ranks
 
 
 def group(id: str, scores: tuple[float, ...], lengths: tuple[int, ...], prompt: int) -> Group:
@@ -32,8 +33,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
             rollout=SimpleNamespace(samples_per_prompt=2),
             train=SimpleNamespace(epochs=3),
         ),
-        replicas=[[0]],
-        world_size=1,
+        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
         flow=None,
     )
     algo = GRPOConfig(equal_reward_groups="drop")

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and what happens to the others."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import pytest
 from rlcore.algos.kl import AdaptiveController
 from rlcore.sched.planner import TPPlanner
 from rlcore.trainer import resume, seal
+from rlcore.trainer.progress import Data, Progress, Ranks
+from rlcore.trainer.resume import Checkpoints
 
 
-def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
+def run_with(folder: Path, steps: list[int], keep: int = 2) -> Checkpoints:
     """A finished run with a checkpoint at each of `steps` and a row of metrics per step."""
     for step in steps:
         path = folder / "checkpoints" / f"step_{step:06d}"
@@ -27,38 +30,37 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> SimpleNamespace:
         (path / "learner" / "weights").write_bytes(bytes(range(256)))
         assert not seal.write(path, None)
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}}}\n' for s in range(9)))
-    return SimpleNamespace(
+    return Checkpoints(
         cfg=SimpleNamespace(
             run=SimpleNamespace(steps=9, resume="auto"),
             checkpoint=SimpleNamespace(keep=keep, on_error="stop"),
         ),
         folder=folder,
-        rank=0,
-        step=0,
-        everyone=None,
-        flow=None,
+        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
         learner=SimpleNamespace(load=lambda path: None),
-        critic=None,
-        relayout=None,
         kl=AdaptiveController(0.1, 100),
-        deadlines=None,
-        rollout=SimpleNamespace(library=None),
-        source=None,
-        sampler=None,
+        data=Data(),
     )
+
+
+def go_on(run: Checkpoints, path: Path) -> int:
+    """Load a checkpoint; the step that the run is at."""
+    progress = Progress()
+    run.load(path, progress)
+    return progress.step
 
 
 def test_the_controller_of_the_kl_goes_on_where_it_was(tmp_path: Path) -> None:
     run = run_with(tmp_path, [2])
-    resume.load(run, tmp_path / "checkpoints" / "step_000002")
+    go_on(run, tmp_path / "checkpoints" / "step_000002")
     assert run.kl.scale == 1.5
 
 
 def test_a_critic_that_the_checkpoint_does_not_have_is_one_sentence(tmp_path: Path) -> None:
     run = run_with(tmp_path, [2])
-    run.critic = SimpleNamespace(load=lambda path: None)
+    run = replace(run, critic=SimpleNamespace(load=lambda path: None))
     with pytest.raises(ValueError, match="was written without a critic, and .* gae needs one"):
-        resume.load(run, tmp_path / "checkpoints" / "step_000002")
+        go_on(run, tmp_path / "checkpoints" / "step_000002")
 
 
 def names(folder: Path) -> list[str]:
@@ -67,9 +69,9 @@ def names(folder: Path) -> list[str]:
 
 def test_auto_goes_on_from_the_newest_and_moves_nothing(tmp_path: Path) -> None:
     run = run_with(tmp_path, [2, 4])
-    chosen = resume.choose(run)
+    chosen = run.choose()
     assert chosen is not None and chosen.name == "step_000004"
-    resume.load(run, chosen)
+    go_on(run, chosen)
     assert names(tmp_path) == ["step_000002", "step_000004"]
     assert [p.name for p in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
 
@@ -100,12 +102,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     run = run_with(tmp_path, [2, 4])
     DAMAGES[said](tmp_path / "checkpoints" / "step_000004")
     with caplog.at_level("ERROR", logger="rlcore"):
-        chosen = resume.choose(run)
+        chosen = run.choose()
     assert chosen == tmp_path / "checkpoints" / "step_000002"
     assert said in caplog.text and "step_000004 is damaged" in caplog.text
     run.cfg.run.resume = str(tmp_path / "checkpoints" / "step_000004")
     with pytest.raises(ValueError, match="is no checkpoint to go on from"):
-        resume.choose(run)
+        run.choose()
 
 
 def test_a_checkpoint_that_everybody_can_write_is_warned_of(
@@ -115,7 +117,7 @@ def test_a_checkpoint_that_everybody_can_write_is_warned_of(
     for mode, warned in ((0o755, False), (0o757, True)):
         path.chmod(mode)
         with caplog.at_level("WARNING", logger="rlcore"):
-            assert resume.choose(run) == path
+            assert run.choose() == path
         assert ("can be written by everybody" in caplog.text) == warned
 
 
@@ -126,37 +128,38 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(
     for step in (2, 4):
         cut(tmp_path / "checkpoints" / f"step_{step:06d}")
     with pytest.raises(ValueError, match="none of the 2 checkpoints .* fresh starts anew"):
-        resume.choose(run)
+        run.choose()
     run.cfg.run.resume = "fresh"
-    assert resume.choose(run) is None
+    assert run.choose() is None
 
 
 def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
     """They are another course of the run: `auto` would go on with them, and pruning by number would
     delete what is written from here on."""
     run = run_with(tmp_path, [2, 6, 8])
-    resume.load(run, tmp_path / "checkpoints" / "step_000002")
+    go_on(run, tmp_path / "checkpoints" / "step_000002")
     assert names(tmp_path) == ["step_000002", "step_000006.old1", "step_000008.old1"]
-    assert resume.choose(run) == tmp_path / "checkpoints" / "step_000002"
+    assert run.choose() == tmp_path / "checkpoints" / "step_000002"
     kept = (tmp_path / "metrics.jsonl.old1").read_text()
     assert kept == (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "checkpoints" / "step_000003").mkdir()
-    resume.prune(run)
+    run.prune()
     assert "step_000003" in names(tmp_path)
 
 
 def test_sizes_of_engines_go_on_and_a_checkpoint_without_them_changes_none(tmp_path: Path) -> None:
     run, path = run_with(tmp_path, [2]), tmp_path / "checkpoints" / "step_000002"
-    run.relayout = SimpleNamespace(policy=TPPlanner(1, 4))
-    resume.load(run, path)
-    assert run.relayout.policy.size("long") == 1
+    policy = TPPlanner(1, 4)
+    run = replace(run, sizes=policy)
+    go_on(run, path)
+    assert policy.size("long") == 1
     before = TPPlanner(4, 4)
     before.after("long", 3)
     state = json.loads((path / "state.json").read_text())
     for name, size in (("Listed", 1), ("TPPlanner", 4)):
         (path / "state.json").write_text(json.dumps(state | {"sizes": {name: before.state()}}))
-        resume.load(run, path)
-        assert run.relayout.policy.size("long") == size
+        go_on(run, path)
+        assert policy.size("long") == size
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
@@ -169,9 +172,9 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypa
         remove(path, **keys)
 
     monkeypatch.setattr(resume.shutil, "rmtree", busy)
-    resume.prune(run)
+    run.prune()
     assert [p.name for p in resume.found(tmp_path)] == ["step_000004", "step_000003", "step_000002"]
     assert "cannot be deleted" in caplog.text
     monkeypatch.undo()
-    resume.prune(run)
+    run.prune()
     assert [p.name for p in resume.found(tmp_path)] == ["step_000004", "step_000003"]

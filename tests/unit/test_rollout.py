@@ -19,7 +19,7 @@ from rlcore.data import label_task
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.protocols import Engine
+from rlcore.protocols import Engine, InProcess
 from rlcore.records import (
     AnyEvent,
     Down,
@@ -36,7 +36,7 @@ from rlcore.records import (
 from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine, joined
 from rlcore.rollout.controller import Controller
-from rlcore.rollout.replica import Agent
+from rlcore.rollout.replica import Agent, RoundCallbacks
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
@@ -68,7 +68,7 @@ class Store:
             return self._values[key]
 
 
-class Frail:
+class Frail(InProcess):
     """An engine that dies of its first request."""
 
     def __init__(self, rank: int):
@@ -81,7 +81,7 @@ class Frail:
         return [Down(rank=self._rank, reason="out of memory", lost=self._lost)]
 
 
-class Mute:
+class Mute(InProcess):
     """An engine that takes everything and says nothing."""
 
     def submit(self, requests: list[Request]) -> None: ...
@@ -127,7 +127,7 @@ class World:
         self.rollouts = [
             Rollout(
                 hub,
-                Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s),
+                Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s, 10.0),
                 lambda stop, elastic: Controller(
                     ranks=range(n),
                     place=LeastLoaded(10**6),
@@ -234,7 +234,10 @@ def test_samples_that_came_before_the_round_was_over_here_are_not_waited_for(mod
         owners = {ref.id: ref.owner for g in end.groups for ref in g.refs}
         destination = dict.fromkeys(owners, (1,))
         fast, slow = two.rollouts
-        slow.agent.received |= {i: fast.agent.samples[i] for i in owners if owners[i] == 0}
+        fast.agent.exchange.send([i for i in owners if owners[i] == 0], [1])
+        deadline = time.monotonic() + 30
+        while set(slow.agent.exchange.here()) != set(owners) and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert set(slow.route(destination, owners)) == set(owners)
 
 
@@ -284,12 +287,13 @@ def test_a_replica_that_trains_has_its_requests_go_on_elsewhere(model: Path) -> 
     with world(model, engines) as three:
         checked(three.round("warm"))  # rewards take long at first
         ledgers = [Ledger() for _ in engines]
-        for rollout, ledger in zip(three.rollouts, ledgers, strict=True):
-            rollout.agent.streamer = ledger
         end = checked(
             three.everywhere(
                 lambda r: three.rollouts[r].run(
-                    three.work() if r == 0 else [], All() if r == 0 else None, elastic
+                    three.work() if r == 0 else [],
+                    All() if r == 0 else None,
+                    elastic,
+                    RoundCallbacks(streamer=ledgers[r]),
                 )
             )
         )
@@ -312,7 +316,7 @@ class Phoenix:
     def __init__(self, engine: TorchEngine, times: int = 1):
         self._engine, self._times = engine, times
         self._live: dict[str, list[Partial]] = {}
-        self.down = ""
+        self.failure = ""
 
     def submit(self, requests: list[Request]) -> None:
         self._live |= {r.id: [] for r in requests}
@@ -329,7 +333,7 @@ class Phoenix:
                         self._live[i].append(tail)
         if self._times and any(isinstance(e, Finished) for e in events):
             self._times -= 1
-            self.down = "killed"
+            self.failure = "killed"
             self._engine.pause("abort")
             self._engine.poll(0.0)
             live, self._live = self._live, {}
@@ -343,7 +347,7 @@ class Phoenix:
         return False
 
     def restart(self) -> None:
-        self.down = ""
+        self.failure = ""
         self._engine.resume()
 
 
@@ -354,9 +358,12 @@ def test_a_round_without_an_engine_left_goes_on_when_they_are_repaired(model: Pa
     made = [torch_engine(model, r, tell_tokens=True, progress_s=0.0) for r in range(2)]
     engines = [Phoenix(engine) for engine in made]
     with world(model, engines) as two:
-        for rollout, engine in zip(two.rollouts, engines, strict=True):
-            rollout.agent.repair = engine.restart
-        end = checked(two.round())
+        repairs = [RoundCallbacks(repair=engine.restart) for engine in engines]
+        end = checked(
+            two.everywhere(
+                lambda r: two.rollouts[r].run(two.work() if r == 0 else [], callbacks=repairs[r])
+            )
+        )
         found = samples_of(two)
     assert end.stats["sched/repairs"] == 1 and end.stats["sched/kept_tokens"] > 0
     assert [g.scores for g in end.groups] == [g.scores for g in alone.groups]
@@ -448,15 +455,15 @@ class Exporter:
 
 
 class Dying:
-    """Is gone at its first bucket; `down` as a child engine has it."""
+    """Is gone at its first bucket; `failure` as a child engine has it."""
 
-    down = ""
+    failure = ""
 
     def begin_load(self, version: int) -> None: ...
 
     def load_bucket(self, bucket: Any, payloads: Any) -> None:
-        self.down = "engine process 1 was killed by signal 9"
-        raise RuntimeError(f"load_bucket: {self.down}")
+        self.failure = "engine process 1 was killed by signal 9"
+        raise RuntimeError(f"load_bucket: {self.failure}")
 
     def close(self) -> None: ...
 
@@ -481,7 +488,7 @@ def test_an_engine_that_dies_in_a_push_does_not_stop_the_export(
     learner, engine = Exporter(model), make()
     try:
         moved = ColocatedChannel(max_bucket_bytes=4096).push(learner, engine, 1)
-        assert "signal 9" in engine.down
+        assert "signal 9" in engine.failure
     finally:
         engine.close()
     assert learner.taken == len(list(weights(model)))

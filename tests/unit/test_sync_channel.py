@@ -41,7 +41,7 @@ class Weights:
 class Reader:
     """An engine that verifies and keeps."""
 
-    down = ""
+    failure = ""
 
     def __init__(self) -> None:
         self.came: dict[str, Tensor] = {}
@@ -68,8 +68,8 @@ class Confused(Reader):
 
 class Dying(Reader):
     def load_bucket(self, bucket: Bucket, payloads: Any) -> None:
-        self.down = "engine process 1 was killed by signal 9"
-        raise RuntimeError(f"load_bucket: {self.down}")
+        self.failure = "engine process 1 was killed by signal 9"
+        raise RuntimeError(f"load_bucket: {self.failure}")
 
 
 def channel(route: str, **options: Any) -> WeightChannel:

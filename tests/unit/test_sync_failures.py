@@ -54,7 +54,7 @@ class Weights:
 class Engine:
     """Decodes only after a whole load."""
 
-    down = ""
+    failure = ""
 
     def __init__(self, where: str = "", error: Exception | None = None, wait_s: float = 0) -> None:
         self.usable, self.count, self.loads = True, 0, 0

@@ -215,12 +215,12 @@ def test_an_engine_that_is_gone_in_a_call_is_down_when_the_call_raises():
         engine.begin_load(1)
         with pytest.raises(EngineGoneError, match=r"end_load: .*signal 9; restart\(\)"):
             engine.end_load()
-        assert "rank 2 failed: EngineGoneError: process 7 of SGLang" in engine.down
+        assert "rank 2 failed: EngineGoneError: process 7 of SGLang" in engine.failure
         (down,) = engine.poll(0.0)
         assert down.lost == ("g.0", "g.1")
         engine.restart()
         engine.abort(["g.0"])  # nor does this one end the round
-        assert engine.down and len(engine.poll(0.0)) == 1
+        assert engine.failure and len(engine.poll(0.0)) == 1
     finally:
         engine.close()
 
@@ -238,11 +238,11 @@ def test_a_failed_start_is_down_with_its_reason_also_where_nobody_calls():
     engine = ChildEngine(f"{ODD}broken", {})
     try:
         collect(engine, lambda es: bool(es))
-        assert "failed: ValueError: no such weights" in engine.down
+        assert "failed: ValueError: no such weights" in engine.failure
         for _ in range(2):  # it stays a setting that cannot work, which a push does not forgive
             with pytest.raises(ValueError, match="^no such weights$"):
                 engine.begin_load(1)
-            assert not engine.down
+            assert not engine.failure
     finally:
         engine.close()
 
@@ -314,7 +314,7 @@ def test_another_size_is_another_child_without_requests():
             engine.resume()
         engine.relayout(4)
         assert not engine.is_starting(60.0)
-        assert "4 ranks are too many" in engine.down
+        assert "4 ranks are too many" in engine.failure
     finally:
         engine.close()
     with pytest.raises(RuntimeError, match="relayout: the engine is closed"):
@@ -326,6 +326,6 @@ def test_a_child_that_is_on_its_way_up_is_told_from_one_that_works():
     try:
         assert engine.is_starting(0.1)
         engine.fail("it takes too long")
-        assert not engine.is_starting(0.1) and "takes too long" in engine.down
+        assert not engine.is_starting(0.1) and "takes too long" in engine.failure
     finally:
         engine.close()

@@ -25,7 +25,7 @@ import numpy as np
 from rlcore.config.schema import DraftConfig, RolloutConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
-from rlcore.protocols import PauseMode, Tag
+from rlcore.protocols import InProcess, PauseMode, Tag
 from rlcore.records import (
     Aborted,
     AnyEvent,
@@ -106,7 +106,7 @@ class _Flight:
     """They wait for the first token."""
 
 
-class SGLangEngine:
+class SGLangEngine(InProcess):
     """See `protocols.Engine`; beyond it:
 
     - SGLang works by itself; `poll` hands over what it has said. An engine decodes only while it is

@@ -31,7 +31,7 @@ from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.hf.model import Model, Span, Step
 from rlcore.hf.quantize import Quantize
-from rlcore.protocols import PauseMode, Tag
+from rlcore.protocols import InProcess, PauseMode, Tag
 from rlcore.records import (
     Aborted,
     AnyEvent,
@@ -266,7 +266,7 @@ class _Totals:
         return found
 
 
-class TorchEngine:
+class TorchEngine(InProcess):
     """One replica on one device. See `protocols.Engine`; beyond it:
 
     - `poll` does the work: it runs steps until there are events or the time is over, at least one

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlcore.cli import assemble, exits, train, world
+from rlcore.cli import builders, exits, train, world
+from rlcore.cli.builders import folder as open_run
+from rlcore.cli.builders import model, sharing
 from rlcore.cli.world import World
 from rlcore.config import resolve
 from rlcore.config.schema import (
@@ -52,7 +54,7 @@ def heard(do, *args: object) -> list[str]:
 def test_a_run_that_died_before_its_first_checkpoint_is_moved_aside_not_cut(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')
-    assemble.open_folder(config(tmp_path), ALONE)
+    open_run.open_folder(config(tmp_path), ALONE)
     assert (tmp_path / "r.old1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
@@ -62,7 +64,7 @@ def test_a_run_with_a_checkpoint_stays_where_it_is(tmp_path: Path) -> None:
     step.mkdir(parents=True)
     (step / "state.json").write_text("{}")
     (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')
-    assemble.open_folder(config(tmp_path), ALONE)
+    open_run.open_folder(config(tmp_path), ALONE)
     assert (tmp_path / "r" / "metrics.jsonl").exists()
 
 
@@ -70,22 +72,22 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
     old, file = config(tmp_path), tmp_path / "config.json"
     resolve.save(old, file)
     new = replace(old, train=TrainConfig(lr=1e-4), run=replace(old.run, steps=400, resume=""))
-    (said,) = heard(assemble.tell_changes, new, file)
+    (said,) = heard(open_run.tell_changes, new, file)
     assert said.endswith("--train.lr 1e-06 -> 0.0001")
-    assert not heard(assemble.tell_changes, old, file)
-    assert not heard(assemble.tell_changes, new, tmp_path / "nothing.json")
+    assert not heard(open_run.tell_changes, old, file)
+    assert not heard(open_run.tell_changes, new, tmp_path / "nothing.json")
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_too_long(tmp_path: Path) -> None:
     """The engine would refuse them one by one, in the middle of the run."""
     hf = HFConfig.from_folder(runs.tiny_model(tmp_path / "model"))  # 256 positions
     cfg = Config(data=DataConfig(max_prompt_tokens=200), rollout=RolloutConfig(max_tokens=100))
-    assert assemble.with_room(cfg, hf).data.max_prompt_tokens == 156
+    assert model.with_room(cfg, hf).data.max_prompt_tokens == 156
     short = replace(cfg, data=DataConfig(max_prompt_tokens=156))
-    assert assemble.with_room(short, hf) is short
+    assert model.with_room(short, hf) is short
     cfg = replace(cfg, rollout=RolloutConfig(max_tokens=256))
     with pytest.raises(ValueError, match="--rollout.max_tokens 256: .* 256 positions"):
-        assemble.with_room(cfg, hf)
+        model.with_room(cfg, hf)
 
 
 def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
@@ -97,7 +99,7 @@ def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
     closed: list[bool] = []
     built = SimpleNamespace(close=lambda: closed.append(True))
     monkeypatch.setattr(world, "join", lambda *given: ALONE)
-    monkeypatch.setattr(assemble, "assemble", lambda cfg, here: built)
+    monkeypatch.setattr(builders, "run", lambda cfg, here: built)
     monkeypatch.setattr(sync_loop, "train", refuse)
     assert train.run(config(tmp_path)) == 1
     said = capsys.readouterr().out
@@ -120,11 +122,11 @@ def test_only_a_config_error_is_refused_and_any_other_names_its_traceback(
         raise error
 
     monkeypatch.setattr(world, "join", lambda *given: ALONE)
-    monkeypatch.setattr(assemble, "assemble", fail)
+    monkeypatch.setattr(builders, "run", fail)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cfg = config(tmp_path)
     assert train.run(cfg) == code
-    file = assemble.run_folder(cfg) / "logs" / "rank0.log"
+    file = open_run.run_folder(cfg) / "logs" / "rank0.log"
     assert capsys.readouterr().out == said.format(file=file) + "\n"
     assert "in fail\n" in file.read_text()
     assert exits.guard(lambda: fail(cfg, ALONE)) == code
@@ -136,20 +138,20 @@ def test_nodes_are_told_apart_by_the_names_that_ranks_say(monkeypatch, tmp_path:
     """Profiles count them the same way; cores are nodes only where there are no GPUs."""
     cores = ClusterConfig(rollout_cores=(2, 3))
     cfg = Config(run=RunConfig(dir=str(tmp_path), name="r"), cluster=cores)
-    monkeypatch.setenv(assemble.NODE, "h")
+    monkeypatch.setenv(sharing.NODE, "h")
     there = World(1, 2, 1, torch.device("cpu"), None, rollout_ranks=1)
-    assert assemble.node_name(cfg, there) == "h core 2+3"
-    assert assemble.node_name(cfg, replace(there, device=torch.device("cuda", 1))) == "h"
+    assert sharing.node_name(cfg, there) == "h core 2+3"
+    assert sharing.node_name(cfg, replace(there, device=torch.device("cuda", 1))) == "h"
     names = ["t0", "t0", "r1", "r0", "r0"]
-    found = assemble.make_profiler(cfg, names, 3)
+    found = sharing.make_profiler(cfg, names, 3)
     assert found._nodes == {"rollout_nodes": 2, "train_nodes": 1}
-    found = assemble.make_profiler(cfg, names, 0)
+    found = sharing.make_profiler(cfg, names, 0)
     assert found._nodes == {"rollout_nodes": 1, "train_nodes": 2}
     profile = SimpleNamespace(train_nodes=2)
-    assert assemble.nodes_by_pool(names, 3, profile) == {"rollout": ["r1", "r0"], "train": ["t0"]}
+    assert sharing.nodes_by_pool(names, 3, profile) == {"rollout": ["r1", "r0"], "train": ["t0"]}
     either = {"rollout": ["t0"], "train": ["r0", "r1"]}  # whatever the order of the ranks
-    assert assemble.nodes_by_pool(names, 0, profile) == either
-    assert assemble.nodes_by_pool(names[::-1], 0, profile) == either
+    assert sharing.nodes_by_pool(names, 0, profile) == either
+    assert sharing.nodes_by_pool(names[::-1], 0, profile) == either
 
 
 def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path, monkeypatch) -> None:
@@ -165,10 +167,10 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path, monkeypatch)
         assert other.stdout.readline() == b"held\n"
         cfg = Config(run=RunConfig(dir=str(tmp_path), name="run"))
         with pytest.raises(ValueError, match=f"--run.name run: process {other.pid} on .* is at wo"):
-            assemble.open_folder(cfg, ALONE)
+            open_run.open_folder(cfg, ALONE)
         other.kill()
-    assemble.open_folder(cfg, ALONE)  # its end frees the folder
-    assemble.open_folder(cfg, ALONE)
+    open_run.open_folder(cfg, ALONE)  # its end frees the folder
+    open_run.open_folder(cfg, ALONE)
 
 
 def test_fresh_and_a_path_are_of_the_first_start_alone(tmp_path: Path, monkeypatch) -> None:
@@ -184,7 +186,7 @@ def test_fresh_and_a_path_are_of_the_first_start_alone(tmp_path: Path, monkeypat
     assert resume.wanted_by(elsewhere, folder) == "/other/step_000004"
     (folder / "checkpoints" / "step_000003").mkdir(parents=True)
     assert resume.wanted_by(fresh, folder) == resume.wanted_by(elsewhere, folder) == "auto"
-    assemble.open_folder(fresh, ALONE)
+    open_run.open_folder(fresh, ALONE)
     assert (folder / "checkpoints" / "step_000003").is_dir()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     assert resume.wanted_by(fresh, folder) == "fresh"
@@ -193,7 +195,7 @@ def test_fresh_and_a_path_are_of_the_first_start_alone(tmp_path: Path, monkeypat
 def test_the_address_of_a_cluster_may_come_from_the_environment(monkeypatch) -> None:
     """Its password is not for everybody who can call `ps`."""
     monkeypatch.setenv("MUX_URL", "redis://job:secret@h:1")
-    assert assemble.address_of("env:MUX_URL") == "redis://job:secret@h:1"
-    assert assemble.address_of("redis://h:1") == "redis://h:1"
+    assert sharing.address_of("env:MUX_URL") == "redis://job:secret@h:1"
+    assert sharing.address_of("redis://h:1") == "redis://h:1"
     with pytest.raises(ValueError, match="--mux.url env:NONE: the environment has no such"):
-        assemble.address_of("env:NONE")
+        sharing.address_of("env:NONE")

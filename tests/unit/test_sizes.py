@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.cli import assemble
+from rlcore.cli.builders import sizes
 from rlcore.cli.world import World
 from rlcore.config.schema import Config, DebugConfig, RolloutConfig, TrainConfig
 from rlcore.hf.config import HFConfig
@@ -16,19 +16,21 @@ from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.transport import LocalHub
 from rlcore.sched.planner import Listed, TPPlanner
-from rlcore.trainer import phases, relayout, report, sync_loop
-from rlcore.trainer.relayout import Relayout
+from rlcore.trainer import phases, report, sync_loop
+from rlcore.trainer.device import Device, OffloadDevice
 from rlcore.utils.spans import Spans
 from tests import kit
+from tests.parts import Part, parts_of, sizes_of
 
 HF = HFConfig.from_dict(kit.tiny_config("qwen3") | {"model_type": "qwen3"})
 
 
-class Engine:
-    """Starts when it was asked `slow` times whether it does."""
+class Engine(Part):
+    """Starts after it was asked `slow` times whether it does."""
 
     def __init__(self, said: list[str], slow: int = 0, dies: bool = False) -> None:
-        self.said, self.slow, self.dies, self.down = said, slow, dies, ""
+        super().__init__("engine", said)
+        self.slow, self.dies = slow, dies
 
     def relayout(self, tp: int) -> None:
         self.said.append(f"engine tp {tp}")
@@ -36,128 +38,113 @@ class Engine:
     def is_starting(self, timeout_s: float) -> bool:
         self.slow -= 1
         if self.dies and self.slow < 0:
-            self.down = "out of memory"
+            self.failure = "out of memory"
         return self.slow >= 0
 
-    def sleep(self, tags: list[str]) -> None:
-        self.said.append(f"engine sleep {' '.join(tags)}")
 
-    def fail(self, reason: str) -> None: ...
+class Heard(Spans):
+    """Spans that write down their phases."""
 
-    def restart(self) -> None: ...
-
-
-class Learner:
     def __init__(self, said: list[str]) -> None:
-        self.said = said
-
-    def offload(self) -> None:
-        self.said.append("learner offload")
+        super().__init__(listener=lambda phase: said.append(f"phase {phase}"))
 
 
-def run_of(sizes: Relayout | None, *, offload: bool = False, engine: Any = None) -> Any:
+def run_of(
+    policy: Any = None,
+    tp: int = 1,
+    *,
+    offload: bool = False,
+    engine: Any = None,
+    timeout_s: float = 60.0,
+) -> Any:
     said: list[str] = []
     engine = engine or Engine(said)
     engine.said = said
+    parts = parts_of(
+        said,
+        engine=engine,
+        sizes=sizes_of(said, tp, policy),
+        spans=Heard(said),
+        timeout_s=timeout_s,
+    )
+    parts.progress.begin(1)
     return SimpleNamespace(
-        cfg=SimpleNamespace(
-            run=SimpleNamespace(steps=9),
-            train=SimpleNamespace(offload=offload),
-            cluster=SimpleNamespace(timeout_s=0.05),
-        ),
+        cfg=config(adaptive_tp=policy is not None),
         said=said,
         engine=engine,
-        learners=[Learner(said)],
-        gate=None,
-        relayout=sizes,
-        source=SimpleNamespace(next_kind=lambda: "short"),
+        device=(OffloadDevice if offload else Device)(parts),
+        ranks=parts.ranks,
+        data=SimpleNamespace(source=SimpleNamespace(next_kind=lambda: "short")),
         rollout=SimpleNamespace(agent=SimpleNamespace(cache_used=0.0)),
-        rank=0,
-        world_size=1,
-        everyone=None,
         step=1,
-        engine_ranks=(0,),
-        pending={},
-        spans=SimpleNamespace(
-            alive=lambda: said.append("alive"), phase=lambda name: _Phase(said, name)
-        ),
+        progress=parts.progress,
+        spans=parts.spans,
     )
 
 
-class _Phase:
-    def __init__(self, said: list[str], name: str) -> None:
-        self.said, self.name = said, name
-
-    def __enter__(self) -> None:
-        self.said.append(f"phase {self.name}")
-
-    def __exit__(self, *_: object) -> None:
-        self.said.append(f"end of {self.name}")
+def tp_of(run: Any) -> int:
+    return run.device.parts.sizes.now.tp
 
 
-def sizes_of(policy: Any, tp: int = 1) -> Relayout:
-    return Relayout(tp=tp, policy=policy, rebuild=lambda run, tp: run.said.append(f"rebuild {tp}"))
+CHANGE = ["phase relayout", "engine tp 2", "sized 2", "channel tp 2", "phase "]
 
 
 def test_a_rise_of_preemptions_gives_the_next_round_of_that_kind_larger_engines() -> None:
-    run = run_of(sizes_of(TPPlanner(1, 2)))
+    run = run_of(TPPlanner(1, 2))
     for kind, preempted in (("short", 4), ("long", 9), ("short", 8)):
-        relayout.before_push(run)
+        phases.resize_engines(run)
         assert not run.said  # nothing to be done
-        relayout.note(run, kind, {"sched/preemptions": float(preempted)})
-        assert run.pending["sched/rollout_tp"] == 1
-    relayout.before_push(run)
-    assert run.said == ["phase relayout", "engine tp 2", "rebuild 2", "end of relayout"]
-    assert run.relayout.tp == 2
-    run.source.next_kind = lambda: "long"  # of these there was no rise
-    relayout.before_push(run)
-    assert run.relayout.tp == 1
-    relayout.note(run, "long", {})
-    assert run.pending["sched/rollout_tp"] == 1
+        phases.observe_round(run, kind, {"sched/preemptions": float(preempted)})
+        assert run.progress.metrics["sched/rollout_tp"] == 1
+    phases.resize_engines(run)
+    assert run.said == CHANGE
+    assert tp_of(run) == 2
+    run.data.source.next_kind = lambda: "long"  # there was no rise in these
+    phases.resize_engines(run)
+    assert tp_of(run) == 1
+    phases.observe_round(run, "long", {})
+    assert run.progress.metrics["sched/rollout_tp"] == 1
 
 
 def test_full_caches_keep_engines_large() -> None:
-    run = run_of(sizes_of(TPPlanner(2, 2), tp=2))
+    run = run_of(TPPlanner(2, 2), tp=2)
     run.rollout.agent.cache_used = 0.95
     for _ in range(6):
-        relayout.note(run, "short", {})
-        relayout.before_push(run)
-    assert run.relayout.tp == 2 and run.pending["sched/cache_used"] == 0.95
+        phases.observe_round(run, "short", {})
+        phases.resize_engines(run)
+    assert tp_of(run) == 2 and run.progress.metrics["sched/cache_used"] == 0.95
     run.rollout.agent.cache_used = 0.5
-    relayout.note(run, "short", {})
-    relayout.before_push(run)
-    assert run.relayout.tp == 1
+    phases.observe_round(run, "short", {})
+    phases.resize_engines(run)
+    assert tp_of(run) == 1
 
 
 def test_the_learner_makes_room_for_engines_that_start_and_they_sleep_until_the_push() -> None:
-    run = run_of(sizes_of(Listed([2])), offload=True, engine=Engine([], slow=2))
-    run.cfg.cluster.timeout_s = 60
-    relayout.before_push(run)
+    run = run_of(Listed([2]), offload=True, engine=Engine([], slow=2))
+    phases.resize_engines(run)
     assert run.said == [
         "phase relayout",
         "learner offload",
-        "engine tp 2",
-        "rebuild 2",
-        *("alive", "alive"),
+        *CHANGE[1:4],
+        *("phase relayout", "phase relayout"),  # signs of life
         "engine sleep weights kv_cache",
-        "end of relayout",
+        "phase ",
     ]
 
 
 def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence() -> None:
-    run = run_of(sizes_of(Listed([2])), engine=Engine([], slow=10**9))
+    run = run_of(Listed([2]), engine=Engine([], slow=10**9), timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"timeout_s 0.05 is over: .* not started on rank 0; "):
-        relayout.before_push(run)
+        phases.resize_engines(run)
 
 
-def test_an_engine_that_dies_as_it_starts_is_left_to_the_push() -> None:
-    run = run_of(sizes_of(Listed([2])), engine=Engine([], slow=1, dies=True))
-    run.cfg.cluster.timeout_s = 60
-    relayout.before_push(run)
-    assert run.engine.down and run.relayout.tp == 2
+def test_an_engine_that_fails_as_it_starts_is_left_to_the_push() -> None:
+    run = run_of(Listed([2]), engine=Engine([], slow=1, dies=True))
+    phases.resize_engines(run)
+    assert run.engine.failure and tp_of(run) == 2
 
 
-def test_a_child_that_dies_as_it_starts_is_started_again_before_the_push(tmp_path: Path) -> None:
+def test_a_child_that_fails_as_it_starts_is_started_again_before_the_push(tmp_path: Path) -> None:
     size = {"file": str(tmp_path / "died"), "tp": 1}
     engine = ChildEngine(
         "tests.contracts.odd_engines:dies_once",
@@ -166,26 +153,34 @@ def test_a_child_that_dies_as_it_starts_is_started_again_before_the_push(tmp_pat
         resize=lambda tp: size.update(tp=tp),
     )
     try:
-        run = run_of(sizes_of(Listed([2])), engine=engine)
-        run.cfg.cluster.timeout_s = 60
-        relayout.before_push(run)
-        assert "ended with code 7" in engine.down
-        run.rollout.agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
-        phases.engine_revives(run)
+        agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
+        said: list[str] = []
+        parts = parts_of(
+            said,
+            engine=engine,
+            sizes=sizes_of(said),
+            restart_engine=agent.restart_engine,
+        )
+        device = Device(parts)
+        device.resize_engines(2)
+        assert "ended with code 7" in engine.failure
+        with device.train():
+            device.update_weights(1)
         engine.begin_load(1)  # as the push does
-        assert not engine.down
+        assert not engine.failure
     finally:
         engine.close()
 
 
 def test_after_the_last_step_and_without_the_switch_nothing_changes() -> None:
-    run = run_of(sizes_of(Listed([2])))
-    run.step = 9
-    relayout.before_push(run)
+    run = run_of(Listed([2]))
+    run.step = run.cfg.run.steps
+    phases.resize_engines(run)
     none = run_of(None)
-    relayout.before_push(none)
-    relayout.note(none, "all", {})
-    assert not run.said and not none.said and none.pending == {"sched/cache_used": 0.0}
+    phases.resize_engines(none)
+    phases.observe_round(none, "all", {})
+    assert not run.said and not none.said
+    assert none.progress.metrics == {"sched/cache_used": 0.0}
 
 
 # ---- what it is made of
@@ -205,10 +200,10 @@ def world(size: int, rank: int = 0) -> World:
 
 
 def test_larger_engines_hold_and_decode_more() -> None:
-    cfg = assemble.with_tp(config(tp=2, max_running=64, cache_tokens=1000), 4)
+    cfg = sizes.with_tp(config(tp=2, max_running=64, cache_tokens=1000), 4)
     r = cfg.rollout
     assert (r.tp, r.max_running, r.cache_tokens) == (4, 128, 2000)
-    r = assemble.with_tp(cfg, 1).rollout
+    r = sizes.with_tp(cfg, 1).rollout
     assert (r.tp, r.max_running, r.cache_tokens) == (1, 32, 500)
 
 
@@ -217,22 +212,22 @@ def test_sizes_go_as_far_as_ranks_heads_and_caches_allow(monkeypatch) -> None:
     assert HF.num_heads == 4
 
     def bounds(**rollout: Any) -> tuple[int, int]:
-        found = assemble.make_relayout(config(adaptive_tp=True, **rollout), HF, world(8))
-        return found.policy._min, found.policy._max
+        found = sizes.size_policy(config(adaptive_tp=True, **rollout), HF, world(8))
+        return found._min, found._max
 
     assert bounds(tp=1) == (1, 4)  # 4 heads
     assert bounds(tp=2, max_tp=2) == (1, 2)
     longest = 128
     assert HF.max_positions >= longest
-    monkeypatch.setattr(assemble.memory, "longest", lambda cfg, hf: longest)
+    monkeypatch.setattr(sizes.memory, "longest", lambda cfg, hf: longest)
     assert bounds(tp=2, cache_tokens=2 * longest - 1) == (2, 4)  # half of it holds no sequence
 
 
 def test_only_rank_0_decides() -> None:
     cfg = config(adaptive_tp=True)
-    assert assemble.make_relayout(cfg, HF, world(2)).policy is not None
-    assert assemble.make_relayout(cfg, HF, world(2, rank=1)).policy is None
-    assert assemble.make_relayout(config(), HF, world(2)) is None
+    assert sizes.make_sizes(cfg, HF, world(2), None).policy is not None
+    assert sizes.make_sizes(cfg, HF, world(2, rank=1), None).policy is None
+    assert sizes.make_sizes(config(), HF, world(2), None).policy is None
 
 
 @pytest.mark.parametrize(
@@ -247,7 +242,7 @@ def test_sizes_that_the_heads_do_not_divide_by_are_refused(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=words):
-        assemble.make_relayout(config(**rollout), HF, world(8))
+        sizes.size_policy(config(**rollout), HF, world(8))
 
 
 # ---- the engines that start with the run
@@ -257,43 +252,43 @@ def test_sizes_that_the_heads_do_not_divide_by_are_refused(
 def first(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What a run without steps does before its end, and the phase that it does it in."""
     done: list[tuple[str, str]] = []
-    run = run_of(None)
+    run = run_of()
     run.cfg = SimpleNamespace(
         run=SimpleNamespace(steps=0),
         select=SimpleNamespace(mode="sync"),
         eval=SimpleNamespace(at_start=False),
         checkpoint=SimpleNamespace(export_hf=False),
+        rollout=SimpleNamespace(adaptive_tp=False),
+        debug=SimpleNamespace(rollout_tp=()),
     )
-    run.step, run.ends, run.spans = 0, False, Spans()
-    run.on_done = lambda: None
-    for module, name in ((relayout, "first_start"), (sync_loop, "push_weights")):
+    run.step, run.on_done = 0, lambda: None
+    for name in ("wait_for_engines", "update_weights"):
         monkeypatch.setattr(
-            module, name, lambda run, *_, name=name: done.append((name, run.spans.current))
+            run.device, name, lambda *_, name=name: done.append((name, run.spans.current))
         )
+    monkeypatch.setattr(report, "started", lambda run: None)
     monkeypatch.setattr(report, "end", lambda run: None)
     sync_loop.train(run, lambda run: None)
     return done
 
 
 def test_engines_are_awaited_before_the_push_and_in_a_phase_of_their_own(first) -> None:
-    assert first == [("first_start", "start"), ("push_weights", "sync")]
+    assert first == [("wait_for_engines", "start"), ("update_weights", "sync")]
 
 
 def test_the_first_start_waits_for_a_slow_engine_and_ends_with_one_that_refuses() -> None:
-    run = run_of(None, engine=Engine([], slow=2))
-    run.cfg.cluster.timeout_s = 60
-    relayout.first_start(run)
-    assert run.said == ["alive", "alive"]
-    run = run_of(None, engine=ChildEngine("tests.contracts.odd_engines:refuses", {}))
-    run.cfg.cluster.timeout_s = 60
+    run = run_of(engine=Engine([], slow=2))
+    run.device.wait_for_engines()
+    assert run.said == ["phase ", "phase "]  # signs of life
+    run = run_of(engine=ChildEngine("tests.contracts.odd_engines:refuses", {}))
     try:
         with pytest.raises(ValueError, match="this engine has other sizes"):
-            relayout.first_start(run)
+            run.device.wait_for_engines()
     finally:
         run.engine.close()
 
 
 def test_the_first_start_leaves_a_crash_to_the_push_which_starts_again() -> None:
-    run = run_of(None, engine=Engine([], dies=True))
+    run = run_of(engine=Engine([], dies=True))
     run.engine.abort = lambda ids: (_ for _ in ()).throw(EngineGoneError("gone"))
-    relayout.first_start(run)
+    run.device.wait_for_engines()

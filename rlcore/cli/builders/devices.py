@@ -1,0 +1,69 @@
+"""Owner of a rank's accelerator, and the memory plan that it is held to."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlcore.cli.builders.rewards import beside, judges_of
+from rlcore.cli.world import World
+from rlcore.config import rules
+from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig
+from rlcore.mcore.layout import layout_of
+from rlcore.sync.shelf import Shelf
+from rlcore.trainer import memory
+from rlcore.trainer.device import Device, OffloadDevice, Parts, SharedDevice
+from rlcore.utils import log
+from rlcore.utils.errors import ConfigError
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    from rlcore.mux.ranks import RanksGate
+
+
+def ranks_per_node(world: World) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+
+
+def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, int]:
+    """Of this rank, and the bytes of its GPU; 0 where there is none."""
+    cuda = world.device.type == "cuda"
+    gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
+    others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
+    if not world.trains:
+        plan = memory.make_sampler(cfg, hf, world.rank, gpu_bytes=gpu_bytes, beside=others)
+        return plan, gpu_bytes
+    layout = layout_of(cfg.train, world.train_ranks, world.rank)
+    plan = memory.make(
+        cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda, beside=others, has_engine=world.samples
+    )
+    return plan, gpu_bytes
+
+
+def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
+    """Holds this rank to its memory plan. ConfigError where that cannot work."""
+    if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
+        raise ConfigError("\n".join(problems))
+    plan, gpu_bytes = memory_plan(cfg, hf, world)
+    if plan.problems:
+        raise ConfigError("\n".join(plan.problems))
+    if said := memory.too_large(plan, gpu_bytes):
+        log.log.warning("%s", said)
+    return memory.Residency(plan, world.device)
+
+
+def make_device(
+    cfg: Config,
+    parts: Parts,
+    world: World,
+    gate: "RanksGate | None",
+    on_close: Callable[[Callable[[], None]], object],
+) -> Device:
+    """Return the owner of this rank's accelerator."""
+    if gate is not None:
+        shelf = Shelf(cfg.rollout.tp) if world.samples else None
+        if shelf is not None:
+            on_close(shelf.close)
+        return SharedDevice(parts, gate, shelf, colocated=not world.rollout_ranks)
+    return OffloadDevice(parts) if cfg.train.offload else Device(parts)

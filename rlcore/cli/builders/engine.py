@@ -1,0 +1,180 @@
+"""Engine of a rank, of torch or SGLang, with or without environments."""
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rlcore.cli.builders.folder import run_folder
+from rlcore.cli.builders.model import max_model_tokens
+from rlcore.cli.builders.sizes import with_tp
+from rlcore.cli.world import World
+from rlcore.config import rules
+from rlcore.config.schema import Config
+from rlcore.envs import registry as envs
+from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.engine import EpisodeEngine
+from rlcore.hf.config import HFConfig
+from rlcore.protocols import Engine
+from rlcore.records import GroupId, Prompt
+from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.rollout.transport import free_port
+from rlcore.utils.errors import ConfigError
+from rlcore.utils.log import announce
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    pass
+
+
+TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
+SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"
+
+
+def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
+    """This rank's sampler, or its share of one over --rollout.tp ranks. ConfigError where SGLang is
+    asked for and not installed."""
+    r = cfg.rollout
+    if r.engine == "sglang":
+        return _sglang_engine(cfg, hf, world)
+    settings = engine_settings(cfg, hf, world)
+    inline = r.process == "inline" or (r.process == "auto" and world.size == 1)
+    announce(
+        "engine", f"torch, {settings['dtype']}, {'in this process' if inline else 'child process'}"
+    )
+    if inline:
+        del settings["config"]
+        return TorchEngine(hf, **(settings | {"device": world.device}))
+    return ChildEngine(
+        TORCH_ENGINE,
+        settings,
+        threads=r.threads,
+        rank=world.rank,
+        deadline_s=cfg.cluster.timeout_s,
+    )
+
+
+def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
+    """What the engine of --rollout.engine is built of, as plain data. An engine over several ranks
+    needs each one's place besides."""
+    r = cfg.rollout
+    settings = {
+        "config": hf.to_dict(),
+        "device": str(world.device),
+        "dtype": cfg.model.dtype if r.dtype == "auto" else r.dtype,
+        "seed": cfg.run.seed,
+        "max_running": r.max_running,
+        "cache_tokens": r.cache_tokens,
+        "max_model_tokens": max_model_tokens(cfg, hf),
+        "threads": r.threads,
+        "progress_s": r.progress_s,
+        "fp32_head": r.fp32_lm_head,
+        "rank": world.rank,
+    }
+    if r.engine == "torch":
+        return settings | {
+            "decode_floor_ms": cfg.debug.decode_floor_ms,
+            "quantize": r.quantize,
+            "draft": r.draft,
+            "draft_settings": draft_settings(cfg),
+        }
+    check_engine(cfg)
+    return settings | {
+        "memory_fraction": r.gpu_memory_utilization,
+        "draft": r.draft,
+        "draft_width": cfg.draft.width,
+        "draft_settings": draft_settings(cfg),
+        "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
+        "deadline_s": cfg.cluster.timeout_s,
+    }
+
+
+def check_engine(cfg: Config) -> None:
+    """ConfigError where SGLang is asked for and not installed."""
+    if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
+            "--sglang, or use --rollout.engine torch"
+        )
+
+
+def draft_settings(cfg: Config) -> dict[str, Any]:
+    """How an engine drafts. With --debug.deterministic nothing of it depends on the clock: an index
+    of histories is waited for, and drafts are always on."""
+    names = ("window", "start", "growth", "min_match", "max_match", "factor", "min_prob")
+    steady = cfg.debug.deterministic
+    return {name: getattr(cfg.draft, name) for name in names} | {
+        "gate": cfg.draft.gate and not steady,
+        "wait": steady,
+    }
+
+
+def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
+    """SGLang ends the process that it lives in when a part of it dies, hence always a child."""
+    plain = engine_settings(cfg, hf, world)
+    where = "CUDA" if world.device.type == "cuda" else "CPU"
+    tp = f"tp {cfg.rollout.tp}" + (" and others" if rules.changes_size(cfg) else "")
+    announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
+    sizes, starts, sized = 0, itertools.count(), cfg  # how often the size was set, starts since
+
+    def resize(tp: int) -> None:
+        nonlocal sizes, starts, sized
+        sizes, starts, sized = sizes + 1, itertools.count(), with_tp(cfg, tp)
+
+    def settings() -> dict[str, Any]:
+        tp, share = sized.rollout.tp, {}
+        if tp > 1:
+            first = world.rank - world.rank % tp
+            meeting = f"engine/{sizes}/{first}/{next(starts)}"
+            if world.rank == first:
+                world.sealed.set(meeting, f"127.0.0.1:{free_port()}")  # all ranks are on one node
+            share = {
+                "tp": tp,
+                "nnodes": tp,
+                "node_rank": world.rank - first,
+                "dist_init_addr": world.sealed.get(meeting).decode(),
+            }
+        return engine_settings(sized, hf, world) | share
+
+    return ChildEngine(
+        SGLANG_ENGINE,
+        settings,
+        threads=cfg.rollout.threads,
+        rank=world.rank,
+        start_s=cfg.cluster.timeout_s,
+        resize=resize,
+    )
+
+
+def _value(text: str) -> Any:
+    """A value of --rollout.sglang: a number, true, false, a list, or else a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def make_episodes(
+    cfg: Config,
+    world: World,
+    engine: Engine,
+    dialogue: Dialogue,
+    decode: Callable[[list[int]], str],
+    prompt_of: Callable[[GroupId], Prompt],
+) -> EpisodeEngine:
+    """The engine of a rank whose responses are episodes. With --debug.deterministic they take
+    their turns together."""
+    announce("env", f"{cfg.select.env}, {cfg.env.workers} processes")
+    return EpisodeEngine(
+        engine,
+        cfg.select.env,
+        envs.resolve(cfg.select.env),
+        cfg.env,
+        dialogue=dialogue,
+        decode=decode,
+        prompt_of=prompt_of,
+        seed=cfg.run.seed,
+        barrier=cfg.debug.env_barrier or cfg.debug.deterministic,
+        log_file=run_folder(cfg) / "logs" / f"env{world.rank}.log",
+    )

@@ -1,0 +1,73 @@
+"""The folder of a run, its log, and the settings that it was started with."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlcore.cli.world import World
+from rlcore.config import resolve, rules
+from rlcore.config.schema import Config
+from rlcore.trainer import resume
+from rlcore.utils import collective, lock, log
+from rlcore.utils.errors import ConfigError
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    pass
+
+
+def run_folder(cfg: Config) -> Path:
+    return Path(cfg.run.dir) / (cfg.run.name or "run")
+
+
+def open_folder(cfg: Config, world: World) -> None:
+    """Make the run's folder and log to it. An older run that this one does not go on with gives way
+    first, or its log would go on in the folder that it is moved to. Collective. ConfigError where
+    the folder cannot be made."""
+    folder, aside = run_folder(cfg), None
+    log.setup(world.rank)
+    if world.rank == 0:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if who := lock.hold(folder.with_name(f".{folder.name}.lock")):
+                raise ConfigError(
+                    f"--run.name {folder.name}: {who} is at work in {folder}, and two runs would "
+                    "mix their metrics and delete each other's checkpoints; give another name, or "
+                    "end that one first"
+                )
+            wanted = resume.wanted_by(cfg, folder)
+            starts = wanted == "auto" and not resume.found(folder)
+            if starts or wanted == "fresh":
+                aside = resume.move_aside(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise cannot_be_made(cfg, e) from e
+    collective.barrier(world.everyone)
+    log.setup(world.rank, folder / "logs")
+    if aside is not None:
+        log.log.info("the older run of this name is now %s", aside)
+    for line in rules.warnings(cfg) if world.rank == 0 else ():
+        log.log.warning("%s", line)
+
+
+def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
+    """What to raise where the run's folder cannot be made."""
+    return ConfigError(
+        f"--run.dir {cfg.run.dir}: the folder {run_folder(cfg)} cannot be made "
+        f"({error.strerror}: {error.filename}); choose another"
+    )
+
+
+def tell_changes(cfg: Config, file: Path) -> None:
+    """Warn where a resumed run has other settings than `file` says that it had."""
+    if not file.is_file():
+        return
+    old, new = json.loads(file.read_text()), json.loads(resolve.to_json(cfg))
+    changes = [
+        f"--{section}.{key} {old[section][key]} -> {value}"
+        for section in new
+        for key, value in new[section].items()
+        if section not in ("log", "debug") and f"{section}.{key}" not in ("run.steps", "run.resume")
+        if old.get(section, {}).get(key, value) != value
+    ]
+    if changes:
+        log.log.warning("the resumed run had other settings: %s", ", ".join(changes))

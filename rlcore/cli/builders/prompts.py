@@ -1,0 +1,96 @@
+"""Prompts, their order, and the validation sets, on rank 0."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rlcore.cli.builders.learner import wants
+from rlcore.config import rules
+from rlcore.config.schema import Config
+from rlcore.data import prompts
+from rlcore.data.sampler import EpochSampler
+from rlcore.hf.tokenizer import Tokenizer
+from rlcore.records import Prompt
+from rlcore.sched.source import EpochOrder
+from rlcore.sched.tail_batching import TailBatching
+from rlcore.trainer.progress import Data
+from rlcore.utils.errors import ConfigError
+from rlcore.utils.log import announce
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    pass
+
+
+def with_tasks(cfg: Config) -> Config:
+    """With the prompts of an environment that makes its own."""
+    task = cfg.env.TASK
+    if not task or (cfg.data.train, cfg.data.val) == ((task,), (task,)):
+        return cfg
+    val = (task,) if cfg.data.val or cfg.eval.every else ()
+    announce("prompts", f"of --env {cfg.select.env}: the generated task {task}")
+    return replace(cfg, data=replace(cfg.data, train=(task,), val=val))
+
+
+def is_chat(cfg: Config) -> bool:
+    """Environments speak as the user of a chat; generated tasks as plain text."""
+    template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
+    return template == "chat" or (template == "auto" and not tasks)
+
+
+def counts_rows(cfg: Config) -> bool:
+    """One bad row, or too few rows, can end the run."""
+    return cfg.data.bad_rows == "refuse" or cfg.select.schedule == "tail_batching"
+
+
+def load_data(
+    cfg: Config,
+    tokenizer: Tokenizer,
+    eval_sets: Sequence[tuple[str, Sequence[Prompt]]] | None = None,
+) -> Data:
+    """Return prompts, their order, and the validation sets (`eval_sets` takes their place)."""
+    train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
+    order = EpochSampler(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
+    if eval_sets is None:
+        eval_sets = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
+        prompts.overlap(train, eval_sets)  # warns
+    source = make_source(cfg, order, train.__getitem__)
+    return Data(order=order, source=source, eval_sets=eval_sets)
+
+
+def make_source(
+    cfg: Config, sampler: EpochSampler, prompt_of: Callable[[int], Prompt]
+) -> EpochOrder | TailBatching:
+    """The source of --schedule. `prompt_of`: the prompt of a row."""
+    sizes = {
+        "num_prompts": cfg.data.prompts_per_step,
+        "num_samples": cfg.rollout.samples_per_prompt,
+    }
+    if cfg.select.schedule == "all":
+
+        def next_prompts(n: int) -> list[Prompt]:
+            return [prompt_of(row) for _, row in sampler.next(n)]
+
+        return EpochOrder(
+            next_prompts,
+            **sizes,
+            greedy_baseline=wants(cfg) == "remax",
+            num_started=cfg.env.num_groups,
+            group_size=cfg.env.group_size,
+        )
+    tail, rows = cfg.tail, sampler.state()["num_rows"]
+    starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
+    if rows is not None and rows < starts:
+        raise ConfigError(
+            f"--data.train {' '.join(cfg.data.train)}: has {rows} prompts and a short round starts "
+            f"{starts} different ones; lower --data.prompts_per_step"
+        )
+    return TailBatching(
+        sampler.next,
+        prompt_of,
+        **sizes,
+        eta_prompts=tail.eta_prompts,
+        eta_samples=tail.eta_samples,
+        quotas=rules.quotas(cfg) or None,
+        dynamic=tail.dynamic,
+        max_factor=tail.max_factor,
+    )

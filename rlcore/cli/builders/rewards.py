@@ -1,0 +1,72 @@
+"""Rewards of a rank, and the judges that share its accelerator."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlcore.cli.builders.folder import run_folder
+from rlcore.cli.world import World
+from rlcore.config.schema import Config, reward_sections
+from rlcore.envs import registry as envs
+from rlcore.hf.config import HFConfig
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.residency import footprint
+from rlcore.rewards.service import RewardService
+from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.trainer import memory
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    pass
+
+
+def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
+    """Deadlines of rewards that adapt to prompts, where they shall."""
+    for r in reward_sections(cfg.reward).values():
+        if r.adaptive_timeout:  # one of a sum at most
+            return AdaptiveTimeout(r.timeout_least_s, r.timeout_s, r.timeout_factor)
+    return None
+
+
+def make_scorer(
+    cfg: Config, world: World, deadlines: AdaptiveTimeout | None
+) -> RewardService | None:
+    """The rank's rewards; None where environments alone score."""
+    if cfg.select.env and envs.resolve(cfg.select.env).scored_by == "env":
+        return None
+    return RewardService(
+        cfg.select.reward,
+        config=cfg.reward,
+        seed=cfg.run.seed,
+        log_file=run_folder(cfg) / "logs" / f"reward{world.rank}.log",
+        deadlines=deadlines,
+    )
+
+
+def judges_of(cfg: Config) -> list[tuple[JudgeRewardConfig, HFConfig]]:
+    """Judges on our own devices, with their architectures."""
+    own = own_judges(cfg).values()
+    return [(section, HFConfig.from_folder(section.model, "--reward.model")) for section in own]
+
+
+def judge_sections(cfg: Config) -> dict[str, JudgeRewardConfig]:
+    """Sections of judges, by key."""
+    sections = reward_sections(cfg.reward).items()
+    return {k: s for k, s in sections if isinstance(s, JudgeRewardConfig)}
+
+
+def own_judges(cfg: Config) -> dict[str, JudgeRewardConfig]:
+    """Sections of judges on our own devices, by key."""
+    return {k: s for k, s in judge_sections(cfg).items() if not s.url}
+
+
+def beside(judges: Sequence[tuple[JudgeRewardConfig, HFConfig]]) -> memory.Beside:
+    """What judges take on each GPU, for the memory plan."""
+    found = [footprint(section, hf) for section, hf in judges]
+    if not found:
+        return memory.NOBODY
+    context = memory.TRAINER_CONTEXT * len(found)
+    stay, work, host = (sum(getattr(f, k) for f in found) for k in ("stay", "work", "host"))
+    return memory.Beside(
+        always=(memory.Item("judge", stay + context, True),),
+        generate=(memory.Item("judge's work", work, True, True),),
+        host=(memory.Item("judge's layers", host),) if host else (),
+    )

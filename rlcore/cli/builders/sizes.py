@@ -1,0 +1,178 @@
+"""Tensor-parallel sizes that the engines may have, and what follows from each."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rlcore.cli.builders.devices import memory_plan, ranks_per_node
+from rlcore.cli.builders.model import max_model_tokens
+from rlcore.cli.world import World
+from rlcore.config import rules
+from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig
+from rlcore.mcore.layout import layout_of, replicas
+from rlcore.rollout.controller import Controller
+from rlcore.sched.histopipe import Pipe
+from rlcore.sched.place import LeastLoaded
+from rlcore.sched.planner import Listed, TPPlanner
+from rlcore.sched.roles import Elastic, Sizes, Stop
+from rlcore.sched.stream import Lengths, StreamWindow, cells
+from rlcore.trainer import memory
+from rlcore.trainer.sizes import EngineSizes, Sized
+from rlcore.utils.errors import ConfigError
+from rlcore.utils.log import announce
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    pass
+
+
+def engine_ranks(cfg: Config, rank: int) -> range:
+    """The ranks that the engine of `rank` spans; the first of them takes its requests."""
+    first = rank - rank % cfg.rollout.tp
+    return range(first, first + cfg.rollout.tp)
+
+
+def with_tp(cfg: Config, tp: int) -> Config:
+    """With engines of another size: all of them together hold and decode as much."""
+    r = cfg.rollout
+    changed = replace(
+        r,
+        tp=tp,
+        max_running=max(1, r.max_running * tp // r.tp),
+        cache_tokens=r.cache_tokens * tp // r.tp,
+    )
+    return replace(cfg, rollout=changed)
+
+
+def make_elastic(
+    cfg: Config, hf: HFConfig, world: World, lengths: Lengths | None = None
+) -> StreamWindow | None:
+    """Who trains in the middle of a round, with --mode stream. ConfigError where all ranks are one
+    engine or one model replica. `lengths`: what is known of responses."""
+    if cfg.select.mode != "stream":
+        return None
+    layouts = [layout_of(cfg.train, world.size, rank) for rank in range(world.size)]
+    r = cfg.rollout
+    return StreamWindow(
+        cells(
+            [engine_ranks(cfg, rank) for rank in range(0, world.size, r.tp)],
+            replicas(cfg.train, world.size),
+            [layout.lockstep_ranks for layout in layouts],
+        ),
+        cache_tokens=r.cache_tokens or r.max_running * max_model_tokens(cfg, hf),
+        max_running=r.max_running,
+        batch_tokens=cfg.train.tokens_per_micro_batch,
+        first=cfg.stream.first,
+        last=cfg.stream.last,
+        every=cfg.stream.every,
+        lengths=lengths,
+    )
+
+
+def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) -> EngineSizes:
+    """Return the size of the engines, and what has to follow when it changes. ConfigError if a size
+    that was asked for is not possible.
+
+    Args:
+        tail: decides on rank 0 which nodes the tail of a rollout leaves (--mux.tail_nodes).
+    """
+
+    lengths = Lengths()
+
+    def sized(tp: int) -> Sized:
+        here, elastic = with_tp(cfg, tp), tail
+        if elastic is None:
+            try:
+                elastic = make_elastic(here, hf, world, lengths)
+            except ConfigError:
+                if tp == cfg.rollout.tp:
+                    raise
+                elastic = None  # one engine over all ranks: none is left to train meanwhile
+        return Sized(
+            tp=tp,
+            engine_ranks=engine_ranks(here, world.rank) if world.samples else (),
+            controller=partial(make_controller, here, world.size),
+            elastic=elastic,
+            plan=memory_plan(here, hf, world)[0],
+        )
+
+    policy = size_policy(cfg, hf, world)
+    return EngineSizes(sized, cfg.rollout.tp, policy if world.rank == 0 else None)
+
+
+def size_policy(cfg: Config, hf: HFConfig, world: World) -> Sizes | None:
+    """Return the policy that chooses the size of every round; None if it does not change.
+    ConfigError if a size that was asked for is not possible."""
+    if not rules.changes_size(cfg):
+        return None
+
+    def problems(tp: int) -> list[str]:
+        sized = with_tp(cfg, tp)
+        found = rules.of_world(sized, world.size, ranks_per_node(world))
+        found += memory_plan(sized, hf, world)[0].problems
+        if 0 < sized.rollout.cache_tokens < memory.longest(cfg, hf):
+            found.append(
+                f"--rollout.cache_tokens {cfg.rollout.cache_tokens}: engines of {tp} ranks would "
+                f"have {sized.rollout.cache_tokens} of them, and one sequence may have "
+                f"{memory.longest(cfg, hf)}; raise it"
+            )
+        return found
+
+    if cfg.debug.rollout_tp:
+        if found := [line for tp in cfg.debug.rollout_tp for line in problems(tp)]:
+            raise ConfigError(found[0].replace("--rollout.tp", "--debug.rollout_tp"))
+        return Listed(cfg.debug.rollout_tp)
+    tp, most = cfg.rollout.tp, cfg.rollout.max_tp or ranks_per_node(world)
+    if cfg.rollout.max_tp and (found := problems(most)):
+        raise ConfigError(found[0].replace("--rollout.tp", "--rollout.max_tp"))
+    low = high = tp
+    while low > 1 and not problems(low // 2):
+        low //= 2
+    while 2 * high <= most and not problems(2 * high):
+        high *= 2
+    announce("planner", f"engines of {low} to {high} ranks, {tp} at the start")
+    return TPPlanner(tp, high, min_tp=low)
+
+
+def make_controller(
+    cfg: Config, world_size: int, stop: Stop, elastic: Elastic | None = None
+) -> Controller:
+    """The controller of one round, which `stop` ends, over the engines of all ranks or of the last
+    --cluster.rollout_ranks."""
+    tp, apart = cfg.rollout.tp, cfg.cluster.rollout_ranks
+    leaders = range(world_size - apart if apart else 0, world_size, tp)
+    return Controller(
+        ranks=leaders,
+        all_ranks=range(world_size),
+        members={first: range(first + 1, first + tp) for first in leaders},
+        place=make_place(cfg),
+        stop=stop,
+        deadline_s=cfg.rollout.deadline_s,
+        by_tokens=cfg.debug.deterministic,
+        elastic=elastic,
+    )
+
+
+def make_place(cfg: Config) -> LeastLoaded:
+    """Where requests go; of `histopipe`, those of an evaluation.
+
+    Without --rollout.queue everything goes out at once and what has no room waits in the engines.
+    Where the controller fills replicas as they get free, the clock decides which requests are
+    decoded side by side, the log-probs differ in their last bits, and a resumed run is not the same
+    bit by bit.
+    """
+    r = cfg.rollout
+    most = cfg.env.max_running if cfg.select.env else r.max_running
+    return LeastLoaded(most if r.queue else sys.maxsize, spread=r.place == "response")
+
+
+def make_pipe(cfg: Config, leaders: Sequence[int]) -> Pipe:
+    """Where requests go by what the epoch before says of their lengths."""
+    return Pipe(
+        replicas=leaders,
+        batch=cfg.data.prompts_per_step,
+        longest=cfg.rollout.max_tokens,
+        rows=cfg.rollout.max_running,
+    )

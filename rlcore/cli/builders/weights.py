@@ -1,0 +1,47 @@
+"""Way of the weights from learner to engine."""
+
+import os
+from typing import TYPE_CHECKING
+
+from rlcore.cli.world import World
+from rlcore.config import rules
+from rlcore.config.schema import Config
+from rlcore.protocols import WeightChannel
+from rlcore.sync.channel import make_channel
+from rlcore.sync.peers import Peers
+from rlcore.utils.log import announce
+
+if TYPE_CHECKING:  # Redis is for those that share their nodes
+    pass
+
+
+def make_weight_channel(
+    cfg: Config, world: World, *, in_child: bool, to_shelf: bool
+) -> WeightChannel:
+    """The way of the weights from the learner to this rank's engine, or to its shelf."""
+    cuda = world.device.type == "cuda"
+    transport = "shm" if in_child else "bytes"
+    if cfg.rollout.engine == "sglang" and cuda:
+        transport = "cuda_ipc"
+    if to_shelf:
+        transport = "bytes"
+    size = cfg.sync.ranks_per_site or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    way = rules.route(cfg)
+    if cfg.sync.route == "auto" and way != "gather":
+        announce("weights", f"{way}, ranks that train are not those that sample")
+    return make_channel(
+        way,
+        transport=transport,
+        tp=cfg.rollout.tp,
+        max_bytes=cfg.sync.bucket_mb * 2**20,
+        sites=[range(i, min(i + size, world.size)) for i in range(0, world.size, size)],
+        peers=make_peers(cfg, world),
+        device=world.device,
+    )
+
+
+def make_peers(cfg: Config, world: World) -> Peers:
+    """All ranks, whatever default group each is in."""
+    if world.everyone is None:
+        return Peers(timeout_s=cfg.cluster.timeout_s)
+    return Peers(world.rank, world.size, world.store, timeout_s=cfg.cluster.timeout_s)

@@ -1,0 +1,82 @@
+"""The one way of a sample from the rank that sampled it to the ranks that train it.
+
+    engine -> Agent.samples -> SampleExchange.send -> (inbox "samples") -> SampleExchange.collect
+
+The owner sends: after a round, when every rank knows the plan (`Rollout.route`), or when the
+controller says so with `Ship`, in the middle of a round (--mode stream) or without one (--mode
+async). A sample that arrives before its rank asks for it waits here.
+"""
+
+import time
+from collections import ChainMap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from rlcore.records import RequestId, Sample
+from rlcore.rollout.transport import Hub
+
+
+class SampleExchange:
+    """One rank's side."""
+
+    def __init__(self, hub: Hub, timeout_s: float) -> None:
+        """`timeout_s`: deadline of samples that another rank sends."""
+        self._hub, self._timeout_s = hub, timeout_s
+        self.own: dict[RequestId, Sample] = {}
+        """Finished samples of this rank, by id."""
+        self._arrived: dict[RequestId, Sample] = {}
+
+    def begin_round(self, own: dict[RequestId, Sample]) -> None:
+        """Start with these samples of this rank, and none of other ranks."""
+        self.own = own
+        self._arrived.clear()
+
+    def send(self, ids: Iterable[RequestId], to: Iterable[int]) -> None:
+        """Send samples of this rank to other ranks; this rank itself is left out."""
+        samples = [self.own[i] for i in ids]
+        for rank in to:
+            if rank != self._hub.rank:
+                self._hub.send(rank, "samples", samples)
+
+    def here(self) -> Mapping[RequestId, Sample]:
+        """Return the samples that are on this rank, own and arrived, without waiting."""
+        while (batch := self._hub.receive("samples", list[Sample], 0.0)) is not None:
+            self._arrived |= {sample.id: sample for sample in batch}
+        return ChainMap(self.own, self._arrived)
+
+    def collect(
+        self, ids: Collection[RequestId], owners: Mapping[RequestId, int]
+    ) -> dict[RequestId, Sample]:
+        """Return these samples; wait for those that their owners send.
+
+        Raises:
+            TimeoutError: names the ranks that have not sent.
+        """
+        found = {i: self.own[i] for i in ids if i in self.own}
+        found |= {i: self._arrived.pop(i) for i in ids if i not in found and i in self._arrived}
+        missing = {i for i in ids if i not in found}
+        deadline = time.monotonic() + self._timeout_s
+        while missing:
+            left = max(0.0, deadline - time.monotonic())
+            batch = self._hub.receive("samples", list[Sample], left)
+            if batch is None:
+                owing = sorted({owners[i] for i in missing})
+                raise TimeoutError(
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} waits "
+                    f"in phase route for {len(missing)} samples such as {min(missing)} from ranks "
+                    f"{owing}"
+                )
+            for sample in batch:
+                kept = found if sample.id in missing else self._arrived
+                kept[sample.id] = sample
+                missing.discard(sample.id)
+        return found
+
+
+def by_owner(
+    destination: Mapping[RequestId, Sequence[int]], owners: Mapping[RequestId, int]
+) -> dict[tuple[int, tuple[int, ...]], list[RequestId]]:
+    """Group ids by owner and by the ranks that train them."""
+    parts: dict[tuple[int, tuple[int, ...]], list[RequestId]] = {}
+    for i, ranks in destination.items():
+        parts.setdefault((owners[i], tuple(ranks)), []).append(i)
+    return parts

@@ -1,0 +1,481 @@
+"""The owner of one rank's accelerator: it decides which of engine and learner is on it.
+
+The loops name what happens next; a `Device` moves what that needs. Three strategies:
+
+    Device          engine and learner both stay on the accelerator, or the rank has only one
+    OffloadDevice   --train.offload: they have it one after the other
+    SharedDevice    --mux.url: other jobs use it in between; every phase waits for a permit
+
+    state            on the accelerator with OffloadDevice
+    build            learner; the engine sleeps
+    update_weights   learner's weights, engine's weights
+    generate         engine: weights, cache
+    train            learner: weights, gradients, optimizer
+    save             learner: weights, optimizer; engine: weights
+    away             nothing (SharedDevice between two permits)
+
+If an engine fails, its requests go to other engines; it is started again before the next push. C:
+collective over the ranks of the default group; W: over all ranks.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from rlcore.protocols import Engine, Learner, Part, PhaseGate, Tag, WeightChannel
+from rlcore.sync.shelf import Shelf
+from rlcore.trainer.memory import Residency
+from rlcore.trainer.progress import Progress, Ranks
+from rlcore.trainer.sizes import EngineSizes
+from rlcore.utils import collective
+from rlcore.utils.log import log
+from rlcore.utils.spans import Spans
+
+State = Literal["build", "update_weights", "generate", "train", "save", "away"]
+NEXT: dict[State, tuple[State, ...]] = {
+    "build": ("train", "away"),
+    "train": ("update_weights", "away"),
+    "update_weights": ("generate",),
+    "generate": ("generate", "train", "update_weights", "save"),
+    "save": ("generate", "away"),
+    "away": ("generate", "train", "update_weights", "save", "away"),
+}
+"""States that may follow each state. A repair pushes weights in the middle of `generate`."""
+ALL: tuple[Tag, ...] = ("weights", "kv_cache")
+LOOK_S = 1.0
+"""Seconds between two rounds of asking which engines are still starting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What one rank can have on its accelerator, and what its owner needs to move it."""
+
+    ranks: Ranks
+    engine: Engine | None
+    """None on a rank that only trains."""
+    learner: Learner | None
+    """None on a rank that only samples."""
+    critic: Learner | None = None
+    channel: WeightChannel
+    restart_engine: Callable[[], None]
+    """Starts this rank's failed engine again and discards its pending events."""
+    sizes: EngineSizes
+    memory: Residency | None = None
+    """Measures at every switch between engine and learner."""
+    progress: Progress
+    spans: Spans
+    timeout_s: float
+    """Deadline of an engine's start (--cluster.timeout_s)."""
+
+    @property
+    def learners(self) -> list[Learner]:
+        """Every model in training."""
+        return [model for model in (self.learner, self.critic) if model is not None]
+
+
+class Device:
+    """Both parts stay: nothing moves between the phases."""
+
+    is_shared = False
+    """Other jobs use the accelerator too."""
+    makes_room = False
+    """An engine that starts needs the learner's memory, and sleeps until the next push."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.state: State = "build"
+        self._has_left = False
+        """The engine gave its memory away in the middle of this round."""
+
+    # ---- what the loops say
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A rollout and the training on it."""
+        yield
+
+    @contextmanager
+    def generate(self, phase: Literal["rollout", "eval"] = "rollout") -> Iterator[None]:
+        """The engine decodes."""
+        self._enter("generate")
+        yield
+
+    @contextmanager
+    def train(self) -> Iterator[None]:
+        """The learner computes; before the block ends its weights are pushed."""
+        self._enter("train")
+        yield
+
+    @contextmanager
+    def save(self, parts: Collection[Part]) -> Iterator[None]:
+        """These parts of the learner are read. Ends with the engine ready to decode."""
+        self._enter("save")
+        yield
+        self._enter("generate")
+
+    def update_weights(self, version: int) -> None:
+        """Push the learner's weights to every engine (W); start failed engines again first."""
+        self._enter("update_weights")
+        self._restart_failed()
+        self._push(self.parts.engine, version)
+        self._enter("generate")
+
+    def repair(self) -> None:
+        """No engine is left in the middle of a round: start all of them again with the weights of
+        the round (W)."""
+        self.update_weights(self.parts.progress.version)
+
+    def release_engine(self) -> None:
+        """In the middle of a round, this rank's engine has nothing left to do: its memory is the
+        learner's. If it fails during this, the next push starts it again."""
+        self._has_left = True
+
+    def load_learner(self, parts: Collection[Part]) -> None:
+        """In the middle of a round, after `release_engine`: bring these parts of the actor back."""
+
+    def engine_is_back(self) -> None:
+        """All engines decode again in this round."""
+        self._has_left = False
+
+    # ---- engines that start
+
+    def wait_for_engines(self) -> None:
+        """Wait for the engines that were started with the run (W).
+
+        Raises:
+            ValueError: this rank's engine refuses its settings, so another start would not help.
+            TimeoutError: an engine has not started in time; says which ranks.
+        """
+        self._wait_for_starts("the engines")
+        engine = self.parts.engine
+        if engine is not None and engine.failure:
+            with contextlib.suppress(RuntimeError):  # a crash: the push starts the engine again
+                engine.abort(())
+
+    def resize_engines(self, tp: int) -> None:
+        """Replace all engines by engines of tensor-parallel size `tp`, without weights (C).
+
+        Raises:
+            TimeoutError: an engine has not started in time; says which ranks.
+        """
+        p = self.parts
+        if p.ranks.rank == 0:
+            log.info("rollout engines: tp %d -> %d", p.sizes.now.tp, tp)
+        if self.makes_room:
+            for learner in p.learners:
+                learner.offload()
+        if p.engine is not None:
+            p.engine.relayout(tp)
+        p.sizes.change(tp)
+        p.channel.relayout(tp)
+        if p.memory is not None and p.sizes.now.plan is not None:
+            p.memory.follow(p.sizes.now.plan)
+        self._wait_for_starts("the engines of the new size")
+        if self.makes_room:
+            self._switch_engine("sleep", ALL)
+
+    def _wait_for_starts(self, engines: str) -> None:
+        """Wait until every engine has started or one has failed (W), so a rank that only trains
+        waits too."""
+        p = self.parts
+        end = time.monotonic() + p.timeout_s
+        while True:
+            starting = p.engine is not None and p.engine.is_starting(LOOK_S)
+            failed = p.engine is not None and not starting and bool(p.engine.failure)
+            over = time.monotonic() > end
+            late = [float(rank == p.ranks.rank and starting) for rank in range(p.ranks.size)]
+            flags = [*late, float(failed), float(over)]
+            *late, any_failed, any_over = collective.reduce_floats(flags, group=p.ranks.everyone)
+            if not any(late) or any_failed:
+                return
+            if any_over:
+                ranks = ", ".join(str(rank) for rank, flag in enumerate(late) if flag)
+                raise TimeoutError(
+                    f"--cluster.timeout_s {p.timeout_s:g} is over: {engines} have not started on "
+                    f"rank {ranks}; raise it, or look into the logs of these ranks"
+                )
+            p.spans.alive()
+
+    # ---- for the strategies
+
+    def _enter(self, state: State) -> None:
+        assert state in NEXT[self.state], f"device: {self.state} -> {state}"
+        self.state = state
+
+    def _push(self, engine: Engine | Shelf | None, version: int) -> None:
+        p = self.parts
+        p.progress.pushed(version)
+        moved = p.channel.push(p.learner, engine, version)
+        p.progress.add({f"sync/{name}": value for name, value in moved.items()})
+        self._has_left = False
+
+    def _restart_failed(self, *, here: bool = True) -> None:
+        """Start this rank's engine again if it has failed (`here`: this rank's is meant). An engine
+        over several ranks is started again on all of them (C). An engine that starts takes all
+        memory that it may have, so with `makes_room` the learner leaves first and the engine sleeps
+        until it gets weights."""
+        p, ranks = self.parts, self.parts.sizes.now.engine_ranks
+        why = p.engine.failure if here and p.engine is not None else ""
+        anywhere = bool(why)
+        if len(ranks) > 1:
+            failed = collective.reduce_floats(
+                [float(r == p.ranks.rank and bool(why)) for r in range(p.ranks.size)]
+            )
+            anywhere = any(failed)
+            first = [r for r in ranks if failed[r]]
+            why = why or (f"the engine's part on rank {first[0]} is gone" if first else "")
+        if p.engine is not None and why:
+            log.warning("rank %d: %s; it is started again", p.ranks.rank, why)
+            for learner in p.learners if self.makes_room else ():
+                learner.offload()
+            p.restart_engine()
+        if self.makes_room and anywhere:
+            self._switch_engine("sleep", ALL, here=bool(why))
+
+    def _switch_engine(
+        self, way: Literal["sleep", "wake"], tags: Collection[Tag], *, here: bool = True
+    ) -> None:
+        """Send this rank's engine to sleep or wake it, unless it has failed or is not meant.
+
+        Only the first rank of an engine over several ranks calls it, for the memory of all of them:
+        every rank has freed its own memory before, and none continues until the call is done (C).
+        """
+        spread = len(self.parts.sizes.now.engine_ranks) > 1
+        if spread:
+            collective.barrier()
+        if here:
+            self._ask_engine(way, lambda e: (e.sleep if way == "sleep" else e.wake)(tags))
+        if spread:
+            collective.barrier()
+
+    def _ask_engine(self, what: str, call: Callable[[Engine], None]) -> None:
+        """Call this rank's engine, unless it has failed. If it fails during the call, treat it as
+        already failed: the round that follows is told."""
+        engine = self.parts.engine
+        if engine is None or engine.failure:
+            return
+        try:
+            call(engine)
+        except RuntimeError as error:
+            if not engine.failure:
+                raise
+            log.warning("rank %d: engine failed at %s: %s", self.parts.ranks.rank, what, error)
+
+
+class OffloadDevice(Device):
+    """Engine and learner have the accelerator one after the other. Every switch is measured against
+    the memory plan, and fails if something is left on the accelerator."""
+
+    makes_room = True
+
+    @contextmanager
+    def train(self) -> Iterator[None]:
+        """The engine sleeps, then the learner comes back."""
+        if self.state == "build":  # the learner is there, and the engine sleeps
+            self._enter("train")
+            yield
+            return
+        self._enter("train")
+        self._switch_engine("sleep", ALL, here=not self._has_left)
+        self._must_be_free("hand_over")
+        for learner in self.parts.learners:
+            learner.onload()
+        self._measure("hand_over")
+        yield
+
+    def update_weights(self, version: int) -> None:
+        """Only the weights that are pushed stay beside the engine's; then the learner leaves and
+        the cache takes what is left."""
+        p = self.parts
+        self._enter("update_weights")
+        self._restart_failed()
+        if p.learner is not None:
+            p.learner.offload(["optimizer", "gradients"])
+        if p.critic is not None:
+            p.critic.offload()
+        if p.learner is not None:
+            p.learner.onload(["weights"])
+        self._must_be_free("push")
+        self._switch_engine("wake", ["weights"])
+        self._measure("push")
+        self._push(p.engine, version)
+        self._wake_engine()
+
+    @contextmanager
+    def save(self, parts: Collection[Part]) -> Iterator[None]:
+        """The learner's parts come back; the engine keeps its weights and gives up its cache."""
+        self._enter("save")
+        self._switch_engine("sleep", ["kv_cache"])
+        for learner in self.parts.learners:
+            learner.onload(parts)
+        self._measure("save")
+        yield
+        self._wake_engine()
+
+    def release_engine(self) -> None:
+        super().release_engine()
+        self._ask_engine("sleep", lambda engine: engine.sleep(ALL))
+
+    def load_learner(self, parts: Collection[Part]) -> None:
+        assert self.parts.learner is not None
+        self.parts.learner.onload(parts)
+
+    def _wake_engine(self) -> None:
+        for learner in self.parts.learners:
+            learner.offload()
+        self._switch_engine("wake", ["kv_cache"])
+        self._measure("generate")
+        self._enter("generate")
+
+    def _must_be_free(self, phase: Literal["hand_over", "push"]) -> None:
+        """RuntimeError if what `phase` brings has no room."""
+        if self.parts.memory is not None:
+            self.parts.memory.before(phase, self.parts.learners)
+
+    def _measure(self, phase: str) -> None:
+        """RuntimeError if more is on the device than the plan has at the start of `phase`."""
+        if self.parts.memory is not None:
+            self.parts.memory.check(phase, self.parts.learners)
+            self.parts.progress.add(self.parts.memory.take())
+
+
+class SharedDevice(Device):
+    """Jobs share their nodes (--mux.url): each phase waits for its permit, loads what it needs from
+    host memory, and leaves the accelerator empty. Processes and communicators stay alive.
+
+        rollout, eval   engine: weights, from the shelf where the last push left them, and cache
+        train, save     learner: weights, optimizer, gradients
+
+    A push is part of the training and ends on the shelf, so no phase needs the nodes of both. If
+    every rank samples and trains, a whole step has one permit, and engine and learner are loaded
+    and stored within it.
+    """
+
+    is_shared = True
+    makes_room = True
+
+    def __init__(self, parts: Parts, gate: PhaseGate, shelf: Shelf | None, *, colocated: bool):
+        """`shelf`: the weights while the engine is away, on a rank that samples; `colocated`: every
+        rank samples and trains."""
+        super().__init__(parts)
+        self._gate, self._shelf, self._colocated = gate, shelf, colocated
+
+    def leave(self) -> None:
+        """Take everything off the accelerator at the end of the start-up."""
+        for resident in (EngineState(self), LearnerState(self)):
+            resident.store()
+        self._enter("away")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One permit for a rollout and its training, if every rank does both."""
+        if not self._colocated:
+            yield
+            return
+        with self._permit("step", None):
+            yield
+
+    @contextmanager
+    def generate(self, phase: Literal["rollout", "eval"] = "rollout") -> Iterator[None]:
+        """Between load and store of the engine."""
+        with self._permit(phase, EngineState(self)), self._on_device("generate"):
+            yield
+
+    @contextmanager
+    def train(self) -> Iterator[None]:
+        """Between load and store of the learner."""
+        with self._permit("train", LearnerState(self)), self._on_device("train"):
+            yield
+
+    @contextmanager
+    def save(self, parts: Collection[Part]) -> Iterator[None]:
+        """Between load and store of the learner."""
+        with self._permit("save", LearnerState(self)), self._on_device("save"):
+            yield
+
+    def update_weights(self, version: int) -> None:
+        """Push to the shelf; the engine takes the weights when it comes back."""
+        self._push(self._shelf, version)
+
+    def repair(self) -> None:
+        """The learner is away, and its weights are on the shelf."""
+        EngineState(self).load()
+
+    def release_engine(self) -> None:
+        """The tail of a rollout leaves this node to another job (mux/tail.py)."""
+        super().release_engine()
+        self._ask_engine("sleep", lambda engine: engine.sleep(ALL))
+
+    @contextmanager
+    def _on_device(self, state: State) -> Iterator[None]:
+        self._enter(state)
+        yield
+        self.state = "away"
+
+    @contextmanager
+    def _permit(self, name: str, resident: "EngineState | LearnerState | None") -> Iterator[None]:
+        """A phase of the gate (W); waiting for it and leaving it are the span of the permit. An
+        error of the gate is the same sentence on every rank."""
+        span = partial(self.parts.spans.phase, name if name in ("eval", "save") else "turn")
+        with ExitStack() as stack:
+            with span():
+                stack.enter_context(self._gate.phase(name, resident))
+            yield
+            with span():
+                stack.close()
+
+
+class EngineState:
+    """What a rollout needs on the accelerator; nothing on a rank that only trains."""
+
+    def __init__(self, device: SharedDevice) -> None:
+        self._device = device
+
+    def load(self) -> None:
+        """Wake the engine, started again if it has failed, with the weights of the last push. In
+        the middle of a rollout that has left this node there is nothing to wake."""
+        device = self._device
+        shelf, here = device._shelf, not device._has_left
+        device._restart_failed(here=here)
+        device._switch_engine("wake", ["weights"], here=here)
+        p = device.parts
+        if shelf is not None and p.sizes.now.engine_ranks[0] == p.ranks.rank and here:
+            device._ask_engine("load", shelf.fill)
+        device._switch_engine("wake", ["kv_cache"], here=here)
+
+    def store(self) -> None:
+        """The engine sleeps; its weights stay on the shelf."""
+        device = self._device
+        device._switch_engine("sleep", ALL, here=not device._has_left)
+        device.engine_is_back()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self._device._shelf.num_bytes if self._device._shelf is not None else 0
+
+
+class LearnerState:
+    """What a training needs on the accelerator; nothing on a rank that only samples."""
+
+    def __init__(self, device: SharedDevice) -> None:
+        self._learners = device.parts.learners
+
+    def load(self) -> None:
+        """Bring actor and critic back."""
+        for learner in self._learners:
+            learner.onload()
+
+    def store(self) -> None:
+        """Move both to host memory."""
+        for learner in self._learners:
+            learner.offload()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights, optimizer and gradients."""
+        return sum(sum(learner.resident_bytes().values()) for learner in self._learners)
