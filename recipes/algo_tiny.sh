@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 __doc__=r'''Any algorithm on the tiny task: 0.4 M weights, one CPU core, 100 steps in about 2 minutes.
-The table of seeds is in rlcore/algos/README.md (tools/seeds_algos.py). PPO learns its critic from
-nothing.
+The table of seeds is in rlcore/algos/README.md (tools/studies/seeds_algos.py). PPO learns its
+critic from nothing.
 
     bash recipes/algo_tiny.sh --algo cispo
     bash recipes/algo_tiny.sh --algo ppo --critic.lr 3e-4   # any key; the last one wins

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on the tiny task with a quantised sampler, as in the TIS paper (tools/exp_tis.py).
+__doc__=r'''GRPO on the tiny task with a quantised sampler, as in the TIS paper.
 The engine rounds the weights of every push to int8 and samples from that model; the learner
 corrects by truncated importance sampling. One process, so two runs fit side by side on two cores.
 
     bash recipes/exp_tis_int8.sh                                          # int8, TIS with C = 2
     bash recipes/exp_tis_int8.sh --algo.rollout_is none --run.name plain  # not corrected
     bash recipes/exp_tis_int8.sh --rollout.quantize int3                  # a gap as in the paper
-    .venv/bin/python tools/exp_tis.py --json FILE --jobs 2                # all arms and seeds
+    .venv/bin/python tools/studies/exp_tis.py --json FILE --jobs 2        # all arms and seeds
 
 The last line makes the whole table and the picture: it starts this recipe with the keys of each
 arm. Eight bits leave hardly a gap in a model of 0.4 M weights: the largest |p_sampler - p_learner|
 in 256 responses of the warm-started model is 0.03 in int8 and 0.12 in fp8. So the arms of the table
-round to three bits, int3 (0.93) and fp3 (0.81); tools/exp_tis.py --formats FOLDER measures it.
+round to three bits, int3 (0.93) and fp3 (0.81); tools/studies/exp_tis.py --formats FOLDER
+measures it.
 Accuracy and reward in metrics.jsonl are those of the quantised sampler; the table adds what the
 trained weights reach in full precision.
 '

@@ -5,14 +5,10 @@
 //   thread(), num_threads()      index within the block, a multiple of kWarp threads
 //   sync()                       barrier of the block, orders its memory
 //   shfl_xor(value, mask)        value of the lane `lane ^ mask`; every lane of the warp takes part
-//   rank(), num_ranks()          index within the cluster of blocks that share one row
-//   cluster_sync()               barrier of the cluster, orders its memory
-//   peer(shared, rank)           the same object in the shared memory of another block
 //
-// CudaBlock is a block alone, CudaCluster one of a cluster (sm_90). HostBlock runs the threads of
-// a whole cluster as fibers of one host thread, one after the other from barrier to barrier: it
-// shows wrong results, out-of-bounds accesses and barriers that not all threads reach, but no
-// races between them.
+// CudaBlock is a block on the device. HostBlock runs its threads as fibers of one host thread, one
+// after the other from barrier to barrier: it shows wrong results, out-of-bounds accesses and
+// barriers that not all threads reach, but no races between them.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +40,6 @@ RL_DEVICE T reduce(Block& block, T value, T* scratch, const Merge& merge) {
 
 #ifdef __CUDACC__
 
-#include <cooperative_groups.h>
-
 namespace rlcore {
 
 class CudaBlock {
@@ -62,31 +56,7 @@ class CudaBlock {
     memcpy(&value, words, sizeof(T));
     return value;
   }
-  RL_DEVICE int rank() const { return 0; }
-  RL_DEVICE int num_ranks() const { return 1; }
-  RL_DEVICE void cluster_sync() { sync(); }
-  template <class T>
-  RL_DEVICE T* peer(T* shared, int) {
-    return shared;
-  }
 };
-
-#if __CUDA_ARCH__ >= 900
-class CudaCluster : public CudaBlock {
- public:
-  RL_DEVICE int rank() const {
-    return static_cast<int>(cooperative_groups::this_cluster().block_rank());
-  }
-  RL_DEVICE int num_ranks() const {
-    return static_cast<int>(cooperative_groups::this_cluster().num_blocks());
-  }
-  RL_DEVICE void cluster_sync() { cooperative_groups::this_cluster().sync(); }
-  template <class T>
-  RL_DEVICE T* peer(T* shared, int rank) {
-    return cooperative_groups::this_cluster().map_shared_rank(shared, static_cast<unsigned>(rank));
-  }
-};
-#endif
 
 }  // namespace rlcore
 
@@ -106,48 +76,37 @@ class CudaCluster : public CudaBlock {
 
 namespace rlcore {
 
-// One thread of a cluster that runs as fibers.
+// One thread of a block that runs as fibers.
 class HostBlock {
  public:
-  class Cluster;
-  HostBlock(Cluster& cluster, int rank, int thread)
-      : cluster_(cluster), rank_(rank), thread_(thread) {}
+  class Fibers;
+  HostBlock(Fibers& fibers, int thread) : fibers_(fibers), thread_(thread) {}
   int thread() const { return thread_; }
   int num_threads() const;
   void sync();
   template <class T>
   T shfl_xor(T value, int mask);
-  int rank() const { return rank_; }
-  int num_ranks() const;
-  void cluster_sync();
-  template <class T>
-  T* peer(T* shared, int rank);
 
  private:
-  Cluster& cluster_;
-  int rank_, thread_;
+  Fibers& fibers_;
+  int thread_;
 };
 
-// Runs `body(block, shared)` on every thread of a cluster. `shared` are the block's
-// `shared_bytes`, aligned to 16, filled with 0xff: reading what nobody wrote gives NaN.
-class HostBlock::Cluster {
+// Runs `body(block, shared)` on every thread of a block. `shared` are the block's `shared_bytes`,
+// aligned to 16, filled with 0xff: reading before a write gives NaN.
+class HostBlock::Fibers {
  public:
   using Body = std::function<void(HostBlock&, void*)>;
 
-  Cluster(int num_ranks, int num_threads, size_t shared_bytes, Body body)
-      : num_ranks_(num_ranks), num_threads_(num_threads), body_(std::move(body)) {
+  Fibers(int num_threads, size_t shared_bytes, Body body) : body_(std::move(body)) {
     if (num_threads % kWarp != 0) std::abort();
-    stride_ = (shared_bytes + 15) / 16 * 16;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      shared_.emplace_back(static_cast<std::byte*>(std::aligned_alloc(16, stride_ + 16)),
-                           &std::free);
-      std::memset(shared_.back().get(), 0xff, stride_ + 16);
-    }
-    const auto count = static_cast<size_t>(num_ranks * num_threads);
+    const size_t bytes = (shared_bytes + 15) / 16 * 16 + 16;
+    shared_.reset(static_cast<std::byte*>(std::aligned_alloc(16, bytes)));
+    std::memset(shared_.get(), 0xff, bytes);
+    const auto count = static_cast<size_t>(num_threads);
     slots_.resize(count);
     warps_.resize(count / kWarp, {kWarp});
-    blocks_.resize(static_cast<size_t>(num_ranks), {num_threads});
-    all_ = {num_ranks * num_threads};
+    block_ = {num_threads};
     fibers_ = std::vector<Fiber>(count);
     for (size_t i = 0; i < count; ++i) start(static_cast<int>(i));
   }
@@ -198,17 +157,16 @@ class HostBlock::Cluster {
     fiber.context.uc_link = &scheduler_;
     // makecontext hands ints on: a pointer goes as two.
     const auto self = reinterpret_cast<uintptr_t>(this);
-    makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Cluster::entry), 2,
+    makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Fibers::entry), 2,
                 static_cast<unsigned>(self >> 32), static_cast<unsigned>(self));
   }
 
   static void entry(unsigned high, unsigned low) {
-    auto& self = *reinterpret_cast<Cluster*>(uintptr_t{high} << 32 | uintptr_t{low});
+    auto& self = *reinterpret_cast<Fibers*>(uintptr_t{high} << 32 | uintptr_t{low});
     self.entered(nullptr);
     const int index = self.current_;
-    const int rank = index / self.num_threads_;
-    HostBlock block(self, rank, index % self.num_threads_);
-    self.body_(block, self.shared_[static_cast<size_t>(rank)].get());
+    HostBlock block(self, index);
+    self.body_(block, self.shared_.get());
     self.fibers_[static_cast<size_t>(index)].done = true;
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(nullptr, self.stack_, self.stack_size_);
@@ -249,13 +207,11 @@ class HostBlock::Cluster {
     entered(fiber.fake_stack);
   }
 
-  int num_ranks_, num_threads_;
   Body body_;
-  size_t stride_ = 0;
-  std::vector<std::unique_ptr<std::byte, decltype(&std::free)>> shared_;
+  std::unique_ptr<std::byte, decltype(&std::free)> shared_{nullptr, &std::free};
   std::vector<Slot> slots_;
-  std::vector<Barrier> warps_, blocks_;
-  Barrier all_;
+  std::vector<Barrier> warps_;
+  Barrier block_;
   std::vector<Fiber> fibers_;
   ucontext_t scheduler_;
   int current_ = 0;
@@ -263,28 +219,18 @@ class HostBlock::Cluster {
   size_t stack_size_ = 0;
 };
 
-inline int HostBlock::num_threads() const { return cluster_.num_threads_; }
-inline int HostBlock::num_ranks() const { return cluster_.num_ranks_; }
-inline void HostBlock::sync() { cluster_.wait(cluster_.blocks_[static_cast<size_t>(rank_)]); }
-inline void HostBlock::cluster_sync() { cluster_.wait(cluster_.all_); }
+inline int HostBlock::num_threads() const { return fibers_.block_.size; }
+inline void HostBlock::sync() { fibers_.wait(fibers_.block_); }
 
 template <class T>
 T HostBlock::shfl_xor(T value, int mask) {
-  static_assert(sizeof(T) <= Cluster::kSlot);
-  const int index = rank_ * cluster_.num_threads_ + thread_;
-  auto& warp = cluster_.warps_[static_cast<size_t>(index / kWarp)];
-  std::memcpy(cluster_.slots_[static_cast<size_t>(index)].bytes, &value, sizeof value);
-  cluster_.wait(warp);
-  std::memcpy(&value, cluster_.slots_[static_cast<size_t>(index ^ mask)].bytes, sizeof value);
-  cluster_.wait(warp);
+  static_assert(sizeof(T) <= Fibers::kSlot);
+  auto& warp = fibers_.warps_[static_cast<size_t>(thread_ / kWarp)];
+  std::memcpy(fibers_.slots_[static_cast<size_t>(thread_)].bytes, &value, sizeof value);
+  fibers_.wait(warp);
+  std::memcpy(&value, fibers_.slots_[static_cast<size_t>(thread_ ^ mask)].bytes, sizeof value);
+  fibers_.wait(warp);
   return value;
-}
-
-template <class T>
-T* HostBlock::peer(T* shared, int rank) {
-  const auto offset =
-      reinterpret_cast<std::byte*>(shared) - cluster_.shared_[static_cast<size_t>(rank_)].get();
-  return reinterpret_cast<T*>(cluster_.shared_[static_cast<size_t>(rank)].get() + offset);
 }
 
 }  // namespace rlcore

@@ -12,9 +12,6 @@ namespace rlcore::loss {
 
 enum class Dtype : int { kBf16, kFp16, kFp32, kFp64 };
 
-// Statistics are double where the logits are, else float.
-inline int64_t statistic_bytes(Dtype dtype) { return dtype == Dtype::kFp64 ? 8 : 4; }
-
 struct Logits {
   void* data;  // [rows, width], the last dimension is contiguous
   Dtype dtype;

@@ -35,7 +35,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>) rows_kernel(const PolicyRowsParams p) {
   __shared__ RowShared<Statistic<T>> shared;
   CudaBlock block;
-  rows_body<T>(block, p, blockIdx.x, shared, static_cast<T*>(nullptr));
+  rows_body<T>(block, p, blockIdx.x, shared);
 }
 
 // One thread per token.

@@ -1,4 +1,4 @@
-// The row kernels' bodies, one block (or cluster of blocks) per row, over the Block concept.
+// The row kernels' bodies, one block per row, over the Block concept.
 //
 // Everything on a row happens in base 2 and straight on the raw logits l:
 //
@@ -177,7 +177,7 @@ RL_HD void raise(Moments<Sum, Real>& m, Real top, Real rate) {
   m.top = top;
 }
 
-// Moments of a row in double: of blocks' threads and of clusters' blocks.
+// Moments of a row in double, joined over a block's threads.
 template <class Real>
 using RowMoments = Moments<double, Real>;
 
@@ -318,11 +318,9 @@ RL_HD void add(Moments<Statistic<T>, Statistic<T>>& m, const Vector<T> (&v)[kCou
   m.dot += few.dot;
 }
 
-// This thread's share of the moments. Where `copy` is not null the elements are put there too, at
-// the same indices.
+// This thread's share of the moments.
 template <class T, class Block>
-RL_DEVICE RowMoments<Statistic<T>> share(Block& block, const Span<T>& span, Statistic<T> rate,
-                                         T* copy) {
+RL_DEVICE RowMoments<Statistic<T>> share(Block& block, const Span<T>& span, Statistic<T> rate) {
   using Real = Statistic<T>;
   Moments<Real, Real> m{minus_infinity<Real>(), 0, 0};
   const int64_t step = block.num_threads();
@@ -331,22 +329,14 @@ RL_DEVICE RowMoments<Statistic<T>> share(Block& block, const Span<T>& span, Stat
     Vector<T> v[kFlight<T>];
     RL_UNROLL
     for (int k = 0; k < kFlight<T>; ++k) v[k] = load(span.vector(i + k * step));
-    if (copy) {
-      auto* to = reinterpret_cast<Vector<T>*>(copy + span.head);
-      RL_UNROLL
-      for (int k = 0; k < kFlight<T>; ++k) store(to + i + k * step, v[k]);
-    }
     add(m, v, rate);
   }
   for (; i < span.vectors; i += step) {
     const Vector<T> v[1] = {load(span.vector(i))};
-    if (copy) store(reinterpret_cast<Vector<T>*>(copy + span.head) + i, v[0]);
     add(m, v, rate);
   }
   for (int64_t j = block.thread(); j < span.singles(); j += step) {
-    const T element = span.at[span.single(j)];
-    if (copy) copy[span.single(j)] = element;
-    const Real logit = widen(element);
+    const Real logit = widen(span.at[span.single(j)]);
     if (logit > m.top) raise(m, logit, rate);
     add(m, logit, rate, shift_of(m.top, rate));
   }
@@ -397,7 +387,7 @@ RL_HD double token_gradient(double logp, double entropy, double g, double h, dou
   return (-g * expm1(logp) - entropy_part) / temperature;
 }
 
-// Writes the gradients of a part of a row to `out`. `from` may be `out`, or a copy of it.
+// Writes the gradients of a row to `out`. `from` may be `out`.
 template <class T, class Block>
 RL_DEVICE void write_line(Block& block, const Span<T>& from, T* out, const Line<Statistic<T>>& line,
                           Statistic<T> rate) {
@@ -458,18 +448,10 @@ RL_HD T* row_at(const Logits& x, int64_t row) {
   return static_cast<T*>(x.data) + row * x.stride;
 }
 
-// Elements of a row that one of `ranks` blocks has: whole lines of 128 bytes.
-template <class T>
-RL_HD int64_t part_size(int64_t valid, int ranks) {
-  constexpr int64_t kLine = 128 / static_cast<int64_t>(sizeof(T));
-  return ((valid + ranks - 1) / ranks + kLine - 1) / kLine * kLine;
-}
-
 // Shared memory of a block.
 template <class Real>
 struct RowShared {
   RowMoments<Real> scratch[kMaxWarps];
-  RowMoments<Real> part;  // of this block, read by the cluster
   Line<Real> line;
   double token_gradient;
   bool zero;
@@ -483,8 +465,8 @@ RL_DEVICE void stats_body(Block& block, const StatsParams& p, int64_t row,
   const Logits& x = p.logits;
   const Real rate = rate_of<Real>(x.temperature);
   const T* at = row_at<T>(x, row);
-  const auto m = reduce(block, share<T>(block, Span<T>(at, x.valid), rate, nullptr), shared.scratch,
-                        Merge<Real>{rate});
+  const auto m =
+      reduce(block, share<T>(block, Span<T>(at, x.valid), rate), shared.scratch, Merge<Real>{rate});
   if (block.thread() != 0) return;
   const RowFacts facts = finish(m, rate, x.temperature);
   Real* out = static_cast<Real*>(p.out) + row;
@@ -551,46 +533,29 @@ RL_DEVICE void tokens_body(const TokensParams& p, int64_t token) {
   put_token(p.out, p.count, token, policy_token(x, p.settings));
 }
 
-// policy_rows of one row, by a block or by a cluster whose blocks each have a part of it. With
-// `copy`, shared memory for a block's part and 16 bytes, the logits are read once.
+// policy_rows of one row.
 template <class T, class Block>
 RL_DEVICE void rows_body(Block& block, const PolicyRowsParams& p, int64_t row,
-                         RowShared<Statistic<T>>& shared, T* copy) {
+                         RowShared<Statistic<T>>& shared) {
   using Real = Statistic<T>;
   const Logits& x = p.logits;
   T* at = row_at<T>(x, row);
   Real* stats = static_cast<Real*>(p.stats);
-  const int64_t part = part_size<T>(x.valid, block.num_ranks());
-  const int64_t begin = part * block.rank() < x.valid ? part * block.rank() : x.valid;
-  const int64_t end = begin + part < x.valid ? begin + part : x.valid;
-  const bool last = block.rank() + 1 == block.num_ranks();
-
   auto inputs = token_inputs<Real>(p.inputs, row, 0, 0);
   if (inputs.weight == 0) {
-    write_zeros(block, at + begin, (last ? x.width : end) - begin);
-    if (block.rank() == 0 && block.thread() == 0) {
+    write_zeros(block, at, x.width);
+    if (block.thread() == 0) {
       put_token(p.out, x.rows, row, policy_token(inputs, p.settings));
       stats[row] = stats[x.rows + row] = 0;
     }
     return;
   }
   const Real rate = rate_of<Real>(x.temperature);
-  const Span<T> span(at + begin, end - begin);
-  T* held_row = copy ? copy + misalignment(span.at) : nullptr;
-  auto m = reduce(block, share<T>(block, span, rate, held_row), shared.scratch, Merge<Real>{rate});
+  const Span<T> span(at, x.valid);
+  const auto m = reduce(block, share<T>(block, span, rate), shared.scratch, Merge<Real>{rate});
   const int64_t token = column(x, row);
   const double logit = token < 0 ? 0.0 : static_cast<double>(widen(at[token]));
-  if (block.num_ranks() > 1) {
-    if (block.thread() == 0) shared.part = m;
-    block.cluster_sync();  // the token's logit is read, the parts are written
-  }
   if (block.thread() == 0) {
-    if (block.num_ranks() > 1) {
-      m = *block.peer(&shared.part, 0);
-      for (int i = 1; i < block.num_ranks(); ++i) {
-        m = Merge<Real>{rate}(m, *block.peer(&shared.part, i));
-      }
-    }
     const RowFacts facts = finish(m, rate, x.temperature);
     const double log_sum = log(facts.sum), entropy = log_sum - facts.dot / facts.sum;
     const double logp = token < 0 ? std::numeric_limits<double>::quiet_NaN()
@@ -604,22 +569,16 @@ RL_DEVICE void rows_body(Block& block, const PolicyRowsParams& p, int64_t row,
     shared.line = line_of(shift_of(m.top, rate), facts.unit, facts.start - log_sum,
                           exp2(facts.start / facts.unit) / facts.sum, x.temperature, g, h, entropy);
     shared.token_gradient = token_gradient(logp, entropy, g, h, x.temperature);
-    if (block.rank() == 0) {
-      put_token(p.out, x.rows, row, result);
-      stats[row] = inputs.logp;
-      stats[x.rows + row] = inputs.entropy;
-    }
+    put_token(p.out, x.rows, row, result);
+    stats[row] = inputs.logp;
+    stats[x.rows + row] = inputs.entropy;
   }
-  block.cluster_sync();  // the line is known, and the parts are read before a block leaves
-  if (shared.zero) return write_zeros(block, at + begin, (last ? x.width : end) - begin);
-  if (copy) {
-    write_line<T>(block, Span<T>(held_row, end - begin), at + begin, shared.line, rate);
-  } else {
-    write_line<T>(block, span, at + begin, shared.line, rate);
-  }
-  if (last) write_zeros(block, at + x.valid, x.width - x.valid);
+  block.sync();  // the token's logit is read, the line is known
+  if (shared.zero) return write_zeros(block, at, x.width);
+  write_line<T>(block, span, at, shared.line, rate);
+  write_zeros(block, at + x.valid, x.width - x.valid);
   block.sync();
-  if (block.thread() == 0 && token >= begin && token < end) {
+  if (block.thread() == 0 && token >= 0) {
     at[token] = narrow<T>(static_cast<Real>(shared.token_gradient));
   }
 }

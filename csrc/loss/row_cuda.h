@@ -12,8 +12,4 @@ int rlcore_policy_tokens(const rlcore::loss::TokensParams* params, void* stream)
 
 // Reads every row twice and writes it once.
 int rlcore_policy_rows(const rlcore::loss::PolicyRowsParams* params, void* stream);
-
-// Reads every row once: a cluster of blocks keeps it in shared memory. sm_90 or later, else
-// cudaErrorNotSupported; cudaErrorInvalidValue where a row is too long for the largest cluster.
-int rlcore_policy_rows_on_chip(const rlcore::loss::PolicyRowsParams* params, void* stream);
 }

@@ -329,8 +329,6 @@ void dispatch(Dtype dtype, const F& f) {
 
 }  // namespace
 
-const char* instruction_set() { return kIsaNames[static_cast<int>(isa())]; }
-
 bool use_instruction_set(const char* name) {
   for (const Isa other : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512}) {
     if (std::strcmp(name, kIsaNames[static_cast<int>(other)]) != 0 || !has(other)) continue;

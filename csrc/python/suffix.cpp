@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include "common/check.h"
@@ -67,27 +66,25 @@ Windows windows_of(const py::object& given) {
 
 // Arrays of one batch of drafts.
 struct Rows {
-  py::array_t<int32_t> tokens, parents, lengths;
+  py::array_t<int32_t> tokens, lengths;
   Forest::Drafts drafts;
 
-  Rows(int64_t batch, int32_t width, bool tree) : tokens({batch, int64_t{width}}), lengths(batch) {
-    if (tree) parents = py::array_t<int32_t>({batch, int64_t{width}});
-    drafts = {tokens.mutable_data(), tree ? parents.mutable_data() : nullptr,
-              lengths.mutable_data(), width};
-  }
+  Rows(int64_t batch, int32_t width)
+      : tokens({batch, int64_t{width}}),
+        lengths(batch),
+        drafts{tokens.mutable_data(), lengths.mutable_data(), width} {}
 };
 
 py::tuple draft(Forest& forest, const py::object& handles, const py::object& windows,
-                int64_t running, bool tree) {
+                int64_t running) {
   const auto h = longs(handles, "handles");
   const auto w = windows_of(windows);
   const auto batch = static_cast<int64_t>(h.size());
-  Rows rows(batch, forest.width(batch, w.sizes, w.own, running), tree);
+  Rows rows(batch, forest.width(batch, w.sizes, w.own, running));
   {
     const py::gil_scoped_release released;
     forest.draft(h, w.sizes, w.own, running, rows.drafts);
   }
-  if (tree) return py::make_tuple(rows.tokens, rows.parents, rows.lengths);
   return py::make_tuple(rows.tokens, rows.lengths);
 }
 
@@ -100,7 +97,7 @@ py::tuple step(Forest& forest, const py::object& handles, const py::object& acce
   const auto o = longs(offsets, "offsets");
   const auto w = windows_of(windows);
   const auto batch = static_cast<int64_t>(h.size());
-  Rows rows(batch, forest.width(batch, w.sizes, w.own, running), false);
+  Rows rows(batch, forest.width(batch, w.sizes, w.own, running));
   {
     const py::gil_scoped_release released;
     forest.step(h, a, t, o, w.sizes, w.own, running, rows.drafts);
@@ -166,20 +163,9 @@ py::object arena(const Forest& forest) {
   return array;
 }
 
-void os_errors(std::exception_ptr p) {
-  try {
-    if (p) std::rethrow_exception(p);
-  } catch (const std::system_error& e) {
-    const py::object error =
-        py::reinterpret_borrow<py::object>(PyExc_OSError)(e.code().value(), e.what());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  }
-}
-
 }  // namespace
 
 void bind_suffix(py::module_& m) {
-  py::register_local_exception_translator(os_errors);
   const Options defaults;
   py::dict d;
   d["limit"] = defaults.limit;
@@ -261,16 +247,7 @@ void bind_suffix(py::module_& m) {
             forest.accept(h, a);
           },
           py::arg("handles"), py::arg("lengths"))
-      .def(
-          "draft",
-          [](Forest& forest, const py::object& handles, const py::object& windows,
-             int64_t running) { return draft(forest, handles, windows, running, false); },
-          py::arg("handles"), py::arg("windows"), py::arg("running"))
-      .def(
-          "draft_tree",
-          [](Forest& forest, const py::object& handles, const py::object& windows,
-             int64_t running) { return draft(forest, handles, windows, running, true); },
-          py::arg("handles"), py::arg("windows"), py::arg("running"))
+      .def("draft", draft, py::arg("handles"), py::arg("windows"), py::arg("running"))
       .def("step", step, py::arg("handles"), py::arg("accepted"), py::arg("tokens"),
            py::arg("offsets"), py::arg("windows"), py::arg("running"))
       .def(
@@ -304,7 +281,5 @@ void bind_suffix(py::module_& m) {
                                return forest.nbytes();
                              })
       .def("stats", stats)
-      .def("arena", arena)
-      .def("save", &Forest::save, py::arg("path"), py::call_guard<py::gil_scoped_release>())
-      .def("load", &Forest::load, py::arg("path"), py::call_guard<py::gil_scoped_release>());
+      .def("arena", arena);
 }

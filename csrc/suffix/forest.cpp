@@ -1,13 +1,9 @@
 #include "suffix/forest.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -38,71 +34,6 @@ constexpr int64_t kLongestStream = int64_t{1} << 30;
 constexpr State kNothing = {kNoToken, kNil, kNil, 0, kNil, 0};
 
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-// For messages: names of files are bytes, messages are text.
-std::string printable(const std::string& path) {
-  std::string text;
-  for (const char c : path) {
-    if (c >= ' ' && c <= '~') {
-      text += c;
-    } else {
-      constexpr char kDigits[] = "0123456789abcdef";
-      const auto byte = static_cast<unsigned char>(c);
-      text += {'\\', 'x', kDigits[byte >> 4], kDigits[byte & 15]};
-    }
-  }
-  return text;
-}
-
-[[noreturn]] void fail_at(const std::string& path) {
-  throw std::system_error(errno, std::generic_category(), printable(path));
-}
-
-class File {
- public:
-  File(const std::string& path, int flags) : path_(path) {
-    fd_ = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
-    if (fd_ < 0) fail();
-  }
-  ~File() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-
-  int64_t size() const {
-    struct stat s;
-    if (::fstat(fd_, &s) != 0) fail();
-    return s.st_size;
-  }
-  // False: the file ends before.
-  bool read(char* to, uint64_t bytes) const {
-    for (uint64_t done = 0; done < bytes;) {
-      const ssize_t n = ::read(fd_, to + done, std::min<uint64_t>(bytes - done, 1u << 30));
-      if (n == 0) return false;
-      if (n < 0 && errno != EINTR) fail();
-      if (n > 0) done += static_cast<uint64_t>(n);
-    }
-    return true;
-  }
-  void write(const char* from, uint64_t bytes) const {
-    for (uint64_t done = 0; done < bytes;) {
-      const ssize_t n = ::write(fd_, from + done, std::min<uint64_t>(bytes - done, 1u << 30));
-      if (n < 0 && errno != EINTR) fail();
-      if (n > 0) done += static_cast<uint64_t>(n);
-    }
-  }
-  // On the disk when it returns.
-  void sync_and_close() {
-    if (::fsync(fd_) != 0) fail();
-    if (::close(std::exchange(fd_, -1)) != 0) fail();
-  }
-
- private:
-  [[noreturn]] void fail() const { fail_at(path_); }
-  std::string path_;
-  int fd_;
-};
 
 void check_offsets(const char* name, std::span<const int64_t> offsets, size_t parts, size_t total) {
   RL_CHECK(offsets.size() == parts + 1, name, ": ", parts + 1, " entries are needed, got ",
@@ -153,10 +84,6 @@ void Arena::seal() {
     reserved_ = keep;
   }
   Header& h = header();
-  h.magic = kMagic;
-  h.version = kVersion;
-  h.header_bytes = sizeof(Header);
-  h.bytes = used_;
   h.num_states = h.num_edges = 0;
   for (const Prompt& p : prompts()) {
     h.num_states += p.num_states;
@@ -176,128 +103,6 @@ History Arena::history(int64_t key) const {
   if (p == nullptr) return {&kNothing, nullptr};
   return {reinterpret_cast<const State*>(base_ + p->states),
           reinterpret_cast<const Edge*>(base_ + p->edges)};
-}
-
-// Four lanes, since one multiplication chain is slower than memory.
-uint64_t Arena::checksum(const char* base, uint64_t bytes) {
-  constexpr uint64_t kMul = 0x9E3779B97F4A7C15ull;
-  uint64_t lane[4] = {1, 2, 3, 4};
-  static_assert(offsetof(Header, checksum) == 24);
-  for (uint64_t at = 0; at < bytes; at += 32) {
-    uint64_t word[4] = {};
-    std::memcpy(word, base + at, std::min<uint64_t>(32, bytes - at));
-    if (at == 0) word[3] = 0;  // the checksum itself
-    for (int i = 0; i < 4; ++i) {
-      lane[i] = (lane[i] ^ word[i]) * kMul;
-      lane[i] ^= lane[i] >> 29;
-    }
-  }
-  return ((lane[0] * kMul ^ lane[1]) * kMul ^ lane[2]) * kMul ^ lane[3];
-}
-
-void Arena::save(const std::string& path) const {
-  Header h = header();
-  h.checksum = checksum(base_, used_);
-  // Beside it first, so that a file that was there stays until the new one is whole.
-  static std::atomic<uint64_t> saves{0};
-  const std::string part =
-      path + ".part-" + std::to_string(::getpid()) + "-" + std::to_string(saves++);
-  File file(part, O_WRONLY | O_CREAT | O_EXCL);
-  try {
-    file.write(reinterpret_cast<const char*>(&h), sizeof(h));
-    file.write(base_ + sizeof(h), used_ - sizeof(h));
-    file.sync_and_close();
-    if (::rename(part.c_str(), path.c_str()) != 0) fail_at(path);
-  } catch (...) {
-    ::unlink(part.c_str());
-    throw;
-  }
-  const size_t slash = path.rfind('/');
-  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  File(folder, O_RDONLY | O_DIRECTORY).sync_and_close();  // the name
-}
-
-std::unique_ptr<Arena> Arena::load(const std::string& path) {
-  const File file(path, O_RDONLY);
-  const std::string name = printable(path);
-  const auto size = static_cast<uint64_t>(std::max<int64_t>(file.size(), 0));
-  Header h;
-  RL_CHECK(size >= sizeof(h) && file.read(reinterpret_cast<char*>(&h), sizeof(h)), "path ", name,
-           ": not a suffix forest, ", size, " bytes");
-  RL_CHECK(h.magic == kMagic, "path ", name, ": not a suffix forest");
-  RL_CHECK(h.version == kVersion && h.header_bytes == sizeof(Header), "path ", name, ": version ",
-           h.version, ", this build reads ", kVersion);
-  RL_CHECK(h.bytes == size, "path ", name, ": ", size, " bytes, its header says ", h.bytes);
-  RL_CHECK(h.num_prompts <= (size - sizeof(h)) / sizeof(Prompt), "path ", name, ": ", h.num_prompts,
-           " prompts do not fit into ", size, " bytes");
-  auto arena = reserve(size);
-  arena->take(size);
-  arena->used_ = size;
-  arena->header() = h;
-  RL_CHECK(file.read(arena->base_ + sizeof(h), size - sizeof(h)), "path ", name,
-           ": the file ends early");
-  const uint64_t sum = checksum(arena->base_, size);
-  RL_CHECK(sum == h.checksum, "path ", name, ": checksum ", sum, ", its header says ", h.checksum);
-  try {
-    arena->check_contents();
-  } catch (const std::invalid_argument& error) {
-    refuse("path ", name, ": ", error.what());
-  }
-  return arena;
-}
-
-// Every index in range and every chain of links finite: what match.h relies on.
-void Arena::check_contents() const {
-  const auto inside = [&](uint64_t at, uint64_t count, uint64_t each) {
-    return at % alignof(State) == 0 && at <= used_ && count <= (used_ - at) / each;
-  };
-  const auto all = prompts();
-  uint64_t num_states = 0, num_edges = 0, num_tokens = 0;
-  for (size_t i = 0; i < all.size(); ++i) {
-    const Prompt& p = all[i];
-    RL_CHECK(i == 0 || all[i - 1].key < p.key, "keys do not ascend");
-    RL_CHECK(p.num_states > 0 && inside(p.states, p.num_states, sizeof(State)) &&
-                 inside(p.edges, p.num_edges, sizeof(Edge)),
-             "prompt ", p.key, " lies outside of the file");
-    const auto* states = reinterpret_cast<const State*>(base_ + p.states);
-    const auto* edges = reinterpret_cast<const Edge*>(base_ + p.edges);
-    num_states += p.num_states;
-    num_edges += p.num_edges;
-    num_tokens += states[kRoot].count;
-    const auto leads = [&](uint32_t to) { return to != kRoot && to < p.num_states; };
-    const auto reaches = [&](const Edge& e) {
-      return e.token == kNoToken || (e.token >= 0 && leads(e.to));
-    };
-    for (uint32_t s = 0; s < p.num_states; ++s) {
-      const State& x = states[s];
-      const bool root = s == kRoot;
-      bool good = (x.next == kNil) == (x.token == kNoToken) && x.token >= kNoToken;
-      good = good && (x.next == kNil || leads(x.next));
-      good = good && (root ? x.link == kNil && x.link_length == 0 : x.link < p.num_states);
-      if (good && !root) {
-        good = x.link == kRoot ? x.link_length == 0 : x.link_length > states[x.link].link_length;
-        // A string has a state for each of its lengths.
-        good = good && x.link_length < int64_t{p.num_states};
-      }
-      if (good && x.edges != kNil) {
-        good = x.edges < p.num_edges;
-        if (good) {
-          const Edge head = edges[x.edges];
-          const uint32_t room = p.num_edges - x.edges - 1;
-          good = head.token > 0 && static_cast<uint32_t>(head.token) <= room;
-          good = good && (head.to == 0 || head.to + 2 == static_cast<uint32_t>(head.token));
-          good = good && (head.to & (head.to + 1)) == 0;
-          good = good && edges[x.edges + 1].token != kNoToken;
-          for (int32_t k = 1; good && k <= head.token; ++k) good = reaches(edges[x.edges + k]);
-        }
-      }
-      RL_CHECK(good, "prompt ", p.key, " has a broken state ", s);
-    }
-  }
-  const Header& h = header();
-  RL_CHECK(num_states == h.num_states && num_edges == h.num_edges && num_tokens == h.num_tokens,
-           num_states, " states, ", num_edges, " edges and ", num_tokens,
-           " tokens, its header says ", h.num_states, ", ", h.num_edges, " and ", h.num_tokens);
 }
 
 // ---- Pool -----------------------------------------------------------------------------------
@@ -642,7 +447,7 @@ Built Forest::build(const Corpus& corpus) {
 
   const Header& h = arena->header();
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-  const Built built = {h.num_tokens, h.num_states, h.num_edges, h.bytes, took.count()};
+  const Built built = {h.num_tokens, h.num_states, h.num_edges, arena->nbytes(), took.count()};
   std::shared_ptr<const Arena> made = std::move(arena);  // then one that was not used, freed last
   const std::lock_guard serve(serving_);
   std::erase_if(arenas_, [](const auto& held) { return held.expired(); });
@@ -821,29 +626,22 @@ void Forest::walk_found(std::span<const int32_t> tokens, std::span<const int64_t
     Request& r = *found_[i];
     const int32_t* first = offsets.empty() ? nullptr : tokens.data() + offsets[i];
     const int32_t* last = offsets.empty() ? nullptr : tokens.data() + offsets[i + 1];
-    const bool chain = out.tokens != nullptr && out.parents == nullptr;
+    const bool drafts = out.tokens != nullptr;
     return Walk::Task{r.history,
                       &r.match,
                       first,
                       last,
                       options_.live ? &r.live : nullptr,
-                      chain ? windows_[i] : 0,
+                      drafts ? windows_[i] : 0,
                       out.tokens + static_cast<int64_t>(i) * out.width,
-                      chain ? out.lengths + i : &unused};
+                      drafts ? out.lengths + i : &unused};
   };
   run_walks(found_.size(), options_, task);
   if (out.tokens == nullptr) return;
   for (size_t i = 0; i < found_.size(); ++i) {
-    Request& r = *found_[i];
-    const int64_t row = static_cast<int64_t>(i) * out.width;
-    int32_t depth = out.lengths[i];
-    if (out.parents != nullptr) {
-      int32_t* parents = out.parents + row;
-      out.lengths[i] = grow(r, windows_[i], out.tokens + row, parents, &depth);
-      std::fill(parents + out.lengths[i], parents + out.width, -1);
-    }
-    std::fill(out.tokens + row + out.lengths[i], out.tokens + row + out.width, kNoToken);
-    r.window.proposed = depth;
+    int32_t* row = out.tokens + static_cast<int64_t>(i) * out.width;
+    std::fill(row + out.lengths[i], row + out.width, kNoToken);
+    found_[i]->window.proposed = out.lengths[i];
   }
 }
 
@@ -856,28 +654,6 @@ void Forest::plan_found(std::span<const int32_t> windows, bool own, int64_t runn
     const int32_t window = open_window(found_[i]->window, load);
     windows_[i] = own ? window : windows[i];
   }
-}
-
-// As `draft` of match.h, with a tree from the history.
-int32_t Forest::grow(const Request& r, int32_t window, int32_t* tokens, int32_t* parents,
-                     int32_t* depth) {
-  *depth = 0;
-  if (window <= 0) return 0;
-  const Match from = shrink(r.history, r.match, options_.min_match);
-  int32_t n = 0;
-  if (from.length > 0) {
-    const int32_t nodes = window_for(options_, window, from.length);
-    n = tree_.grow(r.history, from.state, nodes, options_.min_prob, tokens, parents, depth);
-  }
-  const int32_t length = n > 0 ? from.length : 0;
-  if (options_.live && length < longest_live(options_)) {
-    const LiveMatch own = find_live(r.live, options_);
-    if (own.length > length) {
-      n = *depth = copy_live(r.live, own, window_for(options_, window, own.length), tokens);
-      std::iota(parents, parents + n, -1);
-    }
-  }
-  return n;
 }
 
 void Forest::draft(std::span<const int64_t> handles, std::span<const int32_t> windows, bool own,
@@ -948,20 +724,6 @@ Stats Forest::stats() const {
 uint64_t Forest::nbytes() const {
   const Stats s = stats();
   return s.history_bytes + s.live_bytes;
-}
-
-void Forest::save(const std::string& path) const {
-  const auto arena = current();
-  RL_CHECK(arena != nullptr, "save: nothing to save before the first swap");
-  arena->save(path);
-}
-
-void Forest::load(const std::string& path) {
-  std::shared_ptr<const Arena> arena = Arena::load(path);
-  const std::lock_guard lock(serving_);
-  std::erase_if(arenas_, [](const auto& held) { return held.expired(); });
-  arenas_.push_back(arena);
-  current_.swap(arena);  // what served before is freed after the lock
 }
 
 std::shared_ptr<const Arena> Forest::current() const {

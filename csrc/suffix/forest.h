@@ -11,12 +11,10 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "suffix/match.h"
 #include "suffix/pool.h"
-#include "suffix/tree.h"
 
 namespace rlcore::suffix {
 
@@ -25,14 +23,10 @@ class Arena {
  public:
   // Address space for `bytes`, not memory. std::bad_alloc where there is none.
   static std::unique_ptr<Arena> reserve(uint64_t bytes);
-  // std::invalid_argument if the file is not a whole forest; std::system_error if it cannot be
-  // read.
-  static std::unique_ptr<Arena> load(const std::string& path);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  void save(const std::string& path) const;
   // The next `bytes` bytes, aligned to a cache line. Several threads may ask.
   char* take(uint64_t bytes);
   // Gives what was not taken back, and fills in what the header says of the whole.
@@ -47,13 +41,9 @@ class Arena {
   History history(int64_t key) const;
   const Prompt* find(int64_t key) const;
   uint64_t nbytes() const { return used_; }
-  // Of a whole block but its header's checksum.
-  static uint64_t checksum(const char* base, uint64_t bytes);
 
  private:
   Arena(char* base, uint64_t reserved) : base_(base), reserved_(reserved) {}
-
-  void check_contents() const;
 
   char* base_;
   uint64_t reserved_;
@@ -110,7 +100,6 @@ class Forest {
   // Rows of `width` tokens, -1 after the draft.
   struct Drafts {
     int32_t* tokens;
-    int32_t* parents;  // nullptr: chains
     int32_t* lengths;
     int32_t width;
   };
@@ -125,8 +114,6 @@ class Forest {
 
   uint64_t nbytes() const;
   Stats stats() const;
-  void save(const std::string& path) const;
-  void load(const std::string& path);
   // The current block, for a copy to a device; nullptr before the first swap.
   std::shared_ptr<const Arena> current() const;
 
@@ -141,7 +128,6 @@ class Forest {
   void plan_found(std::span<const int32_t> windows, bool own, int64_t running);
   void walk_found(std::span<const int32_t> tokens, std::span<const int64_t> offsets,
                   const Drafts& out);
-  int32_t grow(const Request& r, int32_t window, int32_t* tokens, int32_t* parents, int32_t* depth);
   void check_accepted(std::span<const int64_t> handles, std::span<const int32_t> accepted) const;
   void check_windows(std::span<const int32_t> windows, size_t batch) const;
 
@@ -160,7 +146,6 @@ class Forest {
   Pool pool_;
   int64_t num_open_ = 0;
   uint64_t call_ = 0;
-  Tree tree_;
 };
 
 }  // namespace rlcore::suffix

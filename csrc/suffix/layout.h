@@ -50,21 +50,13 @@ struct Prompt {
 };
 static_assert(sizeof(Prompt) == 32);
 
-constexpr uint64_t kMagic = 0x315845464653'4c52;  // "RLSFFEX1"
-constexpr uint32_t kVersion = 3;
-
 struct Header {
-  uint64_t magic;
-  uint32_t version;
-  uint32_t header_bytes;
-  uint64_t bytes;     // of the whole block
-  uint64_t checksum;  // of all the rest, the header's other fields too
   uint64_t num_prompts;
   uint64_t num_tokens;
   uint64_t num_states;
   uint64_t num_edges;
 };
-static_assert(sizeof(Header) == 64);
+static_assert(sizeof(Header) == 32);
 
 // One prompt's history, ready to walk.
 struct History {

@@ -133,10 +133,9 @@ struct Shape {
   double temperature, spread, mean = 0;
 };
 
-// How the bodies are run.
+// How the rows are run.
 struct Way {
-  int ranks, threads;  // 0 ranks: the CPU's code
-  bool copy;
+  int threads;  // of a block on fibers; 0: the CPU's code
 };
 
 const ParallelFor kSerial = [](int64_t count, const Range& f) { f(0, count); };
@@ -148,20 +147,20 @@ const ParallelFor kThreaded = [](int64_t count, const Range& f) {
   for (auto& t : threads) t.join();
 };
 
-// One cluster takes the rows one after the other.
+// One block takes the rows one after the other.
 template <class F>
 void on_fibers(const Way& way, size_t shared_bytes, int64_t rows, const F& f) {
-  HostBlock::Cluster(way.ranks, way.threads, shared_bytes, [&](HostBlock& block, void* shared) {
+  HostBlock::Fibers(way.threads, shared_bytes, [&](HostBlock& block, void* shared) {
     for (int64_t row = 0; row < rows; ++row) {
       f(block, shared, row);
-      block.cluster_sync();
+      block.sync();
     }
   }).run();
 }
 
 template <class T>
 void run_stats(const Way& way, const StatsParams& p) {
-  if (!way.ranks) return row_stats(p, kThreaded);
+  if (!way.threads) return row_stats(p, kThreaded);
   using Shared = RowShared<Statistic<T>>;
   on_fibers(way, sizeof(Shared), p.logits.rows, [&](HostBlock& block, void* shared, int64_t row) {
     stats_body<T>(block, p, row, *static_cast<Shared*>(shared));
@@ -170,21 +169,17 @@ void run_stats(const Way& way, const StatsParams& p) {
 
 template <class T>
 void run_grad(const Way& way, const GradParams& p) {
-  if (!way.ranks) return row_grad(p, kThreaded);
+  if (!way.threads) return row_grad(p, kThreaded);
   on_fibers(way, 0, p.logits.rows,
             [&](HostBlock& block, void*, int64_t row) { grad_body<T>(block, p, row); });
 }
 
 template <class T>
 void run_rows(const Way& way, const PolicyRowsParams& p) {
-  if (!way.ranks) return policy_rows(p, kThreaded);
+  if (!way.threads) return policy_rows(p, kThreaded);
   using Shared = RowShared<Statistic<T>>;
-  const size_t start = (sizeof(Shared) + 15) / 16 * 16;
-  const auto bytes =
-      start + static_cast<size_t>(part_size<T>(p.logits.valid, way.ranks)) * sizeof(T) + 16;
-  on_fibers(way, bytes, p.logits.rows, [&](HostBlock& block, void* shared, int64_t row) {
-    T* copy = reinterpret_cast<T*>(static_cast<std::byte*>(shared) + start);
-    rows_body<T>(block, p, row, *static_cast<Shared*>(shared), way.copy ? copy : nullptr);
+  on_fibers(way, sizeof(Shared), p.logits.rows, [&](HostBlock& block, void* shared, int64_t row) {
+    rows_body<T>(block, p, row, *static_cast<Shared*>(shared));
   });
 }
 
@@ -357,9 +352,8 @@ struct Case {
   std::vector<Reference> references;
 };
 
-// The CPU's code; a block; a block that keeps the row; clusters that keep it.
-constexpr Way kWays[] = {
-    {0, 0, false}, {1, 64, false}, {1, 32, true}, {2, 64, true}, {4, 32, true}};
+// The CPU's code; blocks of several warps and of one.
+constexpr Way kWays[] = {{0}, {64}, {32}};
 
 const Shape kShapes[] = {
     // rows width valid first gap offset temperature spread
@@ -382,18 +376,15 @@ void check_all(const std::vector<Way>& ways) {
   for (const Shape& shape : kShapes) {
     for (const Way& way : ways) {
       Case<T> c(shape, ++seed);
-      if (way.ranks <= 1 && !way.copy) {
-        c.check_stats(way);
-        c.check_grad(way, true, 0, 0);
-        c.check_grad(way, false, shape.gap, shape.offset);
-        c.check_grad(way, false, shape.gap + 1, shape.offset + 1);
-      }
+      c.check_stats(way);
+      c.check_grad(way, true, 0, 0);
+      c.check_grad(way, false, shape.gap, shape.offset);
+      c.check_grad(way, false, shape.gap + 1, shape.offset + 1);
       c.check_rows(way);
     }
   }
   // No columns of one's own, no columns at all, no rows.
   for (const Way& way : ways) {
-    if (way.ranks > 1 || way.copy) continue;
     for (const Shape& shape : {Shape{2, 5, 0, 9, 0, 0, 1, 1}, Shape{2, 0, 0, 9, 0, 0, 1, 1},
                                Shape{0, 5, 5, 0, 0, 0, 1, 1}}) {
       Case<T>(shape, 1).check_stats(way);

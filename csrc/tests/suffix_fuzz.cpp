@@ -6,21 +6,18 @@
 // Two forests get the same calls, one in batches and one request by request, token by token, and
 // the body of the CUDA kernel as well: their drafts must agree. Refusals are fine, anything else
 // aborts.
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "suffix/forest.h"
@@ -30,7 +27,6 @@ namespace {
 
 using rlcore::suffix::Arena;
 using rlcore::suffix::Forest;
-using rlcore::suffix::Header;
 using rlcore::suffix::Options;
 
 #define NEED(condition)                                                          \
@@ -153,8 +149,6 @@ class Run {
         return open();
       case 2:
         return close();
-      case 3:
-        return reload();
       default:
         return step();
     }
@@ -214,15 +208,13 @@ class Run {
     }
     const bool own = in_.below(2);
     const int64_t running = in_.below(20);
-    const int32_t how = in_.below(4);
-    const bool tree = how == 0, at_once = how == 1;
+    const bool at_once = in_.below(4) == 1;
     const size_t rows = b.handles.size();
     if (!at_once) fast_.advance(b.handles, b.tokens, b.offsets);
     const int32_t width =
         fast_.width(static_cast<int64_t>(rows), b.windows, own, std::max<int64_t>(running, 1));
-    std::vector<int32_t> tokens(rows * static_cast<size_t>(width)), parents = tokens, lengths(rows);
-    const Forest::Drafts out = {tokens.data(), tree ? parents.data() : nullptr, lengths.data(),
-                                width};
+    std::vector<int32_t> tokens(rows * static_cast<size_t>(width)), lengths(rows);
+    const Forest::Drafts out = {tokens.data(), lengths.data(), width};
     if (at_once) {
       // A draft that was refused at its end is still to be accepted.
       const std::vector<int32_t> none(rows, 0);
@@ -235,10 +227,10 @@ class Run {
     }
     std::vector<int32_t> accepted;
     for (size_t i = 0; i < rows; ++i) {
-      one_by_one(b, i, own, std::max<int64_t>(running, 1), tree, width,
+      one_by_one(b, i, own, std::max<int64_t>(running, 1), width,
                  tokens.data() + i * static_cast<size_t>(width), lengths[i]);
       const int32_t n = in_.next();
-      accepted.push_back(tree ? 0 : std::min(n, lengths[i] + (n == 255)));
+      accepted.push_back(std::min(n, lengths[i] + (n == 255)));
     }
     std::vector<int32_t> a(rows), c(rows);
     fast_.matches(b.handles, a, c);
@@ -262,7 +254,7 @@ class Run {
     }
   }
 
-  void one_by_one(const Batch& b, size_t i, bool own, int64_t running, bool tree, int32_t width,
+  void one_by_one(const Batch& b, size_t i, bool own, int64_t running, int32_t width,
                   const int32_t* row, int32_t length) {
     const std::vector<int64_t> handle = {b.handles[i]};
     for (int64_t k = b.offsets[i]; k < b.offsets[i + 1]; ++k) {
@@ -270,59 +262,19 @@ class Run {
       slow_.advance(handle, token, std::vector<int64_t>{0, 1});
     }
     const std::vector<int32_t> window = {b.windows[i]};
-    std::vector<int32_t> tokens(static_cast<size_t>(width)), parents = tokens, n(1);
-    slow_.draft(handle, window, own, running,
-                {tokens.data(), tree ? parents.data() : nullptr, n.data(), width});
+    std::vector<int32_t> tokens(static_cast<size_t>(width)), n(1);
+    slow_.draft(handle, window, own, running, {tokens.data(), n.data(), width});
     std::vector<int32_t> there(static_cast<size_t>(width), -1);
     OnDevice& device = device_.at(handle[0]);
     const int32_t m =
         device.step(options_, b.tokens.data() + b.offsets[i], b.offsets[i + 1] - b.offsets[i],
                     own ? nullptr : window.data(), running, there);
-    if (!tree && !device.request.full)
-      NEED(m == length && std::equal(there.begin(), there.end(), row));
+    if (!device.request.full) NEED(m == length && std::equal(there.begin(), there.end(), row));
     // Without room for the stream it drafts something else; the windows go on as one.
-    if (tree || device.request.full) device.request.window.proposed = length;
+    if (device.request.full) device.request.window.proposed = length;
     NEED(n[0] == length && length <= width);
     NEED(std::equal(tokens.begin(), tokens.end(), row));
-    for (int32_t k = 0; k < width; ++k) {
-      NEED(k < length ? row[k] >= 0 : row[k] == -1);
-      if (tree) NEED(k < length ? parents[static_cast<size_t>(k)] < k : true);
-    }
-  }
-
-  // What was saved, with some bytes changed and, half of the time, a checksum that is right again.
-  void reload() {
-    const bool shared = std::filesystem::exists("/dev/shm");
-    const auto folder = shared ? "/dev/shm" : std::filesystem::temp_directory_path();
-    const std::string path = folder / ("suffix_fuzz-" + std::to_string(::getpid()));
-    int fd = -1;
-    try {
-      fast_.save(path);
-      fd = ::open(path.c_str(), O_RDWR);
-      NEED(fd >= 0);
-      std::vector<char> file(static_cast<size_t>(::lseek(fd, 0, SEEK_END)));
-      NEED(::pread(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
-      const int32_t changes = in_.below(4);
-      for (int32_t k = 0; k < changes; ++k) {
-        const size_t at = (static_cast<size_t>(in_.next()) << 8 | in_.next()) % file.size();
-        file[at] = static_cast<char>(in_.next());
-      }
-      if (in_.below(2)) {
-        const uint64_t sum = Arena::checksum(file.data(), file.size());
-        std::memcpy(file.data() + offsetof(Header, checksum), &sum, sizeof(sum));
-      }
-      if (in_.next() == 255) file.resize(file.size() / 2);
-      NEED(::ftruncate(fd, static_cast<off_t>(file.size())) == 0);
-      NEED(::pwrite(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
-      fast_.load(path);
-      slow_.load(path);
-    } catch (...) {
-      if (fd >= 0) ::close(fd);
-      ::unlink(path.c_str());
-      throw;
-    }
-    ::close(fd);
-    ::unlink(path.c_str());
+    for (int32_t k = 0; k < width; ++k) NEED(k < length ? row[k] >= 0 : row[k] == -1);
   }
 
   Bytes in_;

@@ -182,7 +182,7 @@ void check_batches(Random& random) {
     const size_t cells = kRequests * static_cast<size_t>(width);
     std::vector<int32_t> here(cells, -1), there(cells, -1), there_lengths(kRequests);
     forest.step(handles, accepted, more, offsets, own ? std::span<const int32_t>() : windows, own,
-                0, {here.data(), nullptr, lengths.data(), width});
+                0, {here.data(), lengths.data(), width});
     std::vector<int32_t> claims(kRequests, -1);
     StepJob job = {.requests = requests.data(),
                    .num_requests = kRequests,

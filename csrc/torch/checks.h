@@ -34,6 +34,4 @@ inline void check_launch(int code, const char* op) {
 
 inline void* stream_of(int64_t stream) { return reinterpret_cast<void*>(stream); }
 
-inline bool is_contiguous_cpu(const Tensor& t) { return t.is_cpu() && t.is_contiguous(); }
-
 }  // namespace rlcore

@@ -237,11 +237,6 @@ loss::PolicyRowsParams rows_params(const Tensor& logits, const Tensor& tokens, i
           .out = out.data_ptr()};
 }
 
-void check_variant(int64_t variant) {
-  RL_CHECK(variant == 0 || variant == 1, "variant ", variant,
-           ": allowed are 0 (any device) and 1 (row kept on chip, sm_90)");
-}
-
 // torch's own threads, which obey torch.set_num_threads.
 void parallel_for(int64_t count, const loss::Range& range) {
   torch::stable::parallel_for(0, count, 1, range);
@@ -269,13 +264,10 @@ void policy_tokens_cpu(const Tensor& logp, const Tensor& entropy, const Tensor& 
   loss::policy_tokens(tokens_params(logp, entropy, x, out), parallel_for);
 }
 
-// `variant` chooses between kernels of the device; the CPU has one.
 void policy_rows_cpu(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
                      double temperature, const Tensor& logp_old, const Tensor& logp_sampler,
                      std::optional<Tensor> logp_ref, const Tensor& advantage, const Tensor& weight,
-                     std::vector<double> params, Tensor stats, Tensor out, int64_t variant,
-                     int64_t /*stream*/) {
-  check_variant(variant);
+                     std::vector<double> params, Tensor stats, Tensor out, int64_t /*stream*/) {
   const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
   loss::policy_rows(rows_params(logits, tokens, first, valid, temperature, x, stats, out),
                     parallel_for);
@@ -315,27 +307,14 @@ void policy_tokens_cuda(const Tensor& logp, const Tensor& entropy, const Tensor&
   check_launch(rlcore_policy_tokens(&p, stream_of(stream)), "policy_tokens");
 }
 
-constexpr int kNotSupported = 801, kInvalidValue = 1;  // cudaError_t
-
 void policy_rows_cuda(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
                       double temperature, const Tensor& logp_old, const Tensor& logp_sampler,
                       std::optional<Tensor> logp_ref, const Tensor& advantage, const Tensor& weight,
-                      std::vector<double> params, Tensor stats, Tensor out, int64_t variant,
-                      int64_t stream) {
-  check_variant(variant);
+                      std::vector<double> params, Tensor stats, Tensor out, int64_t stream) {
   const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
   const auto p = rows_params(logits, tokens, first, valid, temperature, x, stats, out);
   const auto device = guard(logits);
-  if (variant == 0) {
-    check_launch(rlcore_policy_rows(&p, stream_of(stream)), "policy_rows");
-    return;
-  }
-  const int code = rlcore_policy_rows_on_chip(&p, stream_of(stream));
-  RL_CHECK(code != kNotSupported,
-           "variant 1: this device has no clusters of blocks (sm_90 and later do); use variant 0");
-  RL_CHECK(code != kInvalidValue, "variant 1: a row of ", valid,
-           " columns does not fit on chip; use variant 0");
-  check_launch(code, "policy_rows");
+  check_launch(rlcore_policy_rows(&p, stream_of(stream)), "policy_rows");
 }
 
 #endif
@@ -356,7 +335,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
   m.def(
       "policy_rows(Tensor(a!) logits, Tensor tokens, int first, int valid, float temperature, "
       "Tensor logp_old, Tensor logp_sampler, Tensor? logp_ref, Tensor advantage, Tensor weight, "
-      "float[] params, Tensor(b!) stats, Tensor(c!) out, int variant, int stream) -> ()");
+      "float[] params, Tensor(b!) stats, Tensor(c!) out, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlcore_native, CPU, m) {

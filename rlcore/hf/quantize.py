@@ -12,7 +12,7 @@ checkpoints. Differs from those: an integer kernel sums in int32 and scales the 
 the engine's; in bfloat16 the quantised value is rounded once more.
 
 The formats below eight bits are for experiments on small models, where eight bits leave hardly a
-gap between sampler and learner; `tools/exp_tis.py --formats FOLDER` measures each.
+gap between sampler and learner; `tools/studies/exp_tis.py --formats FOLDER` measures each.
 """
 
 from dataclasses import dataclass

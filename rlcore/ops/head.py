@@ -181,7 +181,7 @@ class _LogProb(torch.autograd.Function):
         for chunk, logits in _chunks(hidden, weight, ctx.chunk_tokens):
             rest = [tokens, *ctx.where, lse, entropy, grad_logp, grad_entropy]
             cut = [x[..., chunk] if isinstance(x, Tensor) else x for x in rest]
-            logprob.row_grad_(logits, *cut)
+            logprob.row_grad(logits, *cut, logits)
             made.add(chunk, logits)
         return made.hidden, made.weight(), None, None, None, None, None
 

@@ -7,9 +7,7 @@ Statistics are float32, float64 for float64 logits; gradients have the logits' d
 `vocab_size` on are padding: probability 0, gradient 0. Under tensor parallelism one all-gather of
 four numbers per token joins the parts.
 
-Native code where it is built (`csrc/loss`), torch else; the start-up line says which. The ops are
-`torch.ops.rlcore.{row_stats,row_grad,row_grad_,token_logprob}`, with fake implementations, and
-autograd on the last.
+Native code where it is built (`csrc/loss`), torch else; the start-up line says which.
 
 Shapes: T tokens, V vocabulary, W columns of this rank.
 """
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlcore.ops import native
 
@@ -60,12 +59,11 @@ def log_probs(
     Args:
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
         tokens: [T] int64, global ids. On the CPU one out of range is an error; on a GPU, where
-            looking would wait for the device, and under torch.compile its log-prob is nan.
+            looking would wait for the device, its log-prob is nan.
         vocab_size: entries that are real; columns from there on have probability 0.
         group: tensor-parallel group, None or of size 1 for whole logits.
         entropy_grad: False gives an entropy without a gradient, which makes backward cheaper.
         in_place: backward writes the gradient over the logits, which nobody may need any more.
-            Eager mode only; torch.compile's functional graph has no use for it.
 
     Raises:
         ValueError: an argument that cannot be.
@@ -74,11 +72,8 @@ def log_probs(
     """
     shard = check(logits, tokens, vocab_size, temperature, group, in_place)
     check_tokens(tokens, vocab_size)
-    if _size(group) > 1 or (in_place and not torch.compiler.is_compiling()):
-        logp, entropy = _LogProb.apply(logits, tokens, shard, temperature, group, in_place)
-    else:
-        logp, entropy, _ = token_logprob(logits, tokens, *shard, temperature)
-    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+    logp, entropy = _LogProb.apply(logits, tokens, shard, temperature, group, in_place)
+    if tokens.device.type != "cpu":
         logp = torch.where((tokens >= 0) & (tokens < vocab_size), logp, float("nan"))
     return LogProbs(logp, entropy if entropy_grad else entropy.detach())
 
@@ -147,7 +142,7 @@ def check_shard(
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """ValueError naming the first token on the CPU that is not in the vocabulary."""
-    if tokens.device.type != "cpu" or torch.compiler.is_compiling() or not tokens.numel():
+    if tokens.device.type != "cpu" or not tokens.numel():
         return
     low, high = torch.aminmax(tokens)
     if int(low) < 0 or int(high) >= vocab_size:
@@ -167,7 +162,6 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-@torch.library.custom_op("rlcore::row_stats", mutates_args=())
 def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
     """[4, T] of this rank's columns: top = max x, rounded, sum e^(x - top), sum e^(x - top)
     (x - top), and x - top of the token, -inf where it is another rank's."""
@@ -181,12 +175,6 @@ def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperatur
     return out
 
 
-@row_stats.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
-
-
-@torch.library.custom_op("rlcore::row_grad", mutates_args=())
 def row_grad(
     logits: Tensor,
     tokens: Tensor,
@@ -197,77 +185,30 @@ def row_grad(
     entropy: Tensor,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
+    out: Tensor,
 ) -> Tensor:
-    """[T, W] in the logits' dtype: (g (onehot - p) - h p (log p + H)) / temperature, with g and h
-    the gradients of log-prob and entropy; a row where both are 0 is not read. `lse` [2, T] is
-    logsumexp as the two terms that `combined` gives: one number would round away what a
-    probability of logits far from 0 hangs on."""
-    out = _like(logits)
-    _row_grad(logits, tokens, first, valid, temperature, lse, entropy, grad_logp, grad_entropy, out)
+    """Write the gradient of the logits to `out`, which may be the logits, and return it.
+
+    [T, W] in the logits' dtype: (g (onehot - p) - h p (log p + H)) / temperature, with g and h the
+    gradients of log-prob and entropy; a row where both are 0 is not read. `lse` [2, T] is logsumexp
+    as the two terms that `combined` gives: one number would round away what a probability of logits
+    far from 0 depends on.
+    """
+    # Sums and expanded scalars come with stride 0.
+    g = None if grad_logp is None else grad_logp.to(lse.dtype).contiguous()
+    h = None if grad_entropy is None else grad_entropy.to(lse.dtype).contiguous()
+    where = (tokens.contiguous(), first, valid, temperature)
+    rest = (*where, lse.contiguous(), entropy, g, h, out)
+    ops = native.torch_ops("token_logprob", logits.device.type)
+    if ops is None:
+        reference_grad(logits, *rest)
+    else:
+        ops.row_grad(logits, *rest, native.stream(logits.device))
+        count_write(out)
     return out
 
 
-@row_grad.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return _like(logits)
-
-
-@torch.library.custom_op("rlcore::row_grad_", mutates_args=("logits",))
-def row_grad_(
-    logits: Tensor,
-    tokens: Tensor,
-    first: int,
-    valid: int,
-    temperature: float,
-    lse: Tensor,
-    entropy: Tensor,
-    grad_logp: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> None:
-    """`row_grad` written over the logits."""
-    _row_grad(
-        logits, tokens, first, valid, temperature, lse, entropy, grad_logp, grad_entropy, logits
-    )
-
-
-@torch.library.custom_op("rlcore::token_logprob", mutates_args=())
-def token_logprob(
-    logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob and entropy [T], both differentiable, and logsumexp [2, T], of whole logits."""
-    return combined(row_stats(logits, tokens, first, valid, temperature).unsqueeze(0))
-
-
-@token_logprob.register_fake
-def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    made = logits.new_empty((2, logits.size(0)), dtype=statistics_dtype(logits.dtype))
-    return torch.empty_like(made[0]), torch.empty_like(made[0]), made
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, tokens, *ctx.where = inputs
-    _, entropy, lse = output
-    ctx.save_for_backward(logits, tokens, lse, entropy)
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
-
-
-def _token_logprob_grad(
-    ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: Any
-) -> tuple:
-    logits, tokens, lse, entropy = ctx.saved_tensors
-    out = None
-    if grad_logp is not None or grad_entropy is not None:
-        out = row_grad(logits, tokens, *ctx.where, lse, entropy, grad_logp, grad_entropy)
-    return out, None, None, None, None
-
-
-token_logprob.register_autograd(_token_logprob_grad, setup_context=_save)
-
-
 class _LogProb(torch.autograd.Function):
-    """What a functional op cannot be: with a process group, or with a gradient in place."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -291,13 +232,15 @@ class _LogProb(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple:
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None, None, None
         tokens, lse, entropy, *saved = ctx.saved_tensors
         rest = (tokens, *ctx.shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
         if not ctx.in_place:
-            return row_grad(*saved, *rest), None, None, None, None, None
+            (logits,) = saved
+            return row_grad(logits, *rest, empty_like(logits)), None, None, None, None, None
         if ctx.logits is None:
             raise RuntimeError(
                 "log_probs with in_place: a second backward, and the logits are gone; keep them "
@@ -309,13 +252,18 @@ class _LogProb(torch.autograd.Function):
                 "log_probs with in_place: the logits were written over since the forward, as by "
                 "another backward with in_place; let the last one alone have it"
             )
-        row_grad_(logits, *rest)
-        return logits, None, None, None, None, None
+        return row_grad(logits, *rest, logits), None, None, None, None, None
 
 
 def version(value: Tensor) -> int:
     """How often it was written to, as far as torch counts."""
     return 0 if value.is_inference() else value._version
+
+
+def count_write(value: Tensor) -> None:
+    """Count a native op's write to the tensor, as torch counts those of its own ops."""
+    if not value.is_inference():
+        torch.autograd.graph.increment_version(value)
 
 
 def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -346,33 +294,9 @@ def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return target - log_sum, log_sum - dot / total, torch.stack([top, log_sum])
 
 
-def _like(logits: Tensor) -> Tensor:
-    """A gradient has dense rows whatever the logits' are."""
+def empty_like(logits: Tensor) -> Tensor:
+    """Room for a gradient: it has dense rows whatever the logits' are."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-def _row_grad(
-    logits: Tensor,
-    tokens: Tensor,
-    first: int,
-    valid: int,
-    temperature: float,
-    lse: Tensor,
-    entropy: Tensor,
-    grad_logp: Tensor | None,
-    grad_entropy: Tensor | None,
-    out: Tensor,
-) -> None:
-    # Sums and expanded scalars come with stride 0.
-    g = None if grad_logp is None else grad_logp.to(lse.dtype).contiguous()
-    h = None if grad_entropy is None else grad_entropy.to(lse.dtype).contiguous()
-    where = (tokens.contiguous(), first, valid, temperature)
-    rest = (*where, lse.contiguous(), entropy, g, h, out)
-    ops = native.torch_ops("token_logprob", logits.device.type)
-    if ops is None:
-        reference_grad(logits, *rest)
-    else:
-        ops.row_grad(logits, *rest, native.stream(logits.device))
 
 
 # ---- the same in torch

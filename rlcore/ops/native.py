@@ -1,7 +1,7 @@
 """Which build of an op runs: native code, or the reference in Python or torch. Announced, never
 silent.
 
-    _C         partition, suffix forest                       `load(op)`
+    _C         suffix forest                                  `load(op)`
     _C_torch   ops of torch, rlcore_native::*, CPU and CUDA    `torch_ops(op, device)`
 
 The environment variable RLCORE_NATIVE=1 makes a missing build an error, 0 turns a present one off.

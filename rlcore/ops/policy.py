@@ -13,11 +13,10 @@ A token of weight 0 is not trained: its row is not read, its log-prob, entropy a
 cannot be said so (a loss over sequences, another algorithm) is log_probs + its own text, see
 logprob.py. `trainer/objective.py` translates the settings, `csrc/loss/policy.h` is the native text.
 
-Whole logits take `rlcore::policy_rows_`; a split vocabulary needs all ranks' statistics between
-reading and writing and takes row_stats, one all-gather, `rlcore::policy_tokens` and row_grad_.
+Whole logits take `policy_rows_`; a split vocabulary needs all ranks' statistics between reading and
+writing and takes row_stats, one all-gather, `policy_tokens` and row_grad.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
@@ -131,7 +130,6 @@ def policy_loss(
     group: dist.ProcessGroup | None = None,
     in_place: bool = False,
     unit_upstream: bool = False,
-    variant: int = 0,
 ) -> PolicyLoss:
     """The loss of packed tokens, its gradient already made.
 
@@ -139,32 +137,24 @@ def policy_loss(
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
         tokens: [T] int64, global ids. One out of range is an error on the CPU, nan elsewhere.
         group: tensor-parallel group, None or of size 1 for whole logits.
-        in_place: the gradient is written over the logits, in this call. Eager mode only.
+        in_place: the gradient is written over the logits, in this call.
         unit_upstream: the caller promises to differentiate the loss itself, not a multiple of it;
             with in_place, backward then has nothing to do but to check that.
-        variant: of the native CUDA kernel for whole logits. 0 reads a row twice and writes it
-            once, on every GPU from sm_80 on; 1 keeps the row on chip in between, sm_90 and later.
-            The CPU, the torch reference and a split vocabulary have one way and take either.
 
     Raises:
         ValueError: an argument that cannot be.
         RuntimeError: in backward with `in_place`, where somebody has written over the gradient.
     """
-    if variant not in (0, 1):
-        raise ValueError(f"variant {variant}: must be 0 or 1")
     shard = logprob.check(logits, tokens, vocab_size, temperature, group, in_place)
     logprob.check_tokens(tokens, vocab_size)
     check_spec(spec, inputs)
     inputs, params = prepared(inputs, spec, logits.size(0), logits)
     # Where nobody can look, a token out of range must not pass for one of another rank.
     inputs = guarded(inputs, tokens, vocab_size)
-    where = (*shard, temperature)
-    if torch.compiler.is_compiling() and logprob._size(group) == 1:
-        loss, stats, out, _ = policy_value(logits, tokens, *where, *inputs, params, variant)
-        return PolicyLoss(loss, stats[0], stats[1], out)
     wanted = torch.is_grad_enabled() and logits.requires_grad
+    where = (*shard, temperature)
     loss, stats, out = _PolicyLoss.apply(
-        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted, variant
+        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted
     )
     return PolicyLoss(loss, stats[0], stats[1], out)
 
@@ -228,7 +218,7 @@ def prepared(
 
 def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:
     """Where a wrong token is no error, its advantage is nan: it must not train quietly."""
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if tokens.device.type == "cpu":
         return inputs
     *rest, advantage, weight = inputs
     right = (tokens >= 0) & (tokens < vocab_size)
@@ -238,7 +228,6 @@ def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:
 # ---- the ops
 
 
-@torch.library.custom_op("rlcore::policy_tokens", mutates_args=())
 def policy_tokens(
     logp: Tensor,
     entropy: Tensor,
@@ -247,10 +236,10 @@ def policy_tokens(
     logp_ref: Tensor | None,
     advantage: Tensor,
     weight: Tensor,
-    params: Sequence[float],
+    params: list[float],
 ) -> Tensor:
     """[len(ROWS), T] of tokens whose log-probs and entropies are known."""
-    args = (logp, entropy, logp_old, logp_sampler, logp_ref, advantage, weight, list(params))
+    args = (logp, entropy, logp_old, logp_sampler, logp_ref, advantage, weight, params)
     ops = native.torch_ops("policy_loss", logp.device.type)
     if ops is None:
         return reference(*args)
@@ -259,101 +248,30 @@ def policy_tokens(
     return out
 
 
-@policy_tokens.register_fake
-def _(logp: Tensor, *_: Any) -> Tensor:
-    return logp.new_empty(len(ROWS), logp.size(0))
-
-
-@torch.library.custom_op("rlcore::policy_rows_", mutates_args=("logits",))
 def policy_rows_(
     logits: Tensor,
     tokens: Tensor,
     first: int,
     valid: int,
     temperature: float,
-    logp_old: Tensor,
-    logp_sampler: Tensor,
-    logp_ref: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
-    params: Sequence[float],
-    variant: int,
+    inputs: Given,
+    params: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Whole logits become the gradient of the sum; [2, T] log-probs and entropies, and
     [len(ROWS), T]."""
     where = (tokens.contiguous(), first, valid, temperature)
-    given = (logp_old, logp_sampler, logp_ref, advantage, weight)
     ops = native.torch_ops("policy_loss", logits.device.type)
     if ops is None:
-        return _by_steps(logits, *where, given, list(params), None, True)
+        return _by_steps(logits, *where, inputs, params, None, True)
     dtype = logprob.statistics_dtype(logits.dtype)
     stats = logits.new_empty((2, logits.size(0)), dtype=dtype)
     out = logits.new_empty((len(ROWS), logits.size(0)), dtype=dtype)
-    ops.policy_rows(
-        logits, *where, *given, list(params), stats, out, variant, native.stream(logits.device)
-    )
+    ops.policy_rows(logits, *where, *inputs, params, stats, out, native.stream(logits.device))
+    logprob.count_write(logits)
     return stats, out
 
 
-@policy_rows_.register_fake
-def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _made_of(logits)
-
-
-def _made_of(logits: Tensor) -> tuple[Tensor, Tensor]:
-    dtype, rows = logprob.statistics_dtype(logits.dtype), logits.size(0)
-    return logits.new_empty((2, rows), dtype=dtype), logits.new_empty(
-        (len(ROWS), rows), dtype=dtype
-    )
-
-
-@torch.library.custom_op("rlcore::policy_loss", mutates_args=())
-def policy_value(
-    logits: Tensor,
-    tokens: Tensor,
-    first: int,
-    valid: int,
-    temperature: float,
-    logp_old: Tensor,
-    logp_sampler: Tensor,
-    logp_ref: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
-    params: Sequence[float],
-    variant: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum [], differentiable, what `policy_rows_` gives, and the gradient [T, W]."""
-    grad = logprob._like(logits).copy_(logits)
-    where = (tokens, first, valid, temperature)
-    given = (logp_old, logp_sampler, logp_ref, advantage, weight)
-    stats, out = policy_rows_(grad, *where, *given, params, variant)
-    return total(out, weight), stats, out, grad
-
-
-@policy_value.register_fake
-def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stats, out = _made_of(logits)
-    return stats.new_empty(()), stats, out, logprob._like(logits)
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    _, stats, out, grad = output
-    ctx.mark_non_differentiable(stats, out, grad)
-    ctx.save_for_backward(grad)
-
-
-def _policy_value_grad(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
-    (grad,) = ctx.saved_tensors
-    # In the statistics' dtype: 16 bits would round the factor too.
-    return ((grad.to(upstream.dtype) * upstream).to(grad.dtype), *(None,) * 11)
-
-
-policy_value.register_autograd(_policy_value_grad, setup_context=_save)
-
-
 class _PolicyLoss(torch.autograd.Function):
-    """What a functional op cannot be: with a process group, or with a gradient in place."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -366,12 +284,11 @@ class _PolicyLoss(torch.autograd.Function):
         in_place: bool,
         unit_upstream: bool,
         wanted: bool,
-        variant: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = logits.detach()
         if wanted and not in_place:
-            grad = logprob._like(logits).copy_(grad)
-        stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted, variant)
+            grad = logprob.empty_like(logits).copy_(grad)
+        stats, out = rows_(grad, tokens, *where, inputs, params, group, wanted)
         ctx.mark_non_differentiable(stats, out)
         ctx.grad, ctx.unit_upstream = grad if wanted else None, unit_upstream
         ctx.in_place, ctx.version = in_place, logprob.version(grad)
@@ -390,9 +307,9 @@ class _PolicyLoss(torch.autograd.Function):
                 "since the forward; nobody else may write there"
             )
         if not ctx.in_place:
-            return (scaled_(grad.clone(), upstream, False), *(None,) * 9)
+            return (scaled_(grad.clone(), upstream, False), *(None,) * 8)
         ctx.grad = None
-        return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 9)
+        return (scaled_(grad, upstream, ctx.unit_upstream), *(None,) * 8)
 
 
 def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
@@ -423,12 +340,11 @@ def rows_(
     params: list[float],
     group: dist.ProcessGroup | None,
     grad: bool = True,
-    variant: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """[2, T] log-probs and entropies, and [len(ROWS), T]; logits become the gradient, if `grad`.
     Collective over the group."""
     if grad and logprob._size(group) == 1:
-        return policy_rows_(logits, tokens, first, valid, temperature, *inputs, params, variant)
+        return policy_rows_(logits, tokens, first, valid, temperature, inputs, params)
     return _by_steps(logits, tokens, first, valid, temperature, inputs, params, group, grad)
 
 
@@ -451,7 +367,8 @@ def _by_steps(
     if grad:
         with_entropy = params[PARAMS.index("entropy_coef")] != 0
         h = out[ROWS.index("grad_entropy")] if with_entropy else None
-        logprob.row_grad_(logits, *where, lse, entropy, out[ROWS.index("grad_logp")], h)
+        g = out[ROWS.index("grad_logp")]
+        logprob.row_grad(logits, *where, lse, entropy, g, h, logits)
     return stats, out
 
 

@@ -31,8 +31,6 @@ On a GPU: `rlcore.ops.suffix_device`.
 """
 
 import math
-import os
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,20 +170,6 @@ class Forest:
         """
         return self._impl.draft(handles, windows, check_running(running))
 
-    def draft_tree(
-        self, handles: Longs, windows: Ints | None = None, *, running: int = 0
-    ) -> tuple[Ints, Ints, Ints]:
-        """As `draft`, but the `window` most probable continuations, as a tree.
-
-        Best first by path probability; equals: the parent that came first, then the branch that a
-        chain takes, then the smaller token. A draft from the own stream is a chain.
-
-        Returns:
-            tokens [B, W], parents [B, W] (index in the row, -1: the end of the stream; both -1
-            after the draft) and lengths [B]. `accept` then takes at most the tree's depth.
-        """
-        return self._impl.draft_tree(handles, windows, check_running(running))
-
     def accept(self, handles: Longs, lengths: Ints) -> None:
         """How many tokens [B] of each last draft were accepted; moves the windows."""
         self._impl.accept(handles, lengths)
@@ -235,27 +219,6 @@ class Forest:
             raise ValueError("arena: no histories (swap was not called, or no native build)")
         return block
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the present histories to a file, in place of what is there once it is whole.
-
-        The native build writes its block of memory, the Python reference the responses: a file is
-        for the kind that wrote it, the other refuses it.
-
-        Raises:
-            ValueError: before the first `swap`.
-            OSError: it cannot be written; a file that was there stays.
-        """
-        self._impl.save(_path_bytes(path))
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Serve the histories of a file, as after `swap`.
-
-        Raises:
-            ValueError: the file is not a whole forest of this version, or is of the other kind.
-            OSError: it cannot be read.
-        """
-        self._impl.load(_path_bytes(path))
-
 
 # ---- the reference -----------------------------------------------------------------------------
 
@@ -280,18 +243,6 @@ class _Request:
     proposed: int = 0
     start: int = 0
     growth: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-
-    def depth(self) -> int:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        return max(depths, default=0)
 
 
 class Reference:
@@ -345,7 +296,6 @@ class Reference:
         self.knee, self.live, self.candidates = knee, live, candidates
         self.live_match, self.factor = live_match, factor
         self._current: dict[int, _History] = {}
-        self._swapped = False
         self._next: dict[int, _History] | None = None
         self._requests: dict[int, _Request] = {}
         self._opened = 0
@@ -397,7 +347,7 @@ class Reference:
     def swap(self) -> None:
         if self._next is None:
             raise ValueError("swap: nothing was built since the last one")
-        self._current, self._next, self._swapped = self._next, None, True
+        self._current, self._next = self._next, None
 
     # ---- requests
 
@@ -457,15 +407,6 @@ class Reference:
                 request.window = grown if n >= request.proposed else request.start
             request.proposed = 0
 
-    def draft(self, handles: Longs, windows: Ints | None, running: int) -> tuple[Ints, Ints]:
-        tokens, _, lengths = self._draft(handles, windows, running, tree=False)
-        return tokens, lengths
-
-    def draft_tree(
-        self, handles: Longs, windows: Ints | None, running: int
-    ) -> tuple[Ints, Ints, Ints]:
-        return self._draft(handles, windows, running, tree=True)
-
     def step(
         self,
         handles: Longs,
@@ -496,26 +437,22 @@ class Reference:
         step = budget // 4 // 2 * 2
         return budget, max(self.start_window, step), max(self.growth, step)
 
-    def _draft(
-        self, handles: Longs, windows: Ints | None, running: int, *, tree: bool
-    ) -> tuple[Ints, Ints, Ints]:
+    def draft(self, handles: Longs, windows: Ints | None, running: int) -> tuple[Ints, Ints]:
         requests = self._find(handles)
         self._check_windows(windows, len(handles))
         budget, start, growth = self._load(running if running > 0 else len(handles))
         sizes: Sequence[int] = [] if windows is None else windows.tolist()
         width = budget if windows is None else max(sizes, default=0)
         tokens = np.full((len(handles), width), -1, np.int32)
-        parents = np.full((len(handles), width), -1, np.int32)
         lengths = np.zeros(len(handles), np.int32)
         for i, request in enumerate(requests):
             request.window = request.window or start
             request.start, request.growth = start, growth
             window = sizes[i] if windows is not None else min(request.window, budget)
-            made = self._propose(request, window, tree)
-            lengths[i] = n = len(made.tokens)
-            tokens[i, :n], parents[i, :n] = made.tokens, made.parents
-            request.proposed = made.depth()
-        return tokens, parents, lengths
+            made = self._propose(request, window)
+            lengths[i] = request.proposed = len(made)
+            tokens[i, : len(made)] = made
+        return tokens, lengths
 
     def matches(self, handles: Longs) -> tuple[Ints, Ints]:
         requests = self._find(handles, once=False)
@@ -542,27 +479,25 @@ class Reference:
                 found.append((r, end, n))
         return max((n for _, _, n in found), default=0), found
 
-    def _propose(self, request: _Request, window: int, tree: bool) -> _Draft:
+    def _propose(self, request: _Request, window: int) -> list[int]:
         if window <= 0:
-            return _Draft()
+            return []
         longest, found = self._match(request)
-        history, draft, length = request.history, _Draft(), 0
+        history, draft, length = request.history, [], 0
         for length in range(longest, self.min_match - 1, -1):
             places = [(r, end) for r, end, n in found if n >= length]
             if self._children(history, places):
-                grow = self._grow_tree if tree else self._grow_chain
-                draft = grow(history, places, self._window_for(window, length))
+                draft = self._grow(history, places, self._window_for(window, length))
                 break
-        if not draft.tokens:
+        if not draft:
             length = 0
         if self.live:
             end, own = self._own(request)
             if own > length:
                 stream = request.stream.copy()
-                window = self._window_for(window, own)
-                for i in range(window):
+                for i in range(self._window_for(window, own)):
                     stream.append(stream[end + i])
-                draft = _Draft(stream[len(request.stream) :], list(range(-1, window - 1)))
+                draft = stream[len(request.stream) :]
         return draft
 
     def _window_for(self, window: int, length: int) -> int:
@@ -584,35 +519,16 @@ class Reference:
 
         return sorted(after.items(), key=order)
 
-    def _grow_chain(self, history: _History, places: list[tuple[int, int]], window: int) -> _Draft:
-        draft, least = _Draft(), self.min_prob * len(places)
-        while len(draft.tokens) < window:
+    def _grow(self, history: _History, places: list[tuple[int, int]], window: int) -> list[int]:
+        draft, least = [], self.min_prob * len(places)
+        while len(draft) < window:
             children = self._children(history, places)
-            if not draft.tokens and children and len(children[0][1]) < least:
+            if not draft and children and len(children[0][1]) < least:
                 children = sorted(children, key=lambda child: (-len(child[1]), child[0]))
             if not children or len(children[0][1]) < least:
                 break
             token, places = children[0]
-            draft.parents.append(len(draft.tokens) - 1)
-            draft.tokens.append(token)
-        return draft
-
-    def _grow_tree(self, history: _History, places: list[tuple[int, int]], window: int) -> _Draft:
-        draft, least = _Draft(), self.min_prob * len(places)
-        open_: list[tuple[int, int, bool, int, list[tuple[int, int]]]] = []
-
-        def add(parent: int, places: list[tuple[int, int]]) -> None:
-            for rank, (token, there) in enumerate(self._children(history, places)):
-                if len(there) >= least:
-                    open_.append((-len(there), parent, rank > 0, token, there))
-
-        add(-1, places)
-        while open_ and len(draft.tokens) < window:
-            best = min(open_)
-            open_.remove(best)
-            draft.tokens.append(best[3])
-            draft.parents.append(best[1])
-            add(len(draft.tokens) - 1, best[4])
+            draft.append(token)
         return draft
 
     def _own(self, request: _Request) -> tuple[int, int]:
@@ -652,62 +568,6 @@ class Reference:
     def arena(self) -> None:
         return None
 
-    def save(self, path: bytes) -> None:
-        if not self._swapped:
-            raise ValueError("save: nothing to save before the first swap")
-        histories = list(self._current.values())
-        texts = [text for h in histories for text in h.responses]
-        parts = {
-            "keys": np.array(list(self._current), np.int64),
-            "tokens": np.array([token for text in texts for token in text], np.int32),
-            "response_offsets": np.cumsum([0, *map(len, texts)], dtype=np.int64),
-            "prompt_offsets": np.cumsum([0, *(len(h.responses) for h in histories)]),
-            "weights": np.array([w for h in histories for w in h.weights], np.int64),
-        }
-        part = path + b".part-%d" % os.getpid()
-        try:
-            with open(part, "xb") as file:
-                np.savez(file, **parts)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            if os.path.exists(part):
-                os.unlink(part)
-            raise
-
-    def load(self, path: bytes) -> None:
-        with open(path, "rb") as file:
-            try:
-                with np.load(file, allow_pickle=False) as parts:
-                    keys, tokens, response_offsets, prompt_offsets, weights = (
-                        parts[name]
-                        for name in (
-                            "keys",
-                            "tokens",
-                            "response_offsets",
-                            "prompt_offsets",
-                            "weights",
-                        )
-                    )
-                check_array("keys", keys, np.int64)
-                check_array("tokens", tokens, np.int32)
-                check_array("weights", weights, np.int64)
-                check_offsets("prompt_offsets", prompt_offsets, len(keys), len(weights))
-                check_offsets("response_offsets", response_offsets, len(weights), len(tokens))
-                check_tokens(tokens)
-            except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-                name = os.fsdecode(path)
-                raise ValueError(
-                    f"path {name!r}: not a suffix forest of the Python reference, {error}"
-                ) from error
-        flat, starts, made = tokens.tolist(), response_offsets.tolist(), {}
-        for p, key in enumerate(keys.tolist()):
-            mine = range(prompt_offsets[p], prompt_offsets[p + 1])
-            texts = [flat[starts[r] : starts[r + 1]] for r in mine]
-            made[key] = self._index(texts, weights[mine.start : mine.stop].tolist())
-        self._current, self._swapped = made, True
-
 
 # ---- checks ------------------------------------------------------------------------------------
 
@@ -740,16 +600,6 @@ def check_running(running: Any) -> int:
     if running < 0:
         raise ValueError(f"running {running}: 0 for the batch, or how many share the forward")
     return int(running)
-
-
-def _path_bytes(path: str | os.PathLike[str]) -> bytes:
-    try:
-        name = os.fsencode(path)
-    except (TypeError, UnicodeEncodeError) as error:
-        raise ValueError(f"path {path!r}: the name of a file is needed ({error})") from error
-    if b"\0" in name or not name:
-        raise ValueError(f"path {path!r}: a name without NUL, not empty")
-    return name
 
 
 def check_accepted(accepted: Ints, proposed: Sequence[int]) -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 from rlcore.ops import native, suffix
 from rlcore.ops.suffix import Forest, Longs
 
-# Byte 0 on: Header, then the prompts (csrc/suffix/layout.h).
-_HEADER_BYTES = 64
-_NUM_PROMPTS_AT = 32
+# Header, which begins with the number of prompts, then the prompts (csrc/suffix/layout.h).
+_HEADER_BYTES = 32
 _PROMPT = np.dtype(
     [("key", "<i8"), ("states", "<u8"), ("edges", "<u8"), ("num_states", "<u4"), ("rest", "<u4")]
 )
@@ -107,7 +106,7 @@ class DeviceForest:
             ValueError: `forest` has none yet, or is the Python reference.
         """
         block = forest.arena()
-        count = int(block[_NUM_PROMPTS_AT : _NUM_PROMPTS_AT + 8].view(np.uint64)[0])
+        count = int(block[:8].view(np.uint64)[0])
         table = block[_HEADER_BYTES : _HEADER_BYTES + count * _PROMPT.itemsize]
         memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
         with warnings.catch_warnings():

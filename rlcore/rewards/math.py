@@ -1,14 +1,12 @@
 """Math answers: the final answer of a response against the row's answer, by value.
 
-Numbers, choices, tuples, intervals and matrices of such are compared as text (answers.py), which
-costs microseconds; so are formulas, by their values at a few points (expression.py). What is left
-goes through math-verify (sympy), which costs milliseconds, in a new process tenths of a second, and
-on odd input minutes: it gets `algebra_s`, since a child that the service's deadline ends takes its
-warm parser along. That is CPU time: a verdict does not depend on what else the machine does.
+Numbers and choices are compared as text (answers.py). Everything else goes through math-verify
+(sympy), which costs milliseconds, in a new process tenths of a second, and on odd input minutes: it
+gets `algebra_s`, since a child that the service's deadline ends takes its warm parser along. That
+is CPU time: a verdict does not depend on what else the machine does.
 """
 
 import contextlib
-import itertools
 import logging
 import signal
 import threading
@@ -49,16 +47,12 @@ class MathReward:
         """`strict` is math-verify's: names of variables matter."""
         import math_verify  # half a second of sympy: paid when a child starts, not at a sample
 
-        from rlcore.rewards import algebra
-
-        algebra.use_quick_parser()
         # It warns that its own time-outs are off.
         for module in ("parser", "grader"):
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
         self._require, self._decimals, self._strict = config.require_boxed, config.decimals, strict
         self._limit_s = config.algebra_s
         self._verify, self._parse_text = math_verify.verify, math_verify.parse
-        self._differ = algebra.differ
         self._boxed_only = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
         self._gold = lru_cache(4096)(self._read_gold)
         self._parse_gold = lru_cache(4096)(self._parse_gold_text)
@@ -80,14 +74,17 @@ class MathReward:
         if len(answer) > _LONGEST_ANSWER:
             return False
         ours, theirs = self._gold(gold), answers.normalise(answer)
-        if "=" not in ours:
-            theirs = answers.without_name(theirs)
+        if "=" not in ours and (value := answers.without_name(theirs)) != theirs:
+            theirs, answer = value, answer.rpartition("=")[2].strip(" $")
         if answers.is_unevaluated(ours, theirs):
             return False
         same = answers.compare(ours, theirs, self._decimals)
         if same is False and gold.count("\\boxed") > 1:
             same = None  # math-verify may take several boxes for one answer
-        return self._algebra(gold, answer, self._parse) if same is None else same
+        if same is not None:
+            return same
+        gold, answer = answers.with_variable(gold, theirs), answers.with_variable(answer, ours)
+        return self._algebra(gold, answer, self._parse)
 
     def _search(self, gold: str, text: str) -> bool:
         """Nothing marks an answer: is the whole text one, or what math-verify finds?"""
@@ -99,13 +96,9 @@ class MathReward:
     def _algebra(self, gold: str, text: str, parse: Callable[[str], list[Any]]) -> bool:
         try:
             with _limited(self._limit_s):
-                ours, theirs = self._parse_gold(gold), parse(text)
-                pairs = itertools.product(ours, theirs)
-                if self._strict and all(self._differ(a, b, self._decimals) for a, b in pairs):
-                    return False
                 return self._verify(
-                    ours,
-                    theirs,
+                    self._parse_gold(gold),
+                    parse(text),
                     float_rounding=self._decimals,
                     strict=self._strict,
                     timeout_seconds=None,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rlcore.algos.advantage import is_equal
 from rlcore.algos.base import AlgoConfig
-from rlcore.ops.partition import balanced
 from rlcore.records import Group
+from rlcore.sched.seqlen_balancing import balanced_partitions
 from rlcore.utils import seed as seeds
 
 
@@ -167,6 +167,6 @@ def make(
     for u in range(num_updates):
         part = rows[u::num_updates]
         lengths = [r.num_tokens + r.prompt_length for r in part]
-        split = balanced(lengths, num_ranks) if part else [[] for _ in range(num_ranks)]
+        split = balanced_partitions(lengths, num_ranks)
         updates.append(tuple(tuple(part[i] for i in sorted(s)) for s in split))
     return Plan(tuple(updates), equal, tuple(kept))

@@ -27,14 +27,6 @@ def ops() -> Any:
     return found
 
 
-def require_clusters(variant: int) -> None:
-    """Skip variant 1 on a device without clusters of blocks."""
-    if variant and side.DEVICE.type == "cpu":
-        pytest.skip("the CPU has one variant")
-    if variant and torch.cuda.get_device_capability(side.DEVICE)[0] < 9:
-        pytest.skip("clusters of blocks need sm_90")
-
-
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -102,12 +94,11 @@ class Run:
         made = [*near, randn(count, seed=8).float(), weight]
         return [t.to(self.logits.device, self.real) for t in made]
 
-    def policy_rows(self, variant: int) -> tuple[Tensor, Tensor, Tensor]:
+    def policy_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient, log-prob and entropy, what the policy says of the tokens."""
         logits, stats, out = self.logits.clone(), self.empty(2), self.empty(10)
-        self.ops.policy_rows(
-            logits, *self.where, *self.inputs(), SETTINGS, stats, out, variant, self.stream
-        )
+        given = (*self.where, *self.inputs(), SETTINGS)
+        self.ops.policy_rows(logits, *given, stats, out, self.stream)
         return logits, stats, out
 
 
@@ -152,25 +143,21 @@ def test_gradients_are_those_of_float64_in_place_and_not(pair, dtype) -> None:
     assert torch.equal(here.grad(here.logits), apart)
 
 
-@pytest.mark.parametrize("variant", [0, 1])
-def test_the_policy_on_rows_is_that_of_float64(pair, dtype, variant) -> None:
-    require_clusters(variant)
+def test_the_policy_on_rows_is_that_of_float64(pair, dtype) -> None:
     here, there = pair
-    grad, stats, out = here.policy_rows(variant)
-    expected_grad, expected_stats, expected_out = there.policy_rows(0)
+    grad, stats, out = here.policy_rows()
+    expected_grad, expected_stats, expected_out = there.policy_rows()
     assert_near(stats, expected_stats, limit(dtype))
     assert_near(out, expected_out, 1e-5 if dtype is not torch.float64 else 1e-10)
     assert_gradients(grad, expected_grad, dtype)
     assert (grad[-1] == 0).all()
 
 
-@pytest.mark.parametrize("variant", [0, 1])
-def test_bits_are_the_same_from_run_to_run(ops, dtype, variant) -> None:
-    require_clusters(variant)
+def test_bits_are_the_same_from_run_to_run(ops, dtype) -> None:
     run = Run(ops, dtype, (64, 20001, 20000), side.DEVICE)
-    first = [run.stats(), run.grad(torch.empty_like(run.logits)), *run.policy_rows(variant)]
+    first = [run.stats(), run.grad(torch.empty_like(run.logits)), *run.policy_rows()]
     for _ in range(3):
-        again = [run.stats(), run.grad(torch.empty_like(run.logits)), *run.policy_rows(variant)]
+        again = [run.stats(), run.grad(torch.empty_like(run.logits)), *run.policy_rows()]
         for a, b in zip(first, again, strict=True):
             assert torch.equal(a, b)
 

@@ -104,6 +104,29 @@ def test_insisting_on_a_library_that_is_not_there_is_an_error(monkeypatch) -> No
         native.torch_ops("token_logprob", "cpu")
 
 
+def test_without_the_extension_the_reference_runs_and_says_so_once(
+    said: list[str], monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rlcore._C", None)
+    monkeypatch.delenv("RLCORE_NATIVE", raising=False)
+    assert native.load("some op") is None and native.load("some op") is None
+    assert said == ["some op: python (no native build)"]
+    monkeypatch.setenv("RLCORE_NATIVE", "1")
+    native.load.cache_clear()
+    with pytest.raises(ImportError, match="RLCORE_NATIVE=1: some op has no native build"):
+        native.load("some op")
+
+
+@pytest.mark.parametrize("wanted, choice", [("1", "native"), ("0", "python (RLCORE_NATIVE=0)")])
+def test_the_choice_of_the_extension_is_announced(
+    said: list[str], monkeypatch, wanted: str, choice: str
+) -> None:
+    pytest.importorskip("rlcore._C", reason="no native build (no compiler at set-up)")
+    monkeypatch.setenv("RLCORE_NATIVE", wanted)
+    native.load("suffix forest", "SuffixForest")
+    assert said == [f"suffix forest: {choice}"]
+
+
 def test_a_build_from_before_an_op_says_so(said: list[str], monkeypatch) -> None:
     monkeypatch.delenv("RLCORE_NATIVE", raising=False)
     assert native.load("some op", "Unheard") is None

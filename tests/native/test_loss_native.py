@@ -438,7 +438,7 @@ def test_whole_rows_give_what_the_single_ops_give(dtype, own):
     logits, rest = x.logits.clone(), [tokens[n] for n in list(tokens)[2:]]
     logits[2] = math.nan  # of weight 0: not read
     where = (x.tokens, 0, x.valid, x.temperature)
-    OPS.policy_rows(logits, *where, *rest, settings, made, found, 0, 0)
+    OPS.policy_rows(logits, *where, *rest, settings, made, found, 0)
     trained = tokens["weight"] > 0
     assert_near(made[:, trained], torch.stack([logp, entropy])[:, trained], limit(dtype))
     assert (made[:, ~trained] == 0).all()
@@ -542,7 +542,7 @@ def test_a_gradient_on_overlapping_memory_is_refused():
         with pytest.raises(ValueError, match=f"out: rows of 8 columns have stride {stride}"):
             call(torch.zeros(3, 8), memory.as_strided((3, 8), (stride, 1)))
     inputs = [torch.ones(3)] * 5
-    rest = (params(ppo.PPOConfig()), torch.empty(2, 3), torch.empty(10, 3), 0, 0)
+    rest = (params(ppo.PPOConfig()), torch.empty(2, 3), torch.empty(10, 3), 0)
     with pytest.raises(ValueError, match="logits: rows of 8 columns have stride 7 and overlap"):
         OPS.policy_rows(memory.as_strided((3, 8), (7, 1)), tokens, 0, 8, 1.0, *inputs, *rest)
 

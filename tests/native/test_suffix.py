@@ -2,10 +2,7 @@
 
 import functools
 import inspect
-import io
-import os
 import random
-import struct
 import subprocess
 import sys
 import threading
@@ -81,11 +78,6 @@ class Case:
         tokens, lengths = self.forest.draft(self.handles, windows, running)
         assert (tokens[0, lengths[0] :] == -1).all()
         return tokens[0, : lengths[0]].tolist()
-
-    def tree(self, window: int) -> list[tuple[int, int]]:
-        tokens, parents, lengths = self.forest.draft_tree(self.handles, i32(window), 0)
-        n = lengths[0]
-        return list(zip(tokens[0, :n].tolist(), parents[0, :n].tolist(), strict=True))
 
     def matches(self) -> tuple[int, int]:
         history, live = self.forest.matches(self.handles)
@@ -276,25 +268,6 @@ def test_the_width_of_a_batch_is_its_largest_window_or_the_budget(case):
     assert c.forest.draft(c.handles, i32(5), 0)[0].shape == (1, 5)
     assert c.forest.draft(c.handles, None, 10)[0].shape == (1, 3)
     assert c.forest.draft(c.handles, None, 1)[0].shape == (1, 32)
-
-
-# ---- trees
-
-
-def test_a_tree_holds_the_most_probable_continuations_first(case):
-    """4 (3 of 4), 4 6 (2 of 4), then 4 5 and 7 (1 of 4): the child of the earlier node first."""
-    history = [([1, 2, 3, 4, 5], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 4, 6], 0), ([1, 2, 3, 7], 0)]
-    nodes = [(4, -1), (6, 0), (7, -1), (5, 0)]
-    assert case(history, min_prob=0.0).feed(1, 2, 3).tree(8) == nodes
-    assert case(history, min_prob=0.0).feed(1, 2, 3).tree(2) == nodes[:2]
-
-
-def test_a_tree_is_accepted_up_to_its_depth(case):
-    c = case([([1, 2, 3, 4, 5], 0), ([1, 2, 3, 6], 0), ([1, 2, 3, 7], 0)])
-    assert len(c.feed(1, 2, 3).tree(4)) == 4
-    with pytest.raises(ValueError, match=r"accepted\[0\] 3: 0 to the length of the last draft, 2"):
-        c.accept(3)
-    assert c.accept(2) == 4
 
 
 # ---- requests and epochs
@@ -497,7 +470,6 @@ def test_a_bad_number_of_running_requests_is_refused(public, running, message):
     handles = forest.open(i64(0))
     calls = [
         lambda: forest.draft(handles, running=running),
-        lambda: forest.draft_tree(handles, running=running),
         lambda: forest.step(handles, i32(0), i32(), i64(0, 0), running=running),
     ]
     for call in calls:
@@ -592,7 +564,7 @@ def same(results: list) -> None:
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_native_and_reference_agree_on_every_call(rng):
-    """Random insert, append, match, draft, tree, accept and free over small alphabets."""
+    """Random insert, append, match, draft, accept and free over small alphabets."""
     options, letters = draw_options(rng), rng.choice([1, 2, 3, 5])
     forests = [suffix.Reference(**options), SuffixForest(**options)]
     requests: list[tuple[int, int]] = []
@@ -626,7 +598,6 @@ def compare_a_round(rng, forests, handles, letters: int) -> None:
     for forest, h in pairs:
         forest.advance(h, *text)
     same([f.matches(h) for f, h in pairs])
-    same([f.draft_tree(h, windows, running) for f, h in pairs])
     drafts = [f.draft(h, windows, running) for f, h in pairs]
     same(drafts)
     accepted = i32(*(rng.choice([0, n]) for n in drafts[0][1].tolist()))
@@ -794,230 +765,6 @@ def test_out_of_memory_while_building_keeps_what_was_there(threads, limit):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert ran.returncode == 0 and ran.stdout.strip() == "kept", ran.stderr
-
-
-# ---- files
-
-
-@pytest.fixture
-def saved(tmp_path) -> Path:
-    rng = np.random.default_rng(6)
-    texts = {k: [(rng.integers(0, 9, 50).tolist(), 1.0)] for k in range(5)}
-    forest = SuffixForest(**DEFAULTS)
-    forest.build(*corpus({**texts, 9: [([1, 2, 3, 4], 1)]}))
-    forest.swap()
-    forest.save(str(tmp_path / "forest"))
-    return tmp_path / "forest"
-
-
-@needs_build
-def test_a_saved_forest_serves_after_loading(saved):
-    c = Case(SuffixForest, [])
-    c.forest.load(str(saved))
-    c.handles = c.forest.open(i64(9))
-    assert c.feed(1, 2, 3).draft() == [4]
-
-
-@needs_build
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda b: b[:10], "not a suffix forest, 10 bytes"),
-        (lambda b: b[:-1], "bytes, its header says"),
-        (lambda b: b"x" * 500, "not a suffix forest"),
-        (lambda b: b + b"\0" * 64, "bytes, its header says"),
-        (lambda b: b[:8] + b"\x63" + b[9:], "version 99, this build reads 3"),
-        (lambda b: b[:300] + bytes([b[300] ^ 1]) + b[301:], "checksum"),
-    ],
-)
-def test_a_file_that_is_not_a_whole_forest_is_refused(saved, change, message):
-    saved.write_bytes(change(saved.read_bytes()))
-    c = Case(SuffixForest, [([1, 2, 3, 7], 1)])
-    with pytest.raises(ValueError, match=f"path .*: .*{message}"):
-        c.forest.load(str(saved))
-    assert c.feed(1, 2, 3).draft() == [7]
-
-
-HEADER, PROMPT, STATE, EDGE = "<QIIQQQQQQ", "<qQQII", "<iIIiII", "<iI"
-
-
-def checksum(block: bytes) -> int:
-    """As Arena::checksum: four lanes over 32 bytes each, without the checksum's own place."""
-    mul, mask = 0x9E3779B97F4A7C15, 2**64 - 1
-    lanes = [1, 2, 3, 4]
-    block = block[:24] + bytes(8) + block[32:]
-    block += bytes(-len(block) % 32)
-    for at in range(0, len(block), 32):
-        for k, word in enumerate(struct.unpack_from("<4Q", block, at)):
-            x = (lanes[k] ^ word) * mul & mask
-            lanes[k] = x ^ x >> 29
-    total = lanes[0]
-    for lane in lanes[1:]:
-        total = (total * mul & mask) ^ lane
-    return total
-
-
-def broken(block: bytes, what: str, field: int, value: int) -> bytes:
-    """One field of the first header, prompt, state, edge list or entry set, the checksum right."""
-    data = bytearray(block)
-    states, edges = struct.unpack_from(PROMPT, data, 64)[1:3]
-    rows = [struct.unpack_from(STATE, data, states + 24 * s) for s in range(12)]
-    listed = edges + 8 * rows[0][4]  # the root's
-    state = next(s for s in range(1, 12) if rows[s][2] != 0)  # its link is not the root
-    at, form = {
-        "header": (0, HEADER),
-        "prompt": (64, PROMPT),
-        "state": (states + 24 * state, STATE),
-        "head": (listed, EDGE),
-        "edge": (listed + 8, EDGE),
-    }[what]
-    row = list(struct.unpack_from(form, data, at))
-    row[field] = value
-    struct.pack_into(form, data, at, *row)
-    struct.pack_into("<Q", data, 24, checksum(data))
-    return bytes(data)
-
-
-@needs_build
-@pytest.mark.parametrize(
-    "what, field, value, message",
-    [
-        ("state", 0, -2, "broken state"),
-        ("state", 0, -1, "broken state"),  # a child without a token
-        ("state", 1, 1 << 20, "broken state"),
-        ("state", 1, 0, "broken state"),  # nothing leads to the root
-        ("state", 2, 1 << 20, "broken state"),
-        ("state", 2, 0xFFFFFFFF, "broken state"),
-        ("state", 3, -1, "broken state"),
-        ("state", 3, 0, "broken state"),
-        ("state", 3, 2**31 - 1, "broken state"),
-        ("state", 4, 1 << 20, "broken state"),
-        ("head", 0, 1 << 20, "broken state"),
-        ("head", 0, -1, "broken state"),
-        ("head", 1, 5, "broken state"),
-        ("edge", 0, -2, "broken state"),
-        ("edge", 1, 1 << 20, "broken state"),
-        ("edge", 1, 0, "broken state"),
-        ("prompt", 0, 2**62, "keys do not ascend"),
-        ("prompt", 1, 1 << 40, "lies outside of the file"),
-        ("prompt", 1, 65, "lies outside of the file"),
-        ("prompt", 2, 1 << 40, "lies outside of the file"),
-        ("prompt", 3, 0, "lies outside of the file"),
-        ("prompt", 4, 1 << 30, "lies outside of the file"),
-        ("header", 5, 1 << 40, "prompts do not fit"),
-        ("header", 5, 2, "its header says"),
-        ("header", 6, 7, "tokens, its header says"),
-        ("header", 7, 7, "states, .* its header says"),
-        ("header", 8, 7, "edges and .* its header says"),
-    ],
-)
-def test_a_file_with_one_wrong_field_and_a_right_checksum_is_refused(
-    saved, what, field, value, message
-):
-    good = saved.read_bytes()
-    assert struct.unpack_from("<Q", good, 24)[0] == checksum(good)
-    saved.write_bytes(broken(good, what, field, value))
-    with pytest.raises(ValueError, match=message):
-        SuffixForest(**DEFAULTS).load(str(saved))
-
-
-@needs_build
-@pytest.mark.parametrize("at", [32, 40, 48, 56])
-def test_the_checksum_covers_the_header(saved, at):
-    block = bytearray(saved.read_bytes())
-    block[at] ^= 1
-    saved.write_bytes(block)
-    with pytest.raises(ValueError, match="checksum"):
-        SuffixForest(**DEFAULTS).load(str(saved))
-
-
-DISK_FULL = """
-import resource, signal, sys
-from pathlib import Path
-from rlcore.ops import suffix
-from tests.native.test_suffix import corpus
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-forest, path = suffix.Forest(threads=1), Path(sys.argv[1])
-forest.build(*corpus({0: [([1, 2, 3, 4], 1)]}))
-forest.swap()
-forest.save(path)
-good = path.read_bytes()
-forest.build(*corpus({0: [(list(range(9000)), 1)]}))
-forest.swap()
-resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY))
-try:
-    forest.save(path)
-except OSError:
-    assert path.read_bytes() == good and len(list(path.parent.iterdir())) == 1
-    print("kept")
-"""
-
-
-def test_a_save_that_fails_leaves_the_file_that_was_there(public, tmp_path):
-    """The limit on a file's size stands for a full disk."""
-    ran = subprocess.run(
-        [sys.executable, "-c", DISK_FULL, tmp_path / "forest"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-    )
-    assert ran.stdout.strip().endswith("kept"), ran.stderr
-
-
-def test_what_was_saved_serves_after_loading_with_and_without_a_build(public, tmp_path):
-    forest, again = public(), public()
-    path = tmp_path / os.fsdecode(b"f\xff\xc3\xa4")
-    forest.build(*corpus({3: [([1, 2, 3, 4], -1), ([1, 2, 3, 5], 1), ([], 0)], 4: []}))
-    forest.swap()
-    forest.save(path)
-    again.load(path)
-    again.save(path)
-    again.load(os.fsencode(path))
-    for one in (forest, again):
-        handles = one.open(i64(3))
-        one.advance(handles, i32(1, 2, 3), i64(0, 3))
-        assert one.draft(handles)[0][0, :2].tolist() == [5, -1]
-    assert again.stats()["tokens"] == 8
-
-
-def test_a_file_of_the_other_kind_and_a_cut_one_are_refused(public, tmp_path):
-    forest, path = public(), tmp_path / "forest"
-    forest.build(*corpus({3: [([1, 2, 3, 4], 1)]}))
-    forest.swap()
-    forest.save(path)
-    for content in (path.read_bytes()[:-40], b"", b"x" * 100, b"PK" + bytes(100), npy(i64(1))):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="path .*forest.*: not a suffix forest|header says"):
-            forest.load(path)
-
-
-def npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("path", ["a\0b", "", None, 7, "\ud800"])
-def test_a_path_that_is_none_is_refused(public, path):
-    forest = public()
-    forest.build(*corpus({}))
-    forest.swap()
-    for call in (forest.save, forest.load):
-        with pytest.raises(ValueError, match="path "):
-            call(path)
-
-
-@needs_build
-def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        SuffixForest(**DEFAULTS).load(str(tmp_path / "nowhere"))
-
-
-@needs_build
-def test_there_is_nothing_to_save_before_the_first_swap(tmp_path):
-    with pytest.raises(ValueError, match="save: nothing to save"):
-        SuffixForest(**DEFAULTS).save(str(tmp_path / "forest"))
 
 
 # ---- the public class

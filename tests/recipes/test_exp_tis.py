@@ -1,4 +1,5 @@
-"""tools/exp_tis.py with a stand-in for the training runs: what it starts, reads, adds up and draws.
+"""tools/studies/exp_tis.py with a stand-in for the training runs: what it starts, reads, adds up
+and draws.
 
 Not covered: the runs themselves."""
 
@@ -45,7 +46,7 @@ times = {"begin": begin, "end": time.time(), "world": os.environ["WORLD_SIZE"], 
 
 @pytest.fixture(scope="module")
 def exp():
-    spec = importlib.util.spec_from_file_location("exp_tis", ROOT / "tools" / "exp_tis.py")
+    spec = importlib.util.spec_from_file_location("exp_tis", ROOT / "tools/studies/exp_tis.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["exp_tis"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

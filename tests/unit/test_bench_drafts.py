@@ -1,4 +1,4 @@
-"""tools/bench_drafts.py: its text, rules, windows and comparison; and one small run of it."""
+"""tools/studies/bench_drafts.py: its text, rules, windows, comparison; one small run of it."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tools" / "studies"))
 
 import bench_drafts as bench  # noqa: E402
 from drafts import equal, ngram, real, ref_sam, replay, show, workload  # noqa: E402
@@ -283,7 +283,7 @@ def test_arguments_that_make_no_sense_are_refused_with_a_sentence(arguments, sai
 @pytest.mark.native
 def test_the_command_writes_rows_with_every_key_that_was_promised(tmp_path):
     pytest.importorskip("rlcore._C", reason="no native build (no compiler at set-up)")
-    command = [sys.executable, ROOT / "tools" / "bench_drafts.py", "--no-install"]
+    command = [sys.executable, ROOT / "tools" / "studies" / "bench_drafts.py", "--no-install"]
     for name, value in {**SMALL, "batch": 3, "replay_len": 40}.items():
         if name != "prompt_len":
             command += [f"--{name.replace('_', '-')}", str(value)]

@@ -1,5 +1,6 @@
-"""tools/compare_algos.py apart from the peers: cases and packing, rlcore's answers, the comparison,
-the table. That the peers agree is what the tool itself shows, in tools/results/compare_algos.json.
+"""tools/studies/compare_algos.py apart from the peers: cases and packing, rlcore's answers, the
+comparison, the table. That the peers agree is what the tool itself shows, in
+tools/results/compare_algos.json.
 """
 
 import ast
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("compare_algos", ROOT / "tools/compare_algos.py")
+    path = ROOT / "tools" / "studies" / "compare_algos.py"
+    spec = importlib.util.spec_from_file_location("compare_algos", path)
     module = importlib.util.module_from_spec(spec)
     before = list(sys.path)
     spec.loader.exec_module(module)
@@ -157,7 +159,7 @@ def test_every_loss_estimator_divergence_and_rejection_has_a_row(checks):
 
 def test_every_row_asks_for_a_function_of_the_peer_with_settings_that_travel_as_json(tool, checks):
     for c in checks:
-        tree = ast.parse((ROOT / "tools" / "peers" / f"{c.peer}_algos.py").read_text())
+        tree = ast.parse((ROOT / "tools" / "studies" / "peers" / f"{c.peer}_algos.py").read_text())
         functions = {n.name: n.args for n in tree.body if isinstance(n, ast.FunctionDef)}
         named = {a.arg for a in functions[c.ask].args}
         assert functions[c.ask].kwarg or set(c.told) <= named, (c.name, c.setting)

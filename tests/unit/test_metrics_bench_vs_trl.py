@@ -1,5 +1,5 @@
-"""tools/bench_vs_trl.py apart from the runs themselves: its comparison, and that the recipe's keys
-which it sets exist."""
+"""tools/studies/bench_vs_trl.py apart from the runs themselves: its comparison, and that the
+recipe's keys which it sets exist."""
 
 import importlib.util
 import sys
@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "tools" / "bench_vs_trl.py")
+    path = ROOT / "tools" / "studies" / "bench_vs_trl.py"
+    spec = importlib.util.spec_from_file_location("bench", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

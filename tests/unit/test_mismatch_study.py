@@ -1,5 +1,5 @@
-"""tools/mismatch_study.py: its figures by hand, its verdicts on made-up rows, and one cell through
-engine and learner."""
+"""tools/studies/mismatch_study.py: its figures by hand, its verdicts on made-up rows, and one cell
+through engine and learner."""
 
 import importlib.util
 import json
@@ -34,7 +34,8 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("study", ROOT / "tools" / "mismatch_study.py")
+    path = ROOT / "tools" / "studies" / "mismatch_study.py"
+    spec = importlib.util.spec_from_file_location("study", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["study"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -84,6 +84,11 @@ def test_the_final_answer_is_in_the_last_boxes_or_behind_a_label(text, boxed, la
     assert answers.labelled(text) == labelled
 
 
+@pytest.fixture(scope="module")
+def reward() -> MathReward:
+    return MathReward(MathRewardConfig())
+
+
 @pytest.mark.parametrize(
     ("gold", "answer", "same"),
     [
@@ -95,7 +100,7 @@ def test_the_final_answer_is_in_the_last_boxes_or_behind_a_label(text, boxed, la
         ("1/3", "0.33", False),
         ("2.9e-6", "2.8\\times 10^{-6}", False),
         ("3.83e35", "3.83 \\times 10^{35} \\text{ ergs/s}", True),
-        ("1,23", "123", False),
+        ("1,23", "123", None),
         ("10000", "10{,}000", True),
         ("32349", "32, 349", None),
         ("28\\%", "28", True),
@@ -103,71 +108,57 @@ def test_the_final_answer_is_in_the_last_boxes_or_behind_a_label(text, boxed, la
         ("28", "0.28", False),
         ("18.9", "\\$18.90", True),
         ("90^\\circ", "90", True),
-        ("[0,9)", "[0, 1)", False),
+        ("C", "\\textbf{(C)} 5", True),
+        ("C", "(D)", False),
+        ("\\text{even}", "even", None),
+        ("10", "10 cm", None),
+        ("x^2+2x+1", "(x+1)^2", None),
+        ("(1,2)", "(2,1)", None),
+        ("9^{9^{9}}", "3", None),
+        ("1" * 1500 + "\\frac{" + "1" * 800 + "}{3}", "x", None),
+    ],
+)
+def test_numbers_and_choices_are_compared_as_text(gold, answer, same):
+    assert answers.compare(answers.normalise(gold), answers.normalise(answer)) is same
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
         ("(1,\\frac{9}{2})", "(1, 4.5)", True),
         ("(1,2)", "(2,1)", False),
         ("3,5,7", "7, 5 \\text{ and } 3", True),
         ("3,5,7", "3,5,8", False),
-        ("\\{1, 2\\}", "\\{2, 1\\}", True),
+        ("4, 7", "4", False),
+        ("1,23", "123", False),
+        ("(1,0),(100,8)", "(100, 8), (1, 0)", True),
+        ("(2,\\infty)", "[2,\\infty)", False),
+        ("[1,2] \\cup [2,3]", "[1,3]", True),
         (
             "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}",
             "\\begin{bmatrix}1&2\\\\3&5\\end{bmatrix}",
             False,
         ),
-        ("C", "\\textbf{(C)} 5", True),
-        ("C", "(D)", False),
         ("\\text{Evelyn}", "evelyn", True),
-        ("3\\sqrt{13}", "\\sqrt{117}", True),
-        ("x^2+2x+1", "(x+1)^2", True),
-        ("x^2+2x+1", "(x+2)^2", False),
-        ("\\tan^2(y)+1", "\\sec^2(y)", True),
-        ("ce^{-2x}", "C e^{-2x}", True),
-        ("x", "y", False),
-        ("x", "x + y - y", None),
-        ("\\sqrt{x^2}", "x", None),
-        ("f(2x)", "2f(x)", None),
-        ("10", "10 cm", None),
-        ("1\\frac{1}{2}", "1.5", True),
-        ("1\\frac{1}{2} x", "1.5 x", None),
-        ("5", "5t", None),
-        ("5", "6t", False),
-        ("5", "2x+3", False),
-        ("2n^2-2n+1", "1", False),
-        ("\\log_2 8", "3", None),
-        ("\\log_{2} 8", "3", True),
-        ("\\binom{n}{2}", "\\frac{n(n-1)}{2}", True),
-        ("\\lfloor \\frac{2n-1}{5} \\rfloor", "\\left\\lfloor \\frac{n}{2} \\right\\rfloor", False),
-        ("|x|", "|-x|", None),
-        ("\\dot{x}_0 t", "t\\dot{x}_0", True),
-        ("x = 3", "3", True),
-        ("x = 3", "y = 3", False),
-        ("(p,q) = (3,2)", "(3, 2)", True),
-        ("f(x) = x + 1", "f(x) = x", False),
-        ("y = 2x + 1", "y - 2x = 1", True),
-        ("P = 100 - 2X", "X = 51 - P/2", False),
-        ("x \\neq 3", "x = 3", None),
-        ("4, 7", "4", False),
-        ("(3,331)", "3", None),
-        ("1, 2, 3", "(3, 1, 2)", True),
-        ("(3, 1, 2)", "1, 2, 3", None),
-        ("(1,0),(100,8)", "(100, 8), (1, 0)", True),
-        ("(2,\\infty)", "[2,\\infty)", False),
-        ("(1,2) \\cup (3,4)", "(3,4) \\cup (1,2)", True),
-        ("[1,2] \\cup [2,3]", "[1,3]", None),
         ("\\text{even}", "\\text{odd}", False),
         ("49", "\\text{No solution}", False),
+        ("3\\sqrt{13}", "\\sqrt{117}", True),
+        ("x^2+2x+1", "(x+2)^2", False),
+        ("\\tan^2(y)+1", "\\sec^2(y)", True),
+        ("\\binom{n}{2}", "\\frac{n(n-1)}{2}", True),
+        ("x = 3", "3", True),
+        ("x = 3", "y = 3", False),
+        ("f(x) = x + 1", "f(x) = x", False),
+        ("y = 2x + 1", "y - 2x = 1", True),
+        ("10", "10 cm", True),
+        ("\\frac{1}{m}t", "v(t) = \\frac{t}{m}", True),  # the value of v(t), and t is no unit
+        ("x^{2}t", "x^{2}", False),
         ("\\\\left(3, \\\\frac{\\\\pi}{2}\\\\right)", "(3, \\frac{\\pi}{2})", True),
-        ("2\\pm\\sqrt{3}", "2\\pm\\sqrt 3", None),
-        ("9^{9^{9}}", "3", None),
-        ("10^{1999}", "x + 10^{1999}", None),
-        ("1" * 1500 + "\\frac{" + "1" * 800 + "}{3}", "x", None),
-        ("\\sqrt{2}\\cdot 10^{-13}", "\\sqrt{3}\\cdot 10^{-13}", None),
-        ("+".join("x" * 1500), "x", None),
-        ("(" * 300 + "1" + ")" * 300, "2", None),
+        ("+".join("x" * 400), "x", False),
     ],
 )
-def test_answers_are_compared_without_algebra_or_left_to_it(gold, answer, same):
-    assert answers.compare(answers.normalise(gold), answers.normalise(answer)) is same
+def test_what_is_no_number_is_compared_by_math_verify(reward, gold, answer, same):
+    assert reward.score(None, prompt_of(gold), f"\\boxed{{{answer}}}") == same
 
 
 @pytest.mark.parametrize(
@@ -179,6 +170,7 @@ def test_text_that_repeats_itself_takes_no_time(piece):
     answers.boxed(text + "x")
     answers.labelled(text + "x")
     answers.compare("(1,2)", answers.normalise(text[:4000] + "x"))
+    answers.with_variable(text + "x", text)
     assert time.process_time() - begin < 5, "seconds of CPU time, where milliseconds are expected"
 
 

@@ -1,7 +1,7 @@
 """Quantised weights and the float32 head of the torch engine: the grids by hand, the law of what is
 sampled against transformers, pushes, sleep and child processes.
 
-Not covered: the gap that a format makes on a trained model (`tools/exp_tis.py --formats`)."""
+Not covered: the gap that a format makes on a trained model (tools/studies/exp_tis.py --formats)."""
 
 import numpy as np
 import pytest

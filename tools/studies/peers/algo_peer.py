@@ -1,4 +1,4 @@
-"""What the peers of tools/compare_algos.py share: jobs in, answers out, stubs for heavy imports.
+"""What the peers of compare_algos.py share: jobs in, answers out, stubs for heavy imports.
 
 A peer runs in a Python of its own and imports nothing of rlcore. It is called with three files: the
 jobs as JSON, the cases as .npz, and where the answers go as .npz. A job names a function of the

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".venvs" / "drafts"
 ARCTIC = "arctic-inference==0.3.0"
 SGLANG = "sglang==0.5.23"

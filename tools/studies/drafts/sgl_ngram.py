@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-LIBRARY = Path(__file__).resolve().parents[2] / ".venvs" / "drafts" / "libsgl_ngram.so"
+LIBRARY = Path(__file__).resolve().parents[3] / ".venvs" / "drafts" / "libsgl_ngram.so"
 
 try:
     _lib = ctypes.CDLL(str(LIBRARY))

@@ -1,8 +1,8 @@
 """The TIS paper's experiment on the tiny task: a quantised sampler, with and without correction.
 
-    python tools/exp_tis.py --seeds 0 1 2 --jobs 2 --json tools/results/exp_tis.json
-    python tools/exp_tis.py --arms int8-none int8-tis2 fp8-none --seeds 0 --json FILE
-    python tools/exp_tis.py --formats runs/models/label-s0
+    python tools/studies/exp_tis.py --seeds 0 1 2 --jobs 2 --json tools/results/exp_tis.json
+    python tools/studies/exp_tis.py --arms int8-none int8-tis2 fp8-none --seeds 0 --json FILE
+    python tools/studies/exp_tis.py --formats runs/models/label-s0
 
 An arm is FORMAT-CORRECTION, one run of `recipes/exp_tis_int8.sh` for each seed, in one process;
 `--jobs` run at a time. A run that is finished is read, not repeated; one that was interrupted
@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 TOKEN_IS = ["--algo.rollout_is", "token", "--algo.rollout_is_threshold"]

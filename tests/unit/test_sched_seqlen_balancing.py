@@ -1,4 +1,4 @@
-"""The balanced partition: its promises, on whichever build is present."""
+"""Balanced partitions: by hand, and against every partition there is."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.ops import partition
+from rlcore.sched.seqlen_balancing import balanced_partitions
 
 lengths = st.lists(st.integers(0, 40), max_size=40)
 few = st.lists(st.integers(0, 40), min_size=1, max_size=7)
@@ -20,40 +20,37 @@ def sums(xs, lists):
 
 def test_five_lengths_in_two_parts_as_in_the_textbook():
     # 8-7 = 1, 6-5 = 1, 4-1 = 3, 3-1 = 2: the sums differ by 2 (the best is 0: 8+7 and 6+5+4)
-    assert partition.balanced([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]
+    assert balanced_partitions([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]
 
 
-def test_a_long_sample_is_alone_unless_sizes_must_be_equal():
-    assert partition.balanced([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
-    assert partition.balanced([9, 1, 1, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
+def test_a_long_sample_is_alone():
+    assert balanced_partitions([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
 
 
 def test_a_filled_solution_joins_one_that_is_not():
-    assert partition.balanced([1, 2, 2, 3], 3) == [[0, 2], [1], [3]]
+    assert balanced_partitions([1, 2, 2, 3], 3) == [[0, 2], [1], [3]]
 
 
 def test_more_parts_than_lengths_leaves_empty_parts_at_the_end():
-    assert partition.balanced([2, 2], 3) == [[0], [1], []]
-    assert partition.balanced([], 2, equal_size=True) == [[], []]
+    assert balanced_partitions([2, 2], 3) == [[0], [1], []]
+    assert balanced_partitions([], 2) == [[], []]
 
 
 @pytest.mark.parametrize("bad", [([1], 0), ([1, -2], 1)])
 def test_what_makes_no_sense_is_refused(bad):
-    with pytest.raises(ValueError, match="parts 0|length -2"):
-        partition.balanced(*bad)
+    with pytest.raises(ValueError, match="num_parts 0|length -2"):
+        balanced_partitions(*bad)
 
 
-@given(lengths, parts, st.booleans())
-def test_every_index_is_in_one_list_and_lists_are_in_order(xs, k, equal_size):
-    lists = partition.balanced(xs, k, equal_size)
+@given(lengths, parts)
+def test_every_index_is_in_one_list_and_lists_are_in_order(xs, k):
+    lists = balanced_partitions(xs, k)
     assert len(lists) == k
     assert sorted(itertools.chain(*lists)) == list(range(len(xs)))
     assert all(one == sorted(one) for one in lists)
     heads = [one[0] if one else math.inf for one in lists]
     assert heads == sorted(heads)
     assert min(map(len, lists)) > 0 or len(xs) < k
-    if equal_size:
-        assert max(map(len, lists)) - min(map(len, lists)) <= 1
 
 
 @given(few, st.integers(1, 3))
@@ -64,4 +61,4 @@ def test_the_largest_part_is_within_four_thirds_of_the_best(xs, k):
         for x, part in zip(xs, choice, strict=True):
             loads[part] += x
         best = min(best, max(loads))
-    assert max(sums(xs, partition.balanced(xs, k))) <= best * 4 / 3
+    assert max(sums(xs, balanced_partitions(xs, k))) <= best * 4 / 3

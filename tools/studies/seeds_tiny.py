@@ -1,7 +1,7 @@
 """The tiny task over seeds, with its control: does GRPO raise held-out accuracy, and is it the
 rewards?
 
-    python tools/seeds_tiny.py --seeds 0 1 2 3 4 --json tools/results/seeds_tiny.json
+    python tools/studies/seeds_tiny.py --seeds 0 1 2 3 4 --json tools/results/seeds_tiny.json
 
 For every seed: `recipes/grpo_tiny.sh` (warm start included where it is not cached), and the same
 run with shuffled rewards. Writes one table, one JSON file and one picture; runs stay in `--dir`. A
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 ARMS = {"grpo": [], "shuffled": ["--debug.shuffle_rewards"]}

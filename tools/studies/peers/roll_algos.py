@@ -1,4 +1,4 @@
-"""The peer of tools/compare_algos.py that answers with ROLL's own actor loss, see algo_peer.py.
+"""The peer of compare_algos.py that answers with ROLL's own actor loss, see algo_peer.py.
 
 The fourth word on the command line is a folder with ROLL's source. `ActorPGWorker.loss_func` runs
 on a worker that was never set up: its strategy returns the case's log-probs and entropies.

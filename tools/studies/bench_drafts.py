@@ -1,8 +1,8 @@
 """Drafters for rollout side by side: speed, memory and acceptance on one workload.
 
-    .venv/bin/python tools/bench_drafts.py                       # about 5 minutes after set-up
-    .venv/bin/python tools/bench_drafts.py --equal --prompts 32 --batch 128 --replay-len 1024
-    .venv/bin/python tools/bench_drafts.py --real ../shared/data/lengths/epochs_*.jsonl.gz
+    python tools/studies/bench_drafts.py                # about 5 minutes after set-up
+    python tools/studies/bench_drafts.py --equal --prompts 32 --batch 128 --replay-len 1024
+    python tools/studies/bench_drafts.py --real ../shared/data/lengths/epochs_*.jsonl.gz
 
 Each peer runs in a process of its own, on one core, over the same history and the same replay; all
 times are CPU time. Other projects live in `.venvs/drafts`, made on the first call; one that cannot
@@ -13,7 +13,7 @@ same prompts over its training checkpoints: each is replayed with those before i
 A peer is `name` or `name={json settings}`, as rlcore={"limit":0}. The JSON is a list of rows, one
 per peer and window: peer, window, batch_p50_us, batch_p99_us (append_batch + speculate_batch of
 all live requests: advance + draft), build_mtok_s, bytes_per_token, tok_per_step, drafted_per_step
-and more (tools/drafts/replay.py says what each is).
+and more (drafts/replay.py says what each is).
 """
 
 import argparse
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench_vs_trl import call  # noqa: E402
@@ -38,7 +38,7 @@ from rlcore.utils import env  # noqa: E402
 
 CHILD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(ROOT)]),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tools" / "studies"), str(ROOT)]),
     # Ours without its native build is an error, not a slow row.
     "RLCORE_NATIVE": "1",
 }
@@ -163,7 +163,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--group", type=int, default=16, help="responses per prompt and epoch")
     p.add_argument("--min-len", type=int, default=2048, help="of a response, tokens")
     p.add_argument("--max-len", type=int, default=8192)
-    p.add_argument("--real", type=Path, nargs="+", metavar="FILE", help="see tools/drafts/real.py")
+    p.add_argument("--real", type=Path, nargs="+", metavar="FILE", help="see drafts/real.py")
     p.add_argument("--tokenizer", type=Path, help="of --real; default: tokenizer_qwen beside it")
     p.add_argument("--history", type=int, default=1, help="epochs of history in the index")
     p.add_argument("--batch", type=int, default=256, help="live requests")
@@ -277,7 +277,7 @@ def report(
     for line in absent:
         console.print(line, markup=False)
     facts = env.report()
-    command = " ".join(["tools/bench_drafts.py", *map(quoted, sys.argv[1:])])
+    command = " ".join(["tools/studies/bench_drafts.py", *map(quoted, sys.argv[1:])])
     console.print(
         f"{command}\n{datetime.date.today()}, commit {facts['commit']}, {facts['cpu']['model']}, "
         f"{facts['cpu']['cores']} cores, load before {load:.1f}",

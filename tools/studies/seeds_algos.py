@@ -1,6 +1,6 @@
 """The tiny task over algorithms and seeds: does each raise held-out accuracy?
 
-    python tools/seeds_algos.py --seeds 0 1 2 --jobs 2 --json tools/results/seeds_algos.json
+    python tools/studies/seeds_algos.py --seeds 0 1 2 --jobs 2 --json tools/results/seeds_algos.json
 
 For every algorithm and seed `recipes/algo_tiny.sh --algo NAME`, one process each, `--jobs` at a
 time. Writes one table, one JSON file and one picture; runs stay in `--dir`, and a run that is
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 ALGOS = ("grpo", "dapo", "ppo", "gspo", "cispo", "topr", "decoupled_ppo")

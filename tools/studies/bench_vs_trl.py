@@ -1,7 +1,7 @@
 """rlcore against TRL's GRPOTrainer: same tiny model, task, reward, prompts and sizes, one after the
 other on one machine.
 
-    .venv/bin/python tools/bench_vs_trl.py --json results.json     # about 3 minutes after set-up
+    python tools/studies/bench_vs_trl.py --json results.json     # about 3 minutes after set-up
 
 TRL gets a virtual environment of its own, `.venvs/trl`, made on the first call (a few minutes and
 about 1.5 GB). Prints the median step time over steps 3 to the last, the parts of a step, and
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
@@ -79,7 +79,7 @@ def main() -> int:
     if a.json:
         result = {
             "what": "rlcore against TRL's GRPOTrainer, tiny task",
-            "command": " ".join(["tools/bench_vs_trl.py", *sys.argv[1:]]),
+            "command": " ".join(["tools/studies/bench_vs_trl.py", *sys.argv[1:]]),
             "settings": {k: v for k, v in vars(a).items() if k not in ("json", "dir")},
             "load_before": load,
             "machine": env.report(),
@@ -184,7 +184,7 @@ def run_trl(
         "warmup_updates": WARMUP_UPDATES,
         "threads": a.threads,
     }
-    command = [str(python), str(ROOT / "tools" / "peers" / "trl_grpo.py")]
+    command = [str(python), str(ROOT / "tools" / "studies" / "peers" / "trl_grpo.py")]
     out = call(command, a.timeout, threads=a.threads, stdin=json.dumps(settings))
     return json.loads(out.strip().splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""The peer of tools/compare_algos.py that answers with verl's own functions, see algo_peer.py."""
+"""The peer of compare_algos.py that answers with verl's own functions, see algo_peer.py."""
 
 from typing import Any
 

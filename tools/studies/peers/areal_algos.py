@@ -1,4 +1,4 @@
-"""The peer of tools/compare_algos.py that answers with AReaL's own losses, see algo_peer.py.
+"""The peer of compare_algos.py that answers with AReaL's own losses, see algo_peer.py.
 
 A fourth word on the command line is a folder with AReaL's source; without it the installed package
 answers.

@@ -1,4 +1,4 @@
-"""The peer of tools/compare_algos.py that answers with TRL's own loss functions, see algo_peer.py.
+"""The peer of compare_algos.py that answers with TRL's own loss functions, see algo_peer.py.
 
 `_compute_loss` runs on a trainer that was never set up: it has the attributes which the function
 reads, and its forward returns the case's log-probs and entropies.

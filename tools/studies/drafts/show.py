@@ -1,4 +1,4 @@
-"""Tables and pictures of the rows of tools/bench_drafts.py."""
+"""Tables and pictures of the rows of bench_drafts.py."""
 
 import textwrap
 from collections.abc import Callable

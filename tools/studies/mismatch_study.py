@@ -1,8 +1,8 @@
 """How far sampler and learner are apart on the same weights, setting by setting.
 
-    python tools/mismatch_study.py --quick                                  # a minute, 2 cores
-    python tools/mismatch_study.py --json tools/results/mismatch_study.json # ten, with a picture
-    python tools/mismatch_study.py --sglang --json out.json                 # samplers by SGLang
+    python tools/studies/mismatch_study.py --quick              # a minute, 2 cores
+    python tools/studies/mismatch_study.py --json FILE          # ten, with a picture
+    python tools/studies/mismatch_study.py --sglang --json FILE # samplers by SGLang
 
 With mu the probability that the sampler recorded for a sampled token and p the Megatron
 learner's for the same token, of every response
@@ -45,7 +45,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402

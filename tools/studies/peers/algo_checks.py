@@ -1,4 +1,4 @@
-"""The rows of tools/compare_algos.py: what rlcore has, what the peer calls it, how both are set.
+"""The rows of compare_algos.py: what rlcore has, what the peer calls it, how both are set.
 
 Peers are told their own words for a setting. A row with `known` is a difference that rlcore chose
 or the peer has; the row where the setting is matched follows it.

@@ -1,6 +1,6 @@
 """rlcore's objectives against the public implementations that made them known.
 
-    .venv/bin/python tools/compare_algos.py --roll-source DIR      # a minute after set-up
+    .venv/bin/python tools/studies/compare_algos.py --roll-source DIR      # a minute after set-up
 
 Random cases go to each peer as a file; the peer's own functions answer, in a Python of their own
 and in float64, with loss and gradient, advantages, weights, masks and figures. rlcore answers from
@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-PEERS = ROOT / "tools" / "peers"
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(PEERS)]
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / "tools" / "studies" / "peers"
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "studies"), str(PEERS)]
 
 import algo_cases  # noqa: E402
 import algo_checks  # noqa: E402
@@ -79,7 +79,7 @@ def main() -> int:
     if a.json:
         result = {
             "what": "rlcore's objectives against their public implementations, in float64",
-            "command": " ".join(["tools/compare_algos.py", *named(a, sys.argv[1:])]),
+            "command": " ".join(["tools/studies/compare_algos.py", *named(a, sys.argv[1:])]),
             "settings": {"seed": a.seed, "cases": a.cases},
             "versions": versions,
             "machine": env.report(),

@@ -1,4 +1,4 @@
-"""The peer of tools/bench_vs_trl.py: TRL's GRPOTrainer on the task of grpo_tiny.sh, on the CPU.
+"""The peer of bench_vs_trl.py: TRL's GRPOTrainer on the task of grpo_tiny.sh, on the CPU.
 
 Runs in TRL's own virtual environment and imports nothing of rlcore. It reads settings as JSON on
 stdin and prints one line of JSON at the end; prompts come as JSON lines (`question`, `answer`).

@@ -1,4 +1,4 @@
-"""The cases of tools/compare_algos.py, and rlcore's answers to them.
+"""The cases of compare_algos.py, and rlcore's answers to them.
 
 A case is a batch of random responses as padded arrays, the peers' view, which this side packs. The
 answers come on the path of a training step: correction, rejection, loss, KL, entropy, aggregation
