@@ -45,7 +45,7 @@ def patient(deadline_s):
 
 def broken():
     """Cannot be built."""
-    raise ValueError("no such weights")
+    raise ConfigError("no such weights")
 
 
 def short_of_memory():
