@@ -102,8 +102,8 @@ def show(cfg: Config) -> int:
         for plan in plans:
             print("\n".join(memory.table(plan, world, per_node)))
             problems += plan.problems if gpu_bytes else ()
-            if said := memory.too_large(plan, gpu_bytes):
-                problems.append(said)
+            if large := memory.too_large(plan, gpu_bytes):
+                problems.append(large)
             elif gpu_bytes:
                 where = plan.worst.replace("_", "-")
                 print(f"  fits {gpu_bytes / memory.GB:g} GB{source}: {where} takes most")

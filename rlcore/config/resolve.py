@@ -42,9 +42,9 @@ def parse(
     """
     argv = _split_equals(argv)
     chosen, rest = _take_selectors(argv)
-    select = SelectConfig(**chosen)
-    for name in SELECTORS:
-        _check_choice(name, getattr(select, name))
+    for name, value in chosen.items():
+        _check_choice(name, value)
+    select = SelectConfig(**typing.cast(Any, chosen))
     chunks = _chunks(rest)
     fixed = [c for c in chunks if _section(c) in _SECTIONS and _section(c) not in sections]
     cfg = _given(Config(select=select), fixed)
@@ -58,7 +58,7 @@ def parse(
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every key of the configuration with its value, without passwords: {"run.seed": 0, ...}."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value, name = getattr(config, f.name), prefix + f.name.rstrip("_")
         value = hide(value) if name == ADDRESS else value

@@ -210,7 +210,8 @@ def quotas(cfg: Config) -> dict[str, int]:
 
 
 def _schedule(cfg: Config) -> list[str]:
-    tail, out = cfg.tail, []
+    out: list[str] = []
+    tail = cfg.tail
     if cfg.select.schedule == "all":
         return _idle(tail, TailConfig(), "tail", "--schedule tail_batching")
     try:

@@ -6,6 +6,7 @@ A class inherits the range of a field that it redefines without one. `broken` re
 import functools
 import inspect
 import typing
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
@@ -86,7 +87,8 @@ _ANY = Range(unbounded=True)
 def broken(section: Any, key: str) -> list[str]:
     """Name every field of a dataclass that is out of its range, one sentence each. `key` is the
     section's, such as `train` or `reward.math`. Without a range a number must not be nan."""
-    known, out = ranges(type(section)), []
+    kind: Hashable = type(section)
+    known, out = _ranges(kind), []
     for f in fields(section):
         value = getattr(section, f.name)
         numbers = value if isinstance(value, tuple) else (value,)
@@ -103,7 +105,7 @@ def broken(section: Any, key: str) -> list[str]:
 
 
 @functools.cache
-def ranges(section: type) -> dict[str, Range]:
+def _ranges(section: Any) -> dict[str, Range]:
     """The range of every field of a dataclass that has one."""
     found: dict[str, Range] = {}
     for base in section.__mro__:

@@ -146,7 +146,8 @@ def nodes_by_pool(
 
 def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
     """The engines, of one rank each, on every rollout node."""
-    split, found = len(names) - rollout_ranks, {}
+    found: dict[str, list[int]] = {}
+    split = len(names) - rollout_ranks
     for rank, name in enumerate(names):
         if rank >= split:
             found.setdefault(name, []).append(rank)
