@@ -3,10 +3,8 @@
 A class inherits the range of a field that it redefines without one. `broken` reads them all.
 """
 
-import functools
 import inspect
 import typing
-from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
@@ -87,8 +85,7 @@ _ANY = Range(unbounded=True)
 def broken(section: Any, key: str) -> list[str]:
     """Name every field of a dataclass that is out of its range, one sentence each. `key` is the
     section's, such as `train` or `reward.math`. Without a range a number must not be nan."""
-    kind: Hashable = type(section)
-    known, out = _ranges(kind), []
+    known, out = _ranges(type(section)), []
     for f in fields(section):
         value = getattr(section, f.name)
         numbers = value if isinstance(value, tuple) else (value,)
@@ -104,8 +101,7 @@ def broken(section: Any, key: str) -> list[str]:
     return out
 
 
-@functools.cache
-def _ranges(section: Any) -> dict[str, Range]:
+def _ranges(section: type) -> dict[str, Range]:
     """The range of every field of a dataclass that has one."""
     found: dict[str, Range] = {}
     for base in section.__mro__:
