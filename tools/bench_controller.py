@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from rlcore.config.schema import TailConfig  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.records import (  # noqa: E402
     Abort,
@@ -94,6 +95,9 @@ def source(a: argparse.Namespace) -> TailBatching:
         lambda row: Prompt(index=row, source="bench", tokens=tokens),
         num_prompts=a.prompts,
         num_samples=a.samples,
+        eta_prompts=TailConfig.eta_prompts,
+        eta_samples=TailConfig.eta_samples,
+        max_factor=TailConfig.max_factor,
     )
 
 

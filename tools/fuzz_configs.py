@@ -8,7 +8,7 @@ configs   that many random command lines, resolved and dry-run in this process. 
 runs      of those that were accepted that many are run for a step, cut down to a few samples. Fine:
           0, or 1 or 2 and a sentence on the terminal; a traceback is a finding.
 data      that many prompt files with bytes and fields changed, read as a run reads them. Fine: some
-          prompts, or a ValueError of one line.
+          prompts, or a ConfigError of one line.
 
 A finding is printed with what repeats it; the exit code is then 1. The same --seed gives the same
 cases.
@@ -45,6 +45,7 @@ from rlcore.config.schema import Config, DataConfig  # noqa: E402
 from rlcore.data import prompts  # noqa: E402
 from rlcore.hf.tokenizer import load_tokenizer  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
+from rlcore.utils.errors import ConfigError  # noqa: E402
 from tests import runs  # noqa: E402
 
 SELECTORS = {
@@ -118,7 +119,7 @@ def command_line(base: Sequence[str], draw: random.Random) -> list[str]:
             argv += [f"--{name}", draw.choice(choices)]
     try:
         known = keys_of(settings.parse(argv))
-    except ValueError:
+    except ConfigError:
         known = keys_of(Config())
     known = {k: t for k, t in known.items() if not k.startswith("select.")}
     for _ in range(draw.choice((0, 1, 1, 2, 2, 3, 5))):
@@ -150,7 +151,7 @@ def resolve_and_dry_run(argv: Sequence[str]) -> bool:
     out, err = io.StringIO(), io.StringIO()
     try:
         cfg = settings.parse(argv)
-    except ValueError as error:
+    except ConfigError as error:
         must_be_sentences(str(error), "refused")
         if len(str(error).splitlines()) > 1:
             raise Finding(f"refused in more than a sentence: {error}") from error
@@ -258,7 +259,7 @@ def read(path: Path, tokenizer: Any, draw: random.Random) -> bool:
     )
     try:
         found = prompts.load(config, "train", tokenizer, 0)
-    except ValueError as error:
+    except ConfigError as error:
         must_be_sentences(str(error), "refused")
         if len(str(error).splitlines()) > 1:
             raise Finding(f"refused in more than a line: {error}") from error

@@ -1,12 +1,13 @@
 """A reward that waits for a given time, for tools/bench_reward_overlap.py."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class WaitConfig(RewardConfig):
     wait_s: float = 0.0
     """What every score takes."""

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import get_args
 
 from rlcore.algos.base import AlgoConfig, Estimator
+from rlcore.utils.errors import ConfigError
 
 NAMES = (
     "ppo",
@@ -37,20 +38,20 @@ NAMES = (
 
 
 def module(name: str) -> ModuleType:
-    """The module behind a name or a dotted path. ValueError where there is none."""
+    """The module behind a name or a dotted path. ConfigError where there is none."""
     if "." not in name and name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         if name in get_args(Estimator):
             hint = f"; {name} is an advantage: --algo grpo --algo.adv_estimator {name}"
-        raise ValueError(f"--algo {name}: allowed are {', '.join(NAMES)}, or a dotted path{hint}")
+        raise ConfigError(f"--algo {name}: allowed are {', '.join(NAMES)}, or a dotted path{hint}")
     path = name if "." in name else f"rlcore.algos.{name}"
     try:
         found = importlib.import_module(path)
     except ModuleNotFoundError as e:
-        raise ValueError(f"--algo {name}: cannot import {e.name}; is it on PYTHONPATH?") from e
+        raise ConfigError(f"--algo {name}: cannot import {e.name}; is it on PYTHONPATH?") from e
     if not callable(getattr(found, "loss", None)):
-        raise ValueError(f"--algo {name}: {path} has no function loss(x, cfg)")
+        raise ConfigError(f"--algo {name}: {path} has no function loss(x, cfg)")
     return found
 
 
@@ -69,5 +70,7 @@ def config_class(name: str) -> type[AlgoConfig]:
         if issubclass(c, AlgoConfig) and c.__module__ == found.__name__
     ]
     if len(own) != 1:
-        raise ValueError(f"--algo {name}: needs exactly one subclass of AlgoConfig, has {len(own)}")
+        raise ConfigError(
+            f"--algo {name}: needs exactly one subclass of AlgoConfig, has {len(own)}"
+        )
     return own[0]

@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlcore.algos.base import AlgoConfig
+from rlcore.utils.errors import ConfigError
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -98,7 +99,7 @@ def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     out = []
     for i, g in enumerate(groups):
         if len(g.rewards) < 2:
-            raise ValueError(
+            raise ConfigError(
                 f"--algo.adv_estimator grpo_passk: group {i} has one response, it needs two or "
                 "more; raise --rollout.samples_per_prompt"
             )
@@ -155,7 +156,7 @@ OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
 def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     """Advantages of every response of a step by `cfg.adv_estimator`, in the order of the groups."""
     if cfg.adv_estimator not in OUTCOME:
-        raise ValueError(
+        raise ConfigError(
             f"--algo.adv_estimator {cfg.adv_estimator}: has no single number per response; take "
             f"one of {', '.join(OUTCOME)}"
         )

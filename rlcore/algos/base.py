@@ -9,7 +9,9 @@
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from rlcore.utils.bounds import above, at_least, finite
 
 Estimator = Literal[
     "grpo",
@@ -39,6 +41,20 @@ Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 KL = Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"]
+Share = Annotated[float, at_least(0, at_most=1)]
+Cap = Annotated[
+    float,
+    at_least(
+        1,
+        unbounded=True,
+        note=", or equal log-probs would not have weight 1; inf does not truncate",
+    ),
+]
+Clip = Annotated[float, at_least(0, unbounded=True)]
+"""Distance of a bound from a ratio of 1, or the bound itself; inf is none."""
+DualClip = Annotated[float, above(1, unbounded=True, off=0, note="; 0 turns it off")]
+"""Bound of a ratio where the advantage is negative: at 1 or less it would cut where nothing has
+moved."""
 
 
 LOG_LIMIT = 20.0
@@ -62,9 +78,9 @@ class AlgoConfig:
     whiten_advantages: bool = False
     """Shift and scale the advantages of a step to mean 0 and variance 1 over all trained tokens.
     reinforce_plus_plus, reinforce_plus_plus_baseline and gae always do."""
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount of reinforce_plus_plus and gae."""
-    lam: float = 1.0
+    lam: Share = 1.0
     """Lambda of gae."""
     loss_agg_mode: Aggregation = "token-mean"
     """How per-token losses become one number; always over the global batch of an update."""
@@ -74,16 +90,16 @@ class AlgoConfig:
     truncated_responses: Literal["keep", "drop"] = "keep"
     """`drop` takes responses cut at rollout.max_tokens out of the batch and its denominators; they
     still count in their group's baseline (DAPO's overlong filtering)."""
-    overlong_share: float = 0.0
+    overlong_share: Share = 0.0
     """The last part of rollout.max_tokens, as a share, in which a longer response costs reward,
     linearly up to overlong_penalty (DAPO's soft overlong punishment). 0: off."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: Annotated[float, at_least(0)] = 1.0
     """Reward that a response of rollout.max_tokens loses."""
 
     rollout_is: Literal["none", "token", "sequence"] = "token"
     """Importance weight min(p_old / p_sampler, cap) on the policy loss, of each token or of the
     whole sequence (the product)."""
-    rollout_is_threshold: float = 2.0
+    rollout_is_threshold: Cap = 2.0
     """Cap of the weight; inf does not truncate."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the step."""
@@ -99,20 +115,20 @@ class AlgoConfig:
     loss corrects sampler and staleness at once (PPO-IS); rollout_is then only works on losses
     without a ratio."""
 
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, at_least(0)] = 0.0
     """Weight of the KL to the reference model in the loss; above 0 keeps the start weights."""
     kl_type: KL = "k3"
     """Estimator of the KL in the loss. k1 has a gradient of zero in expectation and k3 one of the
     reverse KL: k1+ and k3+ have their values and k2's gradient."""
-    kl_reward_coef: float = 0.0
+    kl_reward_coef: Annotated[float, at_least(0)] = 0.0
     """Weight of the KL to the reference model taken off the reward, token by token."""
     kl_reward_type: KL = "k1"
     """Estimator of the KL in the reward."""
-    kl_target: float = 0.0
+    kl_target: Annotated[float, at_least(0)] = 0.0
     """Above 0, both weights are scaled to hold the KL at this value (adaptive controller)."""
-    kl_horizon: int = 10000
+    kl_horizon: Annotated[int, above(0)] = 10000
     """Samples over which the adaptive controller answers."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, finite()] = 0.0
     """Weight of the entropy bonus."""
 
     @property
@@ -121,24 +137,6 @@ class AlgoConfig:
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     def problems(self) -> list[str]:
-        """What cannot work, one sentence each: key, value, what is allowed. An algorithm extends
-        it for keys of its own."""
-        numbers = {k: v for k, v in vars(self).items() if type(v) in (int, float)}
-        signless = ("clip_", "kl_coef", "kl_reward_coef", "kl_target", "overlong_")
-        out = []
-        for name, value in numbers.items():
-            if name.startswith(signless) and not value >= 0:
-                out.append(f"--algo.{name} {value}: must be 0 or more")
-            elif value != value or (name.endswith("_coef") and abs(value) == float("inf")):
-                out.append(f"--algo.{name} {value}: must be a finite number")
-        for name in ("gamma", "lam", "overlong_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                out.append(f"--algo.{name} {getattr(self, name)}: must be between 0 and 1")
-        if not self.rollout_is_threshold >= 1:
-            out.append(
-                f"--algo.rollout_is_threshold {self.rollout_is_threshold}: must be 1 or more, or "
-                "equal log-probs would not have weight 1; inf does not truncate"
-            )
-        if not self.kl_horizon > 0:
-            out.append(f"--algo.kl_horizon {self.kl_horizon}: must be above 0")
-        return out
+        """Say what cannot work together, one sentence each: key, value, what is allowed. An
+        algorithm extends it for keys of its own; ranges are stated at the fields."""
+        return []

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import AlgoConfig, Clip
 from rlcore.tensors import LossInputs, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOConfig(AlgoConfig):
-    clip_low: float = 0.2
+    clip_low: Clip = 0.2
     """The weight is held above 1 - clip_low; 1 or more is no bound."""
-    clip_high: float = 0.2
+    clip_high: Clip = 0.2
     """The weight is held below 1 + clip_high."""
     unified_mask: bool = False
     """Silence the tokens that PPO's clip would silence."""

@@ -9,22 +9,18 @@ Equals TRL loss_type "cispo" with epsilon_high = clip_max. `cispo` has the two-s
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rlcore.algos import ratio
 from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
+from rlcore.utils.bounds import above
 
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOM1Config(AlgoConfig):
-    clip_max: float = 5.0
+    clip_max: Annotated[float, above(0, unbounded=True, note=", or there is no gradient")] = 5.0
     """The weight is held below this."""
-
-    def problems(self) -> list[str]:
-        out = super().problems()
-        if self.clip_max == 0:
-            out.append("--algo.clip_max 0: leaves no gradient; the weight of an old token is 1")
-        return out
 
 
 def loss(x: LossInputs, cfg: CISPOM1Config) -> LossOutput:

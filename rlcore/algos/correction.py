@@ -37,6 +37,7 @@ from torch import Tensor
 
 from rlcore.algos import sequence as sequences
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
+from rlcore.utils.errors import ConfigError
 
 DEFAULTS = {
     "token_k1": "0.5_2.0",
@@ -109,10 +110,10 @@ def keep(
 
 
 def thresholds(cfg: AlgoConfig) -> list[Rule]:
-    """The rules of rollout_rs; ValueError in one sentence where a threshold cannot be one."""
+    """The rules of rollout_rs; ConfigError in one sentence where a threshold cannot be one."""
     given = cfg.rollout_rs_threshold
     if given and len(given) != len(cfg.rollout_rs):
-        raise ValueError(
+        raise ConfigError(
             f"--algo.rollout_rs_threshold {','.join(given)}: {len(given)} for "
             f"{len(cfg.rollout_rs)} of rollout_rs; give one for each, in order"
         )
@@ -120,7 +121,7 @@ def thresholds(cfg: AlgoConfig) -> list[Rule]:
         return [_parsed(name, text) for name, text in zip(cfg.rollout_rs, given, strict=True)]
     for name in cfg.rollout_rs:
         if name not in DEFAULTS:
-            raise ValueError(
+            raise ConfigError(
                 f"--algo.rollout_rs {name}: has no default threshold; give "
                 "--algo.rollout_rs_threshold, one for each of rollout_rs"
             )
@@ -136,12 +137,12 @@ def problems(cfg: AlgoConfig) -> list[str]:
     for name, text in zip(cfg.rollout_rs, given, strict=True) if paired else ():
         try:
             _parsed(name, text)
-        except ValueError as e:
+        except ConfigError as e:
             out.append(str(e))
     if not paired:
         try:
             thresholds(cfg)
-        except ValueError as e:
+        except ConfigError as e:
             out.append(str(e))
     return out
 
@@ -151,12 +152,12 @@ def _parsed(name: str, text: str) -> Rule:
     parts = [_number(p) for p in text.split("_")]
     if not name.endswith("k1"):
         if len(parts) != 1 or not 0 < parts[0] < math.inf:
-            raise ValueError(f"{where}: {name} takes one number above 0, such as 0.01")
+            raise ConfigError(f"{where}: {name} takes one number above 0, such as 0.01")
         return Rule(name, -math.inf, parts[0])
     if len(parts) == 1:
         parts.insert(0, 1 / parts[0] if parts[0] else math.nan)
     if len(parts) != 2 or not 0 < parts[0] <= 1 <= parts[1]:
-        raise ValueError(
+        raise ConfigError(
             f"{where}: {name} takes lower_upper with 0 < lower <= 1 <= upper, such as "
             f"{DEFAULTS[name]}, or the upper bound alone, whose inverse is the lower one"
         )

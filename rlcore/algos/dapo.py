@@ -17,25 +17,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import AlgoConfig, Clip, DualClip
 from rlcore.tensors import LossInputs, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class DAPOConfig(AlgoConfig):
-    clip_low: float = 0.2
+    clip_low: Clip = 0.2
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: Clip = 0.28
     """The ratio is held below 1 + clip_high (clip-higher)."""
-    clip_dual: float = 10.0
+    clip_dual: DualClip = 10.0
     """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
     equal_reward_groups: Literal["keep", "drop"] = "drop"
     """Groups whose rewards are all equal; `drop` is the filter of dynamic sampling."""
     overlong_share: float = 0.2
     """The last part of rollout.max_tokens in which a longer response costs reward."""
-
-    def problems(self) -> list[str]:
-        return super().problems() + ratio.dual_problems(self.clip_dual)
 
 
 def loss(x: LossInputs, cfg: DAPOConfig) -> LossOutput:

@@ -15,13 +15,14 @@ verl's token-level rollout_is on ppo equals truncate.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from rlcore.algos import ratio
-from rlcore.algos.base import LOG_LIMIT, AlgoConfig
+from rlcore.algos.base import LOG_LIMIT, AlgoConfig, Clip, DualClip
 from rlcore.tensors import LossInputs, LossOutput
+from rlcore.utils.bounds import above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +31,17 @@ class DecoupledPPOConfig(AlgoConfig):
     """Importance weight p_old / p_sampler of the objective; `behave` has it already."""
     behave: Literal["token_mask", "truncate", "none"] = "token_mask"
     """What happens to tokens whose weight p_prox / p_behave is above behave_cap."""
-    behave_cap: float = 5.0
+    behave_cap: Annotated[float, above(0, unbounded=True, note="; inf is no cap")] = 5.0
     """Largest weight; inf is no cap."""
-    clip_low: float = 0.2
+    clip_low: Clip = 0.2
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Clip = 0.2
     """The ratio is held below 1 + clip_high."""
-    clip_dual: float = 0.0
+    clip_dual: DualClip = 0.0
     """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
 
     def problems(self) -> list[str]:
-        out = super().problems() + ratio.dual_problems(self.clip_dual)
-        if not self.behave_cap > 0:
-            out.append(f"--algo.behave_cap {self.behave_cap}: must be above 0; inf is no cap")
+        out = super().problems()
         if self.behave != "none" and self.rollout_is != "none":
             out.append(
                 f"--algo.rollout_is {self.rollout_is}: decoupled_ppo weighs by p_old / p_sampler "

@@ -16,7 +16,7 @@ Differs from the paper in the dual clip (verl's; 0 turns it off). Equals verl
 from dataclasses import dataclass
 
 from rlcore.algos import ratio
-from rlcore.algos.base import Aggregation, AlgoConfig
+from rlcore.algos.base import Aggregation, AlgoConfig, Clip, DualClip
 from rlcore.tensors import LossInputs, LossOutput
 
 
@@ -26,15 +26,12 @@ class DrGRPOConfig(AlgoConfig):
     """Divide a group's advantages by its standard deviation; that is the bias of difficulty."""
     loss_agg_mode: Aggregation = "seq-mean-token-sum-norm"
     """How per-token losses become one number; a mean over a response is the bias of length."""
-    clip_low: float = 0.2
+    clip_low: Clip = 0.2
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Clip = 0.2
     """The ratio is held below 1 + clip_high."""
-    clip_dual: float = 3.0
+    clip_dual: DualClip = 3.0
     """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
-
-    def problems(self) -> list[str]:
-        return super().problems() + ratio.dual_problems(self.clip_dual)
 
 
 def loss(x: LossInputs, cfg: DrGRPOConfig) -> LossOutput:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from rlcore.algos import ratio, sequence
-from rlcore.algos.base import Aggregation, AlgoConfig
+from rlcore.algos.base import Aggregation, AlgoConfig, Clip
 from rlcore.tensors import LossInputs, LossOutput
 
 
@@ -27,9 +27,9 @@ from rlcore.tensors import LossInputs, LossOutput
 class GMPOConfig(AlgoConfig):
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """How per-token losses become one number."""
-    clip_low: float = 0.4
+    clip_low: Clip = 0.4
     """The log of a ratio is held above -clip_low."""
-    clip_high: float = 0.4
+    clip_high: Clip = 0.4
     """The log of a ratio is held below clip_high."""
 
 

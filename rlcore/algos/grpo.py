@@ -15,21 +15,18 @@ epsilon_high 0.28 and delta 3, which is the dual clip.
 from dataclasses import dataclass
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import AlgoConfig, Clip, DualClip
 from rlcore.tensors import LossInputs, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(AlgoConfig):
-    clip_low: float = 0.2
+    clip_low: Clip = 0.2
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: Clip = 0.28
     """The ratio is held below 1 + clip_high; larger keeps more exploration."""
-    clip_dual: float = 3.0
+    clip_dual: DualClip = 3.0
     """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
-
-    def problems(self) -> list[str]:
-        return super().problems() + ratio.dual_problems(self.clip_dual)
 
 
 def loss(x: LossInputs, cfg: GRPOConfig) -> LossOutput:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.algos import ratio, sequence
-from rlcore.algos.base import Aggregation, AlgoConfig
+from rlcore.algos.base import Aggregation, AlgoConfig, Clip
 from rlcore.tensors import LossInputs, LossOutput
 
 LOG_MAX = 10.0  # verl's bound of log s
@@ -31,9 +31,9 @@ class GSPOConfig(AlgoConfig):
     level: Literal["sequence", "token"] = "token"
     """`sequence`: gradients flow through the sequence's ratio. `token`: through each token's own
     log-prob, with the sequence's ratio as a constant (GSPO-token)."""
-    clip_low: float = 3e-4
+    clip_low: Clip = 3e-4
     """The sequence's ratio is held above 1 - clip_low."""
-    clip_high: float = 4e-4
+    clip_high: Clip = 4e-4
     """The sequence's ratio is held below 1 + clip_high."""
 
 

@@ -9,10 +9,11 @@ weight multiplies both terms, as in ROLL. Equals ROLL pg_variant "kimi15" (`_com
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
+from rlcore.utils.bounds import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +22,8 @@ class Kimi15Config(AlgoConfig):
 
     norm_adv_by_std: bool = False
     """Divide a group's advantages by its standard deviation; the paper takes the mean off only."""
-    tau: float = 0.1
+    tau: Annotated[float, at_least(0)] = 0.1
     """Strength of the pull to the old policy."""
-
-    def problems(self) -> list[str]:
-        out = super().problems()
-        if not self.tau >= 0:
-            out.append(f"--algo.tau {self.tau}: must be 0 or more")
-        return out
 
 
 def loss(x: LossInputs, cfg: Kimi15Config) -> LossOutput:

@@ -12,7 +12,7 @@ Equals verl `compute_policy_loss_vanilla`. The same loss with group baselines is
 from dataclasses import dataclass
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig, Estimator
+from rlcore.algos.base import AlgoConfig, Clip, DualClip, Estimator
 from rlcore.tensors import LossInputs, LossOutput
 
 
@@ -20,15 +20,12 @@ from rlcore.tensors import LossInputs, LossOutput
 class PPOConfig(AlgoConfig):
     adv_estimator: Estimator = "gae"
     """How rewards become advantages; gae trains a critic."""
-    clip_low: float = 0.2
+    clip_low: Clip = 0.2
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Clip = 0.2
     """The ratio is held below 1 + clip_high."""
-    clip_dual: float = 3.0
+    clip_dual: DualClip = 3.0
     """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
-
-    def problems(self) -> list[str]:
-        return super().problems() + ratio.dual_problems(self.clip_dual)
 
 
 def loss(x: LossInputs, cfg: PPOConfig) -> LossOutput:

@@ -37,10 +37,3 @@ def clipped(
         policy = torch.where(over, ceiling, policy)
         metrics["actor/pg_clipfrac_lower"] = over.float()
     return policy, metrics
-
-
-def dual_problems(value: float) -> list[str]:
-    """What is wrong with a `clip_dual`: at 1 or less it would cut where nothing has moved."""
-    if 0 < value <= 1:
-        return [f"--algo.clip_dual {value}: must be above 1; 0 turns it off"]
-    return []

@@ -26,6 +26,7 @@ from rlcore.algos import sequence as sequences
 from rlcore.algos.advantage import WHITEN_EPSILON
 from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import Batch
+from rlcore.utils.errors import ConfigError
 
 TOKEN = ("reinforce_plus_plus", "remax", "gae")
 """Estimators with one number per token; those per response are in advantage.py."""
@@ -79,7 +80,7 @@ def advantages(
         gains = _discounted(r, sequence, 1.0, longest)
         found = gains - base[sequence]
     else:
-        raise ValueError(
+        raise ConfigError(
             f"--algo.adv_estimator {cfg.adv_estimator}: has one number per response; take one of "
             f"{', '.join(TOKEN)}"
         )

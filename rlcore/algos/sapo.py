@@ -12,29 +12,24 @@ AReaL `sapo_loss_fn` at token level (averaged there over tokens, here per respon
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rlcore.algos import ratio
 from rlcore.algos.base import Aggregation, AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
+from rlcore.utils.bounds import above
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig(AlgoConfig):
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """How per-token losses become one number."""
-    tau_pos: float = 1.0
+    tau_pos: Annotated[float, above(0, note="; the paper has 1.0 and 1.05")] = 1.0
     """Steepness of the gate where the advantage is positive."""
-    tau_neg: float = 1.05
+    tau_neg: Annotated[float, above(0, note="; the paper has 1.0 and 1.05")] = 1.05
     """Steepness of the gate elsewhere."""
-
-    def problems(self) -> list[str]:
-        return super().problems() + [
-            f"--algo.{name} {getattr(self, name)}: must be above 0; the paper has 1.0 and 1.05"
-            for name in ("tau_pos", "tau_neg")
-            if not getattr(self, name) > 0
-        ]
 
 
 def loss(x: LossInputs, cfg: SAPOConfig) -> LossOutput:

@@ -10,15 +10,15 @@ p_old / p_sampler at 2. Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
 from dataclasses import dataclass
 
 from rlcore.algos import ratio
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import AlgoConfig, Clip
 from rlcore.tensors import LossInputs, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class TISRatio01Config(AlgoConfig):
-    clip_min: float = 0.0
+    clip_min: Clip = 0.0
     """The weight is held above this."""
-    clip_max: float = 1.0
+    clip_max: Clip = 1.0
     """The weight is held below this."""
 
     def problems(self) -> list[str]:

@@ -13,30 +13,24 @@ topr_positive_weight and topr_negative_weight (weighted TOPR).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from rlcore.algos import sequence
 from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput
+from rlcore.utils.bounds import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class TOPRConfig(AlgoConfig):
     level: Literal["token", "sequence"] = "token"
     """Taper each token by its own ratio (ROLL), or all of them by the sequence's (the paper)."""
-    positive_weight: float = 1.0
+    positive_weight: Annotated[float, at_least(0)] = 1.0
     """Factor of responses with a score above 0."""
-    negative_weight: float = 1.0
+    negative_weight: Annotated[float, at_least(0)] = 1.0
     """Factor of the others."""
-
-    def problems(self) -> list[str]:
-        return super().problems() + [
-            f"--algo.{name} {getattr(self, name)}: must be 0 or more"
-            for name in ("positive_weight", "negative_weight")
-            if not getattr(self, name) >= 0
-        ]
 
 
 def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:

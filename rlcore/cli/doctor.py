@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.cli import exits
+
 EVENTS = 6
 """Last events of a rank that are shown."""
 ERRORS = 5
@@ -16,6 +18,10 @@ ERRORS = 5
 def main(argv: Sequence[str]) -> int:
     """The verdict, then where each suspect stood; `--stacks` all threads of all ranks. 2 where
     there is no such run."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlcore doctor", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--stacks", action="store_true", help="all threads of all ranks")

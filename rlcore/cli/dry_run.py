@@ -11,6 +11,8 @@ from rlcore.cli.explain import arithmetic, world_size
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig, read_json
+from rlcore.utils import bounds
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # the command line should not pay for torch
     from rlcore.cli.inputs import Findings
@@ -42,8 +44,9 @@ def show(cfg: Config) -> int:
     found = inputs.Findings(elsewhere=is_elsewhere(cfg))
     roomy = cfg
     try:
-        layout = layout_of(cfg.train, train_ranks, 0)
-    except ValueError as e:
+        if not bounds.broken(cfg.train, "train"):  # a size of 0 divides nothing
+            layout = layout_of(cfg.train, train_ranks, 0)
+    except ConfigError as e:
         problems.append(str(e))
     try:
         if cfg.model.path:  # else a rule says it
@@ -51,19 +54,19 @@ def show(cfg: Config) -> int:
             notes.append(f"model        {where}")
             hf = with_layers(cfg, hf)
             notes.append(f"model        {hf.arch}, {hf.num_layers} layers, hidden {hf.hidden_size}")
-    except ValueError as e:
+    except ConfigError as e:
         problems.append(str(e))
         hf = None
     beside = memory.NOBODY
     try:
         beside, said = judges(cfg, found)
         notes += said
-    except ValueError as e:
+    except ConfigError as e:
         problems.append(str(e))
     if follows_rules:
         inputs.check(cfg, hf, world, found)
         problems += found.problems
-        with contextlib.suppress(ValueError):  # is among the problems
+        with contextlib.suppress(ConfigError):  # is among the problems
             roomy = with_room(cfg, hf) if hf is not None else cfg
     if roomy != cfg:
         notes.append(
@@ -99,8 +102,8 @@ def show(cfg: Config) -> int:
         for plan in plans:
             print("\n".join(memory.table(plan, world, per_node)))
             problems += plan.problems if gpu_bytes else ()
-            if said := memory.too_large(plan, gpu_bytes):
-                problems.append(said)
+            if large := memory.too_large(plan, gpu_bytes):
+                problems.append(large)
             elif gpu_bytes:
                 where = plan.worst.replace("_", "-")
                 print(f"  fits {gpu_bytes / memory.GB:g} GB{source}: {where} takes most")
@@ -189,7 +192,7 @@ def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
 
 
 def judges(cfg: Config, found: "Findings") -> tuple["Beside", list[str]]:
-    """What judges on our own GPUs take, and lines about them. ValueError where one is no model."""
+    """What judges on our own GPUs take, and lines about them. ConfigError where one is no model."""
     from rlcore.cli.builders.rewards import beside, own_judges
     from rlcore.rewards.judge.residency import footprint
 
@@ -213,7 +216,7 @@ def model_of(
     path: str, variable: str = "MODEL_CONFIG", key: str = "--model.path"
 ) -> tuple[HFConfig, str]:
     """A model's architecture and where it was read: its folder, else the file that the recipe
-    names in `variable`. ValueError where there is neither, or what is there is no model."""
+    names in `variable`. ConfigError where there is neither, or what is there is no model."""
     facts = os.environ.get(variable, "")
     if Path(path).is_dir() or not facts:
         return HFConfig.from_folder(path, key), path

@@ -2,9 +2,11 @@
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from rlcore.cli import exits
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlcore.config.schema import Config
@@ -13,23 +15,24 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Print the arithmetic for these keys; NODES and GPUS_PER_NODE are the size of the world. 2
     where the keys make no configuration."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     from rlcore.cli import settings
     from rlcore.config import rules
+
+    if "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\n\n  python -m rlcore explain [keys of train]")
+        return 0
+    cfg = settings.parse(list(argv))
+    if found := rules.of_batch(cfg):
+        raise ConfigError("\n".join(found))
     from rlcore.mcore.layout import layout_of
 
-    try:
-        if "--help" in argv or "-h" in argv:
-            print(f"{__doc__}\n\n  python -m rlcore explain [keys of train]")
-            return 0
-        cfg = settings.parse(list(argv))
-        if found := rules.of_batch(cfg):
-            raise ValueError("\n".join(found))
-        world = world_size()
-        train_ranks = max(world - cfg.cluster.rollout_ranks, 1)
-        print("\n".join(arithmetic(cfg, world, layout_of(cfg.train, train_ranks, 0).dp)))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    world = world_size()
+    train_ranks = max(world - cfg.cluster.rollout_ranks, 1)
+    print("\n".join(arithmetic(cfg, world, layout_of(cfg.train, train_ranks, 0).dp)))
     return 0
 
 

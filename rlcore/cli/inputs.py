@@ -42,6 +42,7 @@ from rlcore.rollout.replay import EventLog
 from rlcore.rollout.rounds import Log
 from rlcore.rollout.transport import listening_host
 from rlcore.trainer import resume
+from rlcore.utils.errors import ConfigError
 
 
 @dataclass
@@ -56,11 +57,11 @@ class Findings:
 
     @contextlib.contextmanager
     def check(self, setting: str, *, may_lack: bool = False) -> Iterator[None]:
-        """Collect the ValueError of the block: `setting` is refused, or unchecked where this
+        """Collect the ConfigError of the block: `setting` is refused, or unchecked where this
         machine `may_lack` what it needs."""
         try:
             yield
-        except ValueError as error:
+        except ConfigError as error:
             if may_lack:
                 self.unchecked[setting] = str(error)
             else:
@@ -104,7 +105,7 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     if hf is not None:
         sizes(cfg, hf, world_size, found)
         weights(cfg, hf, found)
-        with contextlib.suppress(ValueError):  # `sizes` has it
+        with contextlib.suppress(ConfigError):  # `sizes` has it
             cfg = with_room(cfg, hf)
     data(cfg, tokenizer(cfg, hf, found), found)
 
@@ -161,7 +162,7 @@ def judges(cfg: Config, found: Findings) -> None:
 
 
 def judge(section: JudgeRewardConfig) -> None:
-    """What a judge's process does before it reads weights. ValueError as there."""
+    """What a judge's process does before it reads weights. ConfigError as there."""
     hf = HFConfig.from_folder(section.model, "--reward.model")
     tokens = load_tokenizer(section.model, key="--reward.model")
     if section.method == "prefill":
@@ -187,7 +188,7 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
     """Settings that do not fit the model or the number of ranks."""
     try:
         layout_of(cfg.train, max(world_size - cfg.cluster.rollout_ranks, 1), 0)
-    except ValueError:
+    except ConfigError:
         return  # the dry run has said it
     plain = replace(cfg.train, spec="local", apex=False)
     with found.check("--train"):

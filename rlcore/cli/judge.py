@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlcore.cli import exits
+
 if TYPE_CHECKING:  # the command line should not pay for torch
     from torch import Tensor
 
@@ -43,6 +45,10 @@ class JudgeConfig:
 def main(argv: Sequence[str]) -> int:
     """Return 0 if the folder is there, 1 if the judge has not learned the rule in `--steps`. Three
     training batches in a row decide; the fresh one that is printed may fall below the target."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     import tyro
 
     cfg = tyro.cli(JudgeConfig, args=list(argv), prog="rlcore judge", use_underscores=True)

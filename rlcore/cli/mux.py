@@ -28,10 +28,12 @@ from typing import Any
 
 import redis
 
+from rlcore.cli import exits
 from rlcore.mux import arbiter, store
 from rlcore.mux.profile import Profile
 from rlcore.sched.cluster import Pool
 from rlcore.utils import log as logs
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 START_S = 30.0
@@ -65,15 +67,8 @@ def main(argv: Sequence[str]) -> int:
     for command in (up, add, status, commands.choices["down"], hidden):
         command.add_argument("--dir", type=Path, default=Path("runs/mux"))
     a = p.parse_args(argv)
-    try:
-        run = {"up": _up, "add": _add, "status": _status, "down": _down, "arbiter": _arbiter}
-        return run[a.command](a)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (RuntimeError, ConnectionError) as error:
-        print(error, file=sys.stderr)
-        return 1
+    run = {"up": _up, "add": _add, "status": _status, "down": _down, "arbiter": _arbiter}
+    return exits.guard(lambda: run[a.command](a))
 
 
 # ---- up and down
@@ -84,21 +79,21 @@ def _up(a: argparse.Namespace) -> int:
     for pool in (arbiter.ROLLOUT, arbiter.TRAIN):
         nodes = getattr(a, f"{pool}_pool")
         if nodes < 1:
-            raise ValueError(f"--{pool}-pool {nodes}: at least 1 node")
+            raise ConfigError(f"--{pool}-pool {nodes}: at least 1 node")
         pools[pool] = {
             "nodes": nodes,
             **{k: getattr(a, f"{pool}_{k}") for k in ("price", "memory_gb", "switch_s")},
         }
     binary = shutil.which("redis-server")
     if binary is None:
-        raise RuntimeError(
+        raise ConfigError(
             "mux up: there is no redis-server here; `bash tools/setup.sh --mux` installs it"
         )
     a.dir.mkdir(parents=True, exist_ok=True)
     a.dir.chmod(0o700)
     about = _read(a.dir) or {"password": secrets.token_urlsafe(24), "pids": {}}
     if _is_arbiter(about["pids"].get("arbiter")) and about["pools"] != pools:
-        raise ValueError(
+        raise ConfigError(
             f"mux up: an arbiter in {a.dir} works with other pools, {about['pools']}; "
             "`mux down` first, jobs wait meanwhile"
         )
@@ -248,7 +243,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 def _known(folder: Path) -> dict[str, Any]:
     about = _read(folder)
     if about is None:
-        raise ValueError(f"--dir {folder}: nothing was started there; `mux up` first")
+        raise ConfigError(f"--dir {folder}: nothing was started there; `mux up` first")
     return about
 
 
@@ -270,13 +265,13 @@ def _answers(about: dict[str, Any]) -> bool:
         try:
             return bool(store.connect(_url(about)).ping())
         except redis.AuthenticationError as error:
-            raise RuntimeError(
+            raise ConfigError(
                 f"mux up: another Redis server is at {about['host']}:{about['port']}; choose --port"
             ) from error
     with socket.socket() as s:
         s.settimeout(1.0)
         if s.connect_ex((about["host"], about["port"])) == 0 and not about["pids"].get("redis"):
-            raise RuntimeError(
+            raise ConfigError(
                 f"mux up: something else listens at {about['host']}:{about['port']}; choose --port"
             )
     return False

@@ -4,10 +4,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlcore.cli import exits
+from rlcore.utils.errors import ConfigError
+
 
 def main(argv: Sequence[str]) -> int:
     """One run: `<run>/curve.png` and `<run>/detail.png`, or `--out FILE.png` and `FILE-detail.png`.
     Several: `compare.png` beside the first, or `--out FILE`."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     from rlcore.metrics import plots
 
     words = list(argv)
@@ -29,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         print(plots.curve(runs[0], out))
         try:
             print(plots.detail(runs[0], out and out.with_stem(f"{out.stem}-detail")))
-        except ValueError as error:
+        except ConfigError as error:
             print(f"rlcore plot: {error}", file=sys.stderr)
     else:
         print(plots.compare(runs, out or runs[0].parent / "compare.png"))

@@ -14,7 +14,6 @@ of three.
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from rlcore.cli import exits
 from rlcore.records import AnyEvent, Down, Finished, Progress, Request, Sampling, Stats, request_of
 from rlcore.sim import profile
 from rlcore.sim.profile import Decode, Layout, Prefill
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds that --help should not pay
     from rlcore.cli.world import World
@@ -62,38 +63,32 @@ def main(argv: Sequence[str]) -> int:
     )
     p.add_argument("--steps", type=int, default=512, help="most decode steps of a row")
     a, rest = p.parse_known_args(list(argv))
-    try:
-        return run(a, rest)
-    except ValueError as e:
-        print(e, file=sys.stderr)
-        return 2
-    except (RuntimeError, OSError) as e:
-        print(f"rlcore profile: {e}", file=sys.stderr)
-        return 1
+    return exits.guard(lambda: run(a, rest))
 
 
 def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
     """Measure, print, write."""
+    from rlcore.cli import settings
+
+    cfg = settings.parse(rest)
+    for name, values in (("tp", a.tp or [1]), ("batch", a.batch), ("steps", [a.steps])):
+        if min(values) < 1:
+            raise ConfigError(f"--{name} {min(values)}: must be at least 1")
+    sizes = sorted(set(a.tp or [cfg.rollout.tp]))
+    if cfg.rollout.engine == "torch" and sizes != [1]:
+        raise ConfigError(f"--tp {sizes[-1]}: the torch engine is one rank; give 1, or sglang")
     import torch
 
-    from rlcore.cli import settings
     from rlcore.cli.builders.model import model_config
     from rlcore.cli.world import World
     from rlcore.metrics.jsonl import write_atomic
     from rlcore.trainer import memory
 
-    cfg = settings.parse(rest)
-    for name, values in (("tp", a.tp or [1]), ("batch", a.batch), ("steps", [a.steps])):
-        if min(values) < 1:
-            raise ValueError(f"--{name} {min(values)}: must be at least 1")
-    sizes = sorted(set(a.tp or [cfg.rollout.tp]))
-    if cfg.rollout.engine == "torch" and sizes != [1]:
-        raise ValueError(f"--tp {sizes[-1]}: the torch engine is one rank; give 1, or sglang")
     hf = model_config(cfg)
     longest = memory.longest(cfg, hf)
     contexts = sorted(set(a.context or [max(longest // 8, 1), max(longest // 2, 1)]))
     if contexts[0] < 1 or contexts[-1] + FEWEST > hf.max_positions:
-        raise ValueError(
+        raise ConfigError(
             f"--context {contexts[0]} to {contexts[-1]}: at least 1, and with {FEWEST} steps at "
             f"most the model's {hf.max_positions} positions"
         )
@@ -157,7 +152,7 @@ def measure(
     contexts: Sequence[int],
     steps: int,
 ) -> Layout:
-    """An engine of one size. Rows that its cache has no room for are left out; ValueError where
+    """An engine of one size. Rows that its cache has no room for are left out; ConfigError where
     that leaves none."""
     start = time.monotonic()
     most = min(hf.max_positions, max(contexts) + steps)

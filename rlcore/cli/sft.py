@@ -6,12 +6,16 @@ something to raise. A folder that is complete is left as it is.
 """
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from rlcore.cli import exits
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # the command line should not pay for torch
     from rlcore.cli.world import World
@@ -48,6 +52,10 @@ class SFTConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0 when the folder is there."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     import tyro
 
     cfg = tyro.cli(SFTConfig, args=list(argv), prog="rlcore sft", use_underscores=True)
@@ -67,14 +75,16 @@ def run(cfg: SFTConfig) -> int:
     settings = settings_of(cfg, start)
     try:
         here = world.join(settings.cluster.timeout_s, 0, folder.run_folder(settings))
-    except (RuntimeError, OSError) as e:
-        print(str(e).partition("\n")[0], file=sys.stderr)
-        return 1
+    except ConfigError:
+        raise
+    except Exception as e:
+        rank = os.environ.get("RANK", "0")
+        return exits.fail(e, folder.run_folder(settings) / "logs" / f"rank{rank}.log")
     try:
         folder.open_folder(settings, here)
         accuracy = warm_start(cfg, settings, start, here)
-    except (ValueError, RuntimeError, OSError) as e:
-        return failed(settings, here, e, 1)
+    except Exception as e:
+        return failed(settings, here, e)
     finally:
         if here.gang is not None:
             here.gang.close()

@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rlcore.cli import exits
+from rlcore.config.schema import TailConfig
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, splits, table, user
 from rlcore.sim.cluster import Run, summarize
 from rlcore.sim.cost import GPUS, MODELS
+from rlcore.utils.errors import ConfigError
 
 DATA = Path(os.environ.get("RLCORE_DATA", "../shared/data"))
 
@@ -48,11 +51,7 @@ def main(argv: Sequence[str]) -> int:
         "rhymerl": _rhymerl,
         "roll_flash": _flash,
     }
-    try:
-        return commands[a.system](a)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return exits.guard(lambda: commands[a.system](a))
 
 
 # ---- a cluster of one's own
@@ -75,8 +74,8 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of the file"
     )
     p.add_argument("--schedule", choices=["all", "tail_batching"], default="tail_batching")
-    p.add_argument("--eta-prompts", type=float, default=1.25)
-    p.add_argument("--eta-samples", type=float, default=1.25)
+    p.add_argument("--eta-prompts", type=float, default=TailConfig.eta_prompts)
+    p.add_argument("--eta-samples", type=float, default=TailConfig.eta_samples)
     p.add_argument("--stream", action="store_true", help="half of the replicas train early")
     p.add_argument("--reward", choices=user.REWARDS, default="none")
     p.add_argument("--judge", choices=user.JUDGES, default="shared", help="where a judge runs")
@@ -94,7 +93,7 @@ def _run(a: argparse.Namespace) -> int:
     for name in ("gpus", "tp", "prompts", "samples", "steps", "picture_steps", "max_running"):
         if getattr(a, name) < 1:
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {getattr(a, name)}: must be at least 1")
+            raise ConfigError(f"--{flag} {getattr(a, name)}: must be at least 1")
     begin = time.monotonic()
     plan, notes = user.plan(a)
     plans = [plan]
@@ -153,10 +152,10 @@ def _add_splits(p: argparse.ArgumentParser) -> None:
 def _splits(a: argparse.Namespace) -> int:
     for name in ("gpus", "tp", "prompts", "samples", "steps", "max_running"):
         if getattr(a, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(a, name)}: must be at least 1")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(a, name)}: must be at least 1")
     others = a.schedule != "all", a.stream, a.max_tp, a.reward != "none", a.picture, a.trace
     if a.alpha < 0 or any(others):
-        raise ValueError(
+        raise ConfigError(
             "splits: --alpha is at least 0; --schedule, --stream, --max-tp, --reward, --picture "
             "and --trace are for `sim run`"
         )
@@ -185,11 +184,11 @@ def _add_papers(p: argparse.ArgumentParser) -> None:
 def _papers(a: argparse.Namespace) -> int:
     asked = [w for w in (a.what, a.figure, a.table) if w]
     if len(asked) != 1:
-        raise ValueError(
+        raise ConfigError(
             "rollpacker: one of --figure 11, --figure 10c, --table 1, --table 2, planner, scaling"
         )
     if a.rounds < 1:
-        raise ValueError(f"--rounds {a.rounds}: must be at least 1")
+        raise ConfigError(f"--rounds {a.rounds}: must be at least 1")
     begin = time.monotonic()
     made = rollpacker.TABLES[asked[0]](a.rounds, a.seed, a.data)
     return _show(made, a, begin)
@@ -221,9 +220,9 @@ def _rollmux(a: argparse.Namespace) -> int:
     make, usual = rollmux.EXPERIMENTS[a.experiment]
     count = usual if a.rounds is None else a.rounds
     if count < 1:
-        raise ValueError(f"--rounds {count}: must be at least 1")
+        raise ConfigError(f"--rounds {count}: must be at least 1")
     if a.turns and a.experiment != "micro":
-        raise ValueError(f"--turns {a.turns}: only --experiment micro has turns to draw")
+        raise ConfigError(f"--turns {a.turns}: only --experiment micro has turns to draw")
     begin = time.monotonic()
     found = make(count, a.seed)
     made = found.made
@@ -256,7 +255,7 @@ def _add_rhymerl(p: argparse.ArgumentParser) -> None:
 
 def _rhymerl(a: argparse.Namespace) -> int:
     if a.steps < 4:
-        raise ValueError(f"--steps {a.steps}: must be at least 4, the first third is not counted")
+        raise ConfigError(f"--steps {a.steps}: must be at least 4, the first third is not counted")
     begin = time.monotonic()
     made = rhymerl.report(a.steps, a.seed, print)
     print(f"\n{a.steps} steps an arm, seed {a.seed}, {time.monotonic() - begin:.0f} s")
@@ -275,7 +274,7 @@ def _add_flash(p: argparse.ArgumentParser) -> None:
 
 def _flash(a: argparse.Namespace) -> int:
     if a.rounds < 1:
-        raise ValueError(f"--rounds {a.rounds}: must be at least 1")
+        raise ConfigError(f"--rounds {a.rounds}: must be at least 1")
     tables: dict[str, dict[str, object]] = {}
     if a.json and a.json.is_file():
         tables = json.loads(a.json.read_text())["tables"]

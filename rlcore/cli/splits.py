@@ -10,6 +10,7 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.metrics.sinks import read_metrics
 from rlcore.sched.balance import WINDOW, Balance
+from rlcore.utils.errors import ConfigError
 
 
 def possible(cfg: Config, world: int, per_node: int) -> list[int]:
@@ -21,7 +22,7 @@ def possible(cfg: Config, world: int, per_node: int) -> list[int]:
         split = replace(cfg, cluster=replace(cfg.cluster, rollout_ranks=ranks))
         try:
             layout_of(cfg.train, world - ranks, 0)
-        except ValueError:
+        except ConfigError:
             continue
         if not rules.of_world(split, world, per_node):
             found.append(ranks)

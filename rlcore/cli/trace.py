@@ -5,9 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlcore.cli import exits
+from rlcore.utils.errors import ConfigError
+
 
 def main(argv: Sequence[str]) -> int:
     """Write `<run>/trace.json`, or `--out FILE`, from what `--log.trace` made."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     from rlcore.metrics import trace
 
     parser = argparse.ArgumentParser(prog="rlcore trace", description=__doc__)
@@ -16,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         path, ranks = trace.merge(args.run, args.out)
-    except (ValueError, OSError) as error:
+    except (ConfigError, OSError) as error:
         print(f"rlcore trace: {error}", file=sys.stderr)
         return 2
     size = path.stat().st_size / 1e6

@@ -5,9 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlcore.cli import exits
+from rlcore.utils.errors import ConfigError
+
 
 def main(argv: Sequence[str]) -> int:
     """Write `<run>/rollouts.html`, or `--out FILE`."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     from rlcore.metrics import view
 
     parser = argparse.ArgumentParser(prog="rlcore view", description=__doc__)
@@ -17,9 +24,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if args.last < 0:
-            raise ValueError(f"--last {args.last}: 0 for all steps, or a number of steps")
+            raise ConfigError(f"--last {args.last}: 0 for all steps, or a number of steps")
         path, responses = view.write(args.run, args.out, args.last)
-    except (ValueError, OSError) as error:
+    except (ConfigError, OSError) as error:
         print(f"rlcore view: {error}", file=sys.stderr)
         return 2
     size = path.stat().st_size / 1e6

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rlcore.config import rules
 from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
 from rlcore.utils import collective, listen
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.flight import Flight
 from rlcore.utils.gang import Gang, meet
 from rlcore.utils.sealed import SealedStore, share_secret
@@ -75,7 +76,7 @@ class World:
 
 def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
     """Keep this rank, and all that it starts, on the CPU cores of its role; without any they run
-    where they like. Before anything is started. ValueError where there is no such core."""
+    where they like. Before anything is started. ConfigError where there is no such core."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_cores(rollout_cores, train_cores)
     if cores := rollout_cores if rank >= size - rollout_ranks else train_cores:
@@ -83,11 +84,11 @@ def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[
 
 
 def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
-    """ValueError where this process may not use one of these CPU cores."""
+    """ConfigError where this process may not use one of these CPU cores."""
     allowed = os.sched_getaffinity(0)
     for key, cores in (("rollout_cores", rollout_cores), ("train_cores", train_cores)):
         if not allowed.issuperset(cores):
-            raise ValueError(
+            raise ConfigError(
                 f"--cluster.{key} {' '.join(map(str, cores))}: this process may use the cores "
                 f"{', '.join(map(str, sorted(allowed)))}; choose among them"
             )
@@ -103,7 +104,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
         interface: to listen on; empty: the loopback on one node, torch's choice on several.
 
     Raises:
-        ValueError: no rank would train, or the ranks do not share the folder's disk.
+        ConfigError: no rank would train, or the ranks do not share the folder's disk.
         TimeoutError: some ranks have not come; the sentence names them.
     """
     has_cuda = torch.cuda.is_available()
@@ -124,7 +125,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):
-        raise ValueError(found)
+        raise ConfigError(found)
     if "WORLD_SIZE" not in os.environ:
         gang = _gang(Flight(0, 1, folder), None)
         dist.init_process_group(

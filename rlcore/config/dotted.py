@@ -5,21 +5,23 @@ import inspect
 from types import ModuleType
 from typing import Any, TypeVar
 
+from rlcore.utils.errors import ConfigError
+
 Section = TypeVar("Section")
 
 
 def find(option: str, name: str) -> tuple[ModuleType, Any]:
     """The module, and the thing in it that the dotted path `name` names (the module itself,
-    perhaps). `option` is for sentences, such as `--reward`. ValueError where there is none."""
+    perhaps). `option` is for sentences, such as `--reward`. ConfigError where there is none."""
     module = _import(option, name, name)
     if module is not None:
         return module, module
     path, _, attribute = name.rpartition(".")
     module = _import(option, name, path)
     if module is None:
-        raise ValueError(f"{option} {name}: there is no module {path}; is it on PYTHONPATH?")
+        raise ConfigError(f"{option} {name}: there is no module {path}; is it on PYTHONPATH?")
     if not hasattr(module, attribute):
-        raise ValueError(f"{option} {name}: module {path} has no {attribute}")
+        raise ConfigError(f"{option} {name}: module {path} has no {attribute}")
     return module, getattr(module, attribute)
 
 
@@ -33,7 +35,7 @@ def section(option: str, name: str, module: ModuleType, base: type[Section]) -> 
     ]
     if len(own) > 1:
         names = ", ".join(c.__name__ for c in own)
-        raise ValueError(
+        raise ConfigError(
             f"{option} {name}: {len(own)} subclasses of {base.__name__} ({names}); keep one"
         )
     return own[0] if own else base
@@ -46,8 +48,10 @@ def _import(option: str, name: str, path: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name is not None and (path + ".").startswith(error.name + "."):
             return None
-        raise ValueError(f"{option} {name}: {path} needs {error.name}, which is missing") from error
+        raise ConfigError(
+            f"{option} {name}: {path} needs {error.name}, which is missing"
+        ) from error
     except Exception as error:
-        raise ValueError(
+        raise ConfigError(
             f"{option} {name}: importing {path} raised {type(error).__name__}: {error}"
         ) from error

@@ -1,9 +1,9 @@
 """Command line to `Config`: selectors first, nearest-name errors, JSON out.
 
-tyro does the typing; this file adds three things it does not have: the selectors `--algo`,
-`--reward`, `--env`, `--mode`, `--schedule` that choose a section's class, one-sentence errors that
-name the nearest key, and the last occurrence of a key winning, so that recipes can be overridden by
-"$@".
+The selectors `--algo`, `--reward`, `--env`, `--mode`, `--schedule` choose a section's class; then
+every key is looked up in the schema and its words become a value of the field's type. Every error
+is one sentence. The last occurrence of a key wins, so that recipes can be overridden by "$@". tyro
+writes the text of `--help`.
 """
 
 import contextlib
@@ -11,41 +11,54 @@ import dataclasses
 import difflib
 import io
 import json
-import re
+import types
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import Config, SelectConfig
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 ADDRESS = "mux.url"
 """May hold a password."""
 SELECTORS = tuple(f.name for f in dataclasses.fields(SelectConfig))
+_SECTIONS = tuple(f.name.rstrip("_") for f in dataclasses.fields(Config))
 
 
-def parse(argv: Sequence[str], sections: dict[str, Callable[[str], type]]) -> Config:
-    """The configuration that `argv` describes.
+def parse(
+    argv: Sequence[str],
+    sections: dict[str, Callable[[str], type]],
+    early: Callable[[Config], None] | None = None,
+) -> Config:
+    """The configuration that `argv` describes. ConfigError in one sentence on a bad key or value.
 
-    `sections` maps a selector to the function that turns its name into the section's config class,
-    such as {"algo": algos.config_class}. Raises ValueError with one sentence on a bad key or value.
+    Args:
+        sections: by selector the function that turns its name into the section's config class, such
+            as {"algo": algos.config_class}. Called in this order, each when all keys of the
+            sections before are right, since such a function may import torch.
+        early: called before these, with the values of all other sections.
     """
     argv = _split_equals(argv)
     chosen, rest = _take_selectors(argv)
-    select = SelectConfig(**chosen)
-    for name in SELECTORS:
-        _check_choice(name, getattr(select, name))
-    made = {name: resolve(getattr(select, name))() for name, resolve in sections.items()}
-    default = Config(select=select, **made)
-    rest = _for_each(rest, default)
-    _check_keys(rest, default)
-    return _tyro(_last_wins(rest), default)
+    for name, value in chosen.items():
+        _check_choice(name, value)
+    select = SelectConfig(**typing.cast(Any, chosen))
+    chunks = _chunks(rest)
+    fixed = [c for c in chunks if _section(c) in _SECTIONS and _section(c) not in sections]
+    cfg = _given(Config(select=select), fixed)
+    if early is not None:
+        early(cfg)
+    for name, resolve in sections.items():
+        cfg = dataclasses.replace(cfg, **{name: resolve(getattr(select, name))()})
+        cfg = _given(cfg, [c for c in chunks if _section(c) == name])
+    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # of no section: raises
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every key of the configuration with its value, without passwords: {"run.seed": 0, ...}."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value, name = getattr(config, f.name), prefix + f.name.rstrip("_")
         value = hide(value) if name == ADDRESS else value
@@ -83,7 +96,7 @@ def _take_selectors(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         name = argv[i].removeprefix("--").removeprefix("select.")
         if argv[i].startswith("--") and name in SELECTORS:
             if i + 1 == len(argv) or argv[i + 1].startswith("--"):
-                raise ValueError(f"--{name}: needs a value, such as {_example(name)}")
+                raise ConfigError(f"--{name}: needs a value, such as {_example(name)}")
             chosen[name] = argv[i + 1]
             i += 2
         else:
@@ -100,7 +113,7 @@ def _check_choice(name: str, value: str) -> None:
     hint = typing.get_type_hints(SelectConfig)[name]
     allowed = typing.get_args(hint)
     if allowed and value not in allowed:
-        raise ValueError(f"--{name} {value}: {_allowed(value, allowed)}")
+        raise ConfigError(f"--{name} {value}: {_allowed(value, allowed)}")
 
 
 def _allowed(value: str, allowed: Sequence[str]) -> str:
@@ -109,20 +122,20 @@ def _allowed(value: str, allowed: Sequence[str]) -> str:
     return text + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _for_each(argv: list[str], default: Config) -> list[str]:
+def _for_each(chunks: list[list[str]], default: Config) -> list[list[str]]:
     """Where a section is made of sections (a sum of rewards), a key without the name of one is of
     all that have it: `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5`, ..."""
-    known = keys(default)
-    out: list[str] = []
-    for chunk in _chunks(argv):
-        section, _, key = chunk[0][2:].replace("-", "_").partition(".")
+    known = _types(default)
+    out: list[list[str]] = []
+    for option, *words in chunks:
+        section, _, key = option[2:].replace("-", "_").partition(".")
         part = getattr(default, section, None)
         names = [f.name for f in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
         spelt = [
             f"{section}.{n}.{key}" for n in names if dataclasses.is_dataclass(getattr(part, n))
         ]
-        found = [k for k in spelt if _positive(k) in known]
-        out += [w for k in found for w in (f"--{k}", *chunk[1:])] if found else chunk
+        found = [k for k in spelt if k in known or known.get(_positive(k)) is bool]
+        out += [[f"--{k}", *words] for k in found] or [[option, *words]]
     return out
 
 
@@ -130,22 +143,6 @@ def _positive(key: str) -> str:
     """`train.no_sp` is about `train.sp`."""
     section, _, name = key.rpartition(".")
     return f"{section}.{name.removeprefix('no_')}"
-
-
-def _check_keys(argv: list[str], default: Config) -> None:
-    """Refuse unknown keys here, in one sentence with the nearest name."""
-    known = keys(default)
-    for a in argv:
-        if not a.startswith("--"):
-            continue
-        name = a[2:].replace("-", "_")
-        if name in known or isinstance(known.get(_positive(name)), bool):
-            continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        if not near:  # a right key in a wrong section
-            near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
-        hint = f"; did you mean --{near[0]}?" if near else "; see --help"
-        raise ValueError(f"{a}: there is no such key{hint}")
 
 
 def _chunks(argv: list[str]) -> list[list[str]]:
@@ -157,78 +154,141 @@ def _chunks(argv: list[str]) -> list[list[str]]:
         elif chunks:
             chunks[-1].append(a)
         else:
-            raise ValueError(f"{a}: expected a key such as --run.seed before this value")
+            raise ConfigError(f"{a}: expected a key such as --run.seed before this value")
     return chunks
 
 
-def _last_wins(argv: list[str]) -> list[str]:
-    """Keep the last occurrence of every key, with its values."""
-    last = {_positive(chunk[0][2:].replace("-", "_")): chunk for chunk in _chunks(argv)}
-    return [a for chunk in last.values() for a in chunk]
+def _given(cfg: Config, chunks: list[list[str]]) -> Config:
+    """`cfg` with the values of these keys."""
+    return _with(cfg, _values(_for_each(chunks, cfg), cfg))
+
+
+def _section(chunk: list[str]) -> str:
+    return chunk[0][2:].replace("-", "_").partition(".")[0]
+
+
+def _values(chunks: list[list[str]], default: Config) -> dict[str, Any]:
+    """The value of every key that is given; of several occurrences the last one's."""
+    known = _types(default)
+    last = {_key(chunk[0], known): chunk for chunk in chunks}
+    found = {}
+    for key, chunk in last.items():
+        value = _value(known[key], chunk)
+        is_negated = chunk[0][2:].replace("-", "_") != key  # --train.no_sp
+        found[key] = not value if is_negated else value
+    return found
+
+
+def _types(section: Any, prefix: str = "") -> dict[str, Any]:
+    """The type of every key."""
+    found: dict[str, Any] = {}
+    hints = typing.get_type_hints(type(section))
+    for f in dataclasses.fields(section):
+        value, name = getattr(section, f.name), prefix + f.name.rstrip("_")
+        is_section = dataclasses.is_dataclass(value)
+        found |= _types(value, f"{name}.") if is_section else {name: hints[f.name]}
+    return found
+
+
+def _key(option: str, known: dict[str, Any]) -> str:
+    """The key that a word such as `--train.sp` or `--train.no_sp` names."""
+    name = option[2:].replace("-", "_")
+    if name in known:
+        return name
+    if known.get(_positive(name)) is bool:
+        return _positive(name)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not near:  # a right key in a wrong section
+        near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    hint = f"; did you mean --{near[0]}?" if near else "; see --help"
+    raise ConfigError(f"{option}: there is no such key{hint}")
+
+
+def _value(kind: Any, chunk: list[str]) -> Any:
+    """The value of type `kind` that the words after an option spell. ConfigError in one sentence
+    where they spell none."""
+    option, *words = chunk
+    given = hide(" ".join(word or "''" for word in chunk))
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is bool and not words:
+        return True
+    if origin is list or (origin is tuple and args[1:] == (...,)):
+        return origin(_one(given, args[0], word) for word in words)
+    if not words:
+        raise ConfigError(f"{option}: needs a value, {_wanted(kind)}")
+    if origin is tuple and len(words) == len(args):
+        return tuple(_one(given, one, word) for one, word in zip(args, words, strict=True))
+    if len(words) > 1:
+        raise ConfigError(f"{given}: takes one value, {_wanted(kind)}")
+    return _one(given, kind, words[0])
+
+
+def _one(given: str, kind: Any, word: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        if word not in map(str, args):
+            raise ConfigError(f"{given}: {_allowed(word, args)}")
+        return next(a for a in args if str(a) == word)
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            with contextlib.suppress(ConfigError):
+                return _one(given, option, word)
+    elif kind is bool and word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    elif kind is types.NoneType and word.lower() == "none":
+        return None
+    elif kind in (str, Path):
+        return kind(word)
+    elif kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(word)
+    raise ConfigError(f"{given}: must be {_wanted(kind)}")
+
+
+_WANTED = {
+    bool: "true or false",
+    int: "a whole number (int)",
+    float: "a number (float)",
+    str: "a text",
+    Path: "a path",
+    types.NoneType: "None",
+}
+
+
+def _wanted(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_wanted, args))
+    return _WANTED.get(kind, f"a {kind}, which no command line can spell")
+
+
+def _with(section: Any, values: dict[str, Any]) -> Any:
+    """A section with other values, by keys such as `math.timeout_s`."""
+    changes: dict[str, Any] = {}
+    for f in dataclasses.fields(section):
+        name, value = f.name.rstrip("_"), getattr(section, f.name)
+        if not dataclasses.is_dataclass(value):
+            changes |= {f.name: values[name]} if name in values else {}
+            continue
+        below = {k[len(name) + 1 :]: v for k, v in values.items() if k.startswith(f"{name}.")}
+        changes |= {f.name: _with(value, below)} if below else {}
+    return dataclasses.replace(section, **changes)
 
 
 def help_text(default: Config) -> str:
     """Every key with its type, default and meaning."""
+    import tyro  # half a second that only `--help` should pay
+
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        _cli(["--help"], default)
+        tyro.cli(
+            Config,
+            args=["--help"],
+            default=default,
+            prog="rlcore train",
+            use_underscores=True,
+            config=(tyro.conf.AvoidSubcommands,),
+        )
     return out.getvalue().replace("async_", "async")
-
-
-def _cli(argv: list[str], default: Config) -> Config:
-    import tyro  # half a second that `--help` of another command should not pay
-
-    return tyro.cli(
-        Config,
-        args=[re.sub(r"^--async\.", "--async_.", a) for a in argv],  # a word of Python's own
-        default=default,
-        prog="rlcore train",
-        use_underscores=True,
-        config=(tyro.conf.AvoidSubcommands,),
-    )
-
-
-def _tyro(argv: list[str], default: Config) -> Config:
-    """Typed values by tyro; the box it prints on an error becomes one sentence."""
-    screen = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
-            return _cli(_negations(argv), default)
-    except SystemExit:
-        raise ValueError(_sentence(screen.getvalue(), argv)) from None
-
-
-def _negations(argv: list[str]) -> list[str]:
-    """`--a.flag false` and `--a.no_flag` both become tyro's `--a.no-flag`."""
-    out: list[str] = []
-    for i, a in enumerate(argv):
-        if a.lower() in ("true", "false") and out and argv[i - 1].startswith("--"):
-            if a.lower() == "false":
-                section, _, key = out[-1].rpartition(".")
-                out[-1] = f"{section}.no_{key}"
-            continue
-        out.append(a)
-    return out
-
-
-def _sentence(screen: str, argv: list[str]) -> str:
-    """tyro's box without its frame, its title and its reference to --help."""
-    text = " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", screen).split())
-    text = text.replace("--async_.", "--async.")
-    text = text.partition("Argument helptext:")[0].partition("For full helptext")[0]
-    text = re.sub(r"^(Parsing|Value) error|^Invalid choice|^Missing argument", "", text).strip()
-    named = [
-        a for a in argv if a.startswith("--") and a.replace("-", "_") in text.replace("-", "_")
-    ]
-    if not named:
-        return text
-    return f"{named[0]} {' '.join(_values_of(argv, named[0]))}: {text}"
-
-
-def _values_of(argv: list[str], key: str) -> list[str]:
-    words: list[str] = []
-    for a in argv[argv.index(key) + 1 :]:
-        if a.startswith("--"):
-            break
-        words.append(a)
-    return words

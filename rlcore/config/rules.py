@@ -1,12 +1,13 @@
-"""What cannot work together, found before anything starts. One sentence each: key, value, what is
-allowed, what to do."""
+"""Settings that cannot work together, found before anything starts. One sentence each: key, value,
+what is allowed, what to do. What a key may be by itself is stated at its field (`utils/bounds.py`).
+"""
 
 from dataclasses import fields
-from math import inf, isfinite
 from pathlib import Path
+from typing import Any
 
 from rlcore import algos
-from rlcore.algos import correction, fused
+from rlcore.algos import fused
 from rlcore.config.schema import (
     AsyncConfig,
     Config,
@@ -17,73 +18,8 @@ from rlcore.config.schema import (
     TailConfig,
     reward_sections,
 )
-
-POSITIVE = (
-    "data.prompts_per_step",
-    "data.max_prompt_tokens",
-    "rollout.samples_per_prompt",
-    "rollout.max_tokens",
-    "rollout.max_running",
-    "rollout.tp",
-    "rollout.threads",
-    "rollout.deadline_s",
-    "train.tokens_per_micro_batch",
-    "train.epochs",
-    "train.lr",
-    "train.clip_grad",
-    "train.adam_eps",
-    "eval.samples_per_prompt",
-    "cluster.timeout_s",
-    "critic.lr",
-    "critic.clip_grad",
-    "critic.clip_value",
-    "sync.bucket_mb",
-    "draft.start",
-    "draft.epochs",
-    "draft.max_tokens",
-    "mux.wait_s",
-)
-NOT_NEGATIVE = (
-    "run.steps",
-    "model.num_layers",
-    "data.num_prompts",
-    "data.num_val_prompts",
-    "rollout.temperature",
-    "rollout.top_k",
-    "rollout.min_p",
-    "rollout.cache_tokens",
-    "rollout.max_tp",
-    "rollout.progress_s",
-    "train.samples_per_update",
-    "train.lr_warmup_updates",
-    "train.lr_decay_updates",
-    "train.weight_decay",
-    "train.min_lr",
-    "train.head_chunk_tokens",
-    "eval.every",
-    "eval.temperature",
-    "eval.top_k",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.grace_s",
-    "train.max_skipped",
-    "critic.weight_decay",
-    "critic.lr_warmup_updates",
-    "critic.warmup_steps",
-    "debug.decode_floor_ms",
-    "draft.growth",
-    "draft.max_match",
-    "draft.factor",
-    "sync.ranks_per_site",
-    "cluster.rollout_ranks",
-    "async_.alpha",
-    "async_.extra_prompts",
-)
-
-
-NO_BOUND = ("train.clip_grad", "critic.clip_grad", "critic.clip_value")
-"""inf turns them off."""
-MOST_GRACE_S = 600.0
+from rlcore.utils import bounds
+from rlcore.utils.errors import ConfigError
 
 
 def broken(cfg: Config) -> list[str]:
@@ -107,7 +43,7 @@ def broken(cfg: Config) -> list[str]:
 
 def of_batch(cfg: Config) -> list[str]:
     """Those of `broken` without which a batch has no arithmetic."""
-    return [*_ranges(cfg), *_batch(cfg), *_schedule(cfg)]
+    return [*ranges(cfg), *_batch(cfg), *_schedule(cfg)]
 
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
@@ -226,46 +162,26 @@ def warnings(cfg: Config) -> list[str]:
 
 
 def check(cfg: Config) -> None:
-    """ValueError with the broken rules, one a line."""
+    """ConfigError with the broken rules, one a line."""
     found = broken(cfg)
     if found:
-        raise ValueError("\n".join(found))
+        raise ConfigError("\n".join(found))
 
 
-def _get(cfg: Config, key: str) -> float:
-    section, _, name = key.partition(".")
-    return getattr(getattr(cfg, section), name)
+def ranges(cfg: Config) -> list[str]:
+    """Every key that is out of the range stated at its field."""
+    sections = {f.name.rstrip("_"): getattr(cfg, f.name) for f in fields(cfg) if f.name != "reward"}
+    sections |= reward_sections(cfg.reward)
+    return [line for key, section in sections.items() for line in bounds.broken(section, key)]
 
 
-def _ranges(cfg: Config) -> list[str]:
-    out = []
-    for key in POSITIVE:
-        if not _get(cfg, key) > 0:
-            out.append(f"--{key} {_get(cfg, key)}: must be above 0")
-    for key in NOT_NEGATIVE:
-        if not _get(cfg, key) >= 0:
-            out.append(f"--{key.replace('_.', '.')} {_get(cfg, key)}: must be 0 or more")
-    for key in (*POSITIVE, *NOT_NEGATIVE):
-        if _get(cfg, key) == inf and key not in NO_BOUND:
-            out.append(f"--{key.replace('_.', '.')} inf: must be a finite number")
-    for key in ("rollout.top_p", "eval.top_p"):
-        if not 0 < _get(cfg, key) <= 1:
-            out.append(f"--{key} {_get(cfg, key)}: must be above 0 and at most 1; 1 turns it off")
-    if not cfg.rollout.min_p < 1:
-        out.append(f"--rollout.min_p {cfg.rollout.min_p}: must be below 1; 0 turns it off")
-    for key in ("log.rollouts", "log.tokens", "log.trace"):
-        if _get(cfg, key) < -1:
-            out.append(f"--{key} {_get(cfg, key)}: a number, or -1 for all")
-    if cfg.checkpoint.grace_s > MOST_GRACE_S:
-        out.append(
-            f"--checkpoint.grace_s {cfg.checkpoint.grace_s:g}: must be at most {MOST_GRACE_S:g}, "
-            "the launcher waits no longer"
-        )
-    if not 0 <= cfg.log.prometheus_port < 65536:
-        out.append(
-            f"--log.prometheus_port {cfg.log.prometheus_port}: a port has 1 to 65535; 0 for none"
-        )
-    return out
+def _idle(section: Any, usual: Any, key: str, needed: str) -> list[str]:
+    """Every key of a section that was changed while what it is for is off."""
+    return [
+        f"--{key}.{f.name}: has no effect without {needed}"
+        for f in fields(section)
+        if getattr(section, f.name) != getattr(usual, f.name)
+    ]
 
 
 def _data(cfg: Config) -> list[str]:
@@ -280,12 +196,12 @@ def _data(cfg: Config) -> list[str]:
 
 
 def quotas(cfg: Config) -> dict[str, int]:
-    """`--tail.quotas` by source. ValueError where one is no `source=prompts`."""
+    """`--tail.quotas` by source. ConfigError where one is no `source=prompts`."""
     found = {}
     for text in cfg.tail.quotas:
         source, equals, number = text.rpartition("=")
         if not equals or not source or not number.isdigit() or source in found:
-            raise ValueError(
+            raise ConfigError(
                 f"--tail.quotas {text}: must be `source=prompts`, each source once, such as "
                 "`math=96 code=32`"
             )
@@ -294,23 +210,13 @@ def quotas(cfg: Config) -> dict[str, int]:
 
 
 def _schedule(cfg: Config) -> list[str]:
-    tail, out = cfg.tail, []
+    out: list[str] = []
+    tail = cfg.tail
     if cfg.select.schedule == "all":
-        changed = [
-            f.name for f in fields(tail) if getattr(tail, f.name) != getattr(TailConfig(), f.name)
-        ]
-        return [
-            f"--tail.{name}: has no effect without --schedule tail_batching" for name in changed
-        ]
-    for name in ("eta_prompts", "eta_samples", "max_factor"):
-        value = getattr(tail, name)
-        if not 1 <= value < 100:
-            out.append(
-                f"--tail.{name} {value:g}: must be at least 1, which starts no more than is needed"
-            )
+        return _idle(tail, TailConfig(), "tail", "--schedule tail_batching")
     try:
         wanted = quotas(cfg)
-    except ValueError as error:
+    except ConfigError as error:
         return [*out, str(error)]
     total = cfg.data.prompts_per_step
     if wanted and (min(wanted.values()) < 1 or sum(wanted.values()) != total):
@@ -329,25 +235,11 @@ def _schedule(cfg: Config) -> list[str]:
 def _reward(cfg: Config) -> list[str]:
     out, sections = [], reward_sections(cfg.reward)
     for name, r in sections.items():
-        for key in ("workers", "timeout_s", "max_pending"):
-            if not getattr(r, key) > 0:
-                out.append(f"--{name}.{key} {getattr(r, key):g}: must be above 0")
-        if not r.memory_gb >= 0:
-            out.append(f"--{name}.memory_gb {r.memory_gb:g}: must be 0 or more")
-        if not isfinite(r.on_error):
-            out.append(f"--{name}.on_error {r.on_error:g}: must be a finite number")
         out += r.problems(name)
-        if not r.adaptive_timeout:
-            continue
-        if not 0 < r.timeout_least_s <= r.timeout_s:
+        if r.adaptive_timeout and not r.timeout_least_s <= r.timeout_s:
             out.append(
-                f"--{name}.timeout_least_s {r.timeout_least_s:g}: must be above 0 and at most "
-                f"{name}.timeout_s {r.timeout_s:g}"
-            )
-        if not r.timeout_factor >= 1:
-            out.append(
-                f"--{name}.timeout_factor {r.timeout_factor:g}: must be at least 1, what a right "
-                "answer took is needed again"
+                f"--{name}.timeout_least_s {r.timeout_least_s:g}: must be at most {name}.timeout_s "
+                f"{r.timeout_s:g}"
             )
     adaptive = [name for name, r in sections.items() if r.adaptive_timeout]
     if len(adaptive) > 1:
@@ -379,17 +271,9 @@ def _stream(cfg: Config) -> list[str]:
     """What needs all samples of a step before the first gradient has no place in --mode stream."""
     a, s, out = cfg.algo, cfg.stream, []
     if cfg.select.mode != "stream":
-        changed = [
-            f.name for f in fields(s) if getattr(s, f.name) != getattr(StreamConfig(), f.name)
-        ]
-        return [f"--stream.{name}: has no effect without --mode stream" for name in changed]
-    if not 0 <= s.first <= s.last <= 1:
-        out.append(
-            f"--stream.first {s.first:g} --stream.last {s.last:g}: shares of the responses between "
-            "0 and 1, the first not above the last"
-        )
-    if not 0 < s.every <= 1:
-        out.append(f"--stream.every {s.every:g}: must be above 0 and at most 1")
+        return _idle(s, StreamConfig(), "stream", "--mode stream")
+    if not s.first <= s.last:
+        out.append(f"--stream.first {s.first:g}: must be at most stream.last {s.last:g}")
     total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
     for key, is_one in (
         ("samples_per_update", cfg.train.samples_per_update in (0, total)),
@@ -447,6 +331,8 @@ BY_GROUP = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
 
 
 def _algo(cfg: Config) -> list[str]:
+    from rlcore.algos import correction  # imports torch, which is not needed for a range
+
     algo = cfg.algo
     out = [*algo.problems(), *correction.problems(algo)]
     if algo.adv_estimator in BY_GROUP and cfg.rollout.samples_per_prompt < 2:
@@ -488,13 +374,6 @@ def _algo(cfg: Config) -> list[str]:
 
 def _rollout(cfg: Config) -> list[str]:
     r, out = cfg.rollout, []
-    if not 0 < r.gpu_memory_utilization < 1:
-        out.append(
-            f"--rollout.gpu_memory_utilization {r.gpu_memory_utilization}: must be above 0 and "
-            "below 1"
-        )
-    if cfg.cluster.gpu_gb is not None and not 0 <= cfg.cluster.gpu_gb < inf:
-        out.append(f"--cluster.gpu_gb {cfg.cluster.gpu_gb}: must be 0 or more GB; 0: not checked")
     for argument in r.sglang:
         if not argument.partition("=")[0].isidentifier() or "=" not in argument:
             out.append(
@@ -550,36 +429,24 @@ FROM_HISTORY = ("history", "history_reward")
 
 
 def _draft(cfg: Config) -> list[str]:
-    """The ranges are those of `ops/suffix.py`."""
     d, kind, out = cfg.draft, cfg.rollout.draft, []
     if kind == "none":
-        changed = [
-            f.name for f in fields(d) if getattr(d, f.name) != getattr(DraftConfig(), f.name)
-        ]
-        return [f"--draft.{name}: has no effect without --rollout.draft" for name in changed]
+        return _idle(d, DraftConfig(), "draft", "--rollout.draft")
     if cfg.rollout.engine != "sglang" and d.width != DraftConfig().width:
         out.append(f"--draft.width {d.width}: is SGLang's; leave it, or set --draft.window")
-    if cfg.rollout.engine == "sglang":
-        if not 2 <= d.width <= 256:
-            out.append(f"--draft.width {d.width}: must be from 2 to 256")
-        if d.window != DraftConfig().window and d.window >= d.width:
-            out.append(
-                f"--draft.window {d.window}: must be below draft.width {d.width}, as SGLang checks "
-                "a draft beside the last token; set both"
-            )
-    if not 1 <= d.window <= 4096:
-        out.append(f"--draft.window {d.window}: must be from 1 to 4096")
+    is_set = d.window != DraftConfig().window
+    if cfg.rollout.engine == "sglang" and is_set and d.window >= d.width:
+        out.append(
+            f"--draft.window {d.window}: must be below draft.width {d.width}, as SGLang checks a "
+            "draft beside the last token; set both"
+        )
     if d.start > d.window:
         out.append(f"--draft.start {d.start}: must be at most draft.window {d.window}")
-    if not 1 <= d.min_match <= 64:
-        out.append(f"--draft.min_match {d.min_match}: must be from 1 to 64")
     if 0 < d.max_match < d.min_match:
         out.append(
             f"--draft.max_match {d.max_match}: must be at least draft.min_match {d.min_match}; 0 "
             "is no limit"
         )
-    if not 0 <= d.min_prob <= 1:
-        out.append(f"--draft.min_prob {d.min_prob}: must be from 0 to 1")
     if kind == "ngram" and d.epochs != DraftConfig().epochs:
         out.append(f"--draft.epochs {d.epochs}: has no effect with --rollout.draft ngram")
     return out
@@ -599,8 +466,6 @@ def _sizes(cfg: Config) -> list[str]:
     key = f"--debug.rollout_tp {' '.join(map(str, listed))}" if listed else "--rollout.adaptive_tp"
     if listed and r.adaptive_tp:
         out.append(f"{key}: gives the sizes that rollout.adaptive_tp would choose; leave one out")
-    if listed and min(listed) < 1:
-        out.append(f"{key}: each must be at least 1")
     if r.engine != "sglang":
         out.append(
             f"{key}: an engine of the kind {r.engine} is one rank; use --rollout.engine sglang"
@@ -640,12 +505,8 @@ def _roles(cfg: Config) -> list[str]:
 
 def _async(cfg: Config) -> list[str]:
     """What --mode async needs, and what has no place in it."""
-    found, usual = cfg.async_, AsyncConfig()
     if cfg.select.mode != "async":
-        changed = [
-            f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)
-        ]
-        out = [f"--async.{name}: has no effect without --mode async" for name in changed]
+        out = _idle(cfg.async_, AsyncConfig(), "async", "--mode async")
         if cfg.debug.record:
             out.append(
                 "--debug.record: has no effect without --mode async; the rounds.jsonl of other "
@@ -687,7 +548,7 @@ def _async(cfg: Config) -> list[str]:
 
 def _mux(cfg: Config) -> list[str]:
     """What a job among others needs, and what has no place in it."""
-    found, usual, out = cfg.mux, MuxConfig(), []
+    found, out = cfg.mux, []
     for key in ("rollout_cores", "train_cores"):
         cores = getattr(cfg.cluster, key)
         if cores and not cfg.cluster.rollout_ranks:
@@ -696,10 +557,7 @@ def _mux(cfg: Config) -> list[str]:
                 "cluster.rollout_ranks, where every rank does both"
             )
     if not found.url:
-        changed = [
-            f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)
-        ]
-        return out + [f"--mux.{name}: has no effect without --mux.url" for name in changed]
+        return out + _idle(found, MuxConfig(), "mux", "--mux.url")
     if cfg.select.mode != "sync":
         out.append(
             f"--mode {cfg.select.mode}: with --mux.url rollout and training take turns with those "
@@ -710,8 +568,6 @@ def _mux(cfg: Config) -> list[str]:
             "--mux.url: engines of a changing size are started between the turns of a job, where "
             "others have its nodes; leave out rollout.adaptive_tp and debug.rollout_tp"
         )
-    if found.tail_nodes < 0:
-        out.append(f"--mux.tail_nodes {found.tail_nodes}: must be 0 or more")
     if found.tail_nodes and not cfg.cluster.rollout_ranks:
         out.append(
             f"--mux.tail_nodes {found.tail_nodes}: only nodes that sample alone are left early; "
@@ -729,10 +585,6 @@ def _mux(cfg: Config) -> list[str]:
     ):
         if found.tail_nodes and is_on:
             out.append(f"--mux.tail_nodes {found.tail_nodes}: with --{key} {why}; leave one out")
-    if not found.slo >= 1:
-        out.append(f"--mux.slo {found.slo:g}: must be at least 1, which is as fast as alone")
-    if not found.lease_s >= 1:
-        out.append(f"--mux.lease_s {found.lease_s:g}: must be at least 1, or a slow moment kills")
     return out
 
 
@@ -740,18 +592,9 @@ def _env(cfg: Config) -> list[str]:
     """What environments need, and what has no place beside them."""
     env, out = cfg.env, []
     if not cfg.select.env:
-        changed = [
-            f.name for f in fields(env) if getattr(env, f.name) != getattr(EnvConfig(), f.name)
-        ]
         if cfg.debug.env_barrier:
             out.append("--debug.env_barrier: has no effect without --env")
-        return out + [f"--env.{name}: has no effect without --env" for name in changed]
-    for key in ("max_turns", "max_running", "workers", "timeout_s"):
-        if not getattr(env, key) > 0:
-            out.append(f"--env.{key} {getattr(env, key):g}: must be above 0")
-    for key in ("turn_tokens", "retries", "num_groups", "group_size"):
-        if not getattr(env, key) >= 0:
-            out.append(f"--env.{key} {getattr(env, key)}: must be 0 or more")
+        return out + _idle(env, EnvConfig(), "env", "--env")
     if not env.timeout_s < cfg.rollout.deadline_s:
         out.append(
             f"--env.timeout_s {env.timeout_s:g}: must be below rollout.deadline_s "
@@ -796,9 +639,6 @@ def _train(cfg: Config) -> list[str]:
     t, out = cfg.train, []
     if t.min_lr > t.lr:
         out.append(f"--train.min_lr {t.min_lr}: must not be above train.lr {t.lr}")
-    for key in ("beta1", "beta2"):
-        if not 0 <= getattr(t, key) < 1:
-            out.append(f"--train.{key} {getattr(t, key)}: must be at least 0 and below 1")
     if t.fused_loss:
         out += fused.problems(cfg.select.algo, cfg.algo)
     if cfg.rollout.process == "inline" and cfg.train.tp * cfg.train.pp > 1:

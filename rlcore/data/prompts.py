@@ -21,6 +21,7 @@ from rlcore.data import cards_task, label_task, lake_task, oneline_task
 from rlcore.data.generated import NUM_VAL, Row, Split
 from rlcore.records import Prompt
 from rlcore.utils import net
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 _SHOWN = 5
@@ -146,7 +147,7 @@ def load(
     """
     sources = config.train if which == "train" else config.val
     if not sources and which == "train":
-        raise ValueError(
+        raise ConfigError(
             f"--data.train: is empty; give .jsonl or .parquet files, or a task: {', '.join(TASKS)}"
         )
     cap = config.num_prompts if which == "train" else config.num_val_prompts
@@ -210,7 +211,7 @@ def read_file(
             prompt = _prompt(row, len(prompts), name, config, tokenizer)
         except (ValueError, RecursionError) as error:
             if config.bad_rows == "refuse":
-                raise ValueError(
+                raise ConfigError(
                     f"{place}: {error}; repair it, or skip such rows with --data.bad_rows skip"
                 ) from error
             report.junk(place, error, row)
@@ -264,16 +265,16 @@ class _Report:
         if self._num_junk:
             columns = ", ".join(_shown(c) for c, _ in self._columns.most_common(10)) or "none"
             reason, count = self._reasons.most_common(1)[0]
-            raise ValueError(
+            raise ConfigError(
                 f"{self._path}: no usable row; {count} of {self._num_junk}: {reason}. The rows "
                 f"have the fields: {columns}; see --data.prompt_field and --data.answer_field"
             )
         if self._num_long:
-            raise ValueError(
+            raise ConfigError(
                 f"{self._path}: every prompt is longer than --data.max_prompt_tokens "
                 f"{config.max_prompt_tokens}; raise it"
             )
-        raise ValueError(f"{self._path}: has no rows")
+        raise ConfigError(f"{self._path}: has no rows")
 
 
 def _shown(name: str) -> str:
@@ -285,7 +286,7 @@ def _shown(name: str) -> str:
 def _train_task(config: Settings, tokenizer: Tokens, seed: int) -> TaskSet:
     if len(config.train) > 1:
         name = next(source for source in config.train if source in TASKS)
-        raise ValueError(
+        raise ConfigError(
             f"--data.train {' '.join(config.train)}: the generated task {name} stands alone; give "
             f"either {name} or files"
         )
@@ -309,18 +310,18 @@ def _names(sources: Sequence[str]) -> list[str]:
     ]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"data files {twice[0]}: two have this name; rename one")
+        raise ConfigError(f"data files {twice[0]}: two have this name; rename one")
     return names
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(`file:line`, row or the exception that its line raised) of every row."""
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(
+        raise ConfigError(
             f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}"
         )
     if not path.is_file():
-        raise ValueError(f"data file {path}: no such file")
+        raise ConfigError(f"data file {path}: no such file")
     yield from _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
 
 
@@ -351,7 +352,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{path}:{number}", row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path}: cannot be read after row {number}: {_first(error)}") from error
+        raise ConfigError(f"{path}: cannot be read after row {number}: {_first(error)}") from error
 
 
 def _first(error: Exception) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 
 
@@ -51,7 +52,7 @@ class EpochSampler:
         names = {"num_rows": "rows in data.train", "seed": "run.seed", "shuffle": "data.shuffle"}
         for key, now in self.state().items():
             if key != "position" and state[key] != now:
-                raise ValueError(
+                raise ConfigError(
                     f"{names[key]}: the checkpoint has {state[key]}, this run has {now}, so the "
                     "order of the prompts would change; use the same data and settings, or start "
                     "a new run from the checkpoint's weights"

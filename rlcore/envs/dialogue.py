@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from rlcore.envs.kind import Seen
 from rlcore.envs.pool import EnvError
+from rlcore.utils.errors import ConfigError
 
 _TURN = "\u2766turn\u2766"
 """Stands for the assistant's turn in the template."""
@@ -56,7 +57,7 @@ class Dialogue:
         ]
         before, found, after = self._tokenizer.render_chat(messages).partition(_TURN)
         if not found:
-            raise ValueError(
+            raise ConfigError(
                 "--env: the chat template leaves out earlier turns of the assistant, so nothing "
                 "can be appended to a conversation; take --data.template none, or another model"
             )

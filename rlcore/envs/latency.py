@@ -7,13 +7,14 @@ last one is scored by `--reward`.
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 from gymnasium.spaces import Text
 
-from rlcore.config.schema import EnvConfig
+from rlcore.config.schema import EnvConfig, Share
 from rlcore.envs.kind import Kind
+from rlcore.utils.bounds import at_least
 from rlcore.utils.seed import rng
 
 _FOR_EVER_S = 1e7
@@ -23,32 +24,23 @@ _FOR_EVER_S = 1e7
 class LatencyConfig(EnvConfig):
     """Of --env latency."""
 
-    turns: int = 4
+    turns: Annotated[int, at_least(1)] = 4
     """Of an episode."""
-    mean_s: float = 0.1
-    std_s: float = 0.1
-    fail_slow: float = 0.0
+    mean_s: Annotated[float, at_least(0)] = 0.1
+    std_s: Annotated[float, at_least(0)] = 0.1
+    fail_slow: Share = 0.0
     """Share of the steps that last `slow_factor` times as long."""
-    slow_factor: float = 10.0
-    fail_stop: float = 0.0
+    slow_factor: Annotated[float, at_least(0)] = 10.0
+    fail_stop: Share = 0.0
     """Share of the steps that never end."""
     answer: str = ";"
     """What a step shows."""
 
     def problems(self) -> list[str]:
         """As `EnvConfig.problems`."""
-        out = []
-        for key in ("mean_s", "std_s", "slow_factor"):
-            if not getattr(self, key) >= 0:
-                out.append(f"--env.{key} {getattr(self, key):g}: must be 0 or more")
-        for key in ("fail_slow", "fail_stop"):
-            if not 0 <= getattr(self, key) <= 1:
-                out.append(f"--env.{key} {getattr(self, key):g}: a share, from 0 to 1")
-        if not 1 <= self.turns <= self.max_turns:
-            out.append(
-                f"--env.turns {self.turns}: must be from 1 to env.max_turns {self.max_turns}"
-            )
-        return out
+        if self.turns <= self.max_turns:
+            return []
+        return [f"--env.turns {self.turns}: must be at most env.max_turns {self.max_turns}"]
 
 
 class Latency(gymnasium.Env[str, str]):

@@ -10,6 +10,7 @@ from typing import Any
 from rlcore.config import dotted
 from rlcore.config.schema import EnvConfig
 from rlcore.envs.kind import Kind
+from rlcore.utils.errors import ConfigError
 
 ENVS: dict[str, str] = {
     "alfworld": "rlcore.envs.alfworld",
@@ -24,11 +25,11 @@ ENVS: dict[str, str] = {
 
 
 def resolve(name: str) -> Kind:
-    """The kind behind a name. ValueError in one sentence where there is none."""
+    """The kind behind a name. ConfigError in one sentence where there is none."""
     if name in ENVS:
         return importlib.import_module(ENVS[name]).KIND
     if "." not in name:
-        raise ValueError(
+        raise ConfigError(
             f"--env {name}: allowed are {', '.join(ENVS)}, and a dotted path to a class with "
             "gymnasium's interface, or to a module with a KIND"
         )
@@ -39,7 +40,7 @@ def resolve(name: str) -> Kind:
         return found
     if inspect.isclass(found) and all(hasattr(found, m) for m in ("reset", "step", "close")):
         return Kind(dotted.section("--env", name, module, EnvConfig), _maker(found))
-    raise ValueError(
+    raise ConfigError(
         f"--env {name}: give a class with reset, step and close, or a module with a KIND"
     )
 

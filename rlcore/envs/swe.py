@@ -16,13 +16,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
 from rlcore.envs.kind import Kind
+from rlcore.utils.bounds import above, at_least
 
 _BLOCK = re.compile(r"```(?:bash|sh)[^\n]*\n(.*?)```", re.DOTALL)
 _SUBMIT = re.compile(r"^\s*submit\s*$", re.MULTILINE | re.IGNORECASE)
@@ -53,26 +54,22 @@ class SweConfig(EnvConfig):
 
     max_turns: int = 40
     timeout_s: float = 900.0
-    command_s: float = 120.0
+    command_s: Annotated[float, above(0)] = 120.0
     """A command that takes longer is killed, and its turn is told so."""
-    tests_s: float = 600.0
+    tests_s: Annotated[float, above(0)] = 600.0
     """The tests that take longer have failed."""
-    output_chars: int = 8000
+    output_chars: Annotated[int, at_least(100)] = 8000
     """A longer output is cut in the middle."""
     docker_args: tuple[str, ...] = ("--network=none", "--memory=4g", "--pids-limit=512")
     """Of `docker run`."""
 
     def problems(self) -> list[str]:
         """As `EnvConfig.problems`."""
-        out = [
-            f"--env.{key} {getattr(self, key):g}: must be above 0 and below env.timeout_s "
-            f"{self.timeout_s:g}"
+        return [
+            f"--env.{key} {getattr(self, key):g}: must be below env.timeout_s {self.timeout_s:g}"
             for key in ("command_s", "tests_s")
-            if not 0 < getattr(self, key) < self.timeout_s
+            if not getattr(self, key) < self.timeout_s
         ]
-        if self.output_chars < 100:
-            out.append(f"--env.output_chars {self.output_chars}: must be at least 100")
-        return out
 
 
 class Swe(gymnasium.Env[str, str]):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import gymnasium
 from gymnasium.spaces import Text
@@ -26,6 +26,7 @@ from rlcore.config.schema import EnvConfig
 from rlcore.envs.kind import Kind
 from rlcore.sandbox import walls
 from rlcore.sandbox.box import Broken, Sandbox
+from rlcore.utils.bounds import above, at_least
 
 _CALL = re.compile(r"<(calc|python)>(.*?)(?:</\1>|\Z)", re.DOTALL)
 _MOST_CHARS, _MOST_NODES, _MOST_POWER = 1000, 200, 256
@@ -63,9 +64,9 @@ class ToolsConfig(EnvConfig):
     max_turns: int = 8
     tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
     """What may be called."""
-    program_s: float = 10.0
+    program_s: Annotated[float, above(0)] = 10.0
     """A program that takes longer is killed, and its result says so."""
-    result_chars: int = 2000
+    result_chars: Annotated[int, at_least(20)] = 2000
     """A longer result is cut in the middle."""
     require_isolation: bool = False
     """Refuse to run programs where this machine has no namespaces for them."""
@@ -78,13 +79,11 @@ class ToolsConfig(EnvConfig):
                 f"--env.tools {' '.join(self.tools)}: calc, python or both, each once; without a "
                 "tool take no --env"
             )
-        if not 0 < self.program_s < self.timeout_s:
+        if not self.program_s < self.timeout_s:
             out.append(
-                f"--env.program_s {self.program_s:g}: must be above 0 and below env.timeout_s "
+                f"--env.program_s {self.program_s:g}: must be below env.timeout_s "
                 f"{self.timeout_s:g}"
             )
-        if self.result_chars < 20:
-            out.append(f"--env.result_chars {self.result_chars}: must be at least 20")
         return out
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlcore.utils.errors import ConfigError
+
 Arch = Literal["qwen2", "qwen3", "llama", "qwen3_moe"]
 
 ARCHITECTURES: dict[str, Arch] = {
@@ -92,31 +94,31 @@ class HFConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path, key: str = "--model.path") -> "HFConfig":
-        """Read `<path>/config.json`; `key` is the setting that names the folder. ValueError:
+        """Read `<path>/config.json`; `key` is the setting that names the folder. ConfigError:
         missing, not JSON, or unsupported."""
         path = Path(path)
         if not path.is_dir():
-            raise ValueError(
+            raise ConfigError(
                 f"{key} {path}: no such folder; give the folder of a Hugging Face model"
                 " (config.json, *.safetensors, tokenizer); names on the hub are not downloaded"
             )
         file = path / "config.json"
         if not file.is_file():
-            raise ValueError(
+            raise ConfigError(
                 f"{key} {path}: has no config.json; give the folder of a Hugging Face model"
             )
         return cls.from_dict(read_json(file), path)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], path: Path | None = None) -> "HFConfig":
-        """The record of a parsed config.json. ValueError where it is unsupported."""
+        """The record of a parsed config.json. ConfigError where it is unsupported."""
         where = str(path / "config.json") if path is not None else "model config"
         arch = _arch(raw, where)
         _refuse_unsupported(raw, arch, where)
 
         def need(key: str) -> Any:
             if raw.get(key) is None:
-                raise ValueError(f"{where}: `{key}` is missing; take the model's config.json")
+                raise ConfigError(f"{where}: `{key}` is missing; take the model's config.json")
             return raw[key]
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
@@ -124,7 +126,7 @@ class HFConfig:
         moe = arch == "qwen3_moe"
         experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
         if moe and not experts:
-            raise ValueError(f"{where}: `num_experts` is missing; take the model's config.json")
+            raise ConfigError(f"{where}: `num_experts` is missing; take the model's config.json")
         config = cls(
             path=path,
             arch=arch,
@@ -159,10 +161,10 @@ class HFConfig:
 
     def with_(self, **changes: Any) -> "HFConfig":
         """A copy with some sizes replaced, such as `num_layers`; `to_dict` says the same.
-        ValueError for a field that `to_dict` could not write down."""
+        ConfigError for a field that `to_dict` could not write down."""
         unknown = sorted(set(changes) - set(_KEYS))
         if unknown:
-            raise ValueError(f"model config: cannot change {unknown[0]}; can {', '.join(_KEYS)}")
+            raise ConfigError(f"model config: cannot change {unknown[0]}; can {', '.join(_KEYS)}")
         config = replace(self, **changes)
         config._check("model config")
         return config
@@ -185,22 +187,22 @@ class HFConfig:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in sizes:
             if getattr(self, name) < 1:
-                raise ValueError(f"{where}: {name} {getattr(self, name)}: must be at least 1")
+                raise ConfigError(f"{where}: {name} {getattr(self, name)}: must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: num_attention_heads {self.num_heads}: must be a multiple of"
                 f" num_key_value_heads {self.num_kv_heads}"
             )
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. ValueError where it is not one."""
+    """A JSON object from a file. ConfigError where it is not one."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error}); fetch the file again") from error
+        raise ConfigError(f"{file}: not valid JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file}: not a JSON object; fetch the file again")
+        raise ConfigError(f"{file}: not a JSON object; fetch the file again")
     return value
 
 
@@ -218,7 +220,7 @@ def _arch(raw: dict[str, Any], where: str) -> Arch:
     kind = raw.get("model_type")
     if not names and kind in ARCHITECTURES.values():
         return kind
-    raise ValueError(
+    raise ConfigError(
         f"{where}: architecture {names[0] if names else kind!r} is not supported;"
         f" use a model of {', '.join(ARCHITECTURES)}"
     )
@@ -240,7 +242,7 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
     }
     for key, bad in refused.items():
         if bad:
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: `{key}` {raw.get(key)!r} is not supported;"
                 " use a model without it (dense bfloat16 or float32 weights, full attention, SiLU)"
             )
@@ -252,15 +254,15 @@ def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | No
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError(f"{where}: `partial_rotary_factor` is not supported; use a model without")
+        raise ConfigError(f"{where}: `partial_rotary_factor` is not supported; use a model without")
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ValueError(
+        raise ConfigError(
             f"{where}: RoPE scaling {kind!r} is not supported; only llama3's is -"
             " take `rope_scaling` out of config.json to use the model's original context length"
         )
     missing = [key for key in _LLAMA3_KEYS if rope.get(key) is None]
     if missing:
-        raise ValueError(f"{where}: RoPE scaling llama3 lacks `{missing[0]}`")
+        raise ConfigError(f"{where}: RoPE scaling llama3 lacks `{missing[0]}`")
     return theta, {key: float(rope[key]) for key in _LLAMA3_KEYS}

@@ -23,6 +23,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from rlcore.utils.errors import ConfigError
+
 Quantize = Literal["none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "fp8", "fp4", "fp3"]
 
 
@@ -56,9 +58,9 @@ assert FORMATS.keys() == set(get_args(Quantize))
 
 
 def format_of(name: str) -> Format | None:
-    """The format of a name; None quantises nothing. ValueError for a name that is not there."""
+    """The format of a name; None quantises nothing. ConfigError for a name that is not there."""
     if name not in FORMATS:
-        raise ValueError(f"--rollout.quantize {name}: unknown; give one of {', '.join(FORMATS)}")
+        raise ConfigError(f"--rollout.quantize {name}: unknown; give one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from rlcore.hf.config import as_ids, read_json
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 
 CHATML = (
@@ -57,19 +58,21 @@ class Tokenizer:
         return self._template is not None
 
     def token_id(self, token: str) -> int:
-        """Id of one token, written as the vocabulary has it. ValueError where it has not."""
+        """Id of one token, written as the vocabulary has it. ConfigError where it has not."""
         found = self._backend.token_to_id(token)
         if found is None:
-            raise ValueError(f"{self._name}: has no token {token!r}; use the model's own tokenizer")
+            raise ConfigError(
+                f"{self._name}: has no token {token!r}; use the model's own tokenizer"
+            )
         return found
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of a text. Special tokens written in the text become their ids; none are added unless
-        asked. ValueError: a character that the vocabulary cannot express."""
+        asked. ConfigError: a character that the vocabulary cannot express."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises nothing more precise
-            raise ValueError(
+            raise ConfigError(
                 f"{self._name}: cannot encode {text[:40]!r} ({error}); use text of its vocabulary"
             ) from error
 
@@ -115,7 +118,7 @@ class Tokenizer:
     ) -> str:
         """Messages (`role`, `content`) as the text that the model was trained on, up to where the
         assistant answers. `variables` go to the template, such as `enable_thinking=False`.
-        ValueError with the template's own words where it refuses the messages."""
+        ConfigError with the template's own words where it refuses the messages."""
         from jinja2 import TemplateError
 
         try:
@@ -127,7 +130,7 @@ class Tokenizer:
                 **{**self._specials, **variables},
             )
         except TemplateError as error:
-            raise ValueError(f"{self._name}: chat template: {error}") from error
+            raise ConfigError(f"{self._name}: chat template: {error}") from error
 
     @cached_property
     def _special_texts(self) -> list[str]:
@@ -146,11 +149,11 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a folder, which the setting `key` names. `eos_ids` are further ids that end
     a response, such as those of the model's config.json when the tokenizer lies elsewhere; the
-    folder's own config.json and generation_config.json are always read. ValueError: no folder, or
+    folder's own config.json and generation_config.json are always read. ConfigError: no folder, or
     no tokenizer in it."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{key} {folder}: no such folder; give one with tokenizer.json")
+        raise ConfigError(f"{key} {folder}: no such folder; give one with tokenizer.json")
     settings = _optional(folder / "tokenizer_config.json")
     backend = _backend(folder, settings, key)
     specials = _special_tokens(_optional(folder / "special_tokens_map.json"))
@@ -196,7 +199,7 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises nothing more precise
-        raise ValueError(f"{file}: not a tokenizer ({error}); fetch the file again") from error
+        raise ConfigError(f"{file}: not a tokenizer ({error}); fetch the file again") from error
     backend.no_padding()
     backend.no_truncation()
     # Tokens that only tokenizer_config.json has, in the order of the ids that they must get.
@@ -206,7 +209,7 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
             flags = {key: token.get(key, False) for key in _FLAGS}
             backend.add_tokens([AddedToken(token["content"], **flags)])
             if backend.token_to_id(token["content"]) != number:
-                raise ValueError(
+                raise ConfigError(
                     f"{folder}: token {token['content']!r} has id {number} in"
                     " tokenizer_config.json, which does not follow on tokenizer.json;"
                     " fetch both files again"
@@ -217,7 +220,9 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
 def _converted(folder: Path, key: str) -> Backend:
     """A tokenizer kept in another format (vocab.json, tokenizer.model), read by transformers."""
     if not any((folder / name).is_file() for name in _OTHER_FORMATS):
-        raise ValueError(f"{key} {folder}: no tokenizer.json in it; give a folder with a tokenizer")
+        raise ConfigError(
+            f"{key} {folder}: no tokenizer.json in it; give a folder with a tokenizer"
+        )
     try:
         from transformers import AutoTokenizer
 
@@ -225,7 +230,7 @@ def _converted(folder: Path, key: str) -> Backend:
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # transformers raises whatever the format's reader does
         reason = str(error).strip().splitlines()
-        raise ValueError(
+        raise ConfigError(
             f"{key} {folder}: no tokenizer.json in it, and transformers cannot make one"
             f" ({reason[0] if reason else type(error).__name__}); give a folder with tokenizer.json"
         ) from error

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlcore.hf.config import HFConfig, read_json
 from rlcore.hf.names import Shape, expected
+from rlcore.utils.errors import ConfigError
 
 Index = tuple[slice, ...]
 """One slice per leading dimension; dimensions that are left out are taken whole."""
@@ -86,7 +87,7 @@ class WeightReader:
         for name, shape in shapes.items():
             found = self.shape(name)
             if found != tuple(shape):
-                raise ValueError(
+                raise ConfigError(
                     f"{self.folder}: tensor {name} has shape {list(found)} and config.json asks for"
                     f" {list(shape)}; config.json and weights are of different models"
                 )
@@ -97,14 +98,14 @@ class WeightReader:
             file_of = read_json(index)["weight_map"]
             for file in sorted(set(file_of.values())):
                 if not (self.folder / file).is_file():
-                    raise ValueError(
+                    raise ConfigError(
                         f"{self.folder}: shard {file} is missing, which {INDEX} names;"
                         " fetch the model again"
                     )
             return file_of
         if single.is_file():
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
-        raise ValueError(
+        raise ConfigError(
             f"{self.folder}: neither {SINGLE} nor {INDEX} in it; give a folder with safetensors"
             " weights, or start from random ones with --model.random_init"
         )
@@ -135,7 +136,7 @@ class WeightReader:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             except SafetensorError as error:
-                raise ValueError(
+                raise ConfigError(
                     f"{self.folder / file}: not a whole safetensors file ({error});"
                     " fetch the model again"
                 ) from error
@@ -143,7 +144,7 @@ class WeightReader:
 
     def _file(self, name: str) -> Any:
         if name not in self._file_of:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.folder}: tensor {name} is missing; config.json and weights are of"
                 " different models, or the download is incomplete"
             )
@@ -154,7 +155,7 @@ class WeightReader:
         try:
             return file.get_slice(name)
         except SafetensorError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.folder}: tensor {name} is not in {self._file_of[name]}, where {INDEX} has"
                 " it; fetch the model again"
             ) from error

@@ -8,41 +8,42 @@ import torch
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import check_model
+from rlcore.utils.errors import ConfigError
 
 
 def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
     """Refuse what cannot work, before anything is built. No process groups are needed.
 
     Raises:
-        ValueError: names the key, its value and what to do.
+        ConfigError: names the key, its value and what to do.
     """
     check_model(hf, train)
     cuda = torch.cuda.is_available()
     if model.dtype == "float64" and train.distributed_optimizer:
-        raise ValueError(
+        raise ConfigError(
             "--model.dtype float64: Megatron's distributed optimizer keeps fp32 states; "
             "use --no-train.distributed_optimizer or another dtype"
         )
     if train.moe_aux_loss_coef:
-        raise ValueError(
+        raise ConfigError(
             f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: the load-balancing loss has no "
             "divisor of its own yet; leave it at 0"
         )
     if train.spec == "te":
         if not cuda or importlib.util.find_spec("transformer_engine") is None:
-            raise ValueError(
+            raise ConfigError(
                 "--train.spec te: Transformer Engine is not installed here (it needs CUDA); "
                 "install it with tools/setup.sh or use --train.spec local"
             )
         if hf.rope_scaling and not _megatron_scales(hf):
-            raise ValueError(
+            raise ConfigError(
                 "--train.spec te: Megatron's RoPE scaling has fixed frequency factors that are "
                 "not this model's; use --train.spec local"
             )
     if train.apex and (
         not cuda or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
     ):
-        raise ValueError(
+        raise ConfigError(
             "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
             "build it with tools/setup.sh --apex or leave --train.apex off"
         )

@@ -31,6 +31,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlcore.mcore import metadata as index
+from rlcore.utils.errors import ConfigError
 
 WRITERS = 2
 """Files that one rank writes at a time."""
@@ -71,16 +72,16 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
     """Read what `save` wrote into model and optimizer; returns its `state`. Collective.
 
     Raises:
-        ValueError: `path` holds no checkpoint, or one that would run a program, or `state["head"]`
+        ConfigError: `path` holds no checkpoint, or one that would run a program, or `state["head"]`
             was not `head`. Megatron would cut logits' weights down to those of a value, since it
             takes them for padding.
     """
     if not (path / "metadata.json").is_file():
-        raise ValueError(f"{path}: holds no complete checkpoint; choose another or start afresh")
+        raise ConfigError(f"{path}: holds no complete checkpoint; choose another or start afresh")
     index.check(path)
     saved = dist_checkpointing.load_common_state_dict(str(path))["rlcore"].get("head", "lm")
     if saved != head:
-        raise ValueError(
+        raise ConfigError(
             f"{path}: is of a model with the head {saved} and this one has {head}; an actor loads "
             "what an actor saved and a critic what a critic saved"
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rlcore.config.schema import TrainConfig
 from rlcore.hf.config import HFConfig
+from rlcore.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,35 +93,31 @@ class Layout:
 
 
 def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
-    """The layout of `rank` in a world of `world_size` train ranks.
+    """The layout of `rank` in a world of `world_size` train ranks, by sizes of at least 1.
 
     Raises:
-        ValueError: the sizes do not fit the world.
+        ConfigError: the sizes do not fit the world.
     """
-    for name in ("tp", "pp", "vpp", "cp", "ep"):
-        value = getattr(train, name)
-        if value < 1:
-            raise ValueError(f"--train.{name} {value}: must be at least 1; 1 turns it off")
     model = train.tp * train.pp * train.cp
     if world_size % model:
-        raise ValueError(
+        raise ConfigError(
             f"--train.tp {train.tp} --train.pp {train.pp} --train.cp {train.cp}: their product "
             f"{model} must divide the {world_size} train ranks; start a multiple of {model} ranks "
             "or lower one of them"
         )
     stage = world_size // train.pp
     if stage % train.ep:
-        raise ValueError(
+        raise ConfigError(
             f"--train.ep {train.ep}: must divide the {stage} ranks of a pipeline stage; "
             f"take a divisor of {stage}"
         )
     if train.vpp > 1 and train.pp == 1:
-        raise ValueError(
+        raise ConfigError(
             f"--train.vpp {train.vpp}: interleaving needs pipeline stages; set --train.pp above 1 "
             "or --train.vpp 1"
         )
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank}: must be in 0..{world_size - 1}; check RANK and WORLD_SIZE")
+        raise ConfigError(f"rank {rank}: must be in 0..{world_size - 1}; check RANK and WORLD_SIZE")
     rest, tp_rank = divmod(rank, train.tp)
     rest, cp_rank = divmod(rest, train.cp)
     dp = world_size // model
@@ -153,48 +150,48 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
     """Refuse layouts that this model does not fit.
 
     Raises:
-        ValueError: names the key, its value and what to do.
+        ConfigError: names the key, its value and what to do.
     """
     if hf.num_heads % train.tp:
-        raise ValueError(
+        raise ConfigError(
             f"--train.tp {train.tp}: must divide the model's {hf.num_heads} attention heads; "
             f"take a divisor of {hf.num_heads}"
         )
     if hf.num_kv_heads % train.tp:
-        raise ValueError(
+        raise ConfigError(
             f"--train.tp {train.tp}: must divide the model's {hf.num_kv_heads} key-value heads; "
             f"take a divisor of {hf.num_kv_heads} and use --train.pp or --train.cp for the rest"
         )
     width = hf.moe_intermediate_size if hf.num_experts else hf.intermediate_size
     if not hf.num_experts and width % train.tp:
-        raise ValueError(
+        raise ConfigError(
             f"--train.tp {train.tp}: must divide the model's MLP width {width}; "
             f"take a divisor of {width}"
         )
     stages = train.pp * train.vpp
     if hf.num_layers % stages:
-        raise ValueError(
+        raise ConfigError(
             f"--train.pp {train.pp} --train.vpp {train.vpp}: their product {stages} must divide "
             f"the model's {hf.num_layers} layers; lower one of them"
         )
     if train.ep > 1 and not hf.num_experts:
-        raise ValueError(
+        raise ConfigError(
             f"--train.ep {train.ep}: the model has no experts to distribute; use --train.ep 1"
         )
     if hf.num_experts and hf.num_experts % train.ep:
-        raise ValueError(
+        raise ConfigError(
             f"--train.ep {train.ep}: must divide the model's {hf.num_experts} experts; "
             f"take a divisor of {hf.num_experts}"
         )
     if hf.num_experts and train.tp > 1 and train.ep == 1:
         # It marks experts as experts by this size alone; their gradients of other tensor-parallel
         # ranks' tokens would be left out, and no error tells.
-        raise ValueError(
+        raise ConfigError(
             f"--train.ep 1: under --train.tp {train.tp} Megatron does not add up the gradients of "
             "experts that are not distributed; set --train.ep to 2 or more, or --train.tp 1"
         )
     if hf.num_experts and train.tp > 1 and not train.sp:
-        raise ValueError(
+        raise ConfigError(
             f"--train.sp False: a model with experts under --train.tp {train.tp} needs sequence "
             "parallel; leave --train.sp on"
         )

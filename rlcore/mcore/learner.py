@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlcore.algos import sequence
-from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
@@ -51,6 +51,7 @@ from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy
 from rlcore.protocols import PARTS, Part
 from rlcore.records import Shard
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce, log
 
 
@@ -70,7 +71,7 @@ class MegatronLearner:
         seed: int = 0,
         total_updates: int = 0,
         keep_reference: bool = False,
-        timeout_s: float = 600.0,
+        timeout_s: float = ClusterConfig.timeout_s,
     ) -> None:
         """Build the model on this rank and load its weights. Collective.
 
@@ -382,15 +383,15 @@ class MegatronLearner:
 
     def _must_be_fusible(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         if not hasattr(loss, "policy"):
-            raise ValueError(
+            raise ConfigError(
                 "--train.fused_loss: this loss has no `policy` that says what to fuse; turn it off"
             )
         if batch.num_tokens and batch.logp_sampler is None:
-            raise ValueError(
+            raise ConfigError(
                 "--train.fused_loss: the batch has no logp_sampler; set it or turn fused_loss off"
             )
         if batch.weight is not None and bool((batch.mask & (batch.weight == 0)).any()):
-            raise ValueError(
+            raise ConfigError(
                 "--train.fused_loss: the batch has weight 0 on trained tokens, whose log-probs the "
                 "fused op does not read; take them out of its mask, or turn fused_loss off"
             )
@@ -575,7 +576,7 @@ class MegatronLearner:
             count = int(apart.sum())
             if count > trained // 1000:
                 t = int(apart.nonzero()[0])
-                raise ValueError(
+                raise ConfigError(
                     f"--train.fused_loss: what the fused op computes is not this loss: the {what} "
                     f"of a token is {float(found[t]):.6g}, by the loss's own text "
                     f"{float(want[t]):.6g} ({count} of {trained} tokens); turn fused_loss off"

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from rlcore.utils.errors import ConfigError
+
 FILE = ".metadata"
 KNOWN = {
     "collections": {"OrderedDict"},
@@ -60,7 +62,7 @@ def check(folder: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # what is no pickle raises whatever it likes
-        raise ValueError(
+        raise ConfigError(
             f"{path}: is not the index of a checkpoint ({error}); it is not read, since it may run "
             "a program"
         ) from error
@@ -85,7 +87,7 @@ def load_bytes(planner: DefaultLoadPlanner, item: Any, value: io.BytesIO) -> Non
     if not isinstance(found, list) or not all(
         state is None or (isinstance(state, Tensor) and state.numel() == 0) for state in found
     ):
-        raise ValueError(
+        raise ConfigError(
             f"{item.dest_index.fqn}: an extra state that is not empty; it is not read, since it "
             "may run a program"
         )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from rlcore.config.schema import TrainConfig
+from rlcore.config.schema import ClusterConfig, TrainConfig
 from rlcore.mcore.layout import Layout, layout_of
 from rlcore.utils import collective
 
@@ -54,7 +54,7 @@ def initialise(
     *,
     where: torch.device | None = None,
     seed: int = 0,
-    timeout_s: float = 600.0,
+    timeout_s: float = ClusterConfig.timeout_s,
 ) -> tuple[Layout, Groups]:
     """Megatron's process groups over the default group, which must be the train ranks' own; without
     one, a world of one is made. Every call needs its `destroy`. Collective.

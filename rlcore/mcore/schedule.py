@@ -6,6 +6,7 @@ Own code instead of Megatron's OptimizerParamScheduler: a pure function has no s
 import math
 
 from rlcore.config.schema import TrainConfig
+from rlcore.utils.errors import ConfigError
 
 
 def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> float:
@@ -21,7 +22,7 @@ def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> fl
         return train.lr
     end = train.lr_decay_updates or total_updates
     if end <= 0:
-        raise ValueError(
+        raise ConfigError(
             f"--train.lr_schedule {train.lr_schedule}: needs to know when it ends; "
             "set --train.lr_decay_updates"
         )

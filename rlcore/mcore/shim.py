@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from rlcore.utils.errors import ConfigError
+
 VERSION = "0.16.1"
 CPU = torch.device("cpu")
 
@@ -29,7 +31,7 @@ def prepare() -> None:
     """Check the installation and, without CUDA, install the shim. Safe to call twice.
 
     Raises:
-        ValueError: another version of megatron-core, or psutil is missing.
+        ConfigError: another version of megatron-core, or psutil is missing.
     """
     _check_installation()
     # Megatron warns at import, once per optional package that the local layers do not need.
@@ -69,12 +71,12 @@ def _check_installation() -> None:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     if found != VERSION:
-        raise ValueError(
+        raise ConfigError(
             f"megatron-core {found}: rlcore needs exactly {VERSION}; "
             f"run tools/setup.sh or pip install megatron-core=={VERSION}"
         )
     if importlib.util.find_spec("psutil") is None:
-        raise ValueError(
+        raise ConfigError(
             "psutil is missing: without it Megatron's checkpoint writer hangs; pip install psutil"
         )
 

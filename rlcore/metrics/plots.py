@@ -14,6 +14,7 @@ import numpy as np
 from rlcore.metrics.jsonl import read_lines
 from rlcore.metrics.names import PHASES
 from rlcore.metrics.sinks import ROLLOUTS, accuracies, read_metrics
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,7 +101,7 @@ def detail(run_dir: Path, out: Path | None = None) -> Path:
     panels = [p for p in PANELS if measured.intersection(p.lines.values())]
     ofs = [_histogram, lambda ax, found: _tails(ax, _parts(found)), _quantiles] if lengths else []
     if not panels and not ofs:
-        raise ValueError(
+        raise ConfigError(
             f"{run_dir}: has evaluations alone; there is nothing to draw before step 1"
         )
     title = f"{run_dir.name}: {_steps(rows)} steps"
@@ -147,7 +148,7 @@ def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
 def _rows(run_dir: Path) -> Rows:
     rows = read_metrics(run_dir)
     if not rows:
-        raise ValueError(f"{run_dir}: no metrics.jsonl with steps in it; is this a run's folder?")
+        raise ConfigError(f"{run_dir}: no metrics.jsonl with steps in it; is this a run's folder?")
     return rows
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from rlcore.metrics import names
 from rlcore.metrics.jsonl import JsonLines, dumps, read_lines, write_atomic
 from rlcore.metrics.names import BEFORE
+from rlcore.utils.errors import ConfigError
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
@@ -183,7 +184,7 @@ class TensorBoard:
 def check_wandb(project: str) -> None:
     """ValueError where wandb is not installed."""
     if importlib.util.find_spec("wandb") is None:
-        raise ValueError(
+        raise ConfigError(
             f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
             "--wandb, or leave the key out"
         )
@@ -230,7 +231,7 @@ class Prometheus:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"--log.prometheus_port {port}: cannot listen on {host} ({error.strerror}); "
                 "choose another port, or another --log.prometheus_host"
             ) from error

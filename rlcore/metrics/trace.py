@@ -28,6 +28,7 @@ from rlcore.records import (
     Submit,
     Trained,
 )
+from rlcore.utils.errors import ConfigError
 
 FOLDER = "trace"
 Event = dict[str, Any]
@@ -86,12 +87,12 @@ def save(path: Path, events: Iterable[Event]) -> None:
 
 def merge(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     """Put the ranks' files into `<run_dir>/trace.json`, or `out`, on one axis that starts at 0.
-    Returns its path and the number of ranks; ValueError where there are none."""
+    Returns its path and the number of ranks; ConfigError where there are none."""
     files = sorted((run_dir / FOLDER).glob("rank*.jsonl"))
     events: list[Event] = [event for file in files for event in read_lines(file)]
     start = min((e["ts"] for e in events if "ts" in e), default=None)
     if start is None:
-        raise ValueError(
+        raise ConfigError(
             f"{run_dir}: no trace in it; run with --log.trace 3 to trace three steps, -1 for all"
         )
     for event in events:

@@ -17,6 +17,7 @@ from typing import Any
 from rlcore.metrics.jsonl import dumps, read_lines, write_atomic
 from rlcore.metrics.sinks import ROLLOUTS
 from rlcore.records import group_of
+from rlcore.utils.errors import ConfigError
 
 CHUNK_ROWS = 400
 TAIL = 90
@@ -29,13 +30,13 @@ Row = Mapping[str, Any]
 
 def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, int]:
     """Write `<run_dir>/rollouts.html`, or `out`, of the `last` steps that have rollouts (0: all).
-    Returns its path and the number of responses; ValueError where there are none."""
+    Returns its path and the number of responses; ConfigError where there are none."""
     rows = list(read_lines(run_dir / ROLLOUTS))
     if last:
         kept = set(sorted({row["step"] for row in rows})[-last:])
         rows = [row for row in rows if row["step"] in kept]
     if not rows:
-        raise ValueError(
+        raise ConfigError(
             f"{run_dir}: no {ROLLOUTS} with responses in it; is this a run's folder, and was "
             "--log.rollouts above 0?"
         )

@@ -29,8 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import redis
 
+from rlcore.config.schema import MuxConfig
 from rlcore.mux import store
 from rlcore.mux.profile import STEP, Profile
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 if TYPE_CHECKING:  # torch takes seconds that a job without it should not pay
@@ -91,8 +93,8 @@ class Gate:
         pools: Mapping[str, tuple[str, ...]] | None = None,
         hosts: Mapping[str, Sequence[str]] | None = None,
         keep: int = 0,
-        lease_s: float = 15.0,
-        wait_s: float = 24 * 3600.0,
+        lease_s: float = MuxConfig.lease_s,
+        wait_s: float = MuxConfig.wait_s,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """
@@ -114,10 +116,6 @@ class Gate:
             TimeoutError: no place within `wait_s`.
             ConnectionError: no answer, wrong password, no permission.
         """
-        if lease_s < 1:
-            raise ValueError(
-                f"lease_s {lease_s}: at least 1 second, or a slow moment kills the job"
-            )
         self._url, self._job = url, store.check_name(job)
         self._pools = {STEP: ("rollout", "train")} | dict(pools or {})
         self._lease_s, self._wait_s = lease_s, wait_s
@@ -384,8 +382,8 @@ def connect(
     job: str,
     profile: Profile | None,
     *,
-    otherwise: Literal["wait", "solo"] = "wait",
-    slo: float = 2.0,
+    otherwise: Literal["wait", "solo"] = MuxConfig.otherwise,
+    slo: float = MuxConfig.slo,
     colocated: bool | None = None,
     hosts: Callable[[Profile], Mapping[str, Sequence[str]]] | None = None,
     **more: Any,
@@ -408,7 +406,7 @@ def connect(
         found = profile or stored(url, job, slo)
         if colocated is not None and found.colocated != colocated:
             kinds = "some ranks sampled and others trained", "every rank did both"
-            raise ValueError(
+            raise ConfigError(
                 f"job {job}: its profile is of a run in which {kinds[found.colocated]}, and here "
                 f"{kinds[colocated]}; profile it as it shall run (cluster.rollout_ranks)"
             )
@@ -451,7 +449,7 @@ def stored(url: str, job: str, slo: float) -> Profile:
     except redis.RedisError as error:
         raise ConnectionError(store.why(error, url)) from error
     if found is None:
-        raise ValueError(
+        raise ConfigError(
             f"job {job}: no profile; admission needs what its phases take at worst: run it once "
             "with --debug.full_length and without --mux.url, and give the mux_profile.json of that "
             "run to `rlcore mux add --profile`, or as --mux.profile"

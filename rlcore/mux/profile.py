@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.schema import MuxConfig
 from rlcore.metrics.jsonl import write_atomic
+from rlcore.utils.errors import ConfigError
 
 FILE = "mux_profile.json"
 STEP = "step"
@@ -25,14 +27,14 @@ class Profile:
     rollout_nodes: int = 1
     train_nodes: int = 1
     sync_s: float = 0.0
-    slo: float = 2.0
+    slo: float = MuxConfig.slo
     rollout_gb: float = 0.0
     train_gb: float = 0.0
     colocated: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Profile":
-        """From plain values; what else is among them is for people. ValueError where something is
+        """From plain values; what else is among them is for people. ConfigError where something is
         missing or no number."""
         known = {f.name for f in fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
@@ -41,20 +43,20 @@ class Profile:
             n for n, v in found.items() if isinstance(v, bool) or not isinstance(v, int | float)
         ]
         if not isinstance(colocated, bool):
-            raise ValueError(f"a job's profile: colocated {colocated!r}: must be true or false")
+            raise ConfigError(f"a job's profile: colocated {colocated!r}: must be true or false")
         if missing := {"rollout_s", "train_s"} - found.keys():
             wrong += sorted(missing)
         if wrong:
-            raise ValueError(f"a job's profile: {', '.join(wrong)}: must be there, and be numbers")
+            raise ConfigError(f"a job's profile: {', '.join(wrong)}: must be there, and be numbers")
         return cls(**found, colocated=colocated)
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
-        """ValueError in one sentence where the file is none."""
+        """ConfigError in one sentence where the file is none."""
         try:
             return cls.of(json.loads(path.read_text()))
         except (OSError, ValueError, AttributeError) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"{path}: no profile of a job ({error}); a run without --mux.url and with "
                 f"cluster.rollout_ranks or --debug.full_length writes one, {FILE} in its folder"
             ) from error

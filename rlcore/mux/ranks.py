@@ -22,6 +22,7 @@ from rlcore.mux.gate import Gate, NoGate, Resident
 from rlcore.mux.tail import TailMoves
 from rlcore.sched.roles import Cell
 from rlcore.utils import collective
+from rlcore.utils.errors import ConfigError
 
 MEET_S = 1.0
 FILE = "turns.jsonl"
@@ -38,7 +39,7 @@ def patiently(
     which have None. Collective over `group`.
 
     Raises:
-        what `call` raises; on the other ranks the same sentence, as a ValueError where it is one
+        what `call` raises; on the other ranks the same sentence, as a ConfigError where it is one
         and else as a RuntimeError.
     """
     box: list[T] = []
@@ -58,7 +59,7 @@ def patiently(
     while True:
         if call is not None:
             over.wait(MEET_S)
-        refuses = bool(failed) and isinstance(failed[0], ValueError)
+        refuses = bool(failed) and isinstance(failed[0], ConfigError)
         flags = over.is_set(), bool(failed), refuses
         done, wrong, refused = collective.reduce_floats([float(f) for f in flags], "max", group)
         if done:
@@ -68,7 +69,7 @@ def patiently(
         reason = collective.broadcast_text(str(failed[0]) if failed else "", group)
         if failed:
             raise failed[0]
-        raise ValueError(reason) if refused else RuntimeError(reason)
+        raise ConfigError(reason) if refused else RuntimeError(reason)
     return box[0] if box else None
 
 

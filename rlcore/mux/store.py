@@ -24,6 +24,7 @@ from typing import Any
 
 import redis
 
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 TIMEOUT_S = 5.0
@@ -55,7 +56,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
             retry=None,
         )
     except ValueError as error:
-        raise ValueError(
+        raise ConfigError(
             f"--mux.url {hide(url)}: no address of a Redis server ({error}); for example "
             "redis://127.0.0.1:6390, or what `python -m rlcore mux add JOB` says"
         ) from error
@@ -76,7 +77,7 @@ def why(error: redis.RedisError, url: str) -> str:
 def check_name(name: str) -> str:
     """The name of a job. ValueError for one that is no part of a key."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"job {name!r}: a name has 1 to 64 letters, digits, '_', '.', '-'")
+        raise ConfigError(f"job {name!r}: a name has 1 to 64 letters, digits, '_', '.', '-'")
     return name
 
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt, RequestId, RewardResult
 from rlcore.rewards.kind import Host, Kind
 from rlcore.rewards.wire import Job
@@ -39,7 +39,7 @@ _SENTENCES = {
 }
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class CodeRewardConfig(RewardConfig):
     tests_field: str = "test_list"
     """Column of the rows with Python tests, a list of statements or one text."""

@@ -1,13 +1,14 @@
 """Exact match: 1 where the response, or the part after a marker, is the answer; else 0."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt
 from rlcore.rewards.kind import Kind
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class ExactRewardConfig(RewardConfig):
     after: str = ""
     """Compare only what follows this marker; a response without it scores 0. Empty: all of it."""

@@ -16,16 +16,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Annotated, Protocol
 
 import httpx
 import msgspec
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
 from rlcore.rewards.kind import Host, Kind, number, to_result
 from rlcore.rewards.wire import Job
+from rlcore.utils.bounds import at_least
 from rlcore.utils.children import sentence
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 _AGAIN = frozenset((408, 425, 429))
@@ -34,23 +37,15 @@ _SHOWN_CHARS = 120
 _LARGEST = 1 << 20
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class HttpRewardConfig(RewardConfig):
     workers: int = 32
     """Requests under way at a time per rank."""
-    retries: int = 4
+    retries: Annotated[int, at_least(0)] = 4
     """Further tries after the first one, within timeout_s."""
-    backoff_s: float = 0.25
+    backoff_s: Annotated[float, at_least(0)] = 0.25
     """Pause before the second try; each further one is twice as long, less a random part. A
     server's Retry-After is waited for instead."""
-
-    def problems(self, key: str) -> list[str]:
-        """See `RewardConfig`."""
-        return [
-            f"--{key}.{name} {getattr(self, name):g}: must be 0 or more"
-            for name in ("retries", "backoff_s")
-            if not getattr(self, name) >= 0
-        ]
 
 
 class Requests(Protocol):
@@ -85,11 +80,6 @@ class HttpReward:
     ) -> None:
         """`write` makes the body of a request, `read` the result of an answer; it raises ValueError
         for what is none. `headers` go with every request."""
-        if not config.retries >= 0 or not config.backoff_s >= 0:
-            raise ValueError(
-                f"--reward.retries {config.retries}, --reward.backoff_s {config.backoff_s:g}: must "
-                "be 0 or more"
-            )
         self._url, self._config, self._host = url, config, host
         self._write, self._read = write or _request, read or _result
         self._headers = {"content-type": "application/json", **(headers or {})}
@@ -260,11 +250,11 @@ def _result(text: bytes) -> RewardResult:
 
 
 def kind(url: str) -> Kind:
-    """The kind of this address. ValueError where it is none."""
+    """The kind of this address. ConfigError where it is none."""
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ValueError(f"--reward {url}: {error}") from error
+        raise ConfigError(f"--reward {url}: {error}") from error
     if not address.host:
-        raise ValueError(f"--reward {url}: has no host; give http://host:port/path")
+        raise ConfigError(f"--reward {url}: has no host; give http://host:port/path")
     return Kind(HttpRewardConfig, serve=lambda config, host: HttpReward(url, config, host))

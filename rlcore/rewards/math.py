@@ -11,10 +11,11 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt
 from rlcore.rewards import answers
 from rlcore.rewards.kind import Kind
@@ -27,7 +28,7 @@ _AGAIN_S = 0.2
 _FORMULA = ("$", "\\boxed", "\\[", "\\(")
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class MathRewardConfig(RewardConfig):
     require_boxed: bool = False
     """Score 0 without looking further where nothing marks the final answer: \\boxed{...}, ####,

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from rlcore.config import dotted
 from rlcore.config.schema import RewardConfig, RewardSum
 from rlcore.rewards.kind import Kind
+from rlcore.utils.errors import ConfigError
 
 REWARDS: dict[str, str] = {
     "code": "rlcore.rewards.code",
@@ -57,12 +58,12 @@ class _Function:
 
 
 def parts_of(selector: str) -> tuple[Part, ...]:
-    """The terms of `--reward`. ValueError in one sentence for a weight that is none."""
+    """The terms of `--reward`. ConfigError in one sentence for a weight that is none."""
     parts: list[Part] = []
     for term in selector.split(","):
         name, weight = _weight_of(term.strip())
         if not math.isfinite(weight) or not weight:
-            raise ValueError(f"--reward {term}: the weight must be a number other than 0")
+            raise ConfigError(f"--reward {term}: the weight must be a number other than 0")
         label = "http" if name.startswith(SCHEMES) else name.removesuffix(".score")
         label = label.rpartition(".")[2]
         same = sum(re.fullmatch(rf"{re.escape(label)}[0-9]*", p.label) is not None for p in parts)
@@ -85,14 +86,14 @@ def _weight_of(term: str) -> tuple[str, float]:
 
 
 def resolve(name: str) -> Kind:
-    """The kind behind the name of one reward. ValueError in one sentence where there is none that
+    """The kind behind the name of one reward. ConfigError in one sentence where there is none that
     fits."""
     if name in REWARDS:
         return importlib.import_module(REWARDS[name]).KIND
     if name.startswith(SCHEMES):
         return importlib.import_module("rlcore.rewards.http").kind(name)
     if "." not in name:
-        raise ValueError(
+        raise ConfigError(
             f"--reward {name}: allowed are {', '.join(REWARDS)}, a dotted path, an http address, "
             "and sums such as math:1,exact:0.5"
         )
@@ -100,7 +101,7 @@ def resolve(name: str) -> Kind:
     if inspect.ismodule(found):
         found = getattr(found, "score", None)
         if not callable(found):
-            raise ValueError(
+            raise ConfigError(
                 f"--reward {name}: {module.__name__} has no function score(sample, prompt, text)"
             )
     if isinstance(found, Kind):
@@ -108,11 +109,11 @@ def resolve(name: str) -> Kind:
     if inspect.isclass(found):
         method = getattr(found, "score", None)
         if not callable(method):
-            raise ValueError(f"--reward {name}: the class has no method score")
+            raise ConfigError(f"--reward {name}: the class has no method score")
         _check_signature(name, method, (None, None, None, None))
         return Kind(dotted.section("--reward", name, module, RewardConfig), score=found)
     if not callable(found):
-        raise ValueError(f"--reward {name}: a {type(found).__name__}; give a function or a class")
+        raise ConfigError(f"--reward {name}: a {type(found).__name__}; give a function or a class")
     extra = {"config": None} if "config" in _parameters(found) else {}
     _check_signature(name, found, (None, None, None), extra)
     function = found
@@ -144,11 +145,11 @@ def _check_signature(
     name: str, function: Callable[..., Any], args: tuple, extra: dict[str, Any] | None = None
 ) -> None:
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"--reward {name}: is async; give a plain function")
+        raise ConfigError(f"--reward {name}: is async; give a plain function")
     try:
         signature = inspect.signature(function)
         signature.bind(*args, **(extra or {}))
     except TypeError as error:
-        raise ValueError(
+        raise ConfigError(
             f"--reward {name}: has the parameters {signature}, must take (sample, prompt, text)"
         ) from error

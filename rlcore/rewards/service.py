@@ -25,6 +25,7 @@ from rlcore.rewards.registry import Part, parts_of, resolve
 from rlcore.rewards.wire import Job, SampleInfo
 from rlcore.sched.reward import AdaptiveTimeout, key_of
 from rlcore.utils.children import last_lines
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 _FULL_ERRORS = 5
@@ -76,8 +77,6 @@ class RewardService:
         self._runners: list[Runner] = []
         try:
             for i, (part, section) in enumerate(zip(self._parts, self._configs, strict=True)):
-                if not section.workers >= 1 or not section.timeout_s > 0:
-                    raise ValueError(f"--reward {part.name}: workers and timeout_s must be above 0")
                 host = Host(
                     part.name,
                     partial(self._scored, i),
@@ -131,7 +130,7 @@ class RewardService:
                 runner.submit(Job(key, limited, prompt, text))
         except (TypeError, ValueError, OverflowError) as error:
             self.cancel([id])
-            raise ValueError(
+            raise ConfigError(
                 f"row {prompt.index} of {prompt.source} cannot be sent to the reward: {error}"
             ) from error
 

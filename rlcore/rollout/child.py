@@ -32,6 +32,7 @@ from rlcore.records import (
 from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.wire import LARGEST_FRAME, Call, Fatal, FromEngine, Reply
 from rlcore.utils.children import Child, without_launcher
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode, frame
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # it imports torch, which only some engines need
     from rlcore.protocols import PauseMode, Tag
 
 _GRACE_S = 10.0  # an engine with a deadline of its own names what was late, if it may
-_ERRORS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, ValueError, RuntimeError, TimeoutError)}
 
 
 class ChildEngine:
@@ -52,7 +53,7 @@ class ChildEngine:
     `Down` with the requests that were lost and the tokens of theirs that progress events had
     brought; `restart` brings a new one up, without weights. A call that finds the engine dead
     raises EngineGoneError, and `failure` says why by then. Settings that the engine refuses are a
-    ValueError of every call.
+    ConfigError of every call.
 
     The deadline of a call is `deadline_s`. An engine that has one itself gets it in its settings,
     as `deadline_s`; then a call here takes that and a little longer.
@@ -278,7 +279,7 @@ class ChildEngine:
     def _check(self, method: str) -> None:
         if self._refused:
             self._told = True
-            raise ValueError(self._refused)
+            raise ConfigError(self._refused)
         if self._down:
             raise EngineGoneError(f"{method}: {self._name} {self._down}; restart() it")
 

@@ -29,6 +29,7 @@ from rlcore.rollout.exchange import by_owner
 from rlcore.rollout.replay import EventLog, Recorder
 from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
 from rlcore.rollout.transport import Hub
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
 
@@ -185,14 +186,14 @@ class Flow:
         """Read it again; ranks that sample may be more or fewer than there were.
 
         Raises:
-            ValueError: the buffer was filled under other settings, or by a replay.
+            ConfigError: the buffer was filled under other settings, or by a replay.
         """
         if self._replay is not None:
             return
         if self.controller is not None:
             file = folder / "controller.msgpack"
             if not file.is_file():
-                raise ValueError(
+                raise ConfigError(
                     f"--run.resume {folder.parent}: was written by a replay, which has no samples "
                     "under way; resume from the run that it replayed, or take --run.resume fresh"
                 )

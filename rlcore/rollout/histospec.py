@@ -27,6 +27,7 @@ from rlcore.records import (
     RequestId,
     group_of,
 )
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 Draft = Literal["none", "ngram", "history", "history_reward"]
@@ -127,7 +128,7 @@ class Library:
                 first += size
                 prompts.setdefault(key, []).append(group)
         except (KeyError, ValueError, IndexError, EOFError) as error:
-            raise ValueError(f"{path}: holds no histories ({error})") from error
+            raise ConfigError(f"{path}: holds no histories ({error})") from error
         self._prompts, self._tokens = prompts, int(parts["lengths"].sum())
         self.add(())  # the bound may be another one now
 

@@ -21,6 +21,7 @@ from rlcore.records import Aborted, AnyEvent, Finished, RequestId
 from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.wire import ARGS, LARGEST_FRAME, Call, Events, Fatal, Reply
 from rlcore.utils.children import Channel, open_channel, parent_pid
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, frame
 
@@ -58,7 +59,7 @@ class EngineServer:
                     self._push(self._engine.poll(_STEP_S if self._busy else _POLL_S))
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))
-            starts = self._engine is None and isinstance(error, ValueError)
+            starts = self._engine is None and isinstance(error, ConfigError)
             refused = str(error) if starts else ""
             self._out.put(frame(Fatal(f"{type(error).__name__}: {error}\n{trace}", refused)))
             self._out.put(None)

@@ -37,6 +37,7 @@ from rlcore.records import (
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.sched.race import Misfit
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.net import decode, encode
 
 FOLDER = "record"
@@ -120,11 +121,11 @@ class EventLog:
     """Reads it."""
 
     def __init__(self, path: Path, seed: int) -> None:
-        """ValueError where there is no log. `path`: the run's folder; `seed`: of the replay."""
+        """ConfigError where there is no log. `path`: the run's folder; `seed`: of the replay."""
         self.path = path / FOLDER if (path / FOLDER).is_dir() else path
         self._seed = seed
         if not self._have:
-            raise ValueError(
+            raise ConfigError(
                 f"--debug.replay {path}: has no events of a run with --mode async; give the folder "
                 "of one that ran with --debug.record"
             )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rlcore.config.schema import ClusterConfig
 from rlcore.protocols import Engine, Scorer
 from rlcore.records import (
     Abort,
@@ -145,7 +146,7 @@ class Agent:
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
         deadline_s: float,
-        timeout_s: float = 600.0,
+        timeout_s: float = ClusterConfig.timeout_s,
         reward_barrier: bool = False,
         *,
         is_endless: bool = False,

@@ -19,6 +19,7 @@ from rlcore.records import GroupId, Sampling, Work
 from rlcore.rollout.controller import Controller
 from rlcore.sched.race import ByLog, Counted, Misfit
 from rlcore.sched.roles import GroupState
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 FILE = "rounds.jsonl"
@@ -52,10 +53,10 @@ class Log:
     """Rounds by their first group: groups have the same names in every run."""
 
     def __init__(self, path: Path) -> None:
-        """ValueError where there are no rounds to be read. `path`: the file or the run's folder."""
+        """Read the log at `path`, a file or a run's folder. ConfigError if it has no rounds."""
         self.path = path / FILE if path.is_dir() else path
         if not self.path.is_file():
-            raise ValueError(
+            raise ConfigError(
                 f"--debug.replay {path}: there is no such file; give a run's {FILE}, or its folder"
             )
         self._rounds: dict[GroupId, Round] = {}
@@ -64,11 +65,11 @@ class Log:
                 found = msgspec.convert(row, Round)
                 self._rounds[found.started[0].id] = found
         except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"--debug.replay {path}: is no log of rounds ({error}); give a run's {FILE}"
             ) from error
         if not self._rounds:
-            raise ValueError(
+            raise ConfigError(
                 f"--debug.replay {path}: has no rounds; give the {FILE} of a longer run"
             )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlcore.utils import listen, net
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 Channel = Literal["controller", "agent", "samples", "histories"]
@@ -155,7 +156,7 @@ def _text(value: bytes | str) -> str:
 
 def listening_host(master: str, interface: str = "", several_nodes: bool = False) -> str:
     """The address of this machine that other ranks can reach: `interface` if given, the loopback if
-    the master is there, else the one that the route to the master leaves from. ValueError where
+    the master is there, else the one that the route to the master leaves from. ConfigError where
     the master's name is the loopback on its own node, which no other node reaches."""
     if interface:
         return listen.address_of(interface)
@@ -164,7 +165,7 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
     if master in (socket.gethostname(), socket.getfqdn()):
         address = socket.gethostbyname(master)
         if several_nodes and address.startswith("127."):
-            raise ValueError(
+            raise ConfigError(
                 f"--cluster.interface: the master's name {master} is {address} on this node, where "
                 "other nodes cannot reach it; name the interface, or give HEAD_ADDR an address"
             )

@@ -34,7 +34,7 @@ class Fatal(Struct, tag=True):
 
     reason: str
     refused: str = ""
-    """The message of a ValueError at the start: settings that cannot work."""
+    """The message of a ConfigError at the start: settings that cannot work."""
 
 
 FromEngine = Reply | Events | Fatal

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlcore.utils.errors import ConfigError
+
 RISE = 1.05
 """Preemptions over those of the round before that count as more."""
 CALM_ROUNDS = 4
@@ -98,7 +100,7 @@ class TPPlanner:
         found = {kind: _Kind(**known) for kind, known in state.items()}
         for kind, known in found.items():
             if not self._min <= known.tp <= self._max:
-                raise ValueError(
+                raise ConfigError(
                     f"the checkpoint has engines of {known.tp} ranks for {kind} rounds, here they "
                     f"may have {self._min} to {self._max}; resume on nodes like those before, or "
                     "start a new run from the checkpoint's weights"

@@ -31,12 +31,7 @@ class AdaptiveTimeout:
     """Deadlines by prompt. Every rank has one for the rewards that it asks for; what the others saw
     comes at the end of a round."""
 
-    def __init__(self, least_s: float = 2.0, most_s: float = 30.0, factor: float = 1.5) -> None:
-        """ValueError where the numbers make no deadline."""
-        if not 0 < least_s <= most_s:
-            raise ValueError(f"least_s {least_s:g}: above 0 and at most most_s {most_s:g}")
-        if not factor >= 1:
-            raise ValueError(f"factor {factor:g}: at least 1, a right answer needs that long again")
+    def __init__(self, least_s: float, most_s: float, factor: float) -> None:
         self._least_s, self._most_s, self._factor = least_s, most_s, factor
         self._anchors: dict[str, float] = {}
 

@@ -28,6 +28,7 @@ from typing import Any
 from rlcore.records import GroupId, Version, Work
 from rlcore.sched.roles import GroupState, Verdict
 from rlcore.sched.stop import EQUAL_REWARDS
+from rlcore.utils.errors import ConfigError
 
 STALE = "older than async.alpha"
 """Why a group is not trained."""
@@ -188,13 +189,13 @@ class SampleBuffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. ValueError where it is of other settings, under which its groups
+        """Go on from `state`. ConfigError where it is of other settings, under which its groups
         might be too many or too old."""
         was, now = list(state["settings"]), [self._batch, self._alpha, self._extra]
         names = "data.prompts_per_step", "async.alpha", "async.extra_prompts"
         for name, old, new in zip(names, was, now, strict=True):
             if old != new:
-                raise ValueError(
+                raise ConfigError(
                     f"--{name} {new}: the checkpoint's sample buffer was filled with {old}; resume "
                     "with that, or start anew with --run.resume fresh"
                 )

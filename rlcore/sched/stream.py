@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 
 from rlcore.sched.roles import Cell, GroupState, Live
+from rlcore.utils.errors import ConfigError
 
 HISTORY = 8192
 """Lengths that are remembered."""
@@ -68,9 +69,9 @@ class StreamWindow:
         cache_tokens: int,
         max_running: int,
         batch_tokens: int,
-        first: float = 0.2,
-        last: float = 0.5,
-        every: float = 0.05,
+        first: float,
+        last: float,
+        every: float,
         lengths: Lengths | None = None,
     ) -> None:
         """
@@ -87,7 +88,7 @@ class StreamWindow:
             ValueError: there is one cell, which cannot decode and train at once.
         """
         if len(cells) < 2:
-            raise ValueError(
+            raise ConfigError(
                 "--mode stream: half of the replicas train while the others decode, and here all "
                 "ranks are one engine or one model replica; start more ranks, or take --mode sync"
             )

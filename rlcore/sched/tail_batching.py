@@ -21,6 +21,7 @@ from typing import Any
 from rlcore.records import GroupId, Prompt, Sampling, Work, training_group
 from rlcore.sched.roles import Kind, Round
 from rlcore.sched.stop import First
+from rlcore.utils.errors import ConfigError
 
 Key = tuple[int, int]
 """An epoch and a row: a prompt is trained once per epoch."""
@@ -44,11 +45,11 @@ class TailBatching:
         *,
         num_prompts: int,
         num_samples: int,
-        eta_prompts: float = 1.25,
-        eta_samples: float = 1.25,
+        eta_prompts: float,
+        eta_samples: float,
         quotas: Mapping[str, int] | None = None,
+        max_factor: float,
         dynamic: bool = False,
-        max_factor: float = 4.0,
     ) -> None:
         """
         Args:
@@ -165,13 +166,13 @@ class TailBatching:
         data (`num_rows`; None is endless) do not have, or domains that this run does not."""
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
-                raise ValueError(
+                raise ConfigError(
                     f"the checkpoint's {part} of prompts has the domain {unknown[0]!r}, this run "
                     f"has {sorted(self._quotas)}; use the quotas of the run that wrote it"
                 )
             rows = [row for keys in state[part].values() for _, row in keys]
             if num_rows is not None and (bad := [row for row in rows if not 0 <= row < num_rows]):
-                raise ValueError(
+                raise ConfigError(
                     f"the checkpoint's {part} of prompts names row {bad[0]} of data.train, which "
                     f"has {num_rows} rows: use the same data, or start a new run from the "
                     "checkpoint's weights"
@@ -192,14 +193,14 @@ class TailBatching:
             for key in self._next_rows(n - len(ahead)):
                 name = self._prompt_of(key[1]).source if self._split else ""
                 if name not in self._ahead:
-                    raise ValueError(
+                    raise ConfigError(
                         f"row {key[1]} of data.train is of the domain {name!r}, which has no quota;"
                         f" there are {sorted(self._ahead)}"
                     )
                 self._ahead[name].append(key)
                 drawn += 1
             if drawn > 1000 * self._num_prompts and len(ahead) < n:
-                raise ValueError(
+                raise ConfigError(
                     f"domain {domain!r}: {len(ahead)} of the {n} prompts of a round were found "
                     f"among {drawn} rows of data.train; lower its quota"
                 )
@@ -239,15 +240,15 @@ def check(
     eta_samples: float,
     quotas: Mapping[str, int] | None = None,
 ) -> None:
-    """ValueError where these numbers make no round."""
+    """ConfigError where these numbers make no round."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
-            raise ValueError(f"{name} {value:g}: at least 1, which starts no more than is needed")
+            raise ConfigError(f"{name} {value:g}: at least 1, which starts no more than is needed")
     for name, value in (("num_prompts", num_prompts), ("num_samples", num_samples)):
         if value < 1:
-            raise ValueError(f"{name} {value}: at least 1")
+            raise ConfigError(f"{name} {value}: at least 1")
     if quotas is not None and (min(quotas.values()) < 1 or sum(quotas.values()) != num_prompts):
-        raise ValueError(
+        raise ConfigError(
             f"quotas {dict(quotas)}: each at least 1, together the {num_prompts} prompts of a step"
         )
 

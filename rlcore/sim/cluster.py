@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from rlcore.config.schema import StreamConfig, TailConfig
 from rlcore.records import GroupId, Prompt, Request, Sampling, group_of, response_of
 from rlcore.sched.planner import TPPlanner
 from rlcore.sched.source import EpochOrder
@@ -19,6 +20,7 @@ from rlcore.sim.phases import Training
 from rlcore.sim.rewards import Rewards
 from rlcore.sim.workload import Workload
 from rlcore.sim.world import Outcome, World
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 
 RowOf = Callable[[Request], int]
@@ -31,8 +33,8 @@ scored meanwhile; `reward` is what comes after."""
 class Stream:
     """When half of the replicas turn to training, as shares of the responses that are done."""
 
-    first: float = 0.2
-    last: float = 0.5
+    first: float = StreamConfig.first
+    last: float = StreamConfig.last
     checks_cache: bool = True
     """Only if what is left fits into the caches of the others."""
     once: bool = False
@@ -55,8 +57,8 @@ class Plan:
     num_prompts: int
     num_samples: int
     schedule: Literal["all", "tail_batching"] = "all"
-    eta_prompts: float = 1.25
-    eta_samples: float = 1.25
+    eta_prompts: float = TailConfig.eta_prompts
+    eta_samples: float = TailConfig.eta_samples
     rewards: Callable[[RowOf], Rewards] = lambda row_of: Rewards()
     """A run's own: they may learn. `row_of` says which prompt a request is for."""
     max_tp: int = 0
@@ -75,7 +77,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus % self.tp:
-            raise ValueError(f"{self.gpus} GPUs are no whole number of replicas of {self.tp}")
+            raise ConfigError(f"{self.gpus} GPUs are no whole number of replicas of {self.tp}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,6 +177,7 @@ class Run:
             num_samples=plan.num_samples,
             eta_prompts=plan.eta_prompts,
             eta_samples=plan.eta_samples,
+            max_factor=TailConfig.max_factor,
         )
 
     def _make_world(self, tp: int) -> World:
@@ -189,6 +192,7 @@ class Run:
                 batch_tokens=rule.batch_tokens,
                 first=rule.first,
                 last=rule.last,
+                every=StreamConfig.every,
             )
         return World(
             [cost] * replicas,

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from rlcore.utils.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
@@ -110,12 +112,12 @@ def from_data_sheet(
         other_bytes: of each GPU's share that something else takes, such as a judge's weights.
 
     Raises:
-        ValueError: the weights leave no room for a cache.
+        ConfigError: the weights leave no room for a cache.
     """
     weights = 2 * model.parameters / tp
     room = utilization * gpu.memory_gb * 1e9 - weights - other_bytes
     if room <= 0:
-        raise ValueError(
+        raise ConfigError(
             f"{model.name} over {tp} x {gpu.name}: the weights take "
             f"{(weights + other_bytes) / 1e9:.0f} GB of {utilization * gpu.memory_gb:.0f} GB; take "
             "a larger tp"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.sim.workload import Recorded
+from rlcore.utils.errors import ConfigError
 
 RESPONSE = ("response_tokens", "num_tokens", "n_tokens", "GeneratedTokens", "output_length")
 PROMPT = ("prompt_tokens", "ContextTokens", "input_length")
@@ -27,7 +28,7 @@ def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Re
     left out.
 
     Raises:
-        ValueError: a line is not what it should be, or none is left; the sentence names it.
+        ConfigError: a line is not what it should be, or none is left; the sentence names it.
     """
     by_prompt: dict[tuple[str, ...], list[int]] = {}
     prompts: list[int] = []
@@ -35,7 +36,9 @@ def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Re
     for line, row in _rows(path):
         for key, value in (where or {}).items():
             if key not in row:
-                raise ValueError(f"{path}, line {line}: no column {key!r}; it has {', '.join(row)}")
+                raise ConfigError(
+                    f"{path}, line {line}: no column {key!r}; it has {', '.join(row)}"
+                )
             if str(row[key]) != value:
                 break
         else:
@@ -49,7 +52,7 @@ def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Re
             key_of = tuple(str(row.get(name, "")) for name in SAME_PROMPT) if knows else ()
             by_prompt.setdefault(key_of, []).append(length)
     if not by_prompt:
-        raise ValueError(f"{path}: no row is left of it{_said(where)}; {ALLOWED}")
+        raise ConfigError(f"{path}: no row is left of it{_said(where)}; {ALLOWED}")
     count = sum(map(len, by_prompt.values()))
     mean = round(sum(prompts) / len(prompts)) if prompts else 300
     said = f"{path.name}: {count} responses"
@@ -77,10 +80,10 @@ def _tokens(path: Path, line: int, row: Mapping[str, Any], names: tuple[str, ...
             number = -1.0
         least = 1 if names is RESPONSE else 0
         if isinstance(value, bool) or not least <= number <= MOST or number != int(number):
-            raise ValueError(f"{path}, line {line}: {name} is {str(value)[:40]!r}; {ALLOWED}")
+            raise ConfigError(f"{path}, line {line}: {name} is {str(value)[:40]!r}; {ALLOWED}")
         return int(number)
     if names is RESPONSE:
-        raise ValueError(f"{path}, line {line}: it has {', '.join(row) or 'nothing'}; {ALLOWED}")
+        raise ConfigError(f"{path}, line {line}: it has {', '.join(row) or 'nothing'}; {ALLOWED}")
     return None
 
 
@@ -92,26 +95,26 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             data = gzip.decompress(data)
         text = data.decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); {ALLOWED}") from error
+        raise ConfigError(f"{path}: cannot be read ({error}); {ALLOWED}") from error
     if path.name.endswith(".csv"):
         reader = csv.DictReader(io.StringIO(text))
         for row in reader:
             if None in row or None in row.values():
-                raise ValueError(
+                raise ConfigError(
                     f"{path}, line {reader.line_num}: not the {len(reader.fieldnames or ())} "
                     f"values that the header names; {ALLOWED}"
                 )
             yield reader.line_num, row
         return
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
-        raise ValueError(f"{path}: {ALLOWED}")
+        raise ConfigError(f"{path}: {ALLOWED}")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: no JSON ({error.msg}); {ALLOWED}") from error
+            raise ConfigError(f"{path}, line {number}: no JSON ({error.msg}); {ALLOWED}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: {line[:40]!r} is no object; {ALLOWED}")
+            raise ConfigError(f"{path}, line {number}: {line[:40]!r} is no object; {ALLOWED}")
         yield number, row

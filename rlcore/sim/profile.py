@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from rlcore.sim.cost import Cost
+from rlcore.utils.errors import ConfigError
 
 FORMAT = 1
 
@@ -74,10 +75,10 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     """The cost model nearest to the rows: least squares of relative errors, no term below 0.
 
     Raises:
-        ValueError: there is no row to fit.
+        ConfigError: there is no row to fit.
     """
     if not decode:
-        raise ValueError(
+        raise ConfigError(
             "no decode step was measured: give batches and contexts that fit the cache"
         )
     terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
@@ -140,26 +141,26 @@ def read(path: Path) -> dict[int, Layout]:
     """Layouts by size.
 
     Raises:
-        ValueError: it is no such file; says what is wrong.
+        ConfigError: it is no such file; says what is wrong.
     """
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise ValueError(f"profile {path}: cannot be read ({e})") from e
+        raise ConfigError(f"profile {path}: cannot be read ({e})") from e
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(
+        raise ConfigError(
             f"profile {path}: is none of format {FORMAT}; write one with python -m rlcore profile"
         )
     try:
         layouts = [_layout(row) for row in found["layouts"]]
     except (KeyError, TypeError) as e:
-        raise ValueError(f"profile {path}: a layout lacks a field, or has another: {e}") from e
+        raise ConfigError(f"profile {path}: a layout lacks a field, or has another: {e}") from e
     for x in layouts:
         bad = [f.name for f in fields(Cost) if not getattr(x.cost, f.name) >= 0]
         if bad or not x.cost.decode_s(1, 1, 1) > 0:
-            raise ValueError(f"profile {path}: tp {x.tp} has no cost {bad or ['of a step']}")
+            raise ConfigError(f"profile {path}: tp {x.tp} has no cost {bad or ['of a step']}")
     if not layouts:
-        raise ValueError(f"profile {path}: has no layouts")
+        raise ConfigError(f"profile {path}: has no layouts")
     return {x.tp: x for x in layouts}
 
 

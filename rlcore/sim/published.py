@@ -128,6 +128,7 @@ SANDBOX_QUANTILES = (
 LOOPING = 0.05
 """[paper] 4.3: about 5 % run into the 30 s."""
 SANDBOX_WORKERS = MATH_WORKERS
+SANDBOX_TIMEOUT_S = 30.0
 """The same again."""
 JUDGE_GPUS = 0.25
 """[paper] 4.3: share of the GPUs that a dedicated judge has."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlcore.records import Request
 from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sim import published
 from rlcore.utils.seed import derive
 
 UNLIMITED = 1 << 30
@@ -78,7 +79,7 @@ class Sandbox:
     prompt_of: Callable[[Request], str]
     timeout: AdaptiveTimeout | None = None
     """None: always `most_s`."""
-    most_s: float = 30.0
+    most_s: float = published.SANDBOX_TIMEOUT_S
     right: float = 0.5
     timed_out_s: float = 0.0
     """Worker seconds that went into programs that were stopped."""

@@ -10,6 +10,7 @@ from rlcore.sim.cluster import Plan
 from rlcore.sim.flow import Flow, Lengths, Source
 from rlcore.sim.phases import Training
 from rlcore.sim.table import Made, Row, row
+from rlcore.utils.errors import ConfigError
 
 
 def rates(plan: Plan) -> Rates:
@@ -50,7 +51,9 @@ def table(plan: Plan, alpha: float, steps: int) -> Made:
     sizes = range(plan.tp, plan.gpus, plan.tp)
     sizes = sizes[:: max(1, len(sizes) // 15)]
     if not sizes:
-        raise ValueError(f"--gpus {plan.gpus} --tp {plan.tp}: one engine takes all; take more GPUs")
+        raise ConfigError(
+            f"--gpus {plan.gpus} --tp {plan.tp}: one engine takes all; take more GPUs"
+        )
     found = rates(plan)
     proposed = best(found, plan.gpus, alpha, sizes)
     rows: list[Row] = []

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rlcore.config.schema import RewardConfig
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.sched.tail_batching import check
 from rlcore.sim import profile, published
@@ -21,6 +22,7 @@ from rlcore.sim.phases import (
 )
 from rlcore.sim.rewards import Fixed, Judged, Rewards, Sandbox, Scorer
 from rlcore.sim.workload import GENERATORS, Workload
+from rlcore.utils.errors import ConfigError
 
 REWARDS = ("none", "math", "code", "judge", "mix")
 JUDGES = ("dedicated", "shared", "streamed")
@@ -31,23 +33,23 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
     """What the options of `sim run` say, and sentences about where its numbers are from.
 
     Raises:
-        ValueError: an option that makes no cluster; the sentence names it.
+        ConfigError: an option that makes no cluster; the sentence names it.
     """
     gpu, model = _gpu(a.gpu), read_model(a.model)
     workload, said = _workload(a)
     check(a.prompts, a.samples, a.eta_prompts, a.eta_samples)
     if not 0 < a.mfu <= 1:
-        raise ValueError(f"--mfu {a.mfu:g}: above 0, at most 1")
+        raise ConfigError(f"--mfu {a.mfu:g}: above 0, at most 1")
     has_judge = a.reward in ("judge", "mix")
     judge_gpus = round(published.JUDGE_GPUS * a.gpus) if a.judge == "dedicated" and has_judge else 0
     rollout_gpus = a.gpus - judge_gpus
     if rollout_gpus < a.tp or rollout_gpus % a.tp:
-        raise ValueError(
+        raise ConfigError(
             f"--tp {a.tp}: the {rollout_gpus} GPUs that sample are no whole number of replicas of "
             "that size"
         )
     if a.max_tp and (a.max_tp > gpu.per_node or rollout_gpus % a.max_tp):
-        raise ValueError(
+        raise ConfigError(
             f"--max-tp {a.max_tp}: at most the {gpu.per_node} GPUs of a node, and a divisor of the "
             f"{rollout_gpus} that sample"
         )
@@ -63,7 +65,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
         layouts = profile.read(a.profile)
         sizes = [a.tp * 2**k for k in range(8) if a.tp * 2**k <= max(a.tp, a.max_tp)]
         if missing := [tp for tp in sizes if tp not in layouts]:
-            raise ValueError(
+            raise ConfigError(
                 f"--profile {a.profile}: has replicas of {sorted(layouts)} GPUs and none of "
                 f"{missing[0]}, which --tp and --max-tp ask for"
             )
@@ -76,14 +78,14 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
             return from_data_sheet(model, gpu, tp, other_bytes=taken / tp)
 
     if a.stream and rollout_gpus // a.tp < 2:
-        raise ValueError(
+        raise ConfigError(
             f"--stream: half of the replicas train while the others decode, and --tp {a.tp} makes "
             "one replica of all GPUs; take a smaller --tp"
         )
     first = costs(a.tp)
     longest = workload.prompt_tokens + workload.cap
     if first.cache_tokens < longest:
-        raise ValueError(
+        raise ConfigError(
             f"--tp {a.tp}: a replica's cache holds {first.cache_tokens:.0f} tokens, the longest "
             f"prompt and response have {longest}; take a larger --tp, or shorter lengths"
         )
@@ -138,7 +140,9 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
         workers=published.SANDBOX_WORKERS,
         seed=seed,
         prompt_of=lambda request: str(row_of(request)),
-        timeout=AdaptiveTimeout(),
+        timeout=AdaptiveTimeout(
+            RewardConfig.timeout_least_s, published.SANDBOX_TIMEOUT_S, RewardConfig.timeout_factor
+        ),
     )
     dedicated = judge == "dedicated"
     judged = judge_from_data_sheet(
@@ -162,7 +166,7 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
 def _gpu(name: str) -> Gpu:
     found = {g.lower(): gpu for g, gpu in GPUS.items()}
     if name.lower() not in found:
-        raise ValueError(f"--gpu {name}: known are {', '.join(found)}")
+        raise ConfigError(f"--gpu {name}: known are {', '.join(found)}")
     return found[name.lower()]
 
 
@@ -182,9 +186,9 @@ def read_model(name: str) -> Model:
             c["vocab_size"],
         )
     except OSError as error:
-        raise ValueError(known) from error
+        raise ConfigError(known) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{known}; there, {error!s} is missing or no number") from error
+        raise ConfigError(f"{known}; there, {error!s} is missing or no number") from error
     head = c.get("head_dim") or hidden // heads
     embeddings = vocab * hidden * (1 if c.get("tie_word_embeddings") else 2)
     block = 2 * hidden * head * (heads + kv) + 3 * hidden * inner
@@ -203,7 +207,7 @@ def _workload(a: argparse.Namespace) -> tuple[Workload, str]:
         return found, f"the generator {a.lengths}, fitted on a figure of RollPacker"
     path = Path(a.lengths)
     if not path.exists():
-        raise ValueError(
+        raise ConfigError(
             f"--lengths {a.lengths}: no such file; a generator ({', '.join(GENERATORS)}), or a "
             ".csv, .jsonl or .jsonl.gz (rlcore/sim/README.md)"
         )
@@ -211,6 +215,6 @@ def _workload(a: argparse.Namespace) -> tuple[Workload, str]:
     for part in a.where:
         key, equals, value = part.partition("=")
         if not equals:
-            raise ValueError(f"--where {part}: COLUMN=VALUE")
+            raise ConfigError(f"--where {part}: COLUMN=VALUE")
         where[key] = value
     return read_lengths(path, where)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.config.schema import ClusterConfig
 from rlcore.utils.net import decode, encode
 
 _GRACE_S = 2.0
@@ -111,7 +112,7 @@ class Peers:
         world_size: int | None = None,
         store: Any = None,
         *,
-        timeout_s: float = 600.0,
+        timeout_s: float = ClusterConfig.timeout_s,
         name: str = "sync",
     ) -> None:
         """Without a store, the ranks and the store are those of the default process group; without

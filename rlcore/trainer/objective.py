@@ -12,6 +12,7 @@ from rlcore.algos import correction, fused, kl, mismatch, reduce
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 from rlcore.ops.policy import PolicyInputs, PolicySpec
 from rlcore.tensors import LossInputs, LossOutput
+from rlcore.utils.errors import ConfigError
 
 
 class Objective:
@@ -59,7 +60,7 @@ class Objective:
         out = self._algo.loss(x, cfg)
         if out.mask is not None:
             if not cfg.drops_tokens:
-                raise ValueError(
+                raise ConfigError(
                     f"{self._algo.__name__}: its loss returns a mask, so its config must say "
                     "drops_tokens = True, or the denominators would count what it drops"
                 )
@@ -98,12 +99,12 @@ class Objective:
             old_is_own: so are the old log-probs, which are those of the same pass.
 
         Raises:
-            ValueError: the settings cannot be said so.
+            ConfigError: the settings cannot be said so.
         """
         cfg = self._cfg
         name = self._algo.__name__.removeprefix("rlcore.algos.")
         if found := fused.problems(name, cfg):
-            raise ValueError("\n".join(found))
+            raise ConfigError("\n".join(found))
         where = (x.mask, x.sequence, x.num_sequences)
         weight = reduce.weights(cfg.loss_agg_mode, *where, self._max_tokens, x.logp.dtype)
         old = None if old_is_own else x.logp_old

@@ -31,6 +31,7 @@ from rlcore.sched.roles import Sizes
 from rlcore.trainer import seal
 from rlcore.trainer.progress import Data, Progress, Ranks
 from rlcore.utils import collective
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 FORMAT = 3
@@ -59,14 +60,14 @@ def wanted_by(cfg: Config, run_folder: Path) -> str:
 
 
 def check(cfg: Config, run_folder: Path) -> None:
-    """Look for the checkpoint to start from, by the names and sizes of files. ValueError where
+    """Look for the checkpoint to start from, by the names and sizes of files. ConfigError where
     `choose` would raise one; a wrong checksum is found there alone."""
     wanted = wanted_by(cfg, run_folder)
     if wanted not in ("auto", "fresh") and (fault := seal.look(Path(wanted))[0]):
-        raise ValueError(_no_checkpoint(wanted, fault))
+        raise ConfigError(_no_checkpoint(wanted, fault))
     paths = found(run_folder) if wanted == "auto" else []
     if paths and all(seal.look(path)[0] for path in paths):
-        raise ValueError(_none_whole(run_folder, len(paths)))
+        raise ConfigError(_none_whole(run_folder, len(paths)))
 
 
 def _no_checkpoint(wanted: str, fault: str) -> str:
@@ -114,7 +115,7 @@ class Checkpoints:
 
     def choose(self) -> Path | None:
         """Return the checkpoint to start from, as --run.resume says; the same on every rank. A
-        damaged one is named and passed over. ValueError on every rank if a path is no checkpoint,
+        damaged one is named and passed over. ConfigError on every rank if a path is no checkpoint,
         or none of the run's is whole."""
         first, everyone = self.ranks.rank == 0, self.ranks.everyone
         own = wanted_by(self.cfg, self.folder) if first else ""  # files as rank 0 sees them
@@ -123,7 +124,7 @@ class Checkpoints:
             return None
         if wanted != "auto":
             if fault := seal.fault(Path(wanted), everyone):
-                raise ValueError(_no_checkpoint(wanted, fault))
+                raise ConfigError(_no_checkpoint(wanted, fault))
             return Path(wanted)
         names = "\n".join(map(str, found(self.folder))) if first else ""
         paths = [Path(p) for p in collective.broadcast_text(names, everyone).splitlines()]
@@ -136,7 +137,7 @@ class Checkpoints:
             if first:
                 log.error("checkpoint %s is damaged: %s; the one before it is tried", path, fault)
         if paths:
-            raise ValueError(_none_whole(self.folder, len(paths)))
+            raise ConfigError(_none_whole(self.folder, len(paths)))
         return None
 
     def save(self, progress: Progress, writer: MetricsWriter | None) -> None:
@@ -256,7 +257,7 @@ class Checkpoints:
         step."""
         state = json.loads((path / "state.json").read_text())
         if state["format"] != FORMAT:
-            raise ValueError(
+            raise ConfigError(
                 f"--run.resume {path}: is of format {state['format']}, this version reads "
                 f"{FORMAT}; go on with the version that wrote it, or start anew with "
                 "--run.resume fresh"
@@ -270,7 +271,7 @@ class Checkpoints:
         self.learner.load(path / "learner")
         if self.critic is not None:
             if not (path / "critic").is_dir():
-                raise ValueError(
+                raise ConfigError(
                     f"--run.resume {path}: was written without a critic, and --algo.adv_estimator "
                     "gae needs one; resume with the estimator it had, or start anew"
                 )

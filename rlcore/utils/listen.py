@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 
+from rlcore.utils.errors import ConfigError
+
 log = logging.getLogger("rlcore")
 _BACKLOG = 4096
 _ARGUMENTS = (
@@ -23,11 +25,11 @@ _ARGUMENTS = (
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface of this machine. ValueError if it has none."""
+    """Return the IPv4 address of a network interface here. ConfigError if it has none."""
     found = psutil.net_if_addrs()
     addresses = [a.address for a in found.get(interface, []) if a.family == socket.AF_INET]
     if not addresses:
-        raise ValueError(
+        raise ConfigError(
             f"--cluster.interface {interface}: has no IPv4 address here; this node has "
             + ", ".join(found)
         )

@@ -16,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rlcore.utils.errors import ConfigError
+
 SECRET_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
 _POLL_S = 0.02
@@ -78,13 +80,13 @@ def share_secret(
         store: torch's; it says only that the file is there and how many ranks have read it.
 
     Raises:
-        ValueError: the file cannot be written or read; the same sentence on every rank that knows.
+        ConfigError: the file cannot be written or read; the same sentence on every rank that knows.
         TimeoutError: a rank has not read it in time; the sentence counts those.
     """
     if rank:
         _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)
         if problem := store.get("secret/there").decode():
-            raise ValueError(problem)
+            raise ConfigError(problem)
         secret = _read(file, rank)
         store.add("secret/read", 1)
         return secret
@@ -97,7 +99,7 @@ def share_secret(
             f"({error.strerror}: {error.filename}); choose another"
         )
         store.set("secret/there", problem)
-        raise ValueError(problem) from error
+        raise ConfigError(problem) from error
     store.set("secret/there", "")
     try:
         end = clock() + timeout_s
@@ -133,12 +135,12 @@ def _read(file: Path, rank: int) -> bytes:
     try:
         secret = file.read_bytes()
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"--run.dir {file.parent}: rank {rank} cannot read what rank 0 wrote there "
             f"({error.strerror}); give a folder on a disk that all nodes share"
         ) from error
     if len(secret) != SECRET_BYTES:
-        raise ValueError(
+        raise ConfigError(
             f"--run.dir {file.parent}: rank {rank} reads {len(secret)} bytes of {file.name}, "
             f"rank 0 wrote {SECRET_BYTES}; give a folder on a disk that all nodes share"
         )

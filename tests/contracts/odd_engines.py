@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from rlcore.rollout.gone import EngineGoneError
+from rlcore.utils.errors import ConfigError
 
 
 class Odd:
@@ -44,7 +45,7 @@ def patient(deadline_s):
 
 def broken():
     """Cannot be built."""
-    raise ValueError("no such weights")
+    raise ConfigError("no such weights")
 
 
 def short_of_memory():
@@ -139,4 +140,4 @@ def late(**settings):
 
 def refuses(**settings):
     """Settings that cannot work, found when the engine starts."""
-    raise ValueError("--rollout.tp 1: this engine has other sizes")
+    raise ConfigError("--rollout.tp 1: this engine has other sizes")

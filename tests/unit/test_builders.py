@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlcore.cli import builders, train, world
+from rlcore.cli import builders, exits, train, world
 from rlcore.cli.builders import folder as open_run
 from rlcore.cli.builders import model, sharing
 from rlcore.cli.world import World
@@ -26,6 +27,7 @@ from rlcore.config.schema import (
 from rlcore.hf.config import HFConfig
 from rlcore.trainer import resume, sync_loop
 from rlcore.utils import lock
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from tests import runs
 
@@ -103,6 +105,33 @@ def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and said.startswith("row 3 of a.jsonl cannot be sent")
     assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("--x 1: no"), 2, "--x 1: no"),
+        (ValueError("of a library\nat length"), 1, "of a library (traceback: {file})"),
+        (KeyError("w"), 1, "KeyError: 'w' (traceback: {file})"),
+    ],
+)
+def test_only_a_config_error_is_refused_and_any_other_names_its_traceback(
+    tmp_path: Path, monkeypatch, capsys, error: Exception, code: int, said: str
+) -> None:
+    def fail(cfg: Config, here: World) -> None:
+        raise error
+
+    monkeypatch.setattr(world, "join", lambda *given: ALONE)
+    monkeypatch.setattr(builders, "run", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cfg = config(tmp_path)
+    assert train.run(cfg) == code
+    file = open_run.run_folder(cfg) / "logs" / "rank0.log"
+    assert capsys.readouterr().out == said.format(file=file) + "\n"
+    assert "in fail\n" in file.read_text()
+    assert exits.guard(lambda: fail(cfg, ALONE)) == code
+    alone = capsys.readouterr().err
+    assert alone.startswith(said.partition("(")[0]) and (code == 2 or "rlcore-" in alone)
 
 
 def test_nodes_are_told_apart_by_the_names_that_ranks_say(monkeypatch, tmp_path: Path) -> None:

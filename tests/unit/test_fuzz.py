@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.cli import settings
+from rlcore.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +46,7 @@ def test_the_tool_notices_what_is_no_refusal(tool, monkeypatch, tmp_path):
     def broken(argv):
         raise KeyError("data")
 
-    monkeypatch.setattr(settings, "parse", lambda argv: (_ for _ in ()).throw(ValueError("")))
+    monkeypatch.setattr(settings, "parse", lambda argv: (_ for _ in ()).throw(ConfigError("")))
     report = tool.Report()
     report.case("configs", "x", lambda: tool.resolve_and_dry_run([]))
     monkeypatch.setattr(settings, "parse", broken)

@@ -67,7 +67,6 @@ def test_layers_of_interleaved_stages_alternate() -> None:
         ({"tp": 2}, 3, "must divide the 3 train ranks"),
         ({"ep": 3}, 4, "--train.ep 3: must divide the 4 ranks"),
         ({"vpp": 2}, 2, "--train.vpp 2: interleaving needs pipeline stages"),
-        ({"cp": 0}, 2, "--train.cp 0: must be at least 1"),
     ],
 )
 def test_a_layout_that_does_not_fit_the_world_is_refused(

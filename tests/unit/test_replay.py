@@ -46,6 +46,7 @@ def source(dynamic: bool = False, num_prompts: int = 3, first: int = 0, **option
         return Prompt(index=row, source="s", tokens=np.array([row, 7], np.int32))
 
     sizes = {"num_prompts": num_prompts, "num_samples": 2, "eta_prompts": 1.5, "eta_samples": 1.5}
+    sizes["max_factor"] = 4.0
     return TailBatching(next_rows, prompt, **(sizes | options), dynamic=dynamic)
 
 

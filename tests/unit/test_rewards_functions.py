@@ -216,8 +216,9 @@ def test_a_users_reward_is_found_by_dotted_path(tmp_path, monkeypatch):
     (tmp_path / "mine_pkg").mkdir()
     (tmp_path / "mine_pkg" / "__init__.py").write_text("")
     (tmp_path / "mine_pkg" / "length.py").write_text(
-        "from rlcore.config.schema import RewardConfig, Section\n"
-        "@Section\n"
+        "from dataclasses import dataclass\n"
+        "from rlcore.config.schema import RewardConfig\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
         "class LengthConfig(RewardConfig):\n"
         "    scale: float = 2.0\n"
         "def score(sample, prompt, text, config): return config.scale * sample.num_tokens\n"

@@ -92,19 +92,6 @@ def test_the_deadline_follows_the_slowest_right_answer_within_its_bounds():
     rule.scored("p", 24.0, is_right=True)
     assert rule.timeout_s("p") == 30.0
     assert rule.timeout_s("q") == 30.0
-    other = AdaptiveTimeout()
+    other = AdaptiveTimeout(least_s=2.0, most_s=30.0, factor=1.5)
     other.restore(rule.state())
     assert other.timeout_s("p") == 30.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"least_s": 0.0}, "least_s 0: above 0"),
-        ({"least_s": 40.0}, "at most most_s 30"),
-        ({"factor": 0.5}, "factor 0.5: at least 1"),
-    ],
-)
-def test_numbers_that_make_no_deadline_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        AdaptiveTimeout(**settings)

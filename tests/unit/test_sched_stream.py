@@ -3,6 +3,7 @@ events."""
 
 import random
 from collections import deque
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.config.schema import StreamConfig
 from rlcore.records import (
     Abort,
     Aborted,
@@ -47,7 +49,7 @@ FOUR = cells([[0], [1], [2], [3]], [[0], [1], [2], [3]])
 
 def window(parts=FOUR, *, cache_tokens=1000, max_running=64, batch_tokens=100, **more: Any):
     sizes = {"cache_tokens": cache_tokens, "max_running": max_running, "batch_tokens": batch_tokens}
-    return StreamWindow(parts, **sizes, **more)
+    return StreamWindow(parts, **sizes, **(asdict(StreamConfig()) | more))
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(0, 60))

@@ -94,8 +94,6 @@ def test_pins_of_sglang_and_of_torch_are_the_same_for_cuda_and_cpu():
 @pytest.mark.parametrize(
     "settings, word",
     [
-        ({"max_running": 0}, "max_running 0"),
-        ({"cache_tokens": 1}, "cache_tokens 1"),
         ({"tp": 4, "nnodes": 3, "dist_init_addr": "127.0.0.1:1"}, "3 ranks share"),
         ({"tp": 2, "nnodes": 2}, "where they meet"),
     ],

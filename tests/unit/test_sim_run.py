@@ -69,7 +69,7 @@ def sandbox(**options: object) -> Sandbox:
 
 def test_a_right_program_of_a_prompt_shortens_the_time_of_those_that_loop():
     """Four seconds when right, so six for what follows, instead of thirty."""
-    box = sandbox(timeout=AdaptiveTimeout())
+    box = sandbox(timeout=AdaptiveTimeout(least_s=2.0, most_s=30.0, factor=1.5))
     rewards = Rewards({"": box})
     end, took = rewards.done_at(0.0, request("t0.0"), 5)
     assert (end, took) == (4.0, 4.0)

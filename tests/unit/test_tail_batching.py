@@ -34,6 +34,7 @@ def rows_of(num_rows: int = ROWS):
 
 def tail(num_prompts: int = 4, num_samples: int = 2, num_rows: int = ROWS, **options):
     prompt_of = options.pop("prompt_of", prompt)
+    options = {"eta_prompts": 1.25, "eta_samples": 1.25, "max_factor": 4.0} | options
     return TailBatching(
         rows_of(num_rows), prompt_of, num_prompts=num_prompts, num_samples=num_samples, **options
     )

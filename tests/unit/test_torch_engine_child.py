@@ -234,7 +234,7 @@ def test_a_failed_start_is_down_with_its_reason_also_where_nobody_calls():
     engine = ChildEngine(f"{ODD}broken", {})
     try:
         collect(engine, lambda es: bool(es))
-        assert "failed: ValueError: no such weights" in engine.failure
+        assert "failed: ConfigError: no such weights" in engine.failure
         for _ in range(2):  # it stays a setting that cannot work, which a push does not forgive
             with pytest.raises(ValueError, match="^no such weights$"):
                 engine.begin_load(1)

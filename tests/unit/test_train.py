@@ -470,10 +470,20 @@ def test_offloading_changes_nothing_but_the_memory(world: World) -> None:
 # ---- the command
 
 
-def test_help_does_not_import_torch() -> None:
+def test_help_and_refusals_that_need_no_torch_do_not_import_it() -> None:
+    wrong = (
+        "--run.seed x",
+        "--run.sed 1",
+        "--algo grop",
+        "--reward nothing",
+        "--reward.timeout_s x",
+        "--rollout.tp 0",
+        "--model.path /nowhere",
+    )
     code = (
         "import sys; from rlcore.__main__ import main; main(['--help']);"
-        "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+        f"assert all(main(['train', *words.split()]) == 2 for words in {wrong});"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

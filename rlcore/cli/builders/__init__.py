@@ -60,7 +60,7 @@ EvalSets = Sequence[tuple[str, Sequence[Prompt]]]
 
 
 def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
-    """Return one rank's `Run`, restored from its newest checkpoint if there is one. ValueError if
+    """Return one rank's `Run`, restored from its newest checkpoint if there is one. ConfigError if
     the configuration cannot work; what was started is ended then.
 
     Args:

@@ -16,6 +16,7 @@ from rlcore.sync.shelf import Shelf
 from rlcore.trainer import memory
 from rlcore.trainer.device import Device, OffloadDevice, Parts, SharedDevice
 from rlcore.utils import log
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # Redis is for those that share their nodes
     from rlcore.mux.ranks import RanksGate
@@ -41,12 +42,12 @@ def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, i
 
 
 def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
-    """Holds this rank to its memory plan. ValueError where that cannot work."""
+    """Holds this rank to its memory plan. ConfigError where that cannot work."""
     if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
-        raise ValueError("\n".join(problems))
+        raise ConfigError("\n".join(problems))
     plan, gpu_bytes = memory_plan(cfg, hf, world)
     if plan.problems:
-        raise ValueError("\n".join(plan.problems))
+        raise ConfigError("\n".join(plan.problems))
     if said := memory.too_large(plan, gpu_bytes):
         log.log.warning("%s", said)
     return memory.Residency(plan, world.device)

@@ -21,6 +21,7 @@ from rlcore.records import GroupId, Prompt
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import free_port
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 
 if TYPE_CHECKING:  # Redis is for those that share their nodes
@@ -32,7 +33,7 @@ SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"
 
 
 def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
-    """This rank's sampler, or its share of one over --rollout.tp ranks. ValueError where SGLang is
+    """This rank's sampler, or its share of one over --rollout.tp ranks. ConfigError where SGLang is
     asked for and not installed."""
     r = cfg.rollout
     if r.engine == "sglang":
@@ -90,9 +91,9 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
 
 
 def check_engine(cfg: Config) -> None:
-    """ValueError where SGLang is asked for and not installed."""
+    """ConfigError where SGLang is asked for and not installed."""
     if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise ValueError(
+        raise ConfigError(
             "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
             "--sglang, or use --rollout.engine torch"
         )

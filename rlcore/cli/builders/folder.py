@@ -9,6 +9,7 @@ from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
 from rlcore.trainer import resume
 from rlcore.utils import collective, lock, log
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # Redis is for those that share their nodes
     pass
@@ -20,7 +21,7 @@ def run_folder(cfg: Config) -> Path:
 
 def open_folder(cfg: Config, world: World) -> None:
     """Make the run's folder and log to it. An older run that this one does not go on with gives way
-    first, or its log would go on in the folder that it is moved to. Collective. ValueError where
+    first, or its log would go on in the folder that it is moved to. Collective. ConfigError where
     the folder cannot be made."""
     folder, aside = run_folder(cfg), None
     log.setup(world.rank)
@@ -28,7 +29,7 @@ def open_folder(cfg: Config, world: World) -> None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if who := lock.hold(folder.with_name(f".{folder.name}.lock")):
-                raise ValueError(
+                raise ConfigError(
                     f"--run.name {folder.name}: {who} is at work in {folder}, and two runs would "
                     "mix their metrics and delete each other's checkpoints; give another name, or "
                     "end that one first"
@@ -48,9 +49,9 @@ def open_folder(cfg: Config, world: World) -> None:
         log.log.warning("%s", line)
 
 
-def cannot_be_made(cfg: Config, error: OSError) -> ValueError:
+def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
     """What to raise where the run's folder cannot be made."""
-    return ValueError(
+    return ConfigError(
         f"--run.dir {cfg.run.dir}: the folder {run_folder(cfg)} cannot be made "
         f"({error.strerror}: {error.filename}); choose another"
     )

@@ -7,6 +7,7 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import Tokenizer
 from rlcore.records import Sampling
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 
 if TYPE_CHECKING:  # Redis is for those that share their nodes
@@ -19,10 +20,10 @@ def model_config(cfg: Config) -> HFConfig:
 
 
 def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
-    """The architecture with --model.num_layers applied. ValueError where weights are loaded."""
+    """The architecture with --model.num_layers applied. ConfigError where weights are loaded."""
     if cfg.model.num_layers:
         if not cfg.model.random_init:
-            raise ValueError(
+            raise ConfigError(
                 f"--model.num_layers {cfg.model.num_layers}: only with --model.random_init, the "
                 "folder's weights have all their layers"
             )
@@ -32,10 +33,10 @@ def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
 
 def with_room(cfg: Config, hf: HFConfig) -> Config:
     """Prompts may be as long as the model's positions allow besides an answer: the engine would
-    refuse longer ones in the middle of the run. ValueError where an answer alone takes all."""
+    refuse longer ones in the middle of the run. ConfigError where an answer alone takes all."""
     room = hf.max_positions - cfg.rollout.max_tokens
     if room < 1:
-        raise ValueError(
+        raise ConfigError(
             f"--rollout.max_tokens {cfg.rollout.max_tokens}: prompt and response share the model's "
             f"{hf.max_positions} positions; take fewer"
         )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # Redis is for those that share their nodes
 
 
 def make_sinks(cfg: Config) -> list[Sink]:
-    """Where metrics go besides the run's folder. ValueError where one cannot work."""
+    """Where metrics go besides the run's folder. ConfigError where one cannot work."""
     sinks: list[Sink] = []
     if port := cfg.log.prometheus_port:
         sinks.append(Prometheus(cfg.log.prometheus_host, port, run_folder(cfg).name))

@@ -14,6 +14,7 @@ from rlcore.records import Prompt
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.trainer.progress import Data
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 
 if TYPE_CHECKING:  # Redis is for those that share their nodes
@@ -79,7 +80,7 @@ def make_source(
     tail, rows = cfg.tail, sampler.state()["num_rows"]
     starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
     if rows is not None and rows < starts:
-        raise ValueError(
+        raise ConfigError(
             f"--data.train {' '.join(cfg.data.train)}: has {rows} prompts and a short round starts "
             f"{starts} different ones; lower --data.prompts_per_step"
         )

@@ -16,6 +16,7 @@ from rlcore.mux.profile import Profile, Profiler
 from rlcore.sched.roles import Cell
 from rlcore.trainer import report
 from rlcore.utils import collective
+from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # Redis is for those that share their nodes
     from rlcore.mux.gate import Gate, NoGate
@@ -35,9 +36,9 @@ is for ranks that only sample."""
 
 
 def check_mux(cfg: Config) -> None:
-    """ValueError where a job with --mux.url has a judge of its own, which never leaves its GPU."""
+    """ConfigError where a job with --mux.url has a judge of its own, which never leaves its GPU."""
     if cfg.mux.url and own_judges(cfg):
-        raise ValueError(
+        raise ConfigError(
             "--mux.url: a judge of the run's own stays on the nodes between its phases; give "
             "--reward.url the address of a server, or take another reward"
         )
@@ -50,7 +51,7 @@ def make_gate(
     tell: Callable[[dict[str, float]], None],
 ) -> "RanksGate | None":
     """Return this rank's gate in the cluster of --mux.url; None for a job that is alone, or decides
-    to be. Collective. ValueError on every rank if what is asked for is not possible.
+    to be. Collective. ConfigError on every rank if what is asked for is not possible.
 
     Args:
         alive: called while all ranks wait for a permit.
@@ -66,7 +67,7 @@ def make_gate(
     names = collective.gather_texts(node_name(cfg, world), world.everyone)
     cells = cells_by_node(names, world.rollout_ranks)
     if mux.tail_nodes and mux.tail_nodes >= len(cells):
-        raise ValueError(
+        raise ConfigError(
             f"--mux.tail_nodes {mux.tail_nodes}: must be less than the nodes that sample, of which "
             f"there are {len(cells)}, or the tail of a rollout has none to leave; give 0"
         )
@@ -103,11 +104,11 @@ def make_gate(
 
 
 def address_of(url: str) -> str:
-    """--mux.url, where it is not given itself. ValueError where the environment lacks it."""
+    """--mux.url, where it is not given itself. ConfigError where the environment lacks it."""
     if not url.startswith("env:"):
         return url
     if not (found := os.environ.get(url.removeprefix("env:"), "")):
-        raise ValueError(
+        raise ConfigError(
             f"--mux.url {url}: the environment has no such variable; export it, with the address "
             "that `rlcore mux add JOB` prints"
         )
@@ -145,7 +146,8 @@ def nodes_by_pool(
 
 def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
     """The engines, of one rank each, on every rollout node."""
-    split, found = len(names) - rollout_ranks, {}
+    found: dict[str, list[int]] = {}
+    split = len(names) - rollout_ranks
     for rank, name in enumerate(names):
         if rank >= split:
             found.setdefault(name, []).append(rank)

@@ -21,6 +21,7 @@ from rlcore.sched.roles import Elastic, Sizes, Stop
 from rlcore.sched.stream import Lengths, StreamWindow, cells
 from rlcore.trainer import memory
 from rlcore.trainer.sizes import EngineSizes, Sized
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 
 if TYPE_CHECKING:  # Redis is for those that share their nodes
@@ -48,7 +49,7 @@ def with_tp(cfg: Config, tp: int) -> Config:
 def make_elastic(
     cfg: Config, hf: HFConfig, world: World, lengths: Lengths | None = None
 ) -> StreamWindow | None:
-    """Who trains in the middle of a round, with --mode stream. ValueError where all ranks are one
+    """Who trains in the middle of a round, with --mode stream. ConfigError where all ranks are one
     engine or one model replica. `lengths`: what is known of responses."""
     if cfg.select.mode != "stream":
         return None
@@ -71,7 +72,7 @@ def make_elastic(
 
 
 def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) -> EngineSizes:
-    """Return the size of the engines, and what has to follow when it changes. ValueError if a size
+    """Return the size of the engines, and what has to follow when it changes. ConfigError if a size
     that was asked for is not possible.
 
     Args:
@@ -85,7 +86,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
         if elastic is None:
             try:
                 elastic = make_elastic(here, hf, world, lengths)
-            except ValueError:
+            except ConfigError:
                 if tp == cfg.rollout.tp:
                     raise
                 elastic = None  # one engine over all ranks: none is left to train meanwhile
@@ -103,7 +104,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
 
 def size_policy(cfg: Config, hf: HFConfig, world: World) -> Sizes | None:
     """Return the policy that chooses the size of every round; None if it does not change.
-    ValueError if a size that was asked for is not possible."""
+    ConfigError if a size that was asked for is not possible."""
     if not rules.changes_size(cfg):
         return None
 
@@ -121,11 +122,11 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> Sizes | None:
 
     if cfg.debug.rollout_tp:
         if found := [line for tp in cfg.debug.rollout_tp for line in problems(tp)]:
-            raise ValueError(found[0].replace("--rollout.tp", "--debug.rollout_tp"))
+            raise ConfigError(found[0].replace("--rollout.tp", "--debug.rollout_tp"))
         return Listed(cfg.debug.rollout_tp)
     tp, most = cfg.rollout.tp, cfg.rollout.max_tp or ranks_per_node(world)
     if cfg.rollout.max_tp and (found := problems(most)):
-        raise ValueError(found[0].replace("--rollout.tp", "--rollout.max_tp"))
+        raise ConfigError(found[0].replace("--rollout.tp", "--rollout.max_tp"))
     low = high = tp
     while low > 1 and not problems(low // 2):
         low //= 2

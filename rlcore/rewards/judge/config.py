@@ -1,11 +1,13 @@
 """The section `--reward.*` of `--reward judge`."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from rlcore.config.schema import RewardConfig, Section
+from rlcore.config.schema import RewardConfig, Share
+from rlcore.utils.bounds import above, at_least
 
 
-@Section
+@dataclass(frozen=True, kw_only=True)
 class JudgeRewardConfig(RewardConfig):
     timeout_s: float = 60.0
     """A batch of the judge that takes longer is given up: its samples score `on_error`, and the
@@ -15,9 +17,9 @@ class JudgeRewardConfig(RewardConfig):
     url: str = ""
     """An OpenAI-compatible server, such as http://judge0:8000/v1, instead of a model on our own
     devices; `workers` is then how many requests are under way at a time."""
-    retries: int = 4
+    retries: Annotated[int, at_least(0)] = 4
     """Further tries of a request to `url` after the first one, within timeout_s."""
-    backoff_s: float = 0.25
+    backoff_s: Annotated[float, at_least(0)] = 0.25
     """Pause before the second try; each further one is twice as long."""
     api_key_env: str = ""
     """Environment variable that holds the key for `url`; empty: none is sent."""
@@ -36,35 +38,35 @@ class JudgeRewardConfig(RewardConfig):
     """Verdicts that score 0."""
     pattern: str = r"Verdict:\s*(\S+)"
     """Of `generate`: the last match's group is a word of `good` or `bad`, or a number of points."""
-    full_marks: float = 10.0
+    full_marks: Annotated[float, above(0)] = 10.0
     """Points that score 1."""
-    max_new_tokens: int = 128
-    max_tokens: int = 8192
+    max_new_tokens: Annotated[int, at_least(1)] = 128
+    max_tokens: Annotated[int, at_least(1)] = 8192
     """Longest prompt of the judge; a longer response loses its beginning."""
-    batch_rows: int = 32
+    batch_rows: Annotated[int, at_least(1)] = 32
     """Most requests in a batch."""
-    batch_tokens: int = 32768
+    batch_tokens: Annotated[int, at_least(1)] = 32768
     """Most tokens in a batch, padding included, unless a request alone has more."""
-    batch_wait_s: float = 0.02
+    batch_wait_s: Annotated[float, at_least(0)] = 0.02
     """A batch that is not full waits so long for more."""
-    cache_entries: int = 65536
+    cache_entries: Annotated[int, at_least(0)] = 65536
     """Verdicts that a rank remembers, by prompt and response; 0: none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    resident_ratio: float = 0.5
+    resident_ratio: Share = 0.5
     """Share of the judge's layers that may stay on the device; the others stream through two
     buffers. Embedding, last norm and head always stay. Fewer stay where memory is short."""
-    device_gb: float = 0.0
+    device_gb: Annotated[float, at_least(0)] = 0.0
     """What the judge may take of its device in GB (10^9 bytes); 0: what is free there."""
-    threads: int = 1
+    threads: Annotated[int, at_least(1)] = 1
     """CPU threads of the judge."""
-    start_s: float = 900.0
+    start_s: Annotated[float, above(0)] = 900.0
     """How long the judge may take to load."""
     mps: Literal["auto", "on", "off"] = "auto"
     """CUDA MPS, which lets the judge and the engines compute at the same time on one GPU. `auto`
     says where it cannot be; `on` then ends the run."""
-    mps_percent: int = 0
+    mps_percent: Annotated[int, at_least(0, at_most=100, note="; 0: no limit")] = 0
     """Share of a GPU's multiprocessors that the judge may use, in percent; 0: no limit."""
-    mps_gb: float = 0.0
+    mps_gb: Annotated[float, at_least(0)] = 0.0
     """Device memory that MPS lets the judge take, in GB; 0: no limit."""
 
     def problems(self, key: str) -> list[str]:
@@ -79,28 +81,6 @@ class JudgeRewardConfig(RewardConfig):
             out.append(f"--{key}.model: is empty; give {what}")
         if self.url and not self.url.startswith(("http://", "https://")):
             out.append(f"--{key}.url {self.url}: must begin with http:// or https://")
-        if not 0 <= self.resident_ratio <= 1:
-            out.append(f"--{key}.resident_ratio {self.resident_ratio:g}: must be from 0 to 1")
-        if not 0 <= self.mps_percent <= 100:
-            out.append(
-                f"--{key}.mps_percent {self.mps_percent}: must be from 0 to 100; 0: no limit"
-            )
-        for name in ("max_new_tokens", "max_tokens", "batch_rows", "batch_tokens", "threads"):
-            if getattr(self, name) < 1:
-                out.append(f"--{key}.{name} {getattr(self, name)}: must be at least 1")
-        for name in (
-            "batch_wait_s",
-            "cache_entries",
-            "device_gb",
-            "mps_gb",
-            "retries",
-            "backoff_s",
-        ):
-            if not getattr(self, name) >= 0:
-                out.append(f"--{key}.{name} {getattr(self, name):g}: must be 0 or more")
-        for name in ("start_s", "full_marks"):
-            if not getattr(self, name) > 0:
-                out.append(f"--{key}.{name} {getattr(self, name):g}: must be above 0")
         if not self.good or not self.bad or set(self.good) & set(self.bad):
             out.append(
                 f"--{key}.good {' '.join(self.good)}: good and bad need words, and none in common"

@@ -20,6 +20,7 @@ from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.rubric import Rubric, of_probabilities
 from rlcore.rewards.kind import Host
 from rlcore.rewards.wire import Job
+from rlcore.utils.errors import ConfigError
 
 _TOP = 20
 """Likeliest tokens that are asked for: the most that OpenAI's interface gives."""
@@ -30,7 +31,7 @@ def key_of(cfg: JudgeRewardConfig) -> str:
     there."""
     key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
     if cfg.api_key_env and not key:
-        raise ValueError(f"--reward.api_key_env {cfg.api_key_env}: is not set in the environment")
+        raise ConfigError(f"--reward.api_key_env {cfg.api_key_env}: is not set in the environment")
     return key
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rlcore.config.schema import RewardConfig, RewardSum, reward_sections
 from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce, log
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -77,7 +78,7 @@ class Daemon:
 
 def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
     """The section of a judge on our own GPUs that may have MPS, "" where there is none, and whether
-    that was asked for with `on`. ValueError where it was and there is no GPU."""
+    that was asked for with `on`. ConfigError where it was and there is no GPU."""
     judges = [
         (key, section)
         for key, section in reward_sections(reward).items()
@@ -87,14 +88,14 @@ def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
         return "", False
     key, is_asked = next(((k, True) for k, s in judges if s.mps == "on"), (judges[0][0], False))
     if is_asked and not has_gpu():
-        raise ValueError(f"--{key}.mps on: there is no NVIDIA GPU here; set it to auto")
+        raise ConfigError(f"--{key}.mps on: there is no NVIDIA GPU here; set it to auto")
     return key, is_asked
 
 
 def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
     """The daemon of a run whose rewards have a judge on its own GPUs, joined; None where there is
     none. Its place is then in the environment, for this process and those that it starts. Before
-    any CUDA call. ValueError where it cannot be and was asked for with `on`."""
+    any CUDA call. ConfigError where it cannot be and was asked for with `on`."""
     key, is_asked = wanted(reward)
     if not key or not has_gpu():
         return None
@@ -106,7 +107,7 @@ def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
         daemon = join(folder_of(hashlib.blake2b(run.encode(), digest_size=6).hexdigest()))
     except MPSError as error:
         if is_asked:
-            raise ValueError(f"--{key}.mps on: {error}") from error
+            raise ConfigError(f"--{key}.mps on: {error}") from error
         announce("MPS", f"none ({error}); judge and engines take turns on the GPU")
         return None
     os.environ.update(daemon.environment)

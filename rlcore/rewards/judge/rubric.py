@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.utils.errors import ConfigError
 
 RUBRIC = Path(__file__).with_name("rubric.jinja")
 
@@ -27,16 +28,16 @@ class Rubric:
             self.source = file.read_text(encoding="utf-8")
             self._template = environment.from_string(self.source)
         except (OSError, UnicodeDecodeError, TemplateError) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"--reward.rubric {file}: cannot be used ({error}); give a Jinja template with the "
                 "names prompt, answer, response"
             ) from error
         try:
             self._pattern = re.compile(cfg.pattern)
         except re.error as error:
-            raise ValueError(f"--reward.pattern {cfg.pattern}: is no pattern: {error}") from error
+            raise ConfigError(f"--reward.pattern {cfg.pattern}: is no pattern: {error}") from error
         if self._pattern.groups != 1:
-            raise ValueError(f"--reward.pattern {cfg.pattern}: must have one group, the verdict")
+            raise ConfigError(f"--reward.pattern {cfg.pattern}: must have one group, the verdict")
 
     def render(
         self, prompt: str, answer: str, response: str, fields: Mapping[str, Any] | None = None
@@ -89,7 +90,7 @@ def verdict_ids(words: tuple[str, ...], encode: Callable[[str], list[int]], key:
     for word in words:
         found = encode(word)
         if len(found) != 1:
-            raise ValueError(
+            raise ConfigError(
                 f"--reward.{key} {word}: is {len(found)} tokens of the judge's tokenizer; give "
                 "words of one token, or use --reward.method generate"
             )

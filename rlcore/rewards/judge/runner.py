@@ -21,8 +21,9 @@ from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, FromJudge, Load, R
 from rlcore.rewards.kind import Host
 from rlcore.rewards.wire import Job
 from rlcore.rewards.worker import Worker
-from rlcore.utils import net
+from rlcore.utils import bounds, net
 from rlcore.utils.children import CappedLog
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce, log
 from rlcore.utils.net import frame
 
@@ -53,7 +54,7 @@ class JudgeRunner:
     def __init__(
         self, cfg: JudgeRewardConfig, host: Host, make: Callable[[Settle], Backend]
     ) -> None:
-        """`make` starts the backend. ValueError where the rubric cannot be used."""
+        """`make` starts the backend. ConfigError where the rubric cannot be used."""
         # The judge is the same for the whole run: what tells verdicts apart is what it is shown.
         Rubric(cfg)
         self._host, self._room = host, cfg.cache_entries
@@ -403,9 +404,9 @@ class ProcessBackend:
 
 
 def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:
-    """The runner that the settings ask for. ValueError where they cannot work."""
-    if found := cfg.problems("reward"):
-        raise ValueError("\n".join(found))
+    """The runner that the settings ask for. ConfigError where they cannot work."""
+    if found := [*bounds.broken(cfg, "reward"), *cfg.problems("reward")]:
+        raise ConfigError("\n".join(found))
     if cfg.url:
         from rlcore.rewards.judge.engine import EngineBackend
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from rlcore.utils.errors import ConfigError
+
 _CHECK_S = 60.0  # for a program that only starts
 _SYSTEM = "/usr/local/cuda"
 
@@ -22,7 +24,7 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
     """Set what SGLang's processes find their libraries and compilers by; `version` is torch's CUDA.
 
     Raises:
-        ValueError: a library or a compiler is missing; the message says what to install.
+        ConfigError: a library or a compiler is missing; the message says what to install.
     """
     major = version.partition(".")[0]
     wheels = wheel_toolkit(major)
@@ -32,7 +34,7 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
     env["CUDA_HOME"] = str(toolkit(env, major, wheels))
     compiler = (env.get("CXX") or "c++").split()[0]
     if shutil.which(compiler, path=env.get("PATH")) is None:
-        raise ValueError(
+        raise ConfigError(
             f"--rollout.engine sglang: SGLang compiles kernels at run time, and the C++ compiler "
             f"{compiler} is not on PATH; install one on every node with GPUs (Debian and Ubuntu: "
             "apt install g++), or set CXX to its path"
@@ -55,7 +57,7 @@ def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> P
     """The CUDA toolkit to compile with: the one that SGLang would take, else that of the wheels.
 
     Raises:
-        ValueError: neither has an nvcc of this major version and the library to link.
+        ConfigError: neither has an nvcc of this major version and the library to link.
     """
     nvcc = shutil.which("nvcc", path=env.get("PATH"))
     homes = [env.get("CUDA_HOME"), env.get("CUDA_PATH"), nvcc and str(Path(nvcc).parent.parent)]
@@ -66,7 +68,7 @@ def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> P
         if not problem:
             return Path(home)
         tried.append(f"{home}: {problem}")
-    raise ValueError(
+    raise ConfigError(
         "--rollout.engine sglang: SGLang compiles kernels at run time and needs the compiler nvcc "
         f"of CUDA {major} ({'; '.join(tried)}); run bash tools/setup.sh --sglang, which installs "
         f"one, or install the CUDA {major} toolkit and set CUDA_HOME to its folder"
@@ -94,13 +96,13 @@ def _lacks(home: Path, major: str) -> str:
 
 
 def _check_runtime(env: MutableMapping[str, str], major: str) -> None:
-    """ValueError unless a new process with this environment can load CUDA's runtime library."""
+    """ConfigError unless a new process with this environment can load CUDA's runtime library."""
     name = f"libcudart.so.{major}"
     command = [sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({name!r})"]
     done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=_CHECK_S)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ValueError(
+        raise ConfigError(
             f"--rollout.engine sglang: {name}, which SGLang's processes are started with, does not "
             f"load ({why}); run bash tools/setup.sh --sglang, or add the folder that has it to "
             "LD_LIBRARY_PATH"

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlcore.config.schema import DraftConfig, RolloutConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.protocols import InProcess, PauseMode, Tag
@@ -182,11 +183,11 @@ class SGLangEngine(InProcess):
         dtype: Dtype = "float32",
         device: str = "cpu",
         seed: int = 0,
-        max_running: int = 256,
+        max_running: int = RolloutConfig.max_running,
         cache_tokens: int = 0,
-        memory_fraction: float = 0.8,
+        memory_fraction: float = RolloutConfig.gpu_memory_utilization,
         threads: int = 1,
-        progress_s: float = 0.5,
+        progress_s: float = RolloutConfig.progress_s,
         stream_interval: int = 8,
         fp32_head: bool = False,
         rank: int = 0,
@@ -195,23 +196,17 @@ class SGLangEngine(InProcess):
         nnodes: int = 1,
         dist_init_addr: str = "",
         draft: Draft = "none",
-        draft_width: int = 8,
+        draft_width: int = DraftConfig.width,
         draft_settings: Mapping[str, Any] | None = None,
         tell_tokens: bool = False,
         sglang: Mapping[str, Any] | None = None,
         deadline_s: float = 110.0,
     ):
-        if max_running < 1:
-            raise ValueError(f"max_running {max_running}: at least 1")
-        if cache_tokens and cache_tokens < 2:
-            raise ValueError(f"cache_tokens {cache_tokens}: at least 2, or 0 for as many as fit")
         if nnodes > 1 and (tp % nnodes or not dist_init_addr):
             raise ValueError(
                 f"{nnodes} ranks share an engine of tensor-parallel size {tp}: the number must "
                 "divide it, and dist_init_addr say where they meet"
             )
-        if draft != "none" and draft_width < 2:
-            raise ValueError(f"draft_width {draft_width}: at least 2, the last token and a guess")
         kind, _, number = device.partition(":")
         self.hf = hf
         self.version = -1

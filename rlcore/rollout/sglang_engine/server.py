@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from rlcore.rollout.gone import EngineGoneError
 from rlcore.rollout.sglang_engine import cuda, plugin
+from rlcore.utils.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -196,10 +197,10 @@ class Server:
 
 def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = None) -> None:
     """Of this process and those that SGLang starts from it. Call it before importing sglang.
-    `drafts` is what `worker.Worker` reads; without it there are none. ValueError where CUDA lacks
+    `drafts` is what `worker.Worker` reads; without it there are none. ConfigError where CUDA lacks
     what they need."""
     if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
-        raise RuntimeError(
+        raise ConfigError(
             "SGLang does not find rlcore's plug-in: rlcore was installed before it had one, or not "
             "at all; run bash tools/setup.sh --sglang"
         )
@@ -229,12 +230,12 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
 
 def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
     """A folder for the model's config.json and SGLang's sockets, and the descriptor that keeps it
-    from being removed as one of a dead engine, which those are that are found here. ValueError
+    from being removed as one of a dead engine, which those are that are found here. ConfigError
     where the sockets' paths would be too long."""
     base = Path(tempfile.gettempdir())
     room = _MOST_PATH - len(f"/{_FOLDER}01234567/tmp01234567")
     if len(os.fsencode(base)) > room:
-        raise ValueError(
+        raise ConfigError(
             f"TMPDIR {base}: SGLang's sockets need one of at most {room} bytes; set a shorter one"
         )
     sweep(base)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rlcore.config.schema import DraftConfig
 from rlcore.ops.suffix import Forest
 from rlcore.records import History
 from rlcore.rollout.histospec import Draft, Index
@@ -27,16 +28,16 @@ _KNEE = 1 << 20
 class DraftSettings:
     """How a drafter drafts; `DraftConfig` says what each means."""
 
-    window: int = 32
-    start: int = 2
-    growth: int = 2
-    min_match: int = 1
-    max_match: int = 0
-    factor: float = 4.0
-    min_prob: float = 0.3
+    window: int = DraftConfig.window
+    start: int = DraftConfig.start
+    growth: int = DraftConfig.growth
+    min_match: int = DraftConfig.min_match
+    max_match: int = DraftConfig.max_match
+    factor: float = DraftConfig.factor
+    min_prob: float = DraftConfig.min_prob
     threads: int = 2
     """That build an index."""
-    gate: bool = True
+    gate: bool = DraftConfig.gate
     wait: bool = False
     """Nothing depends on the clock: an index is waited for. With `gate` off."""
 

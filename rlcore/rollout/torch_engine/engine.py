@@ -29,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rlcore.config.schema import RolloutConfig
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.hf.model import Model, Span, Step
@@ -342,10 +343,10 @@ class TorchEngine(InProcess):
         dtype: Dtype = "float32",
         device: str | torch.device | None = None,
         seed: int = 0,
-        max_running: int = 256,
+        max_running: int = RolloutConfig.max_running,
         cache_tokens: int = 0,
         threads: int = 1,
-        progress_s: float = 0.5,
+        progress_s: float = RolloutConfig.progress_s,
         decode_floor_ms: float = 0.0,
         quantize: Quantize = "none",
         fp32_head: bool = False,
@@ -355,10 +356,6 @@ class TorchEngine(InProcess):
         tell_tokens: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if max_running < 1:
-            raise ValueError(f"max_running {max_running}: at least 1")
-        if cache_tokens and cache_tokens < 2:
-            raise ValueError(f"cache_tokens {cache_tokens}: at least 2, or 0 for as many as fit")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.hf = hf

@@ -1,0 +1,55 @@
+"""How a command ends: 0 done, 1 failed, 2 refused; and where the traceback of a failure is kept."""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from rlcore.utils.errors import ConfigError
+
+
+def guard(body: Callable[[], int]) -> int:
+    """Return the exit code of `body`: 2 and the sentence of a `ConfigError`; 1, a sentence and the
+    traceback's file for any other exception."""
+    try:
+        return body()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Exception as error:
+        return fail(error)
+
+
+def fail(error: Exception, file: Path | None = None) -> int:
+    """Append the traceback to `file`, a new temporary one if None or not writable; print a sentence
+    that names it. Returns 1."""
+    print(sentence(error, keep(error, file)), file=sys.stderr)
+    return 1
+
+
+def sentence(error: Exception, file: Path) -> str:
+    """Shorten an error to its first line and name the file with the traceback."""
+    kind = type(error).__name__
+    first = next(iter(str(error).splitlines()), "") or kind
+    if not isinstance(error, RuntimeError | OSError | ValueError):  # its text alone says little
+        first = kind if first == kind else f"{kind}: {first}"
+    return f"{first} (traceback: {file})"
+
+
+def keep(error: Exception, file: Path | None = None) -> Path:
+    """Append the traceback to `file`, or to a temporary one; return which."""
+    text = "".join(traceback.format_exception(error))
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as out:
+                out.write(text)
+            return file
+        except OSError:
+            pass
+    descriptor, name = tempfile.mkstemp(prefix="rlcore-", suffix=".log")
+    with os.fdopen(descriptor, "w") as out:
+        out.write(text)
+    return Path(name)

@@ -1,0 +1,121 @@
+"""Ranges of settings, stated at the field: `steps: Annotated[int, at_least(0)] = 200`.
+
+A class inherits the range of a field that it redefines without one. `broken` reads them all.
+"""
+
+import inspect
+import typing
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may have, or each of several."""
+
+    low: float = -inf
+    high: float = inf
+    above_low: bool = False
+    """`low` itself is not allowed."""
+    below_high: bool = False
+    """`high` itself is not allowed."""
+    unbounded: bool = False
+    """inf is allowed."""
+    off: float | None = None
+    """A number outside of the range that is allowed too."""
+    note: str = ""
+    """Ends the sentence: what a special value means, or why the range is what it is."""
+
+    def allows(self, value: float) -> bool:
+        """Tell whether a number is in the range; nan never is."""
+        if value == self.off:
+            return True
+        if abs(value) == inf and not self.unbounded:
+            return False
+        low = value > self.low if self.above_low else value >= self.low
+        return low and (value < self.high if self.below_high else value <= self.high)
+
+    def why(self, value: float) -> str:
+        """Say what a number must be that is not in the range."""
+        if self.low == -inf or value == inf == self.high:
+            return "must be a finite number"
+        if self.high == inf:
+            if self.above_low:
+                words = f"above {self.low:g}"
+            else:
+                words = f"at least {self.low:g}" if self.low else "0 or more"
+        elif self.above_low or self.below_high:
+            low = "above" if self.above_low else "at least"
+            high = "below" if self.below_high else "at most"
+            words = f"{low} {self.low:g} and {high} {self.high:g}"
+        else:
+            words = f"from {self.low:g} to {self.high:g}"
+        return f"must be {words}{self.note}"
+
+
+def above(
+    low: float,
+    *,
+    at_most: float = inf,
+    below: float = inf,
+    unbounded: bool = False,
+    off: float | None = None,
+    note: str = "",
+) -> Range:
+    """Allow numbers above `low`."""
+    return Range(low, min(at_most, below), True, below < at_most, unbounded, off, note)
+
+
+def at_least(
+    low: float, *, at_most: float = inf, below: float = inf, unbounded: bool = False, note: str = ""
+) -> Range:
+    """Allow `low` and numbers above it."""
+    return Range(low, min(at_most, below), False, below < at_most, unbounded, None, note)
+
+
+def finite() -> Range:
+    """Allow every number but inf."""
+    return Range()
+
+
+_ANY = Range(unbounded=True)
+
+
+def broken(section: Any, key: str) -> list[str]:
+    """Name every field of a dataclass that is out of its range, one sentence each. `key` is the
+    section's, such as `train` or `reward.math`. Without a range a number must not be nan."""
+    known, out = _ranges(type(section)), []
+    for f in fields(section):
+        value = getattr(section, f.name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        allowed = known.get(f.name, _ANY)
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if not allowed.allows(number):
+                each = "each " if isinstance(value, tuple) else ""
+                shown = " ".join(map(show, numbers))
+                out.append(f"--{key}.{f.name} {shown}: {each}{allowed.why(number)}")
+                break
+    return out
+
+
+def _ranges(section: type) -> dict[str, Range]:
+    """The range of every field of a dataclass that has one."""
+    found: dict[str, Range] = {}
+    for base in section.__mro__:
+        for name, hint in inspect.get_annotations(base, eval_str=True).items():
+            for about in typing.get_args(hint)[1:] if _is_annotated(hint) else ():
+                if isinstance(about, Range):
+                    found.setdefault(name, about)
+    return found
+
+
+def _is_annotated(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Annotated
+
+
+def show(value: Any) -> str:
+    """Write a value as a user would: 1 for 1.0."""
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
