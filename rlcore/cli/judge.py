@@ -84,7 +84,7 @@ def make(cfg: JudgeConfig) -> tuple[float, int]:
             num_key_value_heads=2,
             head_dim=16,
             max_position_embeddings=256,
-            rope_theta=10000.0,
+            rope_theta=10000.0,  # type: ignore[call-arg]  # taken as rope_parameters
             initializer_range=0.05,
             tie_word_embeddings=True,
             eos_token_id=label_task.EOS,

@@ -151,7 +151,8 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             timeout_s,
             time.monotonic,
         )
-        gang.enter(SealedStore(dist.PrefixStore(f"{start}/gang", store.clone()), secret))
+        own = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+        gang.enter(SealedStore(dist.PrefixStore(f"{start}/gang", own), secret))
         hub = dist.PrefixStore(f"{start}/hub", store)
         if rollout_ranks:
             split = size - rollout_ranks

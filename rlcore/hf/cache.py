@@ -84,14 +84,14 @@ class Cache:
             raise ValueError(f"cache of {self.budget} tokens: {rows} x {longest} do not fit")
         keep = min(capacity, self.capacity)
         num_slabs = 1 if self.shared else self.num_layers
-        old = self.layers[:num_slabs] or [None] * num_slabs
+        old = self.layers[:num_slabs]
         self.layers = []
-        for index in range(num_slabs):
+        for _ in range(num_slabs):
             shape = (2, slots, self.kv_heads, capacity, self.head_dim)
             slab = torch.zeros(shape, dtype=self.dtype, device=self.device)
             if used:
-                slab[:, :used, :, :keep] = old[index][:, :used, :, :keep]
-            old[index] = None  # so that only one layer is held twice
+                slab[:, :used, :, :keep] = old[0][:, :used, :, :keep]
+            del old[:1]  # so that only one layer is held twice
             self.layers.append(slab)
         if self.shared:
             self.layers *= self.num_layers

@@ -218,7 +218,7 @@ def _arch(raw: dict[str, Any], where: str) -> Arch:
     if names and names[0] in ARCHITECTURES:
         return ARCHITECTURES[names[0]]
     kind = raw.get("model_type")
-    if not names and kind in ARCHITECTURES.values():
+    if not names and kind is not None and kind in ARCHITECTURES.values():
         return kind
     raise ConfigError(
         f"{where}: architecture {names[0] if names else kind!r} is not supported;"

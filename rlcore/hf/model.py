@@ -82,6 +82,7 @@ class Step:
         self.tokens = tokens
         self.positions += 1
         self.spans = [(a, b, length + 1) for a, b, length in self.spans]
+        assert self.index is not None, "a forward pass has made it"
         self.index += 1
 
 
@@ -282,12 +283,17 @@ class Model:
         """Give the memory of the weights back."""
         self.views, self._weights = {}, None
 
+    @property
+    def _here(self) -> _Weights:
+        assert self._weights is not None, "the weights were given back"
+        return self._weights
+
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """Write keys and values of the new tokens and return the last hidden states [B, S, h], of a
         padded step [T, h], in the head's dtype."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
-        return rms_norm(hidden.to(self._head_dtype), self._weights.norm, self.hf.rms_norm_eps)
+        return rms_norm(hidden.to(self._head_dtype), self._here.norm, self.hf.rms_norm_eps)
 
     def fill(self, step: Step, cache: Cache) -> None:
         """Write keys and values of the new tokens; nothing is predicted from them."""
@@ -295,11 +301,11 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocab] of hidden states, in float32 (float64 stays)."""
-        logits = F.linear(hidden, self._weights.head)
+        logits = F.linear(hidden, self._here.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _run(self, step: Step, cache: Cache, fill: bool) -> Tensor | None:
-        hf, weights = self.hf, self._weights
+        hf, weights = self.hf, self._here
         rows, new = step.tokens.shape
         heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
         tokens, positions, place = step.tokens.flatten(), step.positions.flatten(), step.place
@@ -406,6 +412,7 @@ class Model:
     def _experts(self, h: Tensor, layer: Layer) -> Tensor:
         """Mixture of experts: tokens sorted by expert, one matrix product per expert."""
         hf = self.hf
+        assert layer.router is not None
         scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
         weight, chosen = scores.topk(hf.experts_per_token, -1)  # [N, k]
         if hf.norm_topk_prob:

@@ -158,7 +158,7 @@ def load_tokenizer(
     backend = _backend(folder, settings, key)
     specials = _special_tokens(_optional(folder / "special_tokens_map.json"))
     specials |= _special_tokens(settings)
-    ends = []
+    ends: list[int] = []
     for file in ("generation_config.json", "config.json"):
         ends += as_ids(_optional(folder / file).get("eos_token_id"))
     return Tokenizer(

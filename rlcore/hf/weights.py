@@ -117,7 +117,9 @@ class WeightReader:
         """Name of one expert's matrix -> the stored stack and where it lies in it."""
         where: dict[str, tuple[str, Index]] = {}
         for stored in self._stacks():
-            prefix, kind = _STACKED.fullmatch(stored).groups()
+            match = _STACKED.fullmatch(stored)
+            assert match is not None
+            prefix, kind = match.groups()
             experts, rows, _ = self._slice(stored).get_shape()
             half = rows // 2
             parts = (
@@ -247,7 +249,7 @@ def _write_shards(
     if len(shards) == 1:
         (part / "0.safetensors").rename(part / SINGLE)
         return dtype
-    file_of = {}
+    file_of: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (part / f"{number}.safetensors").rename(part / file)

@@ -225,7 +225,7 @@ class CoreAttention(MegatronModule):
         """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
         packed = packed_seq_params
         assert packed is not None and packed.plan is not None, "packed input with a plan is needed"
-        if packed.cos is not None:
+        if packed.cos is not None and packed.sin is not None:
             query = rotate(query, packed.cos, packed.sin)
             key = rotate(key, packed.cos, packed.sin)
         if self.cp_group is not None:
@@ -295,8 +295,8 @@ class _Reproducible(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None
     ) -> Tensor:
         with torch.enable_grad():
-            ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            ctx.out = _attend(*ctx.inputs, made, scale)
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            ctx.inputs, ctx.out = [q, k, v], _attend(q, k, v, made, scale)
         return ctx.out.detach()
 
     @staticmethod

@@ -184,7 +184,8 @@ def _parameters(models: Sequence[Module], hf: HFConfig, layout: Layout) -> dict[
     """Parameters of this rank under the names that `Piece` uses."""
     first_expert = layout.experts(hf.num_experts).start if hf.num_experts else 0
     found = {}
-    for model in models:
+    for whole in models:
+        model: Any = whole
         while hasattr(model, "module"):  # DDP and mixed precision wrap it
             model = model.module
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]

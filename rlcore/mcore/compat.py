@@ -2,6 +2,7 @@
 
 import inspect
 from functools import cache
+from typing import TypedDict
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +10,10 @@ from torch import Tensor
 # 2.13 renames both and warns at the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Asked(TypedDict, total=False):
+    enable_gqa: bool
 
 
 def varlen_attention(
@@ -25,8 +30,10 @@ def varlen_attention(
     [Tk, groups, dim], boundaries [U+1] int32 -> [Tq, heads, dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    asked = {"enable_gqa": q.size(1) != k.size(1)} if _wants_to_be_asked() else {}
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), **asked)
+    asked: _Asked = {"enable_gqa": q.size(1) != k.size(1)} if _wants_to_be_asked() else {}
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), **asked)
+    assert isinstance(out, Tensor), "no logsumexp was asked for"
+    return out
 
 
 @cache

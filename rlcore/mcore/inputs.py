@@ -45,22 +45,23 @@ def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
 def of_nobody(head: str, device: torch.device, *, reference: bool) -> LossInputs | ValueInputs:
     """One token that nobody trains; `reference`: with log-probs of the reference."""
     zero = torch.zeros(1, device=device)
-    shared = {
-        "mask": torch.zeros(1, dtype=torch.bool, device=device),
-        "sequence": torch.zeros(1, dtype=torch.int64, device=device),
-        "num_sequences": 1,
-    }
+    mask = torch.zeros(1, dtype=torch.bool, device=device)
+    sequence = torch.zeros(1, dtype=torch.int64, device=device)
     if head == "value":
-        return ValueInputs(value=zero, value_old=zero, returns=zero, **shared)
+        return ValueInputs(
+            value=zero, value_old=zero, returns=zero, mask=mask, sequence=sequence, num_sequences=1
+        )
     return LossInputs(
         logp=zero,
         entropy=zero,
+        mask=mask,
         score=zero,
         advantage=zero,
         logp_old=zero,
         logp_sampler=zero,
         correction=zero + 1,
         logp_ref=zero if reference else None,
+        sequence=sequence,
+        num_sequences=1,
         versions=torch.zeros(1, dtype=torch.int32, device=device),
-        **shared,
     )

@@ -18,7 +18,8 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = bool(config.sequence_parallel)
+        mark = bool(config.sequence_parallel)
+        self.weight.sequence_parallel = mark  # type: ignore[attr-defined]  # Megatron reads it
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)

@@ -92,8 +92,7 @@ class _Null:
     def __enter__(self) -> "_Null":
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class _Proxy(types.ModuleType):
@@ -200,25 +199,27 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def fix(self, module: types.ModuleType) -> None:
-        if getattr(module, "torch", None) is torch:
-            module.torch = self.proxy
+        names = vars(module)
+        if names.get("torch") is torch:
+            names["torch"] = self.proxy
         if module.__name__ == "megatron.core.jit":
             # torch.compile: there is no use for inductor on small CPU models.
-            module.jit_fuser = module.noop_decorator
+            names["jit_fuser"] = names["noop_decorator"]
         if module.__name__ == "megatron.core.tensor_parallel.random":
-            module._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
+            names["_get_cuda_rng_state"] = lambda device=None, clone=False, graph_safe=False: (
                 torch.get_rng_state()
             )
-            module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
+            names["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: (
                 torch.set_rng_state(state)
             )
-        if hasattr(module, "maybe_move_tensor_to_cpu"):
+        if (move := names.get("maybe_move_tensor_to_cpu")) is not None:
             # Megatron turns only CUDA tensors into the numpy split sizes that all-to-all wants.
-            move = module.maybe_move_tensor_to_cpu
-            module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
-                tensor.numpy()
-                if as_numpy and torch.is_tensor(tensor)
-                else move(tensor, as_numpy, record_stream)
+            names["maybe_move_tensor_to_cpu"] = (
+                lambda tensor, as_numpy=False, record_stream=False: (
+                    tensor.numpy()
+                    if as_numpy and torch.is_tensor(tensor)
+                    else move(tensor, as_numpy, record_stream)
+                )
             )
 
 
@@ -242,7 +243,8 @@ def _patch_tensor_methods() -> None:
     def cuda(self, *args, **kwargs):  # noqa: ANN001, ANN202
         return self if from_megatron() else real_cuda(self, *args, **kwargs)
 
-    torch.Tensor.type, torch.Tensor.cuda = type_, cuda
+    torch.Tensor.type = type_  # type: ignore[method-assign]  # what this function is for
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]  # the same
 
 
 def patch_moe_utils() -> None:

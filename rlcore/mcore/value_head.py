@@ -31,7 +31,8 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
         )
-        self.weight.sequence_parallel = self.sequence_parallel
+        mark = self.sequence_parallel
+        self.weight.sequence_parallel = mark  # type: ignore[attr-defined]  # Megatron reads it
 
     def forward(
         self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None

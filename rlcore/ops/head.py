@@ -180,10 +180,14 @@ class _LogProb(torch.autograd.Function):
             return (None,) * 7
         hidden, weight, tokens, lse, entropy = ctx.saved_tensors
         made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], ctx.weight_grad)
+        where: tuple[int, int, float] = ctx.where
         for chunk, logits in _chunks(hidden, weight, ctx.chunk_tokens):
-            rest = [tokens, *ctx.where, lse, entropy, grad_logp, grad_entropy]
-            cut = [x[..., chunk] if isinstance(x, Tensor) else x for x in rest]
-            logprob.row_grad(logits, *cut, logits)
+            grads = (
+                None if grad_logp is None else grad_logp[chunk],
+                None if grad_entropy is None else grad_entropy[chunk],
+            )
+            about = (tokens[chunk], *where, lse[:, chunk], entropy[chunk])
+            logprob.row_grad(logits, *about, *grads, logits)
             made.add(chunk, logits)
         return made.hidden, made.weight(), None, None, None, None, None
 
@@ -213,7 +217,7 @@ class _PolicyLoss(torch.autograd.Function):
         if wanted:
             made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], weight_grad)
         for chunk, logits in _chunks(hidden, weight, chunk_tokens):
-            cut = tuple(None if x is None else x[chunk] for x in inputs)
+            cut = policy.cut(inputs, chunk)
             stats[:, chunk], out[:, chunk] = policy.rows_(
                 logits, tokens[chunk], *where, cut, params, group, wanted
             )

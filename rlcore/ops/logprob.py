@@ -240,7 +240,8 @@ class _LogProb(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None, None, None
         tokens, lse, entropy, *saved = ctx.saved_tensors
-        rest = (tokens, *ctx.shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
+        shard: Shard = ctx.shard
+        rest = (tokens, *shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
         if not ctx.in_place:
             (logits,) = saved
             return row_grad(logits, *rest, empty_like(logits)), None, None, None, None, None
@@ -271,7 +272,7 @@ def count_write(value: Tensor) -> None:
 
 def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[R, 4, T]: the statistics of all parts of the vocabulary. Collective."""
-    if _size(group) == 1:
+    if group is None or group.size() == 1:
         return stats.unsqueeze(0)
     every = stats.new_empty(group.size() * 4, stats.size(1))
     _all_gather(every, stats, group=group)

@@ -151,13 +151,13 @@ def policy_loss(
     shard = logprob.check(logits, tokens, vocab_size, temperature, group, in_place)
     logprob.check_tokens(tokens, vocab_size)
     check_spec(spec, inputs)
-    inputs, params = prepared(inputs, spec, logits.size(0), logits)
+    given, params = prepared(inputs, spec, logits.size(0), logits)
     # Where nobody can look, a token out of range must not pass for one of another rank.
-    inputs = guarded(inputs, tokens, vocab_size)
+    given = guarded(given, tokens, vocab_size)
     wanted = torch.is_grad_enabled() and logits.requires_grad
     where = (*shard, temperature)
     loss, stats, out = _PolicyLoss.apply(
-        logits, tokens, where, inputs, params, group, in_place, unit_upstream, wanted
+        logits, tokens, where, given, params, group, in_place, unit_upstream, wanted
     )
     return PolicyLoss(loss, stats[0], stats[1], out)
 
@@ -223,9 +223,16 @@ def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:
     """Where a wrong token is no error, its advantage is nan: it must not train quietly."""
     if tokens.device.type == "cpu":
         return inputs
-    *rest, advantage, weight = inputs
+    old, sampler, ref, advantage, weight = inputs
     right = (tokens >= 0) & (tokens < vocab_size)
-    return (*rest, torch.where(right, advantage, float("nan")), weight)
+    return old, sampler, ref, torch.where(right, advantage, float("nan")), weight
+
+
+def cut(inputs: Given, chunk: slice) -> Given:
+    """Return the rows of a chunk."""
+    old, sampler, ref, advantage, weight = inputs
+    ref = None if ref is None else ref[chunk]
+    return old[chunk], sampler[chunk], ref, advantage[chunk], weight[chunk]
 
 
 # ---- the ops

@@ -35,7 +35,7 @@ Own code instead of arctic-inference's suffix trees: a batch of 256 requests tak
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ class Forest:
         )
         _check_types(options)
         core = native.load("suffix forest", "SuffixForest")
-        make = Reference if core is None else core.SuffixForest
+        make: Callable[..., Reference] = Reference if core is None else core.SuffixForest
         self._impl = make(**options)
 
     def build(
@@ -540,7 +540,8 @@ class Reference:
         return sorted(after.items(), key=order)
 
     def _grow(self, history: _History, places: list[tuple[int, int]], window: int) -> list[int]:
-        draft, least = [], self.min_prob * len(places)
+        draft: list[int] = []
+        least = self.min_prob * len(places)
         while len(draft) < window:
             children = self._children(history, places)
             if not draft and children and len(children[0][1]) < least:

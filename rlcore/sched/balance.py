@@ -179,7 +179,7 @@ class Balance:
 
     def sentence(self, rows: Iterable[Mapping[str, float]], source: str) -> str:
         """What the rows of an earlier run say of the split that begins; "" where nothing."""
-        found = {}
+        found: dict[str, float] = {}
         for row in rows:
             found = self.metrics(row) or found
         return self.say(mean(self._rates), source) if found else ""

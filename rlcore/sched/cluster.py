@@ -664,9 +664,9 @@ class Cluster:
                 group.add(job, pinned, tuple(real[1][n] for n in new.train))
                 self._group_of[job.id] = group
             for name in group.jobs:
-                now = (group.id, group.pinned[name], group.train)
-                if now != was[name]:
-                    moves.append(Move(name, *now))
+                runs = (group.id, group.pinned[name], group.train)
+                if runs != was[name]:
+                    moves.append(Move(name, *runs))
         self.groups = dict(sorted(self.groups.items()))
         return moves
 

@@ -66,7 +66,7 @@ class StreamWindow:
         self,
         cells: Sequence[Cell],
         *,
-        cache_tokens: int,
+        cache_tokens: float,
         max_running: int,
         batch_tokens: int,
         first: float,

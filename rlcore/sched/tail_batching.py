@@ -207,6 +207,7 @@ class TailBatching:
         return [ahead.popleft() for _ in range(n)]
 
     def _issue(self, key: Key, samples: int) -> Work:
+        assert self._sampling is not None, "next_round sets it"
         prompt = self._prompt_of(key[1])
         work = Work(
             id=training_group(self.issued),

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from rlcore.sched.cluster import ROUNDING, Cluster, Decision, Group, Job, Pool
+from rlcore.sched.cluster import ROUNDING, Cluster, Decision, Group, Job, Nodes, Pool
 from rlcore.sched.partition import cheapest_partition
 
 
@@ -28,8 +28,9 @@ class Random(Careless):
         super().__init__(rollout, train)
         self._dice = random.Random(seed)
 
-    def admit(self, job: Job) -> Decision:
+    def admit(self, job: Job, on: Nodes | None = None) -> Decision:
         """As `Cluster.admit`, by chance."""
+        assert on is None, "by chance, on no certain nodes"
         passed: Counter[str] = Counter()
         offers = [self._isolated(job), *self._offers(job, passed)]
         chosen = self._dice.choice([o for o in offers if o is not None])

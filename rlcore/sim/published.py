@@ -142,7 +142,7 @@ TABLE_1 = {
     "judge": (0.71, 0.07, 0.22),
 }
 
-TABLE_2 = {
+TABLE_2: dict[str, dict[str, tuple[float, ...]]] = {
     # [paper], submission; arXiv v1 where it differs, in a summary
     "7B/8k": {"tail": (1.30,), "reward": (2.01,), "planner": (2.01, 2.02), "trainer": (2.03,)},
     "14B/16k": {

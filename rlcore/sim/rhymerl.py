@@ -260,16 +260,12 @@ def ablation(
     """Mean seconds of a step: a synchronous baseline, then one part of RhymeRL after the other."""
     cost = from_data_sheet(MODELS[model], GPUS["H100"], TP)
     workload = LENGTHS[lengths]
-    data = [
-        tuple(
-            {
-                row: workload.lengths(row, SAMPLES, seed * 1000 + epoch)
-                for row in range(k * PROMPTS, (k + 1) * PROMPTS)
-            }
-            for epoch in (0, 1)
-        )
-        for k in range(steps)
-    ]
+
+    def answers(k: int, epoch: int) -> dict[int, list[int]]:
+        rows = range(k * PROMPTS, (k + 1) * PROMPTS)
+        return {row: workload.lengths(row, SAMPLES, seed * 1000 + epoch) for row in rows}
+
+    data = [(answers(k, 0), answers(k, 1)) for k in range(steps)]
     prompt, replicas = workload.prompt_tokens, GPU_COUNT // TP
 
     def synchronous(accept: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ where it is from; cells that a constant is fitted on say so, and so do those tha
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -228,6 +229,10 @@ def _generation(law: Law, lengths: Sequence[int], infer: int) -> tuple[float, fl
     return samples * total / len(lengths) * each / (infer * full) + prefill, max(lengths) * each
 
 
+def _always(seconds: float) -> Callable[[Sequence[int]], float]:
+    return lambda lengths: seconds
+
+
 def _holds(seconds: float, bound: float) -> bool:
     return seconds <= bound * (1 + 1e-9)
 
@@ -254,7 +259,7 @@ def scaling(steps: int, seed: int) -> Made:
             facts = ours.facts | {"sync_s": round(naive, 1), "law": name, "at": gpus}
             cell = f"{name}, {gpus} GPUs, {train} train"
             note = "" if told is not None else "not published by number"
-            rows.append(row(cell, told, naive / ours.seconds, note=note, **facts))
+            rows.append(row(cell, told, naive / ours.seconds, note=note) | facts)
         growth = speed[SIZES[-1]] / speed[SIZES[0]]
         cell = f"{name}, throughput of {SIZES[-1]} GPUs over {SIZES[0]}"
         rows.append(row(cell, GROWTH, growth))
@@ -274,7 +279,7 @@ def staleness(steps: int, seed: int) -> Made:
             facts = ours.facts | {"law": name, "at": alpha}
             speed_up = naive / ours.seconds
             cell = f"{name}, alpha {alpha}"
-            rows.append(row(cell, told, speed_up, fitted=fitted, note=note, **facts))
+            rows.append(row(cell, told, speed_up, fitted=fitted, note=note) | facts)
     title = "ROLL Flash: staleness, 16 GPUs that train and 24 that sample over Sync-Naive on 40"
     return Made(title, rows, [_note()])
 
@@ -291,7 +296,7 @@ def splits(steps: int, seed: int) -> Made:
             note = "nearest to beta*" if abs(train - best) <= 2 else ""
             facts = ours.facts | {"law": name, "at": train}
             cell = f"{name}, {train} train, {40 - train} infer: samples/s"
-            rows.append(row(cell, None, PROMPTS * SAMPLES / ours.seconds, note=note, **facts))
+            rows.append(row(cell, None, PROMPTS * SAMPLES / ours.seconds, note=note) | facts)
     return Made("ROLL Flash: every split of 40 GPUs, alpha 2", rows, [*notes, _note()])
 
 
@@ -437,7 +442,7 @@ def replication(steps: int, seed: int) -> Made:
                     world = World(
                         [cost()] * REPLICATION_REPLICAS,
                         lengths,
-                        place=lambda spread=spread: LeastLoaded(UNLIMITED, spread=spread),
+                        place=partial(LeastLoaded, UNLIMITED, spread=spread),
                     )
                     work = Source(samples, first=1000 * k)(prompts)
                     seconds[spread] += world.run(Round(work=work, stop=All())).seconds / steps
@@ -493,7 +498,7 @@ def agentic(steps: int, seed: int) -> Made:
             issue=Source(1),
             batch=EPISODES,
             alpha=2,
-            train_s=lambda lengths, train=train: train / share,
+            train_s=_always(train / share),
             rewards=Turns(seed),
         )
         made.run(3)

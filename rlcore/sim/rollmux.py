@@ -139,7 +139,8 @@ def _group(
 ) -> tuple[list[VirtualJob], list[Sequence[Iteration]]]:
     """The jobs of a group, and what each takes alone."""
     model, gpu = MODELS[told.MODEL], GPUS["H20"]
-    jobs, alone = [], []
+    jobs: list[VirtualJob] = []
+    alone: list[Sequence[Iteration]] = []
     order = sorted(range(len(micro.jobs)), key=lambda n: -len(micro.pins[n]))
     for n in order:
         kind = KINDS[micro.jobs[n]]
@@ -268,7 +269,7 @@ def _bubbles(
 def migration(count: int, seed: int) -> Result:
     """Two rollout-heavy jobs on one rollout node, with and without moving tails."""
     rows: list[Row] = []
-    gains = {}
+    gains: dict[tuple[str, str], float] = {}
     for name, column in told.MIGRATION_MODELS:
         model, gpu = MODELS[name], GPUS["H20"]
         tp = 2 if name == "32B" else 1
@@ -586,8 +587,8 @@ def decisions(count: int, seed: int) -> Result:
             for n in range(count if arm == "admit" else max(count // 4, 10)):
                 job = draw_job(f"new {arm} {n}", dice, *names)
                 begin = time.process_time()
-                made = cluster.admit(job)
-                if arm != "admit" and made.added:
+                decision = cluster.admit(job)
+                if arm != "admit" and decision.added:
                     cluster.repack(job.id)
                 took.append((time.process_time() - begin) * 1e3)
                 cluster.leave(job.id)

@@ -60,7 +60,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
         + (f", {judge_gpus} GPUs for the judge" if judge_gpus else ""),
         f"lengths: {said}",
     ]
-    reshard_s = partial(weights_s, model, gpu)
+    reshard_s: Callable[[int], float] = partial(weights_s, model, gpu)
     if a.profile:
         layouts = profile.read(a.profile)
         sizes = [a.tp * 2**k for k in range(8) if a.tp * 2**k <= max(a.tp, a.max_tp)]

@@ -99,7 +99,7 @@ NOBODY = Beside()
 def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int]:
     """Parameters on this rank: those that tensor parallelism shards or everybody has, and those of
     its experts."""
-    dense = experts = 0
+    dense, experts = 0, 0.0
     for name, shape in layer_shapes(hf).items():
         count = math.prod(shape)
         if ".experts." in name:
@@ -111,7 +111,7 @@ def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int
         else:  # norms and the router
             dense += count
     layers = hf.num_layers // layout.pp
-    dense, experts = dense * layers, round(experts * layers)
+    dense *= layers
     vocabulary = -(-hf.vocab_size // layout.tp) * hf.hidden_size
     if layout.is_first_stage:
         dense += vocabulary
@@ -121,7 +121,7 @@ def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int
             dense += hf.hidden_size
         elif not (hf.tie_word_embeddings and layout.is_first_stage):
             dense += vocabulary  # of a tied model a copy
-    return dense, experts
+    return dense, round(experts * layers)
 
 
 def state_bytes(
@@ -162,7 +162,7 @@ def activation_bytes(
     whole = 1 / train.tp if train.sp and train.tp > 1 else 1.0
     one = layer_activations(hf, train, tokens)
     kept = one if train.recompute != "full" else int(tokens * hf.hidden_size * whole)
-    under_way = layout.pp - layout.pp_rank
+    under_way: float = layout.pp - layout.pp_rank
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
     layers = hf.num_layers // layout.pp

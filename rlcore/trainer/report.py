@@ -152,7 +152,8 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
     """Some samples of the step for people to read: those whose responses rank 0 has read."""
     if run.observers.writer is None or run.cfg.log.rollouts == 0:
         return
-    agent, rows = run.rollout.agent, []
+    agent = run.rollout.agent
+    rows: list[dict[str, object]] = []
     limit, room = run.cfg.log.rollouts, run.cfg.log.tokens
     room = sys.maxsize if room < 0 else room
     for g in groups:
@@ -161,7 +162,7 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
             if not read or (limit > 0 and k > 0) or 0 < limit <= len(rows):
                 continue
             prompt = agent.prompts[g.id]
-            row = {
+            row: dict[str, object] = {
                 "id": ref.id,
                 "source": g.source,
                 "prompt": prompt.text,
@@ -173,8 +174,8 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
                 "finish": g.finishes[k],
             }
             if room > 0:
-                row["tokens"] = of_tokens(run, agent.samples[ref.id], room)
-                room -= len(row["tokens"]["pieces"])
+                row["tokens"] = tokens = of_tokens(run, agent.samples[ref.id], room)
+                room -= len(tokens["pieces"])
             rows.append(row)
     run.observers.writer.rollouts(run.step, rows)
 
