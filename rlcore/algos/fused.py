@@ -1,10 +1,25 @@
 """Which objectives the fused policy loss can say (`--train.fused_loss`, rlcore/ops/policy.py): a
 clipped ratio, with everything else of a token known before its logits are read, or its own."""
 
+from typing import Protocol
+
 from rlcore.algos.base import AlgoConfig
 
 NAMES = ("ppo", "grpo", "dapo", "dr_grpo")
 """Algorithms whose policy loss is ratio.clipped times the correction."""
+
+
+class Clipped(Protocol):
+    """What the settings of all of them have beside those of every algorithm."""
+
+    @property
+    def clip_low(self) -> float: ...
+
+    @property
+    def clip_high(self) -> float: ...
+
+    @property
+    def clip_dual(self) -> float: ...
 
 
 def problems(name: str, cfg: AlgoConfig) -> list[str]:

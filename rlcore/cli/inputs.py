@@ -262,8 +262,11 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
                 prompts.read_file(Path(source), source, one, _NoTokenizer())
         if here and (tokens is not None or not prompts.TASKS.keys() & set(here)):
             with found.check(f"--data.{key}"):
-                rows = prompts.load(
-                    replace(one, **{key: tuple(here)}), key, tokens or _NoTokenizer(), cfg.run.seed
-                )
+                some = tuple(here)
                 if key == "train":
+                    of = replace(one, train=some)
+                    rows = prompts.load(of, "train", tokens or _NoTokenizer(), cfg.run.seed)
                     rows[0]  # of a task: its characters are ones that the tokenizer has
+                else:
+                    of = replace(one, val=some)
+                    prompts.load(of, "val", tokens or _NoTokenizer(), cfg.run.seed)

@@ -4,7 +4,7 @@ what is allowed, what to do. What a key may be by itself is stated at its field 
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlcore import algos
 from rlcore.algos import fused
@@ -88,7 +88,7 @@ def of_roles(rollout_ranks: int, world_size: int) -> str:
     )
 
 
-def route(cfg: Config) -> str:
+def route(cfg: Config) -> Literal["gather", "intranode", "two_stage"]:
     """The way of the weights that --sync.route stands for."""
     if cfg.sync.route != "auto":
         return cfg.sync.route

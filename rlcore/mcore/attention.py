@@ -67,6 +67,12 @@ class Packed(PackedSeqParams):
     cos: Tensor | None = None  # [T, 1, dim / 2]
     sin: Tensor | None = None
 
+    @property
+    def gathered(self) -> Tensor:
+        """Of the plan, under context parallelism."""
+        assert self.plan is not None and self.plan.gathered is not None
+        return self.plan.gathered
+
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
@@ -229,8 +235,8 @@ class CoreAttention(MegatronModule):
             query = rotate(query, packed.cos, packed.sin)
             key = rotate(key, packed.cos, packed.sin)
         if self.cp_group is not None:
-            key = _GatherTokens.apply(key, self.cp_group, packed.plan.gathered)
-            value = _GatherTokens.apply(value, self.cp_group, packed.plan.gathered)
+            key = _GatherTokens.apply(key, self.cp_group, packed.gathered)
+            value = _GatherTokens.apply(value, self.cp_group, packed.gathered)
         return attend(query, key, value, packed.plan, self.scale).flatten(1)
 
 

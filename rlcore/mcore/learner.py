@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,8 @@ class MegatronLearner:
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
             # Nothing reads memory before it writes it: filling it would only take time.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            flags = torch.utils.deterministic
+            flags.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in stubs
         with ExitStack() as undo:
             self.layout, self._groups = parallel.initialise(
                 train, where=self.device, seed=seed, timeout_s=timeout_s
@@ -500,7 +501,7 @@ class MegatronLearner:
         """From rows of this rank to the tokens that they predict."""
         if self.layout.cp > 1:
             group = parallel_state.get_context_parallel_group()
-            rows = _GatherRows.apply(rows, group, micro.packed.plan.gathered)
+            rows = _GatherRows.apply(rows, group, micro.packed.gathered)
         return torch.where(micro.predicted, rows.index_select(0, micro.take), 0.0)
 
     def _rows_about(self, micro: MicroBatch, values: Tensor) -> Tensor:
@@ -512,7 +513,7 @@ class MegatronLearner:
         rows = values.new_zeros(*values.shape[:-1], cp * length + 1)
         rows = rows.index_copy_(-1, index, values)[..., :-1]
         if cp > 1:
-            rows = torch.empty_like(rows).index_copy_(-1, micro.packed.plan.gathered, rows)
+            rows = torch.empty_like(rows).index_copy_(-1, micro.packed.gathered, rows)
             rows = rows.narrow(-1, self.layout.cp_rank * length, length)
         return rows
 
@@ -528,14 +529,14 @@ class MegatronLearner:
         self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         x = self._inputs(loss, micro, outputs)
-        total = self._count(x, loss(x), micro)
+        total = self._count(x, _output(loss, x), micro)
         # The model's outputs must reach the loss, or backward of a dummy has no graph to follow.
         if not total.requires_grad:
             total = total + 0.0 * (x.value if isinstance(x, ValueInputs) else x.logp).sum()
         return total, x.mask.sum().int(), {}
 
     def _fused(
-        self, loss: Loss, micro: MicroBatch, outputs: Tensor
+        self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """`_loss` in one sweep: the gradient is that of the fused op, metrics are of the loss's own
         text on the log-probs that the op has found."""
@@ -548,7 +549,7 @@ class MegatronLearner:
             if first:
                 logp.requires_grad_()
             x = inputs.of_policy(micro, logp, entropy)
-            out = loss(x)
+            out = _output(loss, x)
             total = self._count(x, out, micro)
         if first:
             figures = dict(zip(ROWS, made.tokens, strict=True))
@@ -655,7 +656,7 @@ class MegatronLearner:
         if self.layout.is_last_stage:
             return
         x = inputs.of_nobody(self.head, self.device, reference=batch.logp_ref is not None)
-        for name in ["loss", "count", *_metrics_of(x, loss(x))]:
+        for name in ["loss", "count", *_metrics_of(x, _output(loss, x))]:
             self._add(name, torch.zeros((), device=self.device))
 
     def _metrics(self, normaliser: float) -> dict[str, float]:
@@ -717,6 +718,11 @@ def _clip(parameters: Sequence[Tensor], most: float, norm: float) -> None:
     for p in parameters:
         if p.grad is not None:
             p.grad.mul_(most / (norm + 1e-6))
+
+
+def _output(loss: Loss | ValueLoss, x: LossInputs | ValueInputs) -> LossOutput:
+    """`x` is what the loss takes: both are of the learner's head."""
+    return cast(Callable[[LossInputs | ValueInputs], LossOutput], loss)(x)
 
 
 def _metrics_of(x: LossInputs | ValueInputs, out: LossOutput) -> dict[str, Tensor]:

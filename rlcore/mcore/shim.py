@@ -214,12 +214,10 @@ class _Finder(importlib.abc.MetaPathFinder):
             )
         if (move := names.get("maybe_move_tensor_to_cpu")) is not None:
             # Megatron turns only CUDA tensors into the numpy split sizes that all-to-all wants.
-            names["maybe_move_tensor_to_cpu"] = (
-                lambda tensor, as_numpy=False, record_stream=False: (
-                    tensor.numpy()
-                    if as_numpy and torch.is_tensor(tensor)
-                    else move(tensor, as_numpy, record_stream)
-                )
+            names["maybe_move_tensor_to_cpu"] = lambda tensor, as_numpy=False, record_stream=False: (
+                tensor.numpy()
+                if as_numpy and torch.is_tensor(tensor)
+                else move(tensor, as_numpy, record_stream)
             )
 
 

@@ -55,6 +55,15 @@ class TensorSpec:
     """In elements; None is contiguous."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """A checked `TensorSpec`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A box of elements in a tensor and its place in the bucket. Strides are in elements of their
@@ -265,7 +274,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 # ---- checks
 
 
-def _full(number: int, spec: TensorSpec) -> TensorSpec:
+def _full(number: int, spec: TensorSpec) -> _Spec:
     """With strides."""
     if any(n < 0 for n in spec.shape):
         raise ValueError(f"tensors[{number}].shape {spec.shape}: sizes are 0 or more")
@@ -275,10 +284,10 @@ def _full(number: int, spec: TensorSpec) -> TensorSpec:
             f"tensors[{number}].strides {strides}: one for each of {len(spec.shape)} dimensions, "
             "0 or more"
         )
-    return TensorSpec(tuple(spec.shape), spec.dtype, strides)
+    return _Spec(tuple(spec.shape), spec.dtype, strides)
 
 
-def _check(number: int, piece: Piece, specs: Sequence[TensorSpec], num_bytes: int) -> _Box | None:
+def _check(number: int, piece: Piece, specs: Sequence[_Spec], num_bytes: int) -> _Box | None:
     """None where there is nothing to copy."""
     name = f"pieces[{number}]"
     if not 0 <= piece.tensor < len(specs):
@@ -381,13 +390,13 @@ def one_piece(tensor: Tensor) -> bool:
     return len(_joined(_Box(0, 0, shape, 0, there, item, 0, tensor.stride(), item))) <= _DIMS
 
 
-def _same_places(tensor: Tensor, spec: TensorSpec) -> bool:
+def _same_places(tensor: Tensor, spec: _Spec) -> bool:
     """The strides of dimensions of size 1 do not matter."""
     pairs = zip(tensor.shape, tensor.stride(), spec.strides, strict=True)
     return tensor.numel() == 0 or all(a == b for n, a, b in pairs if n > 1)
 
 
-def _mismatch(number: int, tensor: Tensor, spec: TensorSpec, device: torch.device) -> str:
+def _mismatch(number: int, tensor: Tensor, spec: _Spec, device: torch.device) -> str:
     found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
     want = f"{spec.dtype} {list(spec.shape)}, strides {spec.strides}, on {device}"
     return f"tensors[{number}]: {found}; the plan and the bucket want {want}"

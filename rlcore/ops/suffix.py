@@ -586,7 +586,7 @@ class Reference:
             "requests": len(self._requests),
         }
 
-    def arena(self) -> None:
+    def arena(self) -> NDArray[np.uint8] | None:
         return None
 
 

@@ -184,10 +184,10 @@ def table_2(count: int, seed: int, data: Path) -> Made:
             for version, value in zip(("", " (arXiv v1)"), told, strict=False):
                 cell = f"table 2, {name}, + {arm}{version}"
                 rows.append(row(cell, value, speed_up, phases=_rounded(found[arm])))
-        (told,) = published.TABLE_2[name]["trainer"]
+        (once,) = published.TABLE_2[name]["trainer"]
         fixed_s = found[fixed.name].seconds
         cell = f"table 2, {name}, + trainer, tp fixed"
-        rows.append(row(cell, told, found["veRL"].seconds / fixed_s))
+        rows.append(row(cell, once, found["veRL"].seconds / fixed_s))
         for what, seconds in (("", found["trainer"].seconds), (", tp fixed", fixed_s)):
             ours = found["RLHFuse"].seconds / seconds
             rows.append(row(f"over RLHFuse, {name}{what}", published.OVER_RLHFUSE[name], ours))

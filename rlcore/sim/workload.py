@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -89,4 +90,13 @@ class Recorded:
         return [*dice.sample(own, len(own)), *dice.choices(own, k=count - len(own))]
 
 
-Workload = Generator | Recorded
+class Workload(Protocol):
+    """Lengths of responses, such as a `Generator` or a `Recorded`."""
+
+    @property
+    def cap(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    def lengths(self, row: int, count: int, seed: int) -> list[int]: ...

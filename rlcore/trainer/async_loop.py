@@ -16,7 +16,9 @@ from rlcore.trainer.run import Run
 
 def one_step(run: Run) -> None:
     """On a rank that trains: one update. On a rank that samples: from one push to the next."""
-    groups, stats, todo = (), {}, None
+    groups: tuple[Group, ...] = ()
+    stats: dict[str, float] = {}
+    todo: Plan | None = None
     if run.ranks.trains:
         groups, stats, todo = update(run)
     else:

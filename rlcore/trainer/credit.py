@@ -14,6 +14,7 @@ from rlcore.algos import advantage, kl, returns, sequence, value
 from rlcore.data.packing import per_token
 from rlcore.records import Group, group_of, is_baseline, without_baseline
 from rlcore.tensors import Batch
+from rlcore.trainer.phases import made
 from rlcore.trainer.plan import Plan, overlong
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
@@ -29,9 +30,9 @@ def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, floa
         out = _by_token(run, plan, batches, penalties, baselines)
     else:
         out = by_response(run, plan, batches, penalties)
-    run.progress.add(spread("critic/advantages", [(b.advantage, b.mask) for b in out]))
+    run.progress.add(spread("critic/advantages", [(made(b.advantage), b.mask) for b in out]))
     if out and out[0].returns is not None:
-        run.progress.add(spread("critic/returns", [(b.returns, b.mask) for b in out]))
+        run.progress.add(spread("critic/returns", [(made(b.returns), b.mask) for b in out]))
     return out
 
 
@@ -110,9 +111,9 @@ def _by_token(
     sums = torch.zeros(3, dtype=torch.float64)
     if run.ranks.leads_replica:
         for b in out:
-            sums += returns.whitening_sums(b.advantage, b.mask)
+            sums += returns.whitening_sums(made(b.advantage), b.mask)
     sums = torch.tensor(collective.reduce_floats(sums.tolist()), dtype=torch.float64)
-    return [b.with_(advantage=returns.whitened(b.advantage, b.mask, sums)) for b in out]
+    return [b.with_(advantage=returns.whitened(made(b.advantage), b.mask, sums)) for b in out]
 
 
 def explained(run: Run, batches: list[Batch]) -> float:
@@ -120,7 +121,7 @@ def explained(run: Run, batches: list[Batch]) -> float:
     sums = torch.zeros(5, dtype=torch.float64)
     if run.ranks.leads_replica:
         for b in batches:
-            sums += value.variance_sums(b.value_old, b.returns, b.mask)
+            sums += value.variance_sums(made(b.value_old), made(b.returns), b.mask)
     return value.explained_variance(collective.reduce_floats(sums.tolist()))
 
 
@@ -129,7 +130,8 @@ def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
     the turn of the adaptive controller. Collective."""
     cfg = run.cfg.algo
     coefficient = cfg.kl_reward_coef * run.kl.scale  # before this step's answer to it
-    found = [kl.estimate(cfg.kl_reward_type, b.logp_old, b.logp_ref) for b in batches]
+    kind = cfg.kl_reward_type
+    found = [kl.estimate(kind, made(b.logp_old), made(b.logp_ref)) for b in batches]
     means = torch.zeros(2, dtype=torch.float64)
     if run.ranks.leads_replica:
         for b, values in zip(batches, found, strict=True):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import cast
 
 import torch
 
@@ -121,11 +122,11 @@ class Objective:
         if cfg.rollout_rs:
             (rule,) = correction.thresholds(cfg)
             bounds = (rule.lower, rule.upper)
-        dual = cfg.clip_dual
+        clip = cast(fused.Clipped, cfg)
         spec = PolicySpec(
-            clip_low=cfg.clip_low,
-            clip_high=cfg.clip_high,
-            clip_dual=dual if math.isfinite(dual) else 0.0,
+            clip_low=clip.clip_low,
+            clip_high=clip.clip_high,
+            clip_dual=clip.clip_dual if math.isfinite(clip.clip_dual) else 0.0,
             is_threshold=cfg.rollout_is_threshold if weighed else None,
             is_mean=self._mean if weighed else 1.0,
             bounds=bounds,

@@ -4,6 +4,7 @@ engines after it. C: collective over the train ranks; W: over all ranks."""
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from rlcore.algos import correction, reduce
 from rlcore.config import rules
@@ -16,7 +17,7 @@ from rlcore.trainer.run import Run
 from rlcore.utils import collective
 
 
-def batches(run: Run, plan: Plan, samples: dict[str, Sample]) -> list[Batch]:
+def batches(run: Run, plan: Plan, samples: Mapping[str, Sample]) -> list[Batch]:
     """This data-parallel rank's batch of every update. ValueError where a sample holds what no
     loss can work with."""
     out = []
@@ -27,6 +28,12 @@ def batches(run: Run, plan: Plan, samples: dict[str, Sample]) -> list[Batch]:
         batch.check()
         out.append(batch)
     return out
+
+
+def made(value: Tensor | None) -> Tensor:
+    """Return a tensor of a batch that a phase before this one has made."""
+    assert value is not None, "an earlier phase makes it"
+    return value
 
 
 def normaliser(run: Run, plan: Plan, update: int) -> float:
@@ -75,7 +82,7 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
     if run.ranks.leads_replica:
         for b in batches:
             where = (b.mask, b.sequence_index, b.num_sequences)
-            weights = correction.weights(cfg, b.logp_old - b.logp_sampler, *where)
+            weights = correction.weights(cfg, made(b.logp_old) - made(b.logp_sampler), *where)
             sums += correction.normalisation_sums(cfg, weights, *where)
     total, count = collective.reduce_floats(sums.tolist())
     return total / count if total > 1e-8 * count else 1.0

@@ -10,6 +10,7 @@ the whole step. So nothing that needs all samples before the first gradient can 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rlcore.protocols import Part
 from rlcore.records import Group, RequestId, Sample
 from rlcore.tensors import Batch
 from rlcore.trainer import credit, learn, phases
@@ -25,7 +26,7 @@ from rlcore.trainer.sync_loop import (
 if TYPE_CHECKING:
     from rlcore.trainer.objective import Objective
 
-NEEDED = ("weights", "gradients")
+NEEDED: tuple[Part, ...] = ("weights", "gradients")
 """Parts of a learner that accumulate: the optimizer's come at the end."""
 
 
@@ -97,7 +98,7 @@ def one_step(run: Run) -> None:
                 learn.step_actor(run, todo, 0, objective)  # C
             else:
                 run.learner.discard()
-        parts = [(b.advantage, b.mask) for b in (*stream.batches, batch)]
+        parts = [(phases.made(b.advantage), b.mask) for b in (*stream.batches, batch)]
         run.progress.add(credit.spread("critic/advantages", parts))  # C
         learn.conclude(run, todo, objective, run.kl.scale)  # C
         phases.resize_engines(run)  # C

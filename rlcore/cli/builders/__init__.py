@@ -41,11 +41,13 @@ from rlcore.mcore.layout import replicas
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.records import Prompt
+from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.histospec import Library
 from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Heartbeat, Rollout
 from rlcore.rollout.rounds import Log, Rounds
+from rlcore.sched.source import EpochOrder
 from rlcore.trainer.device import Parts, SharedDevice
 from rlcore.trainer.progress import Data, Observers, Progress, Ranks
 from rlcore.trainer.resume import Checkpoints
@@ -108,7 +110,8 @@ def _run(
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     sampling = model.sampling_of(cfg, tokenizer)
     deadlines = rewards.make_deadlines(cfg)
-    scorer = rewards.make_scorer(cfg, world, deadlines) if world.samples else None
+    service = rewards.make_scorer(cfg, world, deadlines) if world.samples else None
+    scorer: RewardService | EnvScorer | None = service
     sampler = engine.make_engine(cfg, hf, world) if world.samples else None
     in_child = isinstance(sampler, ChildEngine)
     if cfg.select.env and sampler is not None:
@@ -116,7 +119,7 @@ def _run(
         sampler = engine.make_episodes(
             cfg, world, sampler, shown, tokenizer.decode, lambda group: agent.prompts[group]
         )
-        scorer = EnvScorer(sampler.outcomes, scorer)
+        scorer = EnvScorer(sampler.outcomes, service)
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, sampler):
         if part is not None:
@@ -164,6 +167,7 @@ def _run(
         collective.barrier()  # it is asleep on all its ranks when its first has said so
     flow = None
     if is_async:
+        assert data.source is None or isinstance(data.source, EpochOrder)
         flow = rollout.make_flow(cfg, world, hub, agent, data.source, sampling)
         on_close(flow.close)
     actor = critic = None

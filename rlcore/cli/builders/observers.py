@@ -116,5 +116,9 @@ def make_trace(
 
 def of_agent(world: World, trace: RunTrace | None) -> list[Callable[[AnyCommand | AnyEvent], None]]:
     """Return what is called with the commands and events of this rank's agent."""
-    found = [trace.see] if trace is not None else []
-    return [*found, world.gang.flight.see] if world.gang is not None else found
+    found: list[Callable[[AnyCommand | AnyEvent], None]] = []
+    if trace is not None:
+        found.append(trace.see)
+    if world.gang is not None:
+        found.append(world.gang.flight.see)
+    return found

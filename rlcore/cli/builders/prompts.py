@@ -51,8 +51,9 @@ def load_data(
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
     order = EpochSampler(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
     if eval_sets is None:
-        eval_sets = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
-        prompts.overlap(train, eval_sets)  # warns
+        held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
+        prompts.overlap(train, held_out)  # warns
+        eval_sets = [(name, found.rows) for name, found in held_out]
     source = make_source(cfg, order, train.__getitem__)
     return Data(order=order, source=source, eval_sets=eval_sets)
 

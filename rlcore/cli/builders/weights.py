@@ -8,6 +8,7 @@ from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.protocols import WeightChannel
 from rlcore.sync.channel import make_channel
+from rlcore.sync.colocated import Transport
 from rlcore.sync.peers import Peers
 from rlcore.utils.log import announce
 
@@ -20,7 +21,7 @@ def make_weight_channel(
 ) -> WeightChannel:
     """The way of the weights from the learner to this rank's engine, or to its shelf."""
     cuda = world.device.type == "cuda"
-    transport = "shm" if in_child else "bytes"
+    transport: Transport = "shm" if in_child else "bytes"
     if cfg.rollout.engine == "sglang" and cuda:
         transport = "cuda_ipc"
     if to_shelf:
