@@ -212,9 +212,11 @@ class _Finder(importlib.abc.MetaPathFinder):
             names["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: (
                 torch.set_rng_state(state)
             )
-        if (move := names.get("maybe_move_tensor_to_cpu")) is not None:
+        name = "maybe_move_tensor_to_cpu"
+        if name in names:
             # Megatron turns only CUDA tensors into the numpy split sizes that all-to-all wants.
-            names["maybe_move_tensor_to_cpu"] = lambda tensor, as_numpy=False, record_stream=False: (
+            move = names[name]
+            names[name] = lambda tensor, as_numpy=False, record_stream=False: (
                 tensor.numpy()
                 if as_numpy and torch.is_tensor(tensor)
                 else move(tensor, as_numpy, record_stream)
