@@ -104,8 +104,8 @@ class MegatronLearner:
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
             # Nothing reads memory before it writes it: filling it would only take time.
-            flags = torch.utils.deterministic
-            flags.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in stubs
+            fill = False  # of a flag that torch's stubs lack
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         with ExitStack() as undo:
             self.layout, self._groups = parallel.initialise(
                 train, where=self.device, seed=seed, timeout_s=timeout_s

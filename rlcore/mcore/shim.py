@@ -198,25 +198,23 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = run_and_fix
         return spec
 
-    def fix(self, module: types.ModuleType) -> None:
-        names = vars(module)
-        if names.get("torch") is torch:
-            names["torch"] = self.proxy
+    def fix(self, module: Any) -> None:
+        if getattr(module, "torch", None) is torch:
+            module.torch = self.proxy
         if module.__name__ == "megatron.core.jit":
             # torch.compile: there is no use for inductor on small CPU models.
-            names["jit_fuser"] = names["noop_decorator"]
+            module.jit_fuser = module.noop_decorator
         if module.__name__ == "megatron.core.tensor_parallel.random":
-            names["_get_cuda_rng_state"] = lambda device=None, clone=False, graph_safe=False: (
+            module._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
                 torch.get_rng_state()
             )
-            names["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: (
+            module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
                 torch.set_rng_state(state)
             )
-        name = "maybe_move_tensor_to_cpu"
-        if name in names:
+        if hasattr(module, "maybe_move_tensor_to_cpu"):
             # Megatron turns only CUDA tensors into the numpy split sizes that all-to-all wants.
-            move = names[name]
-            names[name] = lambda tensor, as_numpy=False, record_stream=False: (
+            move = module.maybe_move_tensor_to_cpu
+            module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
                 tensor.numpy()
                 if as_numpy and torch.is_tensor(tensor)
                 else move(tensor, as_numpy, record_stream)
