@@ -65,6 +65,19 @@ class CMakeBuild(build_ext):
         if self.editable_mode:
             (ROOT / "rlcore" / built.name).unlink(missing_ok=True)
 
+    def copy_to_source(self, library: Path) -> None:
+        """Copy a library that setuptools does not know into the checkout."""
+        fresh = ROOT / "rlcore" / f".{library.name}.new"
+        shutil.copy2(library, fresh)
+        fresh.replace(ROOT / "rlcore" / library.name)  # a running program keeps the old one
+
+    def copy_extensions_to_source(self) -> None:
+        """After `build_ext --inplace`: copy the libraries into the checkout."""
+        super().copy_extensions_to_source()
+        library = Path(self.build_lib) / "rlcore" / "_C_torch.so"
+        if library.is_file():
+            self.copy_to_source(library)
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         library = target.parent / "_C_torch.so"
@@ -115,10 +128,8 @@ class CMakeBuild(build_ext):
         if torch_folder():
             kernels = (build / "cuda.txt").read_text().strip()  # CMakeLists.txt: what took part
             parts.append(f"{library.name} ({kernels}{why_not})")
-            if self.editable_mode:  # setuptools copies the extensions it knows
-                fresh = ROOT / "rlcore" / f".{library.name}.new"
-                shutil.copy2(library, fresh)
-                fresh.replace(ROOT / "rlcore" / library.name)  # a running program keeps the old one
+            if self.editable_mode:
+                self.copy_to_source(library)
         else:
             self.remove_stale(library)
             parts.append(f"no {library.name}: no torch in the environment of the build")

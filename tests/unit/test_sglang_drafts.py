@@ -9,8 +9,8 @@ import torch
 from rlcore.rollout.histospec import history_of, prompt_key
 from rlcore.rollout.sglang_engine.drafts import Drafts
 from rlcore.rollout.sglang_engine.mask import chain_mask
+from rlcore.rollout.sglang_engine.names import PROMPT_KEY
 from rlcore.rollout.sglang_engine.page import Page
-from rlcore.rollout.sglang_engine.plugin import PROMPT_KEY
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 
 PROMPT = np.array([3, 4, 5], np.int32)

@@ -6,7 +6,7 @@ from sglang.srt.arg_groups.speculative_hook import _handle_ngram
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from rlcore.rollout.sglang_engine.plugin import ALGORITHM
+from rlcore.rollout.sglang_engine.names import ALGORITHM
 
 
 class Algorithm(CustomSpecAlgo):

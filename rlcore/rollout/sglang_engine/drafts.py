@@ -15,8 +15,8 @@ import numpy as np
 
 from rlcore.records import History
 from rlcore.rollout.histospec import Draft
+from rlcore.rollout.sglang_engine.names import PROMPT_KEY
 from rlcore.rollout.sglang_engine.page import Page
-from rlcore.rollout.sglang_engine.plugin import PROMPT_KEY
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30

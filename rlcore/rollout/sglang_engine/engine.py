@@ -43,8 +43,8 @@ from rlcore.records import (
 )
 from rlcore.rollout.histospec import Draft, prompt_key
 from rlcore.rollout.refusals import check_request, check_tags, gap
+from rlcore.rollout.sglang_engine.names import ALGORITHM, PROMPT_KEY, REMEMBER
 from rlcore.rollout.sglang_engine.page import Page
-from rlcore.rollout.sglang_engine.plugin import ALGORITHM, PROMPT_KEY, REMEMBER
 from rlcore.rollout.sglang_engine.server import Server, set_environment
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 from rlcore.rollout.torch_engine.sampler import GOLDEN

@@ -9,17 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-OWNER = "RLCORE_SGLANG"
-"""Environment: process id of the engine that the schedulers belong to."""
-DRAFTS = "RLCORE_SGLANG_DRAFTS"
-"""Environment: how it drafts, JSON; not set where it does not."""
-ALGORITHM = "HISTOSPEC"
-"""The drafts' name among SGLang's speculative algorithms."""
-REMEMBER = "rlcore_remember"
-"""Name of `worker.remember` among the methods of SGLang's scheduler."""
-PROMPT_KEY = "rlcore_prompt"
-"""In a request's `custom_params`: the name of its prompt's history."""
-_targets: list[str] = []
+from rlcore.rollout.sglang_engine import hooks
+from rlcore.rollout.sglang_engine.names import DRAFTS, OWNER, REMEMBER
 
 
 def install() -> None:
@@ -33,7 +24,7 @@ def install() -> None:
         algorithm.register()
     if int(owner) == os.getpid():
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
     from sglang.srt.utils import kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
@@ -67,8 +58,7 @@ def install() -> None:
             HookType.AFTER,
         ),
     ):
-        _targets.append(target)
-        HookRegistry.register(target, hook, kind)
+        hooks.register(target, hook, kind)
     if DRAFTS in os.environ:
         _draft()
 
@@ -76,7 +66,7 @@ def install() -> None:
 def _draft() -> None:
     """What drafts need beside the algorithm."""
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
     from sglang.srt.utils import is_cpu
 
     from rlcore.rollout.sglang_engine import worker
@@ -86,15 +76,7 @@ def _draft() -> None:
         from rlcore.rollout.sglang_engine import attention
 
         backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-        _targets.append(f"{backend}.forward_extend")
-        HookRegistry.register(_targets[-1], attention.extend, HookType.AROUND)
-
-
-def missing() -> list[str]:
-    """What SGLang did not let us replace: it logs that and goes on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    return [target for target in _targets if target not in HookRegistry._patched]
+        hooks.register(f"{backend}.forward_extend", attention.extend, HookType.AROUND)
 
 
 def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlcore.rollout.gone import EngineGoneError
-from rlcore.rollout.sglang_engine import cuda, plugin
+from rlcore.rollout.sglang_engine import cuda, names
 from rlcore.utils.errors import ConfigError
 
 T = TypeVar("T")
@@ -205,10 +205,10 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
             "at all; run bash tools/setup.sh --sglang"
         )
     env = os.environ
-    env[plugin.OWNER] = str(os.getpid())
-    env.pop(plugin.DRAFTS, None)
+    env[names.OWNER] = str(os.getpid())
+    env.pop(names.DRAFTS, None)
     if drafts is not None:
-        env[plugin.DRAFTS] = json.dumps(drafts)
+        env[names.DRAFTS] = json.dumps(drafts)
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"
     env["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # ours has room for its own checks

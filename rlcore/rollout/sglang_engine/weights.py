@@ -15,7 +15,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from rlcore.records import Bucket
 from rlcore.rollout.refusals import damage
-from rlcore.rollout.sglang_engine import plugin
+from rlcore.rollout.sglang_engine import hooks
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 
 LOAD_FORMAT = "rlcore"
@@ -39,7 +39,7 @@ def take(
     head, payload = named_tensors
     bucket = msgspec.msgpack.decode(head, type=Bucket)
     flat, problem = None, ""
-    if absent := plugin.missing():
+    if absent := hooks.missing():
         return False, f"SGLang did not take our {', '.join(absent)}; is it another version?"
     if problem := _fixed(updater):
         return False, problem

@@ -31,8 +31,8 @@ from rlcore.records import History
 from rlcore.rollout.sglang_engine import sampler
 from rlcore.rollout.sglang_engine.drafts import Drafts
 from rlcore.rollout.sglang_engine.mask import chain_mask
+from rlcore.rollout.sglang_engine.names import DRAFTS
 from rlcore.rollout.sglang_engine.page import Page
-from rlcore.rollout.sglang_engine.plugin import DRAFTS
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 from rlcore.utils.net import decode
 

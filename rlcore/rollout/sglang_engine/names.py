@@ -1,0 +1,12 @@
+"""Names that our side and SGLang's processes share."""
+
+OWNER = "RLCORE_SGLANG"
+"""Environment: process id of the engine that the schedulers belong to."""
+DRAFTS = "RLCORE_SGLANG_DRAFTS"
+"""Environment: how it drafts, JSON; not set where it does not."""
+ALGORITHM = "HISTOSPEC"
+"""The drafts' name among SGLang's speculative algorithms."""
+REMEMBER = "rlcore_remember"
+"""Name of `worker.remember` among the methods of SGLang's scheduler."""
+PROMPT_KEY = "rlcore_prompt"
+"""In a request's `custom_params`: the name of its prompt's history."""
