@@ -118,7 +118,7 @@ class MegatronLearner:
 
     def _build(self, model: ModelConfig, seed: int, keep_reference: bool) -> None:
         hf, train = self.hf, self._train
-        self.replicas = replicas(train, self.layout.world_size)
+        self.replicas: Sequence[Sequence[int]] = replicas(train, self.layout.world_size)
         chunks = build(hf, model, train, self.layout, self.device, self.head)
         self._config = chunks[0].config
         whole = self.head == "lm"

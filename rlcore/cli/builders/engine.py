@@ -3,7 +3,7 @@
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlcore.cli.builders.folder import run_folder
@@ -156,7 +156,7 @@ def make_episodes(
     world: World,
     engine: Engine,
     dialogue: Dialogue,
-    decode: Callable[[list[int]], str],
+    decode: Callable[[Sequence[int]], str],
     prompt_of: Callable[[GroupId], Prompt],
 ) -> EpisodeEngine:
     """The engine of a rank whose responses are episodes. With --debug.deterministic they take
