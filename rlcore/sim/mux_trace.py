@@ -156,7 +156,8 @@ def run_trace(
             touched = {id(g): g for g in cluster}
         for group in touched.values():
             count = _replan(group, going, now, events, count, moved, move_s, new=name)
-        peak = tuple(map(max, peak, cluster.nodes))  # type: ignore[assignment]
+        used = cluster.nodes
+        peak = max(peak[0], used[0]), max(peak[1], used[1])
         points.append((now, cluster.cost, len(going)))
     return Outcome(
         seconds=now - start,

@@ -327,6 +327,7 @@ def planner(count: int, seed: int, data: Path) -> Made:
                 row(
                     f"figure 6, {kind}, tp 2 / tp 1, {what}",
                     told[kind, 2] / told[kind, 1],
+                    # a row's values are objects: these are numbers
                     float(ours[cells[1]]) / float(ours[cells[0]]),  # type: ignore[arg-type]
                 )
             )
