@@ -218,6 +218,8 @@ class Scorer(Protocol):
 
     def learn(self, anchors: Mapping[str, float]) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class PhaseGate(Protocol):
     """Lets a phase run when its turn on the shared hardware has come."""

@@ -101,6 +101,9 @@ class NoScorer:
     def cancel(self, ids: Collection[RequestId]) -> None:
         """There is none."""
 
+    def close(self) -> None:
+        """Nothing was started."""
+
     def learn(self, anchors: Mapping[str, float]) -> None:
         if self._deadlines is not None:
             self._deadlines.learn(anchors)

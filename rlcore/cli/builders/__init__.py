@@ -9,45 +9,31 @@ observers   metrics, alarms, traces           sharing     nodes shared with othe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore import algos
 from rlcore.algos.kl import AdaptiveController
 from rlcore.cli.builders import (
     devices,
-    engine,
     folder,
     learner,
     model,
     observers,
     prompts,
-    rewards,
     rollout,
     sharing,
     sizes,
     weights,
 )
-from rlcore.cli.world import World, make_hub
-from rlcore.config import resolve, rules
+from rlcore.cli.builders.start import Start
+from rlcore.cli.world import World
 from rlcore.config.schema import Config
-from rlcore.envs.dialogue import Dialogue
-from rlcore.envs.scorer import EnvScorer
-from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.mcore.layout import replicas
-from rlcore.metrics.screen import Screen
-from rlcore.metrics.sinks import MetricsWriter
 from rlcore.records import Prompt
-from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.histospec import Library
-from rlcore.rollout.replica import Agent, NoScorer
-from rlcore.rollout.round import Heartbeat, Rollout
-from rlcore.rollout.rounds import Log, Rounds
 from rlcore.trainer.device import Parts, SharedDevice
-from rlcore.trainer.progress import Data, Observers, Progress, Ranks
+from rlcore.trainer.progress import Data, Observers, Progress
 from rlcore.trainer.resume import Checkpoints
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
@@ -94,159 +80,89 @@ def _run(
 ) -> Run:
     """Build a run. What takes long to start (engine, reward processes) starts first and gets ready
     while the learner is built; what may be wrong in the data is found before that."""
-    on_close, first = closing.callback, world.rank == 0
     cfg = prompts.with_tasks(cfg)
     if world.rollout_ranks:  # engine and learner do not share a device
         cfg = replace(cfg, train=replace(cfg.train, offload=False))
-    is_async = cfg.select.mode == "async"
-    home = folder.run_folder(cfg)
-
     world.phase("start: engine")
-    hf = model.model_config(cfg)
-    residency = devices.make_residency(cfg, hf, world)
-    engine_sizes = sizes.make_sizes(cfg, hf, world, gate.tail if gate is not None else None)
-    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
-    sampling = model.sampling_of(cfg, tokenizer)
-    deadlines = rewards.make_deadlines(cfg)
-    scorer = rewards.make_scorer(cfg, world, deadlines) if world.samples else None
-    sampler = engine.make_engine(cfg, hf, world) if world.samples else None
-    in_child = isinstance(sampler, ChildEngine)
-    if cfg.select.env and sampler is not None:
-        shown = Dialogue(tokenizer, is_chat=prompts.is_chat(cfg), num_tokens=hf.vocab_size)
-        sampler = engine.make_episodes(
-            cfg, world, sampler, shown, tokenizer.decode, lambda group: agent.prompts[group]
-        )
-        scorer = EnvScorer(sampler.outcomes, scorer)
-    hub = make_hub(world, cfg.cluster.interface)
-    for part in (hub, scorer, sampler):
-        if part is not None:
-            on_close(part.close)
-    trace = observers.make_trace(cfg, world, spans, progress, on_close)
-    agent = Agent(
-        hub,
-        sampler,
-        scorer or NoScorer(deadlines),
-        tokenizer.decode,
-        cfg.rollout.deadline_s,
-        cfg.cluster.timeout_s,
-        cfg.debug.reward_barrier,
-        is_endless=is_async,
-        observers=observers.of_agent(world, trace),
+    start = Start(
+        cfg=cfg,
+        world=world,
+        hf=model.model_config(cfg),
+        folder=folder.run_folder(cfg),
+        spans=spans,
+        progress=progress,
+        closing=closing,
     )
-    screen = Screen(cfg.run.steps, progress=cfg.log.progress) if first else None
-    if screen is not None:
-        on_close(screen.close)
-    only_sample = range(world.train_ranks, world.size)
-    library = rounds = None
-    if first and cfg.rollout.draft in rules.FROM_HISTORY:
-        library = Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
-    if first:
-        replay = Log(Path(cfg.debug.replay)) if cfg.debug.replay and not is_async else None
-        rounds = Rounds(home, seed=cfg.run.seed, step=lambda: progress.step, replay=replay)
-        on_close(rounds.close)
-    rounds_of_sampling = Rollout(
-        hub,
-        agent,
-        engine_sizes.make_controller,
-        cfg.cluster.timeout_s,
-        on_progress=screen.advance if screen is not None else None,
-        samplers=only_sample,
-        rounds=rounds,
-        library=library,
-    )
-    spans.listen(observers.watch(cfg, world, screen, Heartbeat(hub, only_sample), on_close))
-    data = prompts.load_data(model.with_room(cfg, hf), tokenizer, eval_sets) if first else Data()
+    memory = devices.make_residency(cfg, start.hf, world)
+    tail = gate.tail if gate is not None else None
+    engine_sizes = sizes.make_sizes(cfg, start.hf, world, tail)
+    side = rollout.make_side(start, engine_sizes)
+    data = Data()
+    if start.is_first:
+        data = prompts.load_data(model.with_room(cfg, start.hf), side.tokenizer, eval_sets)
 
     world.phase("start: learner")
     if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
-        assert sampler is not None
-        sampler.sleep(["weights", "kv_cache"])
+        assert side.engine is not None
+        side.engine.sleep(["weights", "kv_cache"])
         collective.barrier()  # it is asleep on all its ranks when its first has said so
-    flow = None
-    if is_async:
-        flow = rollout.make_flow(cfg, world, hub, agent, data.source, sampling)
-        on_close(flow.close)
-    actor = critic = None
-    if world.trains:
-        actor = learner.make_learner(cfg, hf, world)
-        on_close(actor.close)
-        if learner.wants(cfg) == "gae":
-            critic = learner.make_critic(cfg, hf, world)
-            on_close(critic.close)
-    ranks = Ranks(
-        rank=world.rank,
-        size=world.size,
-        replicas=replicas(cfg.train, world.train_ranks),
-        dp_rank=actor.layout.dp_rank if actor is not None else -1,
-        everyone=world.everyone,
-    )
+    flow = rollout.make_flow(start, side, data.source) if cfg.select.mode == "async" else None
+    models = learner.make_models(start)
+    ranks = models.ranks(world)
     parts = Parts(
         ranks=ranks,
-        engine=sampler,
-        learner=actor,
-        critic=critic,
+        engine=side.engine,
+        learner=models.learner,
+        critic=models.critic,
         channel=weights.make_weight_channel(
-            cfg, world, in_child=in_child, to_shelf=gate is not None
+            cfg, world, in_child=side.in_child, to_shelf=gate is not None
         ),
-        restart_engine=agent.restart_engine,
+        restart_engine=side.agent.restart_engine,
         sizes=engine_sizes,
-        memory=residency,
+        memory=memory,
         progress=progress,
         spans=spans,
         timeout_s=cfg.cluster.timeout_s,
     )
-    device = devices.make_device(cfg, parts, world, gate, on_close)
+    device = devices.make_device(cfg, parts, world, gate, start.on_close)
     on_step = sharing.on_step(cfg, world, gate)
-    if world.gang is not None:
-        world.gang.flight.watch_step(lambda: progress.step)
 
     world.phase("start: checkpoint")
     kl = AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon)
     checkpoints = Checkpoints(
         cfg=cfg,
-        folder=home,
+        folder=start.folder,
         ranks=ranks,
-        learner=actor,
-        critic=critic,
+        learner=models.learner,
+        critic=models.critic,
         kl=kl,
         data=data,
         flow=flow,
-        library=library,
-        deadlines=deadlines,
+        library=side.rollout.library,
+        deadlines=side.deadlines,
         sizes=engine_sizes.policy,
     )
     checkpoint = checkpoints.choose()
     if checkpoint is not None:
         checkpoints.load(checkpoint, progress)
     seen = Observers()
-    if first:
-        if checkpoint is not None and checkpoint.is_relative_to(home):
-            folder.tell_changes(cfg, home / "config.json")
-        balance = observers.make_balance(cfg, hf, world) if is_async else None
-        resolve.save(cfg, home / "config.json")
-        writer = MetricsWriter(
-            home,
-            cfg.log.tensorboard,
-            next_step=progress.step + 1 if progress.step else 0,
-            sinks=observers.make_sinks(cfg),
-        )
-        on_close(writer.close)
-        seen = Observers(
-            writer=writer, screen=screen, balance=balance, on_step=on_step, pieces=tokenizer.pieces
-        )
+    if start.is_first:
+        goes_on = checkpoint is not None and checkpoint.is_relative_to(start.folder)
+        folder.save_settings(cfg, start.folder, goes_on=goes_on)
+        seen = observers.make_observers(start, side.screen, side.tokenizer.pieces, on_step)
     world.phase("")
-    stop_requested, on_done = _signals(cfg, world)
+    stop_requested, on_done = observers.signals(start)
     return Run(
         cfg=cfg,
-        hf=hf,
-        folder=home,
+        hf=start.hf,
+        folder=start.folder,
         ranks=ranks,
         algo=algos.module(cfg.select.algo),
         kl=kl,
         device=device,
-        rollout=rounds_of_sampling,
+        rollout=side.rollout,
         flow=flow,
-        sampling=sampling,
+        sampling=side.sampling,
         data=data,
         progress=progress,
         spans=spans,
@@ -256,12 +172,3 @@ def _run(
         on_done=on_done,
         close=closing.close,
     )
-
-
-def _signals(cfg: Config, world: World) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Return whether this rank got a SIGTERM, and what to call when nothing is left to do."""
-    gang = world.gang
-    if gang is None:
-        return (lambda: False), (lambda: None)
-    gang.allow_grace(cfg.checkpoint.grace_s)
-    return (lambda: gang.ends), gang.done

@@ -4,7 +4,7 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.builders.model import max_model_tokens
@@ -23,10 +23,6 @@ from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import free_port
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
-
 
 TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
 SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlcore.cli.world import World
 from rlcore.config import resolve, rules
@@ -10,9 +9,6 @@ from rlcore.config.schema import Config
 from rlcore.trainer import resume
 from rlcore.utils import collective, lock, log
 from rlcore.utils.errors import ConfigError
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
 
 
 def run_folder(cfg: Config) -> Path:
@@ -71,3 +67,10 @@ def tell_changes(cfg: Config, file: Path) -> None:
     ]
     if changes:
         log.log.warning("the resumed run had other settings: %s", ", ".join(changes))
+
+
+def save_settings(cfg: Config, folder: Path, *, goes_on: bool) -> None:
+    """Write `config.json`. If the run `goes_on` from its own checkpoint, warn of other settings."""
+    if goes_on:
+        tell_changes(cfg, folder / "config.json")
+    resolve.save(cfg, folder / "config.json")

@@ -1,15 +1,19 @@
 """Learner and critic of a rank that trains."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlcore import algos
+from rlcore.cli.builders.start import Start
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
+from rlcore.mcore.layout import replicas
+from rlcore.trainer.progress import Ranks
 
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
+if TYPE_CHECKING:
+    from rlcore.mcore.learner import MegatronLearner
 
 
 def wants(cfg: Config) -> str:
@@ -24,7 +28,7 @@ def total_updates(cfg: Config, alone: int = 0) -> int:
     return rounds * cfg.train.epochs * (samples // (cfg.train.samples_per_update or samples))
 
 
-def make_learner(cfg: Config, hf: HFConfig, world: World):
+def make_learner(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
     """The Megatron learner. Imported here: Megatron takes seconds that --help should not pay."""
     from rlcore.mcore.learner import MegatronLearner
 
@@ -41,7 +45,7 @@ def make_learner(cfg: Config, hf: HFConfig, world: World):
     )
 
 
-def make_critic(cfg: Config, hf: HFConfig, world: World):
+def make_critic(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
     """The value model, laid out as the learner is."""
     from rlcore.mcore.learner import MegatronLearner
 
@@ -65,3 +69,36 @@ def make_critic(cfg: Config, hf: HFConfig, world: World):
         head="value",
         timeout_s=cfg.cluster.timeout_s,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """The models in training on one rank; none on a rank that only samples."""
+
+    learner: "MegatronLearner | None" = None
+    critic: "MegatronLearner | None" = None
+    replicas: Sequence[Sequence[int]]
+
+    def ranks(self, world: World) -> Ranks:
+        """Return this rank's place among the others."""
+        return Ranks(
+            rank=world.rank,
+            size=world.size,
+            replicas=self.replicas,
+            dp_rank=self.learner.layout.dp_rank if self.learner is not None else -1,
+            everyone=world.everyone,
+        )
+
+
+def make_models(start: Start) -> Models:
+    """Build the learner, and the critic if the advantages need one."""
+    cfg, world = start.cfg, start.world
+    layout = replicas(cfg.train, world.train_ranks)
+    if not world.trains:
+        return Models(replicas=layout)
+    learner, critic = make_learner(cfg, start.hf, world), None
+    start.on_close(learner.close)
+    if wants(cfg) == "gae":
+        critic = make_critic(cfg, start.hf, world)
+        start.on_close(critic.close)
+    return Models(learner=learner, critic=critic, replicas=layout)

@@ -1,7 +1,6 @@
 """Architecture, tokenizer settings and lengths of the model in training."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
@@ -9,9 +8,6 @@ from rlcore.hf.tokenizer import Tokenizer
 from rlcore.records import Sampling
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
 
 
 def model_config(cfg: Config) -> HFConfig:

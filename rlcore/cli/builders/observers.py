@@ -3,30 +3,26 @@
 import logging
 import os
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from rlcore.cli import splits
 from rlcore.cli.builders.devices import ranks_per_node
 from rlcore.cli.builders.folder import run_folder
+from rlcore.cli.builders.start import Start
 from rlcore.cli.world import World
 from rlcore.config import resolve
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.metrics.screen import Screen
-from rlcore.metrics.sinks import Prometheus, Sink, Wandb
+from rlcore.metrics.sinks import MetricsWriter, Prometheus, Sink, Wandb
 from rlcore.metrics.trace import RunTrace
 from rlcore.records import AnyCommand, AnyEvent
 from rlcore.rollout.round import Heartbeat
 from rlcore.sched.balance import Balance
-from rlcore.trainer.progress import Progress
+from rlcore.trainer.progress import Observers
 from rlcore.utils import collective, log
 from rlcore.utils.deadline import Watchdog
 from rlcore.utils.log import announce
-from rlcore.utils.spans import Spans
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
 
 
 def make_sinks(cfg: Config) -> list[Sink]:
@@ -40,18 +36,13 @@ def make_sinks(cfg: Config) -> list[Sink]:
     return sinks
 
 
-def watch(
-    cfg: Config,
-    world: World,
-    screen: Screen | None,
-    heartbeat: Heartbeat,
-    on_close: Callable[[Callable[[], None]], object],
-) -> Callable[[str], None]:
+def watch(start: Start, screen: Screen | None, heartbeat: Heartbeat) -> Callable[[str], None]:
     """Listener of the phases: the screen shows them, the flight record has them, ranks that only
     sample hear that rank 0 goes on, and a watchdog raises the alarm where this rank stands still.
     Under gloo the rank then ends, since Megatron's gradient reduction waits there without a
     deadline; NCCL ends its waits itself. Rounds of sampling, and waits for rank 0, have a verdict
     of their own."""
+    cfg, world = start.cfg, start.world
     ends, gang = world.size > 1 and world.device.type == "cpu", world.gang
 
     def alarm(verdict: str) -> None:
@@ -65,11 +56,11 @@ def watch(
 
     dog = Watchdog(
         cfg.cluster.timeout_s,
-        run_folder(cfg) / "logs" / f"stacks{world.rank}.txt",
+        start.folder / "logs" / f"stacks{world.rank}.txt",
         describe=lambda: f"the {world.size - 1} other ranks, seen from rank {world.rank}",
         on_overrun=alarm,
     )
-    on_close(dog.close)
+    start.on_close(dog.close)
 
     def listen(phase: str) -> None:
         dog.beat("" if phase in ("gen", "eval", "wait") else phase)
@@ -96,25 +87,49 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
     return plan
 
 
-def make_trace(
-    cfg: Config,
-    world: World,
-    spans: Spans,
-    progress: Progress,
-    on_close: Callable[[Callable[[], None]], object],
-) -> RunTrace | None:
-    """Return the trace that this rank writes, with the phases of `spans`; None without --log.trace.
-    Collective."""
-    if not cfg.log.trace:
-        return None
-    behind = collective.clock_offset(group=world.everyone)
-    trace = RunTrace(run_folder(cfg), world.rank, socket.gethostname(), behind, cfg.log.trace)
-    on_close(trace.close)
-    spans.listen_to_ends(lambda name, start, end: trace.phase(name, start, end, progress.step))
-    return trace
+def of_agent(start: Start) -> list[Callable[[AnyCommand | AnyEvent], None]]:
+    """Return what is called with the commands and events of this rank's agent: the trace, with
+    --log.trace, and the flight record. Collective."""
+    found: list[Callable[[AnyCommand | AnyEvent], None]] = []
+    cfg, world, progress = start.cfg, start.world, start.progress
+    if cfg.log.trace:
+        behind = collective.clock_offset(group=world.everyone)
+        trace = RunTrace(start.folder, world.rank, socket.gethostname(), behind, cfg.log.trace)
+        start.on_close(trace.close)
+        start.spans.listen_to_ends(
+            lambda name, begin, end: trace.phase(name, begin, end, progress.step)
+        )
+        found.append(trace.see)
+    if world.gang is not None:
+        found.append(world.gang.flight.see)
+    return found
 
 
-def of_agent(world: World, trace: RunTrace | None) -> list[Callable[[AnyCommand | AnyEvent], None]]:
-    """Return what is called with the commands and events of this rank's agent."""
-    found = [trace.see] if trace is not None else []
-    return [*found, world.gang.flight.see] if world.gang is not None else found
+def make_observers(
+    start: Start,
+    screen: Screen | None,
+    pieces: Callable[[Sequence[int]], list[str]],
+    on_step: Sequence[Callable[[dict[str, float]], None]],
+) -> Observers:
+    """Return where the metrics go, on rank 0. After the checkpoint is loaded: the files are cut
+    back to its step."""
+    cfg, step = start.cfg, start.progress.step
+    balance = make_balance(cfg, start.hf, start.world) if cfg.select.mode == "async" else None
+    writer = MetricsWriter(
+        start.folder,
+        cfg.log.tensorboard,
+        next_step=step + 1 if step else 0,
+        sinks=make_sinks(cfg),
+    )
+    start.on_close(writer.close)
+    return Observers(writer=writer, screen=screen, balance=balance, on_step=on_step, pieces=pieces)
+
+
+def signals(start: Start) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """Return whether this rank got a SIGTERM, and what to call when nothing is left to do."""
+    gang, progress = start.world.gang, start.progress
+    if gang is None:
+        return (lambda: False), (lambda: None)
+    gang.flight.watch_step(lambda: progress.step)
+    gang.allow_grace(start.cfg.checkpoint.grace_s)
+    return (lambda: gang.ends), gang.done

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rlcore.cli.builders.learner import wants
 from rlcore.config import rules
@@ -16,9 +15,6 @@ from rlcore.sched.tail_batching import TailBatching
 from rlcore.trainer.progress import Data
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
 
 
 def with_tasks(cfg: Config) -> Config:

@@ -1,7 +1,6 @@
 """Rewards of a rank, and the judges that share its accelerator."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.world import World
@@ -13,9 +12,6 @@ from rlcore.rewards.judge.residency import footprint
 from rlcore.rewards.service import RewardService
 from rlcore.sched.reward import AdaptiveTimeout
 from rlcore.trainer import memory
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
 
 
 def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:

@@ -1,44 +1,171 @@
-"""Sampling side of a rank."""
+"""Sampling side of a rank: engine, rewards, agent, rounds; asynchronous sampling."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlcore.cli.builders.folder import run_folder
+from rlcore.cli.builders.engine import make_engine, make_episodes
+from rlcore.cli.builders.model import sampling_of
+from rlcore.cli.builders.observers import of_agent, watch
+from rlcore.cli.builders.prompts import is_chat
+from rlcore.cli.builders.rewards import make_deadlines, make_scorer
 from rlcore.cli.builders.sizes import make_pipe, make_place
-from rlcore.cli.world import World
+from rlcore.cli.builders.start import Start
+from rlcore.cli.world import make_hub
+from rlcore.config import rules
 from rlcore.config.schema import Config
+from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.scorer import EnvScorer
+from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
+from rlcore.metrics.screen import Screen
+from rlcore.protocols import Engine, Scorer
 from rlcore.records import Sampling
+from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.flow import Flow
+from rlcore.rollout.histospec import Library
 from rlcore.rollout.replay import EventLog, Recorder, controller_of
-from rlcore.rollout.replica import Agent
+from rlcore.rollout.replica import Agent, NoScorer
+from rlcore.rollout.round import Heartbeat, Rollout
+from rlcore.rollout.rounds import Log, Rounds
 from rlcore.rollout.transport import Hub
+from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.roles import Source
 from rlcore.sched.source import EpochOrder
 from rlcore.sched.staleness import SampleBuffer
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
+from rlcore.trainer.sizes import EngineSizes
 
 
-def make_flow(
-    cfg: Config,
-    world: World,
-    hub: Hub,
-    agent: Agent,
-    source: EpochOrder | None,
-    sampling: Sampling,
-) -> Flow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSide:
+    """What samples and scores on one rank."""
+
+    tokenizer: Tokenizer
+    sampling: Sampling
+    engine: Engine | None
+    """None on a rank that only trains."""
+    in_child: bool
+    """The engine is in a process of its own."""
+    hub: Hub
+    agent: Agent
+    rollout: Rollout
+    deadlines: AdaptiveTimeout | None
+    """Deadlines of rewards, where they adapt to prompts."""
+    screen: Screen | None
+    """On rank 0."""
+
+
+def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
+    """Start engine and rewards of a rank, and connect it with the other ranks."""
+    cfg, world = start.cfg, start.world
+    folder = cfg.model.tokenizer or cfg.model.path
+    tokenizer = load_tokenizer(folder, eos_ids=start.hf.eos_ids)
+    sampling, deadlines = sampling_of(cfg, tokenizer), make_deadlines(cfg)
+    scorer: Scorer = NoScorer(deadlines)
+    engine: Engine | None = None
+    in_child = False
+    if world.samples:
+        scorer, engine, in_child = _make_sampler(start, tokenizer, deadlines, lambda: agent)
+    hub = make_hub(world, cfg.cluster.interface)
+    for part in (hub, scorer, engine):
+        if part is not None:
+            start.on_close(part.close)
+    agent = Agent(
+        hub,
+        engine,
+        scorer,
+        tokenizer.decode,
+        cfg.rollout.deadline_s,
+        cfg.cluster.timeout_s,
+        cfg.debug.reward_barrier,
+        is_endless=cfg.select.mode == "async",
+        observers=of_agent(start),
+    )
+    screen = Screen(cfg.run.steps, progress=cfg.log.progress) if start.is_first else None
+    if screen is not None:
+        start.on_close(screen.close)
+    only_sample = range(world.train_ranks, world.size)
+    rollout = Rollout(
+        hub,
+        agent,
+        sizes.make_controller,
+        cfg.cluster.timeout_s,
+        on_progress=screen.advance if screen is not None else None,
+        samplers=only_sample,
+        rounds=_make_rounds(start) if start.is_first else None,
+        library=_make_library(cfg) if start.is_first else None,
+    )
+    start.spans.listen(watch(start, screen, Heartbeat(hub, only_sample)))
+    return SamplingSide(
+        tokenizer=tokenizer,
+        sampling=sampling,
+        engine=engine,
+        in_child=in_child,
+        hub=hub,
+        agent=agent,
+        rollout=rollout,
+        deadlines=deadlines,
+        screen=screen,
+    )
+
+
+def _make_sampler(
+    start: Start,
+    tokenizer: Tokenizer,
+    deadlines: AdaptiveTimeout | None,
+    agent: Callable[[], Agent],
+) -> tuple[Scorer, Engine, bool]:
+    """Return rewards and engine of a rank that samples, and whether the engine is in a process of
+    its own. `agent`: knows the prompts of a round, once there is one."""
+    cfg, world = start.cfg, start.world
+    rewards = make_scorer(cfg, world, deadlines)
+    engine = make_engine(cfg, start.hf, world)
+    in_child = isinstance(engine, ChildEngine)
+    if not cfg.select.env:
+        assert rewards is not None
+        return rewards, engine, in_child
+    shown = Dialogue(tokenizer, is_chat=is_chat(cfg), num_tokens=start.hf.vocab_size)
+    episodes = make_episodes(
+        cfg, world, engine, shown, tokenizer.decode, lambda group: agent().prompts[group]
+    )
+    return EnvScorer(episodes.outcomes, rewards), episodes, in_child
+
+
+def _make_rounds(start: Start) -> Rounds:
+    """Return the log of rounds, and what replays one."""
+    debug, replay = start.cfg.debug, None
+    if debug.replay and start.cfg.select.mode != "async":
+        replay = Log(Path(debug.replay))
+    progress = start.progress
+    rounds = Rounds(
+        start.folder, seed=start.cfg.run.seed, step=lambda: progress.step, replay=replay
+    )
+    start.on_close(rounds.close)
+    return rounds
+
+
+def _make_library(cfg: Config) -> Library | None:
+    """Return the store of earlier responses, if engines draft from them."""
+    if cfg.rollout.draft not in rules.FROM_HISTORY:
+        return None
+    return Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
+
+
+def make_flow(start: Start, side: SamplingSide, source: Source | None) -> Flow:
     """Return this rank's part of `--mode async`. `source`: on rank 0, which has the controller."""
+    cfg, world, sampling = start.cfg, start.world, side.sampling
     controller, log_ = None, None
     samplers = range(world.train_ranks, world.size)
     if cfg.debug.replay and world.trains:
         log_ = EventLog(Path(cfg.debug.replay), cfg.run.seed)
     if source is not None:
+        assert isinstance(source, EpochOrder), "no other source issues prompt by prompt"
+        order = source
         tp, leaders = cfg.rollout.tp, samplers[:: cfg.rollout.tp]
         controller = controller_of(log_)(
             buffer=SampleBuffer(
                 cfg.data.prompts_per_step, cfg.async_.alpha, cfg.async_.extra_prompts
             ),
-            issue=lambda count: source.issue(count, sampling),
+            issue=lambda count: order.issue(count, sampling),
             trainers=range(world.train_ranks),
             samplers=samplers,
             ranks=leaders,
@@ -47,13 +174,15 @@ def make_flow(
             deadline_s=cfg.rollout.deadline_s,
             dynamic=cfg.async_.dynamic,
         )
-    record = Recorder(run_folder(cfg), cfg.run.seed) if cfg.debug.record and world.trains else None
-    return Flow(
-        hub,
-        agent,
+    record = Recorder(start.folder, cfg.run.seed) if cfg.debug.record and world.trains else None
+    flow = Flow(
+        side.hub,
+        side.agent,
         controller,
         samplers=samplers,
         deadline_s=cfg.rollout.deadline_s,
         record=record,
         replay=log_,
     )
+    start.on_close(flow.close)
+    return flow

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rlcore.cli.builders.devices import memory_plan, ranks_per_node
 from rlcore.cli.builders.model import max_model_tokens
@@ -23,9 +22,6 @@ from rlcore.trainer import memory
 from rlcore.trainer.sizes import EngineSizes, Sized
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
 
 
 def engine_ranks(cfg: Config, rank: int) -> range:

@@ -1,7 +1,6 @@
 """Way of the weights from learner to engine."""
 
 import os
-from typing import TYPE_CHECKING
 
 from rlcore.cli.world import World
 from rlcore.config import rules
@@ -10,9 +9,6 @@ from rlcore.protocols import WeightChannel
 from rlcore.sync.channel import make_channel
 from rlcore.sync.peers import Peers
 from rlcore.utils.log import announce
-
-if TYPE_CHECKING:  # Redis is for those that share their nodes
-    pass
 
 
 def make_weight_channel(
