@@ -55,7 +55,7 @@ class Engine(Protocol):
     def begin_load(self, version: int) -> None:
         """New weights are coming. Until `end_load` succeeds the engine refuses to decode."""
 
-    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         """One piece of the weights, one payload per tensor-parallel rank of the engine."""
 
     def end_load(self) -> None:
@@ -206,9 +206,12 @@ class Reward(Protocol):
 class Scorer(Protocol):
     """What an agent needs of the reward service of its rank; no call blocks."""
 
-    num_pending: int
-    room: int
-    """Samples that `submit` takes now."""
+    @property
+    def num_pending(self) -> int: ...
+
+    @property
+    def room(self) -> int:
+        """Samples that `submit` takes now."""
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None: ...
 

@@ -7,7 +7,7 @@ of a response, and it travels once, from the replica that made it to the rank th
 Letters in shapes: P prompt tokens, R response tokens.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, dataclass_transform
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -91,6 +91,7 @@ def response_of(request: RequestId) -> int:
     return int(request.rpartition(".")[2])
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Record(Struct, frozen=True, eq=False, kw_only=True):
     """Base of all records: immutable, compared by identity (they may hold arrays)."""
 
@@ -237,6 +238,7 @@ class History(Record):
 # ---- events: replicas and rewards to the controller
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Event(Struct, frozen=True, eq=False, kw_only=True, tag=True):
     """Something that happened at a replica. `time` is the sender's clock in seconds."""
 
@@ -405,6 +407,7 @@ AnyEvent = (
 # ---- commands: controller to the ranks
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Command(Struct, frozen=True, eq=False, kw_only=True, tag=True):
     """An order to one rank."""
 

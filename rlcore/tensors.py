@@ -91,14 +91,17 @@ class Batch:
             index = torch.cat([torch.arange(starts[r], starts[r] + lengths[r]) for r in rows])
         else:
             index = torch.zeros(0, dtype=torch.int64)
-        changes = {}
+        changes: dict[str, Tensor] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor) and f.name != "cu_seqlens":
                 changes[f.name] = value[index.to(value.device)]
-        changes["cu_seqlens"] = cumulative([lengths[r] for r in rows])
-        changes["ids"] = tuple(self.ids[r] for r in rows) if self.ids else ()
-        return replace(self, **changes)
+        return replace(
+            self,
+            cu_seqlens=cumulative([lengths[r] for r in rows]),
+            ids=tuple(self.ids[r] for r in rows) if self.ids else (),
+            **changes,
+        )
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:

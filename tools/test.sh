@@ -57,6 +57,9 @@ check() { # tool and its arguments
 }
 
 if (($# == 0)); then
+  mkdir -p build
+  python -m mypy >build/mypy.log 2>&1 & # beside the tests: half a minute without its cache
+  typing=$!
   if ((SERVICES)); then # mostly a wait for the registry
     python tools/lock_cuda.py >build/locks.log 2>&1 &
     locking=$!
@@ -77,6 +80,10 @@ export OMP_NUM_THREADS=1
 # A file stays on one worker: its fixtures are made once. tests/conftest.py says which goes first.
 check python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$MARKS" "$@"
 
+if [[ -n ${typing:-} ]]; then
+  wait "$typing" || failed+=('mypy')
+  cat build/mypy.log
+fi
 if [[ -n ${locking:-} ]]; then
   wait "$locking" || failed+=('tools/lock_cuda.py')
   cat build/locks.log

@@ -78,7 +78,8 @@ TASKS: dict[str, Task] = {
 class PromptSet(Protocol):
     """Rows by number; one with `is_finite` False goes on for ever and has no length."""
 
-    is_finite: bool
+    @property
+    def is_finite(self) -> bool: ...
 
     def __len__(self) -> int: ...
 

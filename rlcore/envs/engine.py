@@ -18,7 +18,7 @@ nothing: it begins anew elsewhere, as its environment cannot move.
 import asyncio
 import itertools
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +154,7 @@ class EpisodeEngine:
         self._changed = threading.Condition()
         self._asked: deque[tuple[_Episode, Request]] = deque()
         self._ended: deque[tuple[_Episode, Sample, Outcome]] = deque()
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(int)
         self._failure = ""
         # the loop's
         self._waiting: dict[_Episode, asyncio.Future[Sample]] = {}
@@ -217,11 +217,11 @@ class EpisodeEngine:
         out += self._aborted() + self._finished()
         with self._changed:
             failure = self._failure
-            counts, self._counts = self._counts, Counter()
+            counts, self._counts = self._counts, defaultdict(int)
         if failure:
             raise RuntimeError(failure)
         if counts:
-            out.append(Stats(running=len(self._episodes), **counts))
+            out.append(structs.replace(Stats(running=len(self._episodes)), **counts))
         return out
 
     # ---- the caller's thread
@@ -476,7 +476,7 @@ class EpisodeEngine:
     def begin_load(self, version: int) -> None:
         self._inner.begin_load(version)
 
-    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         self._inner.load_bucket(bucket, payloads)
 
     def end_load(self) -> None:

@@ -58,7 +58,7 @@ class Step(NamedTuple):
     seconds: float
 
 
-def checked(seen: Any, reward: Any, info: Any) -> tuple[Seen, float, dict[str, float]]:
+def checked(seen: Any, reward: Any, info: Any) -> tuple[str | list[int], float, dict[str, float]]:
     """Observation, reward and the numbers of an info. TypeError or ValueError in one sentence for
     what is none."""
     if not isinstance(seen, str):

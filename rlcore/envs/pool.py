@@ -57,10 +57,11 @@ class LoopSelector:
         """As a selector's."""
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
+        whose, stream = data
         if events & selectors.EVENT_READ:
-            self._loop.add_reader(fd, self._ready, *data, selectors.EVENT_READ)
+            self._loop.add_reader(fd, self._ready, whose, stream, selectors.EVENT_READ)
         if events & selectors.EVENT_WRITE:
-            self._loop.add_writer(fd, self._ready, *data, selectors.EVENT_WRITE)
+            self._loop.add_writer(fd, self._ready, whose, stream, selectors.EVENT_WRITE)
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
         """As a selector's."""

@@ -173,8 +173,10 @@ def calculate(text: str) -> float:
 
 
 def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return float(node.value)
+    if isinstance(node, ast.Constant):
+        value = node.value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:

@@ -112,7 +112,7 @@ def detail(run_dir: Path, out: Path | None = None) -> Path:
         ax.set(title=panel.title, ylabel=panel.unit, xlabel="step")
         for i, (label, name) in enumerate(panel.lines.items()):
             _line(ax, rows, name, COLORS[i], label, average=panel.average)
-        if panel.log and all((line.get_ydata() > 0).all() for line in ax.lines):
+        if panel.log and all((np.asarray(line.get_ydata()) > 0).all() for line in ax.lines):
             ax.set_yscale("log")
     return _save(figure, axes, out or run_dir / "detail.png")
 
@@ -171,13 +171,14 @@ def _lengths_by_step(run_dir: Path) -> Lengths:
 def _figure(title: str, panels: int = 4) -> tuple[Any, list["Axes"]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns = min(panels, 2 if panels <= 4 else 3)
     height = math.ceil(panels / columns)
-    figure = Figure(figsize=(6 * columns, 4 * height), dpi=100, layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(6 * columns, 4 * height), dpi=100, layout=layout)
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     axes = list(figure.subplots(height, columns, squeeze=False).flat)
     for ax in axes[panels:]:
         ax.remove()
@@ -190,7 +191,8 @@ def _save(figure: Any, axes: Sequence["Axes"], out: Path) -> Path:
         ax.spines[["top", "right"]].set_visible(False)
         ax.margins(x=0.02)
         if ax.get_xlabel() == "step":
-            ax.xaxis.get_major_locator().set_params(integer=True)
+            locator = ax.xaxis.get_major_locator()
+            locator.set_params(integer=True)  # type: ignore[call-arg]  # a linear axis has MaxNLocator
         if ax.get_legend() is None and ax.get_legend_handles_labels()[1]:
             ax.legend(fontsize=9, framealpha=0.8, edgecolor="none")
         if not ax.has_data():
@@ -313,7 +315,7 @@ def _histogram(ax: "Axes", lengths: Lengths) -> None:
     for color, (label, values) in zip(COLORS, parts.items(), strict=False):
         share = np.full(len(values), 1 / len(values))
         label = f"{label}: mean {values.mean():.0f}"
-        ax.hist(values, edges, weights=share, color=color, alpha=0.45, label=label)
+        ax.hist(values, edges.tolist(), weights=share, color=color, alpha=0.45, label=label)
 
 
 def _tails(ax: "Axes", parts: Mapping[str, np.ndarray]) -> None:

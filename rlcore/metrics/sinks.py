@@ -225,7 +225,8 @@ class Prometheus:
     def __init__(self, host: str, port: int, run: str):
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self._run, self._values, self._changed = run, {}, threading.Lock()
+        self._run, self._changed = run, threading.Lock()
+        self._values: dict[str, tuple[str, float]] = {}
         registry = CollectorRegistry()
         registry.register(self)
         try:

@@ -174,8 +174,8 @@ class RunTrace:
 
     def _bundle(self, name: str, start: float, end: float, **facts: object) -> None:
         self._number += 1
-        span = (self._wall + start, self._wall + end)
-        self._write(*overlapping(self._rank, name, self._number, *span, **facts))
+        begin, over = self._wall + start, self._wall + end
+        self._write(*overlapping(self._rank, name, self._number, begin, over, **facts))
 
     def _mark(self, name: str, at: float, **facts: object) -> None:
         self._write(mark(self._rank, MARKS_ROW, name, self._wall + at, **facts))

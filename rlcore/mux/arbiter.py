@@ -13,7 +13,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -459,7 +459,7 @@ class Arbiter:
     def _enter(self, group: Group, job: Job, now: float) -> None:
         mux = self._mux.setdefault(group.id, PhaseMux())
         known = self._jobs[job.id]
-        nodes = known.nodes or {
+        nodes: Mapping[str, Sequence[int]] = known.nodes or {
             ROLLOUT: group.pinned[job.id],
             TRAIN: group.train[: job.train_nodes],
         }

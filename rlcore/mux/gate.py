@@ -330,7 +330,7 @@ class Gate:
 
     # ---- the lease
 
-    def _renew(self, client: redis.Redis) -> None:
+    def _renew(self, client: store.Client) -> None:
         key = store.key(self._job, "alive")
         client.set(key, self._incarnation, px=int(self._lease_s * 1000))
 

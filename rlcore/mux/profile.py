@@ -98,8 +98,10 @@ class Profiler:
             self._worst[name] = max(self._worst[name], seconds * stretch)
         self._stretch = max(self._stretch, stretch)
         profile = Profile(
-            **self._worst,
-            **self._nodes,
+            rollout_s=self._worst["rollout_s"],
+            train_s=self._worst["train_s"],
+            rollout_nodes=self._nodes["rollout_nodes"],
+            train_nodes=self._nodes["train_nodes"],
             colocated=self._colocated,
             rollout_gb=metrics["perf/rollout_node_gb"],
             train_gb=metrics["perf/train_node_gb"],

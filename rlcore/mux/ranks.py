@@ -46,7 +46,7 @@ def patiently(
     failed: list[Exception] = []
     over = threading.Event()
 
-    def work() -> None:
+    def work(call: Callable[[], T]) -> None:
         try:
             box.append(call())
         except Exception as error:
@@ -55,7 +55,7 @@ def patiently(
             over.set()
 
     if call is not None:
-        threading.Thread(target=work, name="mux wait", daemon=True).start()
+        threading.Thread(target=work, args=(call,), name="mux wait", daemon=True).start()
     while True:
         if call is not None:
             over.wait(MEET_S)

@@ -20,7 +20,8 @@ and its place, nothing of other jobs: the server refuses more to a user of Redis
 import json
 import re
 import secrets
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, cast
 
 import redis
 
@@ -37,7 +38,51 @@ COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")
 """That a job's user may give."""
 
 
-def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
+class Client(Protocol):
+    """Commands of a blocking `redis.Redis` that decodes its answers. redis-py declares each of them
+    as possibly awaitable."""
+
+    def ping(self) -> bool: ...
+
+    def get(self, name: str) -> str | None: ...
+
+    def set(
+        self, name: str, value: str, *, px: int | None = None, nx: bool = False
+    ) -> bool | None: ...
+
+    def delete(self, *names: str) -> int: ...
+
+    def exists(self, *names: str) -> int: ...
+
+    def rpush(self, name: str, *values: str) -> int: ...
+
+    def blpop(self, keys: Sequence[str], timeout: float) -> tuple[str, str] | None: ...
+
+    def sadd(self, name: str, *values: str) -> int: ...
+
+    def smembers(self, name: str) -> Collection[str]: ...
+
+    def hset(self, name: str, key: str, value: str) -> int: ...
+
+    def hgetall(self, name: str) -> dict[str, str]: ...
+
+    def pipeline(self, transaction: bool = True) -> redis.client.Pipeline: ...
+
+    def acl_setuser(
+        self,
+        username: str,
+        *,
+        enabled: bool,
+        reset: bool,
+        passwords: Sequence[str],
+        keys: Sequence[str],
+        commands: Sequence[str],
+    ) -> bool: ...
+
+    def acl_save(self) -> bool: ...
+
+
+def connect(url: str, timeout_s: float = TIMEOUT_S) -> Client:
     """A client, which connects when it is used.
 
     Args:
@@ -48,7 +93,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
     """
     try:
         # One retry of the client's own would send a command twice; callers know when they may.
-        return redis.Redis.from_url(
+        client = redis.Redis.from_url(
             url,
             decode_responses=True,
             socket_timeout=timeout_s,
@@ -60,6 +105,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
             f"--mux.url {hide(url)}: no address of a Redis server ({error}); for example "
             "redis://127.0.0.1:6390, or what `python -m rlcore mux add JOB` says"
         ) from error
+    return cast(Client, client)
 
 
 def why(error: redis.RedisError, url: str) -> str:
@@ -95,7 +141,7 @@ def loads(text: str | None) -> Any:
     return None if text is None else json.loads(text)
 
 
-def add_job(client: redis.Redis, job: str) -> str:
+def add_job(client: Client, job: str) -> str:
     """Make a user of Redis that sees this job's keys alone; its new password."""
     check_name(job)
     password = secrets.token_urlsafe(24)

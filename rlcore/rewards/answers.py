@@ -180,11 +180,11 @@ def number_of(text: str) -> Number | None:
         return None
     if found := _FRACTION.fullmatch(bare):
         sign, above, below, one, two, up, down = found.groups()
-        parts = _decimal(above or one or up), _decimal(below or two or down)
-        if None in parts or not parts[1]:
+        top, bottom = _decimal(above or one or up), _decimal(below or two or down)
+        if top is None or not bottom:
             return None
-        value = parts[0] / parts[1]
-        return Number(-value if sign == "-" else value, "." in bare, is_percent)
+        part = top / bottom
+        return Number(-part if sign == "-" else part, "." in bare, is_percent)
     found = _NUMBER.fullmatch(bare)
     if found is None:
         return None
@@ -230,7 +230,7 @@ def compare(gold: str, answer: str, decimals: int = 6) -> bool | None:
         return same_number(numbers[0], numbers[1], decimals)
     choice = _CHOICE.fullmatch(_unwrapped(gold))
     chosen = _BEGINS_WITH_CHOICE.match(_unwrapped(answer)) if choice else None
-    return None if chosen is None else (chosen[1] or chosen[2]) == choice[1]
+    return None if choice is None or chosen is None else (chosen[1] or chosen[2]) == choice[1]
 
 
 def _unwrapped(text: str) -> str:

@@ -51,9 +51,14 @@ class HttpRewardConfig(RewardConfig):
 class Requests(Protocol):
     """The keys of a section that are read here."""
 
-    workers: int
-    retries: int
-    backoff_s: float
+    @property
+    def workers(self) -> int: ...
+
+    @property
+    def retries(self) -> int: ...
+
+    @property
+    def backoff_s(self) -> float: ...
 
 
 class _Refused(Exception):

@@ -206,8 +206,8 @@ class AsyncController(Controller):
         if self._pipe is not None:
             for group in groups:
                 self._pipe.learn(self._groups[group.id].work.prompt, group.lengths)
-        for group in chosen:
-            self._leave(group)
+        for name in chosen:
+            self._leave(name)
         return [Batch(rank=r, groups=groups, stats=stats) for r in self._learners]
 
     def _hold(self, event: Holding, now: float) -> list[AnyCommand]:

@@ -168,7 +168,7 @@ class ChildEngine:
         """As the engine's."""
         self._call("begin_load", version)
 
-    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         """As the engine's; with transport `shm` the files may be removed when it returns."""
         self._call("load_bucket", bucket, tuple(payloads))
 
@@ -327,7 +327,7 @@ class ChildEngine:
         if code is None:
             reason = reason or "does not end"
             log.error("%s does not end after SIGKILL", self._name)
-        if not reason:
+        elif not reason:
             reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._down = reason
         live, self._live = self._live, {}

@@ -12,6 +12,7 @@ will do the same with virtual replicas. The same events in the same order give t
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from msgspec import structs
 
@@ -25,6 +26,7 @@ from rlcore.records import (
     Drop,
     EndRound,
     Fail,
+    Finish,
     Finished,
     Group,
     GroupId,
@@ -524,7 +526,7 @@ class Controller:
         if every > sum(counted):
             out["sched/surplus_tokens"] = 1 - sum(counted) / every
         started = [r.num_tokens for g in kept for r in self._groups[g].requests.values()]
-        if len(started) > len(counted) and sum(started):
+        if len(started) > len(counted) and sum(started) > 0:
             mean = sum(started) / len(started)
             out["sched/length_shift"] = sum(counted) / len(counted) / mean - 1
         return out
@@ -565,7 +567,7 @@ class Controller:
             refs=tuple(SampleRef(owner=r.rank, id=r.id) for r in requests),
             scores=tuple(r.score for r in results if r),
             lengths=tuple(r.num_tokens for r in requests),
-            finishes=tuple(r.finish for r in requests),
+            finishes=tuple(cast(Finish, r.finish) for r in requests),
             errors=tuple(r.error for r in results if r),
             prompt_length=len(state.work.prompt.tokens),
             observed=observed if any(observed) else (),

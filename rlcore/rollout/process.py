@@ -93,6 +93,7 @@ class EngineServer:
                 reply = structs.replace(reply, error=type(error).__name__, message=str(error))
             # Events of the call go first: whoever aborts and then polls finds them.
             if call.method in ("abort", "pause"):
+                assert self._engine is not None
                 self._push(self._engine.poll(0.0))
             self._out.put(frame(reply))
 

@@ -57,7 +57,7 @@ class Remote:
 class Link:
     """Questions to the program, one at a time."""
 
-    def __init__(self, channel: BinaryIO) -> None:
+    def __init__(self, channel: values.Stream) -> None:
         self._channel = channel
         self._remotes: dict[int, Remote] = {}
 
@@ -104,7 +104,7 @@ def _exception(name: str, text: str) -> Exception:
     return RuntimeError(f"{name}: {text}")
 
 
-def judge(tests: list[str], channel: BinaryIO, verdicts: BinaryIO) -> None:
+def judge(tests: list[str], channel: values.Stream, verdicts: BinaryIO) -> None:
     """Run the tests in order, and say of each whether it passed."""
     link = Link(channel)
     alive = link.is_ready()
@@ -163,9 +163,9 @@ def free_names(tree: ast.AST) -> list[str]:
 
 def modules(tree: ast.AST) -> list[str]:
     """Modules of the standard library that a test uses as such (`math.pi`), imported or not."""
-    used = [n.value.id for n in ast.walk(tree) if _is_attribute_of_name(n)]
+    used = [
+        n.value.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
+    ]
     return [name for name in dict.fromkeys(used) if name in sys.stdlib_module_names]
-
-
-def _is_attribute_of_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

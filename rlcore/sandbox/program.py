@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlcore.sandbox import values
 
@@ -43,7 +43,7 @@ def _execute(name: str, source: str) -> int:
     return 0
 
 
-def serve(source: str, channel: BinaryIO) -> int:
+def serve(source: str, channel: values.Stream) -> int:
     """Run the source once, then answer a judge's questions about what it has defined, until the
     judge goes. The exit status."""
     status = _execute(_MODULE, source)

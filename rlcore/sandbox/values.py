@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from io import BufferedRWPair
 from typing import Any, BinaryIO
 
+Stream = BinaryIO | BufferedRWPair
+"""A stream of lines; a socket's is a pair."""
 LARGEST = 16 << 20
 """Bytes of one line."""
 
@@ -52,7 +55,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
     return ["ref", refer(value)]
 
 
-_SEQUENCES: dict[type, str] = {
+_SEQUENCES: dict[type[list | tuple | set | frozenset | deque], str] = {
     list: "l",
     tuple: "t",
     set: "s",
@@ -90,7 +93,7 @@ def decode(data: Any, follow: Callable[[int], Any]) -> Any:
     return _MAKE[tag](body)
 
 
-def send(stream: BinaryIO, message: Any) -> None:
+def send(stream: Stream, message: Any) -> None:
     """One line. ValueError where it is too long."""
     line = json.dumps(message, separators=(",", ":")).encode()
     if len(line) >= LARGEST:
@@ -99,7 +102,7 @@ def send(stream: BinaryIO, message: Any) -> None:
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> Any:
+def receive(stream: Stream) -> Any:
     """The next line. EOFError at the end, ValueError for a line that is no JSON."""
     line = stream.readline(LARGEST + 1)
     if not line.endswith(b"\n"):

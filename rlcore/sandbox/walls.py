@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from rlcore.sandbox import confine
 from rlcore.sandbox.inside import Settings
@@ -176,7 +176,7 @@ def _environment(path: str, packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def _start_plain(
-    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: object
+    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes]
 ) -> subprocess.Popen:
     is_root = os.geteuid() == 0
     python = next((p for p in interpreters() if not is_root or _anyone_reads(p)), "")
@@ -224,7 +224,7 @@ def _others(user: int) -> int:
 
 
 def _start_isolated(
-    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: object
+    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes]
 ) -> subprocess.Popen:
     is_root = os.geteuid() == 0
     settings = Settings(True, is_root, True, [], tmp, 3)  # beside it: this one, init and the judge

@@ -112,7 +112,7 @@ class Handover:
         number, self._given = self._given, self._given + 1
         bucket = msgspec.structs.replace(bucket, transport=self.transport)
         if self.transport != "cuda_ipc":
-            payload: Any = memoryview(buffer.numpy())
+            payload: Any = buffer.numpy().data
             if isinstance(self._room, SharedRoom):
                 payload = self._room.path.encode()
             self._tell("load_bucket", bucket, [payload] * self._tp)

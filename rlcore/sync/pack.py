@@ -34,7 +34,7 @@ class Packer:
     ) -> Iterator[tuple[Bucket, memoryview]]:
         """As `buckets`, with the bytes of host memory as they are sent."""
         for bucket, buffer in self.buckets(tensors, room):
-            yield bucket, memoryview(buffer.numpy())
+            yield bucket, buffer.numpy().data
 
     def buckets(
         self,

@@ -177,7 +177,7 @@ class Peers:
         if failure is not None:
             self.tell(point, failure)
         verdict = self._key(point, "verdict")
-        self._store.set(self._key(point, self.rank), b"1")
+        self._store.set(self._key(point, self.rank), "1")
         if self._store.add(self._key(point), 1) == self.world_size:
             self._store.compare_set(verdict, "", "ok")
         came = self._came(verdict, self.timeout_s)
@@ -197,7 +197,7 @@ class Peers:
         if self._told:
             return
         self._told = True
-        self._store.set(self._key("why", self.rank), encode(failure))
+        self._tell_why(encode(failure))
         self._store.compare_set(self._key(point, "verdict"), "", "failed")
         self._drop()
 
@@ -208,9 +208,13 @@ class Peers:
             waited = f"rank {self.rank} waited {self.timeout_s:g} s for {ranks_text(missing)}"
             text = f"{waited} {_WHAT[point]}"
             late = Failure("late", _AT_LAST, 0, self.rank, text, tuple(missing))
-            self._store.set(self._key("why", self.rank), encode(late))
+            self._tell_why(encode(late))
         elif not missing:  # the last one is about to say so
             self._came(self._key(point, "verdict"), _GRACE_S)
+
+    def _tell_why(self, said: bytes) -> None:
+        key = self._key("why", self.rank)
+        self._store.set(key, said)  # type: ignore[arg-type]  # torch takes bytes, its stubs do not
 
     def _came(self, key: str, seconds: float) -> bool:
         with suppress(RuntimeError):  # of a wait that is over
@@ -220,7 +224,7 @@ class Peers:
 
     def announce(self, news: str) -> None:
         """Before `here`: something that all ranks have to know."""
-        self._store.set(self._key(news), b"1")
+        self._store.set(self._key(news), "1")
 
     def heard(self, news: str) -> bool:
         """After `here`: whether a rank has announced it."""
@@ -301,7 +305,7 @@ class Peers:
             return self._groups[name]
         where = f"rank {self.rank} could not join the group {name}"
         start, point = time.monotonic(), f"join {name}"
-        self._store.set(self._key(point, self.rank), b"1")
+        self._store.set(self._key(point, self.rank), "1")
         # The library waits for all ranks without saying for which, and NCCL without an end.
         if not self._await(point, ranks, self.timeout_s):
             missing = self._absent(point, ranks)
@@ -332,7 +336,7 @@ class Peers:
         except RuntimeError as error:
             group.close()  # it is void, and the others learn it
             point = f"left {group.name} {group.calls}"
-            self._store.set(self._key(point, self.rank), b"1")
+            self._store.set(self._key(point, self.rank), "1")
             self._await(point, group.ranks, _LEFT_S)
             others = [rank for rank in group.ranks if rank != self.rank]
             missing = self._absent(point, group.ranks) or others
@@ -441,6 +445,7 @@ class Group:
         self._place = {rank: i for i, rank in enumerate(ranks)}
         self._wait = timedelta(seconds=timeout_s)
         place = self._place[rank]
+        self._group: Any  # torch's stubs lack most calls of a backend
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._wait

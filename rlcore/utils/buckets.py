@@ -75,7 +75,7 @@ def shared(buffer: bytes | memoryview) -> Iterator[str]:
         os.close(handle)
 
 
-def open_payload(bucket: Bucket, payload: bytes) -> Tensor | memoryview | mmap.mmap:
+def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memoryview | mmap.mmap:
     """What a payload holds: the bytes themselves, the mapped shared-memory file that it names, or
     the memory of a GPU of which it is the handle. The map is private: writing to it does not reach
     the file. A GPU's memory is the sender's own: let go of it before the call that brought the
@@ -83,8 +83,8 @@ def open_payload(bucket: Bucket, payload: bytes) -> Tensor | memoryview | mmap.m
     if bucket.transport == "bytes":
         return memoryview(payload)
     if bucket.transport == "cuda_ipc":
-        return open_cuda(payload)
-    path = payload.decode()
+        return open_cuda(bytes(payload))
+    path = bytes(payload).decode()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < bucket.num_bytes:

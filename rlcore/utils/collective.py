@@ -43,7 +43,7 @@ def share_gloo_device() -> None:
         if not isinstance(timeout, timedelta):  # options, which say what its devices are
             made(self, store, rank, size, timeout)
             return
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in stubs
         options._devices = _devices_here()
         options._timeout = timeout
         options._threads = 2 * len(options._devices)  # as torch has it
@@ -70,7 +70,8 @@ def everyone(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.P
         store: the launcher's, under a prefix of its own.
         timeout_s: of every wait in it.
     """
-    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+    made = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+    return made  # type: ignore[return-value]  # a backend has the calls of a group
 
 
 def is_alone(group: Group = None) -> bool:

@@ -250,14 +250,14 @@ class Gang:
     def _terminate(self, why: str) -> None:
         """Write the record and end this process."""
         with self._lock:
-            known = self._alarm is not None
-            if not known:
-                self._alarm = self._new_alarm(why)
+            known = self._alarm
+            if known is None:
+                alarm = self._alarm = self._new_alarm(why)
                 self._answered.clear()
-        if known:
+        if known is not None:
             self._answered.wait(2 * GRACE_S)
         else:
-            self._answer(self._alarm)
+            self._answer(alarm)
         logging.shutdown()
         os._exit(EXIT_TERM)
 
@@ -297,6 +297,7 @@ class Gang:
         log.debug("flight record written: %s", why)
         if flight.world_size == 1 and why.startswith("failed"):  # nobody else to blame
             return
+        assert flight.folder is not None  # the record was written there
         told = flight.folder / FOLDER / VERDICT
         # Rank 0 speaks. Where it cannot, the next does, a while later; many need not look at all.
         if flight.rank and (
@@ -441,7 +442,8 @@ def meet(
     rank, mine = at["rank"], json.dumps(dict(at) | {"process": uuid.uuid4().hex})
     keys = [f"here/{r}" for r in range(size)]
     store.set(keys[rank], mine)
-    end, name, here = clock() + timeout_s, "", []
+    here: list[str] = []
+    end, name = clock() + timeout_s, ""
     while True:
         if rank == 0 and store.check(keys):
             now = [text.decode() for text in store.multi_get(keys)]

@@ -330,6 +330,7 @@ def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
         ("--data.train label --env.workers 3", "--env.workers: has no effect without --env"),
         ("--env frozenlake --env.workers 0", "--env.workers 0: must be above 0"),
         ("--env frozenlake --env.retries -1", "--env.retries -1: must be 0 or more"),
+        ("--env frozenlake --env.max_turns 0", "--env.max_turns 0: must be above 0"),
         ("--env frozenlake --env.timeout_s 1800", "--env.timeout_s 1800: must be below"),
         ("--env frozenlake --env.num_groups 3", "--env.num_groups 3: must be at least data.pro"),
         ("--env frozenlake --env.group_size 3", "--env.group_size 3: must be at least rollout."),

@@ -312,10 +312,11 @@ def test_an_engine_that_leaves_is_ended_when_another_of_its_ranks_has_lost_its_p
 def test_a_gradient_that_is_begun_anew_takes_the_engine_back() -> None:
     """Also where nothing was trained: then there is nothing to drop, and with --train.offload no
     buffer to drop it from."""
-    stream = stream_loop.Stream(SimpleNamespace(cfg=None, learner=None, engine=None))  # type: ignore
-    stream.has_left = True
+    back: list[bool] = []
+    device = SimpleNamespace(engine_is_back=lambda: back.append(True))
+    stream = stream_loop.Stream(SimpleNamespace(cfg=None, learner=None, device=device))  # type: ignore
     stream.forget()
-    assert not stream.has_left
+    assert back == [True]
 
 
 class Leaves:

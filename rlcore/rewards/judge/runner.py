@@ -369,8 +369,8 @@ class ProcessBackend:
         is_late = reason.startswith("timeout")
         if is_late and not keys:  # it hangs between batches: what it has is all that can be blamed
             keys = tuple(key for key, entry in self._entries.items() if entry.sent)
-        for entry in self._entries.values():
-            entry.take_back()
+        for asked in self._entries.values():
+            asked.take_back()
         self._is_asked = False
         if not keys:
             self._failed_start(reason or f"exit status {status}", printed)

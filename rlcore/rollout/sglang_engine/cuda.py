@@ -61,7 +61,7 @@ def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> P
     """
     nvcc = shutil.which("nvcc", path=env.get("PATH"))
     homes = [env.get("CUDA_HOME"), env.get("CUDA_PATH"), nvcc and str(Path(nvcc).parent.parent)]
-    homes += [_SYSTEM, wheels and str(wheels)]
+    homes += [_SYSTEM, str(wheels) if wheels else None]
     tried = []
     for home in dict.fromkeys(filter(None, homes)):
         problem = _lacks(Path(home), major)

@@ -53,6 +53,7 @@ from rlcore.utils.net import encode
 from rlcore.utils.seed import derive
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 _SPARE = 8  # positions that SGLang keeps for itself; ours are checked here
 _IDLE_S = 0.002
@@ -423,7 +424,7 @@ class SGLangEngine(InProcess):
         self._next_version = version
         self._loaded = False
 
-    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         """Hand a bucket to the schedulers. ValueError: unknown name, wrong shape, a number of
         payloads that is not the tensor-parallel size. RuntimeError: the bytes are not those that
         were sent; nothing of them is taken, and all weights must come again."""
@@ -445,7 +446,7 @@ class SGLangEngine(InProcess):
                 )
         self._call(self._load_bucket(bucket, payloads), "load_bucket")
 
-    async def _load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+    async def _load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         from rlcore.rollout.sglang_engine import weights
@@ -497,7 +498,7 @@ class SGLangEngine(InProcess):
         if self._flying and not self._paused:
             raise RuntimeError(f"{len(self._flying)} requests are running; pause the engine first")
         await self._land(list(self._flying))
-        new = [tag for tag in ("weights", "kv_cache") if tag in tags and tag not in self._asleep]
+        new = [tag for tag in _TAGS if tag in tags and tag not in self._asleep]
         if not new:
             return
         if "weights" in new:
@@ -743,7 +744,7 @@ class SGLangEngine(InProcess):
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._still = True
-        while not all(self._sent(j.flight) or j.flight.task.done() for j in self._flying):
+        while not all(self._sent(f) or f.task.done() for j in self._flying if (f := j.flight)):
             await asyncio.sleep(0)
         self._totals["busy_s"] += time.monotonic() - self._busy_since
         await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))

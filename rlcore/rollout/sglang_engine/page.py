@@ -2,7 +2,7 @@
 map. They only grow; whoever reads asks for what is new."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,9 +28,9 @@ class Page:
     def __init__(self, folder: str, *, new: bool = False) -> None:
         """`new` makes the file, which the other side then finds."""
         shape = (len(_NAMES) + 3 * _SIZES,)
-        mode = "w+" if new else "r+"
+        mode: Literal["w+", "r+"] = "w+" if new else "r+"
         self._numbers = np.memmap(Path(folder) / FILE, np.float64, mode, shape=shape)
-        self._taken = self._numbers.copy()
+        self._taken: np.ndarray = self._numbers.copy()
 
     def add(self, **numbers: float) -> None:
         """To the counters of these names; `knee` is no counter and is set."""

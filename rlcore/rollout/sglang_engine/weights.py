@@ -21,7 +21,7 @@ from rlcore.utils.buckets import as_tensor, open_payload, unpack
 LOAD_FORMAT = "rlcore"
 
 
-def encode(bucket: Bucket, payloads: Sequence[bytes]) -> list[bytes]:
+def encode(bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> list[bytes]:
     """One message per tensor-parallel rank."""
     head = msgspec.msgpack.encode(bucket)
     return [MultiprocessingSerializer.serialize((head, bytes(payload))) for payload in payloads]
@@ -50,6 +50,7 @@ def take(
         problem = str(error)
     if not (problem := _agreed(problem)):
         try:
+            assert flat is not None
             if torch.cuda.is_initialized():  # no step may still read what is overwritten
                 torch.cuda.synchronize()
             updater.get_model().load_weights(unpack(bucket, flat))

@@ -101,7 +101,7 @@ class Drafter:
                 self.gate.renew()
         new = np.flatnonzero(self._handle[seats] < 0)
         if len(new):
-            self._open(seats[new], [rows[i] for i in new])
+            self._open(seats[new], [rows[i] for i in new.tolist()])
         fed, count = self._fed[seats], counts[seats]
         sizes = count - fed
         offsets = np.concatenate(([0], np.cumsum(sizes)))

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -257,6 +257,7 @@ class _Batch:
         self.counter += GOLDEN
 
 
+@final
 @dataclass(slots=True)
 class _Totals:
     """Since the last report; `Stats` says what each is."""
@@ -497,7 +498,7 @@ class TorchEngine(InProcess):
         self._next_version = version
         self._loaded = False
 
-    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes]) -> None:
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         """Copy the tensors of a bucket into place. ValueError: unknown name, wrong shape, short.
         RuntimeError: the bytes are not those that were sent; nothing of them is taken, and all
         weights must come again."""
@@ -645,6 +646,8 @@ class TorchEngine(InProcess):
     def _admit(self) -> None:
         """Move waiting requests into rows while rows, cache and this step's prefill allow."""
         picked: list[_Job] = []
+        cache = self._cache
+        assert cache is not None
         longest, work = self._longest(), 0
         limit = _PREFILL_TOKENS.get(self._device.type, 2048) * 4
         while self._waiting and len(self._rows) + len(picked) < self._max_running:
@@ -654,7 +657,7 @@ class TorchEngine(InProcess):
                 continue
             length = len(job.prompt) + len(job.tokens)
             rows = len(self._rows) + len(picked) + 1
-            if rows > 1 and not self._cache.fits(rows, max(longest, length)):
+            if rows > 1 and not cache.fits(rows, max(longest, length)):
                 break
             if picked and work + length > limit:
                 break
@@ -662,9 +665,9 @@ class TorchEngine(InProcess):
             picked.append(job)
             longest, work = max(longest, length), work + length
         if picked:
-            self._start(picked, longest)
+            self._start(picked, longest, cache)
 
-    def _start(self, picked: list[_Job], longest: int) -> None:
+    def _start(self, picked: list[_Job], longest: int, cache: Cache) -> None:
         """Give rows to requests and fill the cache with all but their last tokens."""
         leaders: list[_Job] = []
         followers: list[tuple[_Job, _Job]] = []
@@ -679,22 +682,22 @@ class TorchEngine(InProcess):
         leaders.sort(key=lambda job: len(job.prompt) + len(job.tokens), reverse=True)
         followers.sort(key=lambda pair: len(pair[0].tokens), reverse=True)
         first = len(self._rows)
-        self._cache.reserve(first + len(picked), longest, first)
+        cache.reserve(first + len(picked), longest, first)
         self._rows += leaders + [job for job, _ in followers]
         slot = {job: number for number, job in enumerate(self._rows)}
         for job in self._rows[first:]:
             self._seats.take(job)
         self._batch = None
-        self._fill(leaders, first, [0] * len(leaders))
+        self._fill(leaders, first, [0] * len(leaders), cache)
         if not followers:
             return
         shared = [len(job.prompt) - 1 for job, _ in followers]
         jobs = [job for job, _ in followers]
-        self._cache.move([slot[j] for j in jobs], [slot[s] for _, s in followers], max(shared))
+        cache.move([slot[j] for j in jobs], [slot[s] for _, s in followers], max(shared))
         resumed = sum(bool(len(job.tokens)) for job in jobs)
-        self._fill(jobs[:resumed], first + len(leaders), shared[:resumed])
+        self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
 
-    def _fill(self, jobs: list[_Job], slot: int, starts: list[int]) -> None:
+    def _fill(self, jobs: list[_Job], slot: int, starts: list[int], cache: Cache) -> None:
         """Prefill rows from `slot` on: from `starts` to before the last token. Longest first."""
         budget = _PREFILL_TOKENS.get(self._device.type, 2048)
         parts = [
@@ -721,15 +724,16 @@ class TorchEngine(InProcess):
                 spans=[(0, len(batch), end)],
                 causal=not begin.any(),
             )
-            self._model.fill(step, self._cache)
+            self._model.fill(step, cache)
             self._totals.prefill(sum(map(len, batch)))
             done += len(batch)
 
     def _make_room(self) -> None:
         """See that every row can write its next token; preempt the last in order until it fits."""
-        longest = self._longest()
+        cache, longest = self._cache, self._longest()
+        assert cache is not None
         lost: list[_Job] = []
-        while not self._cache.fits(len(self._rows) - len(lost), longest):
+        while not cache.fits(len(self._rows) - len(lost), longest):
             rest = [job for job in self._rows if job not in lost]
             lost.append(max(rest, key=lambda job: job.order))
             seats = [job.seat for job in rest if job is not lost[-1]]
@@ -737,8 +741,8 @@ class TorchEngine(InProcess):
         self._requeue(lost)
         for job in lost:
             self._emit(Preempted, id=job.request.id)
-        self._used = max(self._used, self._cache.share(len(self._rows), longest))
-        if self._cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
+        self._used = max(self._used, cache.share(len(self._rows), longest))
+        if cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
             # No new batch: that may sort rows, and their order would tell what ran here before.
             self._batch.step.forget_cache()
 
@@ -748,6 +752,7 @@ class TorchEngine(InProcess):
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
+        assert self._cache is not None
         hidden = self._model.forward(batch.step, self._cache)
         logits = self._model.logits(hidden[:, 0])
         tokens, logps = sample(logits, batch.counter, batch.settings)
@@ -764,6 +769,7 @@ class TorchEngine(InProcess):
     def _verify(self) -> tuple[int, int]:
         """Draft, and take of every draft what plain decoding would have sampled, and one more."""
         drafter, table, cache = self._drafter, self._seats, self._cache
+        assert drafter is not None and cache is not None
         seats = self._row_seats()
         lengths = table.prompt[seats] + table.count[seats]
         if self._batch is None and self._sort_rows(lengths):  # rows came or went
@@ -885,7 +891,8 @@ class TorchEngine(InProcess):
         if _attended(lengths) < _WASTE * _attended(lengths[order]):
             return False
         target = np.flatnonzero(order != np.arange(len(order)))
-        self._cache.move(target, order[target], int(lengths.max()))
+        assert self._cache is not None
+        self._cache.move(target.tolist(), order[target].tolist(), int(lengths.max()))
         self._rows = [self._rows[i] for i in order]
         return True
 

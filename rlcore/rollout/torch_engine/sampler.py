@@ -60,7 +60,9 @@ def sample(logits: Tensor, counter: Tensor, settings: Settings) -> tuple[Tensor,
     weights = shifted.exp()
     if settings.filtered is not None:
         rows = settings.filtered
-        kept = filters(weights[rows], settings.top_k, settings.top_p, settings.min_p)
+        top_k, top_p, min_p = settings.top_k, settings.top_p, settings.min_p
+        assert top_k is not None and top_p is not None and min_p is not None
+        kept = filters(weights[rows], top_k, top_p, min_p)
         weights[rows] = torch.where(kept, weights[rows], 0)
     tokens, total = inverse_cdf(weights, uniform(counter))
     logps = shifted.gather(-1, tokens[:, None])[:, 0].double() - total.log()
