@@ -92,6 +92,19 @@ class Engine(Protocol):
         """End the engine and what it started. Safe to call twice."""
 
 
+class Loads(Protocol):
+    """The part of `Engine` that a push speaks to."""
+
+    def begin_load(self, version: int) -> None: ...
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None: ...
+
+    def end_load(self) -> None: ...
+
+    @property
+    def failure(self) -> str: ...
+
+
 class InProcess:
     """Health of an engine that runs in its caller's process and fails only together with it."""
 
@@ -178,9 +191,7 @@ class WeightChannel(Protocol):
     before: where it fails, every engine that had begun to load refuses to decode until a push
     succeeds. An engine that dies in a push ends nothing: its rank goes on without it."""
 
-    def push(
-        self, learner: Learner | None, engine: Engine | None, version: int
-    ) -> dict[str, float]:
+    def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
         """Collective: every rank enters, with its own learner and engine or None.
 
         Returns figures by name: `bytes` that went to one engine, `time_s`, `transient_gb` (memory

@@ -42,17 +42,38 @@ class Tokens(Protocol):
 class Settings(Protocol):
     """The keys of `DataConfig` that are read here."""
 
-    train: tuple[str, ...]
-    val: tuple[str, ...]
-    prompt_field: str
-    answer_field: str
-    template: Literal["auto", "chat", "none"]
-    system: str
-    suffix: str
-    max_prompt_tokens: int
-    bad_rows: Literal["skip", "refuse"]
-    num_prompts: int
-    num_val_prompts: int
+    @property
+    def train(self) -> tuple[str, ...]: ...
+
+    @property
+    def val(self) -> tuple[str, ...]: ...
+
+    @property
+    def prompt_field(self) -> str: ...
+
+    @property
+    def answer_field(self) -> str: ...
+
+    @property
+    def template(self) -> Literal["auto", "chat", "none"]: ...
+
+    @property
+    def system(self) -> str: ...
+
+    @property
+    def suffix(self) -> str: ...
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
+
+    @property
+    def bad_rows(self) -> Literal["skip", "refuse"]: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    @property
+    def num_val_prompts(self) -> int: ...
 
 
 class Task(Protocol):

@@ -104,7 +104,8 @@ class MegatronLearner:
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
             # Nothing reads memory before it writes it: filling it would only take time.
-            fill = False  # of a flag that torch's stubs lack
+            fill = False
+            # A flag that torch's stubs lack.
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         with ExitStack() as undo:
             self.layout, self._groups = parallel.initialise(

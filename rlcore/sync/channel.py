@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlcore.protocols import Engine, Learner, WeightChannel
+from rlcore.protocols import Learner, Loads, WeightChannel
 from rlcore.records import Bucket, Shard
 from rlcore.sync.colocated import ColocatedChannel, Handover, Transport
 from rlcore.sync.pack import MAX_BYTES
@@ -61,9 +61,7 @@ class RelayChannel:
         self._relay, self._handover = relay, handover
         self._staged: Tensor | None = None
 
-    def push(
-        self, learner: Learner | None, engine: Engine | None, version: int
-    ) -> dict[str, float]:
+    def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
         """Collective: every rank enters, with its learner and engine or None. An engine that dies
         on the way ends nothing.
 
@@ -94,7 +92,7 @@ class RelayChannel:
         self._handover.relayout(tp)
 
     def _enter(
-        self, learner: Learner | None, engine: Engine | None, version: int
+        self, learner: Learner | None, engine: Loads | None, version: int
     ) -> list[tuple[Shard, Tensor]]:
         """All that can fail on this rank alone. Its shards."""
         rank = self._relay.peers.rank

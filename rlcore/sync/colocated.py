@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlcore.protocols import Engine, Learner
+from rlcore.protocols import Learner, Loads
 from rlcore.records import Bucket
 from rlcore.sync.memory import ExportMeter
 from rlcore.sync.pack import MAX_BYTES, Packer
@@ -57,7 +57,7 @@ class Handover:
         self.transport, self._max_bytes = transport, max_bytes
         self._room: SharedRoom | _Room | None = None
         self.relayout(tp)
-        self._engine: Engine | None = None
+        self._engine: Loads | None = None
         self._on_gpu = 0
         self._given = 0
 
@@ -74,7 +74,7 @@ class Handover:
             self._room.close()
             self._room = None
 
-    def takes(self, engine: Engine | None) -> bool:
+    def takes(self, engine: Loads | None) -> bool:
         """Whether this rank needs buckets for its engine."""
         return engine is not None and (self.leads or self.transport == "cuda_ipc")
 
@@ -83,7 +83,7 @@ class Handover:
         """Memory that buckets take here now: the one on its way, or what is kept for the next."""
         return self._on_gpu + (self._room.num_bytes if self._room is not None else 0)
 
-    def begin(self, engine: Engine | None, version: int) -> None:
+    def begin(self, engine: Loads | None, version: int) -> None:
         """A push into this engine begins; None where there is none."""
         self._error: Exception | None = None
         self._on_gpu = self._given = 0
@@ -210,9 +210,7 @@ class ColocatedChannel:
         transport: Transport = "shm" if shared_memory else "bytes"
         self._handover = handover or Handover(transport, max_bytes=max_bucket_bytes)
 
-    def push(
-        self, learner: Learner | None, engine: Engine | None, version: int
-    ) -> dict[str, float]:
+    def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
         """Collective: every rank exhausts the export, also one without an engine and one whose
         engine dies on the way. A dead engine says so in the round that follows.
 
@@ -249,7 +247,7 @@ class ColocatedChannel:
         """From the next push on the engines have this tensor-parallel size; every rank says so."""
         self._handover.relayout(tp)
 
-    def _move(self, learner: Learner, engine: Engine | None, meter: ExportMeter) -> int:
+    def _move(self, learner: Learner, engine: Loads | None, meter: ExportMeter) -> int:
         """All weights into the engine; their bytes."""
         total, handover = 0, self._handover
         exported = meter.watched(learner.export())

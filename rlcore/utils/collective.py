@@ -49,8 +49,8 @@ def share_gloo_device() -> None:
         options._threads = 2 * len(options._devices)  # as torch has it
         made(self, store, rank, size, options)
 
-    init.shares = True  # type: ignore[attr-defined]
-    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
+    init.shares = True  # type: ignore[attr-defined]  # marks the function that replaces
+    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]  # what this function is for
 
 
 def _devices_here() -> list[Any]:

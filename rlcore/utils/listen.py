@@ -72,8 +72,8 @@ def bind_stores(interface: str = "") -> None:
                 given["master_listen_fd"] = listener.detach()
         made(self, **given)
 
-    init.is_bound = True  # type: ignore[attr-defined]
-    TCPStore.__init__ = init  # type: ignore[method-assign]
+    init.is_bound = True  # type: ignore[attr-defined]  # marks the function that replaces
+    TCPStore.__init__ = init  # type: ignore[method-assign]  # what this function is for
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
