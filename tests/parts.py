@@ -38,7 +38,9 @@ class Channel:
         self.said = said
 
     def push(self, learner: Any, engine: Any, version: int) -> dict[str, float]:
-        self.said.append(f"push {version}")
+        self.said.append(
+            f"push {version}" + (" to shelf" if getattr(engine, "name", "") == "shelf" else "")
+        )
         return {"bytes": 4.0}
 
     def relayout(self, tp: int) -> None:

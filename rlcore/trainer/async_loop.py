@@ -20,9 +20,10 @@ def one_step(run: Run) -> None:
     stats: dict[str, float] = {}
     todo: Plan | None = None
     if run.ranks.trains:
-        groups, stats, todo = update(run)
+        with run.device.train():
+            groups, stats, todo = update(run)
     else:
-        with run.spans.phase("gen"):
+        with run.device.generate(), run.spans.phase("gen"):
             run.rollout.agent.go_on(sync_loop.callbacks(run))
     with run.spans.phase("sync"):
         run.device.update_weights(run.step)  # W

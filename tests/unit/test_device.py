@@ -10,8 +10,9 @@ from rlcore.protocols import PARTS
 from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.transport import LocalHub
 from rlcore.trainer import device as devices
-from rlcore.trainer.device import NEXT, Device, OffloadDevice, SharedDevice
+from rlcore.trainer.device import NEXT, Device, OffloadDevice
 from rlcore.trainer.progress import Ranks
+from rlcore.trainer.shared_device import SharedDevice
 from tests.parts import Part, parts_of, sizes_of
 
 PUSH = [
@@ -263,6 +264,7 @@ class Shelf:
     """Weights in host memory."""
 
     num_bytes = 10**9
+    name = "shelf"
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
@@ -283,7 +285,13 @@ def test_a_push_ends_on_the_shelf_and_moves_no_engine() -> None:
     device = shared(said)
     with device.train():
         device.update_weights(2)
-    assert said == ["enter train", "learner onload", "push 2", "learner offload", "leave train"]
+    assert said == [
+        "enter train",
+        "learner onload",
+        "push 2 to shelf",
+        "learner offload",
+        "leave train",
+    ]
 
 
 def test_a_node_that_was_left_is_not_touched_until_the_rollout_is_over() -> None:

@@ -11,7 +11,7 @@ from rlcore.cli import world
 from rlcore.mux import profile, ranks
 from rlcore.mux.profile import Profile, Profiler
 from rlcore.mux.ranks import RanksGate
-from rlcore.trainer.device import SharedDevice
+from rlcore.trainer.shared_device import SharedDevice
 from tests.parts import Part, parts_of
 
 
@@ -95,6 +95,7 @@ class Shelf:
     """Weights in host memory."""
 
     num_bytes = 10**9
+    name = "shelf"
 
     def __init__(self, said: list[str]) -> None:
         self.said = said

@@ -32,10 +32,11 @@ from rlcore.cli.builders.start import Start
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.records import Prompt
-from rlcore.trainer.device import Parts, SharedDevice
+from rlcore.trainer.device import Parts
 from rlcore.trainer.progress import Data, Observers, Progress
 from rlcore.trainer.resume import Checkpoints
 from rlcore.trainer.run import Run
+from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
 

@@ -14,7 +14,8 @@ from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import layout_of
 from rlcore.sync.shelf import Shelf
 from rlcore.trainer import memory
-from rlcore.trainer.device import Device, OffloadDevice, Parts, SharedDevice
+from rlcore.trainer.device import Device, OffloadDevice, Parts
+from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import log
 from rlcore.utils.errors import ConfigError
 
