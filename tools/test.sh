@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets itself up, checks form, runs the tests.
+# Sets itself up, checks form and types, runs the tests.
 set -euo pipefail
 
 usage() {
@@ -10,7 +10,7 @@ usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
   (none)   what CI runs: all but the slow tests; installs SGLang, and as root Redis and Slurm
   --long   everything: tasks are learned, a soak in every mode, 10,000 random configurations
 
-  bash tools/test.sh tests/unit -k net     # arguments of pytest: without the check of form
+  bash tools/test.sh tests/unit -k net     # arguments of pytest: without form and types
 
 environment
   RLCORE_DATA          folder of the real data; default ../shared/data; without it those tests are skipped
