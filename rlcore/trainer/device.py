@@ -308,12 +308,14 @@ class OffloadDevice(Device):
     def save(self, parts: Collection[Part]) -> Iterator[None]:
         """The learner's parts come back; the engine keeps its weights and gives up its cache."""
         self._enter("save")
-        self._switch_engine("sleep", ["kv_cache"])
-        for learner in self.parts.learners:
-            learner.onload(parts)
-        self._measure("save")
+        with self.parts.spans.phase("save"):
+            self._switch_engine("sleep", ["kv_cache"])
+            for learner in self.parts.learners:
+                learner.onload(parts)
+            self._measure("save")
         yield
-        self._wake_engine()
+        with self.parts.spans.phase("save"):
+            self._wake_engine()
 
     def release_engine(self) -> None:
         super().release_engine()

@@ -13,6 +13,7 @@ from rlcore.trainer import device as devices
 from rlcore.trainer.device import NEXT, Device, OffloadDevice
 from rlcore.trainer.progress import Ranks
 from rlcore.trainer.shared_device import SharedDevice
+from rlcore.utils.spans import Spans
 from tests.parts import Part, parts_of, sizes_of
 
 PUSH = [
@@ -49,6 +50,15 @@ def test_the_learner_comes_back_while_something_of_it_is_written() -> None:
         "learner offload",
         "engine wake kv_cache",
     ]
+
+
+def test_what_a_save_moves_counts_to_its_phase() -> None:
+    phases: list[str] = []
+    device = offloaded([], spans=Spans(listener=phases.append))
+    phases.clear()
+    with device.save(["weights"]):
+        assert phases == ["save", ""]
+    assert phases == ["save", ""] * 2
 
 
 def test_the_first_push_finds_the_learner_there_and_the_engine_asleep() -> None:
