@@ -7,7 +7,8 @@ that is never interrupted (invariant I6).
 """
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from msgspec import structs
 from rlcore.config.schema import RewardConfig
 from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.records import Batch, Down, HoldMode, Sample, Sampling, Work
+from rlcore.records import AnyEvent, Batch, Down, Finished, HoldMode, Sample, Sampling, Work
 from rlcore.rewards.service import RewardService
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.flow import Flow
@@ -76,6 +77,41 @@ class Doomed:
         return getattr(self._engine, name)
 
 
+class Paced:
+    """An engine that decodes only while the controller wants a batch and has counted all that was
+    finished: what is under way when a batch is complete outlives the push, whatever the clock
+    does."""
+
+    finished = 0
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine, self._is_held = engine, False
+        self.may_decode: Callable[[], bool] = lambda: True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def pause(self, mode: str) -> None:
+        self._is_held = True
+        self._engine.pause(mode)
+
+    def abort(self, ids: Collection[str]) -> None:
+        self._is_held = True  # a push with release; what was aborted is told by `poll`
+        self._engine.abort(ids)
+
+    def begin_load(self, version: int) -> None:
+        self._is_held = False
+        self._engine.begin_load(version)
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        if not (self._is_held or self.may_decode()):
+            time.sleep(min(timeout_s, 0.002))
+            return []
+        events = self._engine.poll(timeout_s)
+        self.finished += sum(isinstance(event, Finished) for event in events)
+        return events
+
+
 class World:
     """`engines` are those of ranks 1, 2, ..."""
 
@@ -108,6 +144,12 @@ class World:
             place=pipe or LeastLoaded(10**6),
             deadline_s=60.0,
         )
+        paced = [engine for engine in engines if isinstance(engine, Paced)]
+        for engine in paced:
+            engine.may_decode = lambda: (
+                self.controller._wants
+                and self.controller.num_done == sum(each.finished for each in paced)
+            )
         self.agents = [
             Agent(hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless)
             for hub, engine, scorer in zip(
@@ -238,8 +280,7 @@ def spans(world: World) -> int:
 def test_responses_outlive_pushes_and_are_those_of_an_uninterrupted_engine(
     model: Path, wanted: dict[str, np.ndarray], mode: HoldMode
 ) -> None:
-    floor = {"decode_floor_ms": 12.0, "progress_s": 0.02}
-    engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
+    engines = [Paced(torch_engine(model, rank, progress_s=0.02)) for rank in (1, 2)]
     with world(model, engines) as three:
         for _ in range(6):
             three.step(mode)
@@ -333,8 +374,7 @@ def test_a_replay_trains_the_batches_of_the_record_and_decodes_nothing(
 ) -> None:
     """Two engines before, one after; the modes of the pushes are the recorded ones."""
     modes: list[HoldMode] = ["in_place", "recompute", "release", "recompute"]
-    floor = {"decode_floor_ms": 12.0, "progress_s": 0.02}  # or all have ended before a push
-    engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
+    engines = [Paced(torch_engine(model, rank, progress_s=0.02)) for rank in (1, 2)]
     with world(model, engines, record=Recorder(tmp_path, 0)) as one:
         for mode in modes:
             one.step(mode)
