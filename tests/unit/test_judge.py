@@ -145,16 +145,16 @@ def test_a_judge_that_grows_by_more_than_memory_gb_ends_and_its_batch_pays(folde
     with RewardService("judge", config=cfg) as service:
         backend = service._runners[0]._backend
         service.submit("t0.0", sample_of("t0.0"), prompt_of("4"), ">0")
-        end = time.monotonic() + 60
-        while not backend._running:
+        end, found = time.monotonic() + 60, {}
+        while not (backend._running or found):
             assert time.monotonic() < end
-            time.sleep(0.001)
+            found = dict(service.poll(0.001))
         worker = backend._worker
         while backend._running and backend._grown(worker) < cfg.memory_gb * 2**30:
             time.sleep(0.001)
-        assert backend._running, "the batch ended with no growth to speak of"
-        os.kill(worker.process.pid, signal.SIGSTOP)  # so that it is looked at before its end
-        found = score_all(service)
+        if backend._running:  # else it has been ended already
+            os.kill(worker.process.pid, signal.SIGSTOP)  # so that it is looked at before its end
+        found = found or score_all(service)
     assert found["t0.0"].error.startswith("memory: the judge grew by ")
     assert found["t0.0"].error.endswith("--reward.memory_gb is 0.002")
 
