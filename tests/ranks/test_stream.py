@@ -87,8 +87,8 @@ def test_training_early_changes_no_step(found: Found, name: str) -> None:
         assert ours[step]["actor/kl_loss"] == pytest.approx(sync[step]["actor/kl_loss"], abs=1e-6)
         assert ours[step]["training/trained_rows"] == 32
         assert 0.2 <= ours[step]["sched/stream_at"] <= 0.5
-        assert ours[step]["sched/migrated"] > 0
-        assert 0 <= ours[step]["sched/streamed_tokens"] <= 1  # how many, the clock decides
+        assert ours[step]["sched/migrated"] >= 0  # as the next: how many, the clock decides
+        assert 0 <= ours[step]["sched/streamed_tokens"] <= 1
         assert "sched/stream_at" not in sync[step]
         rate, seconds = "perf/train_tokens_per_s", "timing_s/update_actor"
         late = ours[step].get(rate, 0.0) * ours[step][seconds]  # what was early took no such time
@@ -102,9 +102,10 @@ def test_training_early_changes_no_step(found: Found, name: str) -> None:
     kit.assert_close_named({k: a[k] for k in weights}, {k: b[k] for k in weights}, rtol=1e-5)
 
 
-def test_something_is_trained_early(found: Found) -> None:
+def test_something_is_trained_early_and_goes_on_elsewhere(found: Found) -> None:
     rows = [row for name in ("stream", "offload") for row in found.rows(name).values()]
     assert sum(row["sched/streamed_tokens"] for row in rows) > 0
+    assert sum(row["sched/migrated"] for row in rows) > 0
 
 
 def test_what_needs_all_samples_first_is_refused(found: Found) -> None:
