@@ -23,9 +23,9 @@ class Range:
     unbounded: bool = False
     """inf is allowed."""
     off: float | None = None
-    """A number outside of the range that is allowed too."""
+    """A number outside the range that is allowed too."""
     note: str = ""
-    """Ends the sentence: what a special value means, or why the range is what it is."""
+    """End of the error sentence: what a special value means, or why the range is what it is."""
 
     def allows(self, value: float) -> bool:
         """Tell whether a number is in the range; nan never is."""
@@ -102,7 +102,7 @@ def broken(section: Any, key: str) -> list[str]:
 
 
 def _ranges(section: type) -> dict[str, Range]:
-    """The range of every field of a dataclass that has one."""
+    """Return the range of every field of a dataclass that has one."""
     found: dict[str, Range] = {}
     for base in section.__mro__:
         for name, hint in inspect.get_annotations(base, eval_str=True).items():

@@ -1,22 +1,22 @@
-"""Where time comes from. Whatever waits or measures takes a clock, so that tests and the simulator
-can hand it one that they move themselves."""
+"""Clocks. Code that waits or measures time takes a clock, so that tests and the simulator can pass
+one that they move themselves."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that only grow; the zero point means nothing."""
+    """Monotonic seconds from an arbitrary zero."""
 
     def now(self) -> float:
         """Seconds since some fixed moment."""
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait, or move the clock."""
 
 
 class RealClock:
-    """The machine's monotonic clock: the same zero for all processes of one machine."""
+    """The machine's monotonic clock, with the same zero in all processes of one machine."""
 
     def now(self) -> float:
         return time.monotonic()

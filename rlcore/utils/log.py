@@ -1,4 +1,4 @@
-"""One logger, `rlcore`: rank 0 speaks on the terminal, every rank writes its own file."""
+"""The logger `rlcore`: rank 0 writes to the terminal, every rank writes its own file."""
 
 import logging
 import sys
@@ -24,5 +24,5 @@ def setup(rank: int, folder: Path | None = None) -> None:
 
 
 def announce(what: str, choice: str) -> None:
-    """Say which implementation was chosen: a resolved backend is announced, never silent."""
+    """Log which implementation was chosen, so that no backend is chosen silently."""
     log.info("%s: %s", what, choice)

@@ -24,23 +24,24 @@ _POLL_S = 0.02
 
 
 class ForgedValueError(ValueError):
-    """A value in the store that no rank of this run has written."""
+    """A value in the store that was not written by a rank of this run."""
 
 
 class SealedStore:
-    """The methods of torch's `Store` that the ranks use, with values that are authenticated.
-    Counters (`add`) and the existence of keys (`check`) are not."""
+    """Methods of torch's `Store` that the ranks use, with authenticated values. Counters (`add`)
+    and the existence of keys (`check`) are not authenticated."""
 
     def __init__(self, store: Any, secret: bytes) -> None:
         self._store, self._secret = store, secret
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value with its code."""
+        """Write a value with its authentication code."""
         body = value.encode() if isinstance(value, str) else value
         self._store.set(key, self._code(key, body) + body)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it without its code. ForgedValueError if that is wrong."""
+        """Wait for a value and return it without its code. ForgedValueError if the code is
+        wrong."""
         sealed = bytes(self._store.get(key))
         code, body = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
         if not hmac.compare_digest(code, self._code(key, body)):
