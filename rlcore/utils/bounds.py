@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may have, or each of several."""
+    """Range of numbers that a setting, or each element of it, may have."""
 
     low: float = -inf
     high: float = inf
@@ -37,7 +37,7 @@ class Range:
         return low and (value < self.high if self.below_high else value <= self.high)
 
     def why(self, value: float) -> str:
-        """Say what a number must be that is not in the range."""
+        """Say what is allowed, for a number that is not in the range."""
         if self.low == -inf or value == inf == self.high:
             return "must be a finite number"
         if self.high == inf:

@@ -62,7 +62,7 @@ class Flight:
 
     @property
     def at(self) -> dict[str, Any]:
-        """Where the rank is, in few bytes."""
+        """Current state of the rank, in few bytes."""
         return {
             "rank": self.rank,
             "host": self.host,

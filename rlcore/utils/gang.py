@@ -189,7 +189,7 @@ class Gang:
         except ValueError as error:
             self._drop_forged(error)
             return
-        except Exception as error:  # torch raises several types; without a store each rank reports by itself
+        except Exception as error:  # torch raises several types; ranks then report alone
             log.debug("the store does not answer: %s", error)
             return
         with self._lock:
@@ -282,7 +282,7 @@ class Gang:
         that can."""
         try:
             self._answer_now(alarm)
-        except Exception:  # in trouble already: the reason of the alarm must not be lost in it
+        except Exception:  # the reason of the alarm must not be lost in a second error
             log.exception("the flight record could not be made")
         finally:
             self._told = float(alarm["number"])
@@ -435,14 +435,16 @@ def _state(at: Mapping[str, Any] | None, machine: str) -> str:
 def meet(
     store: Any, at: Mapping[str, Any], size: int, timeout_s: float, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, Any]], str]:
-    """Wait until every rank is there: where each is, as `Flight.at`, and a name for this meeting,
-    which no earlier one in the same store had. `store` as torch's; `at`: of this rank.
+    """Wait until every rank has started. Return the state of each rank, as `Flight.at`, and a name
+    for this meeting, which no earlier meeting in the same store had. `store`: as torch's; `at`: the
+    state of this rank.
 
-    torchrun starts ranks again one by one, and its store keeps what dead ones wrote: rank 0 calls
-    the roll until all who are on it have answered.
+    torchrun restarts ranks one by one, and its store keeps the entries of failed ones. Rank 0
+    therefore publishes the list of ranks again until all ranks on it have answered.
 
-    TimeoutError names the ranks that have not come. RuntimeError where one of them says something
-    else than a rank of this version."""
+    TimeoutError names the ranks that have not come. RuntimeError if a rank's entry is not one of
+    this version.
+    """
     rank, mine = at["rank"], json.dumps(dict(at) | {"process": uuid.uuid4().hex})
     keys = [f"here/{r}" for r in range(size)]
     store.set(keys[rank], mine)
@@ -485,7 +487,7 @@ def _answers(name: str, size: int) -> list[str]:
 
 def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
-    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # rank 0 publishes the list
+    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # rank 0 writes the list
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"start-up: rank {names} of {size} has not come within --cluster.timeout_s {timeout_s:g}; "

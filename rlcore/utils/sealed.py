@@ -73,16 +73,16 @@ def share_secret(
 ) -> bytes:
     """Make the run's secret on rank 0 and hand it to all ranks through `file`; collective.
 
-    The file has mode 0600, lies in a folder that all nodes share, and is removed as soon as every
+    The file has mode 0600 and lies in a folder that all nodes share. It is removed as soon as every
     rank has read it.
 
     Args:
         file: a name that no earlier start has used.
-        store: torch's; it says only that the file is there and how many ranks have read it.
+        store: torch's; it holds only whether the file exists and how many ranks have read it.
 
     Raises:
         ConfigError: the file cannot be written or read; the same sentence on every rank that knows.
-        TimeoutError: a rank has not read it in time; the sentence counts those.
+        TimeoutError: a rank has not read it in time; the sentence names the file.
     """
     if rank:
         _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)

@@ -15,7 +15,7 @@ LONG_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank that the others wait for, and how that is known."""
+    """A rank that the others wait for, and the evidence."""
 
     rank: int
     why: str
