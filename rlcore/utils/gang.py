@@ -487,7 +487,7 @@ def _answers(name: str, size: int) -> list[str]:
 
 def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
-    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # rank 0 writes the list
+    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # rank 0 lists them
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"start-up: rank {names} of {size} has not come within --cluster.timeout_s {timeout_s:g}; "
