@@ -47,7 +47,7 @@ BETWEEN = {
     "eval": "evaluation; not part of the step",
     "save": "writing a checkpoint; not part of the step",
 }
-"""Phases between the steps."""
+"""Phases between two steps."""
 
 CLOCK = (
     "timing_s/",

@@ -81,7 +81,7 @@ def counter(pid: int, name: str, at: float, **values: float) -> Event:
 
 
 def save(path: Path, events: Iterable[Event]) -> None:
-    """Write a trace."""
+    """Write a trace file."""
     body = {"traceEvents": list(events), "displayTimeUnit": "ms"}
     write_atomic(path, json.dumps(body, allow_nan=False) + "\n")
 

@@ -5,9 +5,9 @@ permits.
 All its state is in Redis. The transaction that takes a message out of its inbox also writes the
 message's effects, under the arbiter's own token. So an arbiter may fail between any two commands,
 and another one continues. Messages are numbered, so one that a job had to send twice counts once.
-Jobs hold a lease, a key that expires; when it expires, the job counts as dead and its permit is
-free. Redis's clock counts leases. After the server or the arbiter was down, no job counts as dead
-for one lease more.
+Jobs hold a lease, a key that expires. When it expires, the job counts as failed and its permit is
+free. Redis's clock counts leases. After an outage of the server or the arbiter, no job counts as
+failed until one more lease has passed.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from rlcore.sched.phase_mux import Grant, Member, Migrate, PhaseMux, Todo
 from rlcore.utils.log import log
 
 LOCK_S = 5.0
-"""An arbiter that has not renewed its token for so long counts as dead."""
+"""Seconds after which an arbiter that has not renewed its token counts as failed."""
 IDLE_S = 0.2
-"""Interval at which leases and patience are checked if no message comes."""
+"""Interval at which leases and idle jobs are checked if no message comes."""
 LEAST_PATIENCE_S = 30.0
-"""Least time that a job may take between two phases before its turn passes to another job."""
+"""Shortest idle time of a job between two phases after which its turn passes to another job."""
 ROLLOUT, TRAIN = "rollout", "train"
 PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
-"""Profile fields whose sum is the promised time of each phase; other phases have no promise."""
+"""Profile fields whose sum is the promised time, by phase; other phases have no promise."""
 PROMISED_COLOCATED = {STEP: ("rollout_s", "train_s", "sync_s")}
 
 
@@ -55,8 +55,8 @@ class Known:
     why: str = ""
     profile: dict[str, Any] = field(default_factory=dict)
     hosts: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the nodes that the job runs on, by pool, in the order of its ranks. Empty: the job
-    has named none and starts on the nodes of its place."""
+    """Names of the nodes that the job runs on, by pool, in the order of its ranks. If empty, the
+    job has named none and starts on the nodes that it is given."""
     nodes: dict[str, list[int]] = field(default_factory=dict)
     """Numbers of the nodes of a placed job, by pool."""
     keep: int = 0
@@ -371,9 +371,9 @@ class Arbiter:
             self._note(name)
 
     def _drift(self, name: str, known: Known, said: Mapping[str, Any], now: float) -> None:
-        """Replace a job's profile if it takes more time or memory than that. If a job would then
-        miss its SLO, or a node's memory would not suffice, the job must join again with the
-        measured values."""
+        """If a job takes more time or memory than its profile says, update the profile. If a job
+        would then miss its SLO, or a node's memory would not suffice, this job must join again with
+        the measured values."""
         phase = str(said.get("phase"))
         recent = known.seconds[phase] = _last(known.seconds.get(phase), said.get("seconds"))
         if switch_s := float(said.get("switch_s", 0.0)):
@@ -479,9 +479,9 @@ class Arbiter:
         self._note_group(group.id)
 
     def _meets(self, job: Job, known: Known) -> str:
-        """Return why a job has to wait because of a shared node, "" if it need not. Two jobs may
-        not share a node that each counts to another pool, if one of them holds both pools for a
-        whole step."""
+        """Return why a job has to wait because of a shared node, "" if it need not. Two jobs
+        conflict if one uses a node for rollouts and the other for training, and one of them holds
+        both pools for a whole step."""
         for name, other in self._jobs.items():
             if other is known or not (other.nodes and other.hosts and known.hosts):
                 continue

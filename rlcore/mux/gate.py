@@ -107,7 +107,7 @@ class Gate:
                 in `place`, and has to start there.
             keep: number of rollout nodes, the first ones, on which the tail of a rollout can
                 continue if another job can use the others (`progress`). 0: the tail leaves no node.
-            lease_s: a job that does not renew its lease for so long counts as dead.
+            lease_s: seconds without renewal after which the job counts as failed.
             wait_s: most seconds to wait for a place, and for each permit.
             on_lost: called with a sentence if the nodes may belong to another job; it must not
                 return to the phase. Default: the process exits with code 75.
@@ -159,7 +159,7 @@ class Gate:
         write `resident` back, and release the nodes.
 
         Raises:
-            TimeoutError: no permit within `wait_s`; it names the jobs that are first.
+            TimeoutError: no permit within `wait_s`; the error names the jobs ahead.
         """
         if resident is not None and not isinstance(resident, Resident):
             raise TypeError(f"phase {name}: {type(resident).__name__} has no load() and store()")
@@ -183,7 +183,7 @@ class Gate:
         """Wait for the permit of this phase.
 
         Raises:
-            TimeoutError: no permit within `wait_s`; it names the jobs that are first.
+            TimeoutError: no permit within `wait_s`; the error names the jobs ahead.
             ConnectionError: the server refuses this job.
         """
         begin = time.monotonic()
@@ -197,7 +197,7 @@ class Gate:
 
         Args:
             seconds: duration of the phase, compared with the profile.
-            switch_s: duration of loading and storing, compared with the pool's.
+            switch_s: duration of loading and storing, compared with the pool's `switch_s`.
         """
         self._inside = ""
         more = {"gb": self.host_gb} if self.host_gb else {}
@@ -393,10 +393,10 @@ def connect(
 ) -> "Gate | NoGate":
     """Return the gate of a job; if `url` is empty, one that lets every phase start at once.
 
-    `otherwise`: if the job gets no answer or no place, `wait` until it does (a job that can never
-    have a place raises), or run `solo`, as if it had the nodes alone. If `profile` is None, the one
-    given to `mux add` is used, with this `slo`. `colocated`: the value that the profile must have;
-    None: either. `hosts`: returns the `hosts` of the `Gate` for a profile.
+    `otherwise`: what to do without an answer or a place. `wait` waits for it, and raises if the job
+    can never have a place; `solo` runs as if the job had the nodes alone. If `profile` is None, the
+    one given to `mux add` is used, with this `slo`. `colocated`: the value that the profile must
+    have; None: either. `hosts`: returns the `hosts` of the `Gate` for a profile.
 
     Raises:
         ValueError: no profile, or one of another kind of job.

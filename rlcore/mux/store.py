@@ -10,7 +10,7 @@ keys of other jobs.
     mux:state                hash: all state of the arbiter
     mux:job:<name>:in        list: inbox, the job's numbered messages
     mux:job:<name>:profile   the profile given to `mux add --profile`
-    mux:job:<name>:alive     the job's lease; if it has expired, the job counts as dead
+    mux:job:<name>:alive     the job's lease; if it has expired, the job counts as failed
     mux:job:<name>:place     where the job was placed, or why not
     mux:job:<name>:permit    the phase that the job may run
     mux:job:<name>:move      rollout nodes that the phase should leave
@@ -31,7 +31,7 @@ from rlcore.utils.secret import hide
 TIMEOUT_S = 5.0
 """Time-out of one answer of the server."""
 MOST_LEASE_S = 600.0
-"""Longest lease. After the server was down, no job counts as dead for so long."""
+"""Longest lease. After an outage of the server, no job counts as failed for so long."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 JOBS, BELL, ARBITER, STATE = "mux:jobs", "mux:bell", "mux:arbiter", "mux:state"
 COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")

@@ -53,7 +53,7 @@ class Load:
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
     parts: tuple[Part, ...]
-    """Sorted by (site, root, owner): the order in which a site broadcasts."""
+    """Parts sorted by (site, root, owner): the order in which a site broadcasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class Plan:
     loads: tuple[Load, ...]
 
     def members(self, site: int) -> tuple[int, ...]:
-        """Return the ranks that broadcast in a site: those that need weights and those that own
-        parts. Empty if no rank of the site needs weights."""
+        """Return the ranks that take part in the broadcasts of a site: those that need weights and
+        those that own parts. Empty if no rank of the site needs weights."""
         inside = set(self.sites[site]) & set(self.needs)
         inside |= {p.root for load in self.loads for p in load.parts if p.site == site}
         return tuple(sorted(inside))

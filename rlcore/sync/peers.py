@@ -62,9 +62,8 @@ class Failure(msgspec.Struct, frozen=True):
     @property
     def order(self) -> tuple[int, int, int, int]:
         """Sort key that puts causes before their consequences. Damage and refusals are reported
-        where they happen. A rank that gives up breaks the links of all others, and a rank that
-        waits for a late one is late itself, in later buckets. For other errors the order is
-        unknown."""
+        where they happen. A rank that gives up breaks the links of all others. A rank that waits
+        for a late one is late itself, in later buckets. For other errors the order is unknown."""
         return _ORDER.index(self.kind), self.bucket, self.stage, self.rank
 
 
@@ -264,8 +263,8 @@ class Peers:
         return _Sentence(cause.kind == "late", f"{text}; no engine decodes before a whole push")
 
     def _await(self, what: str, ranks: Iterable[int], seconds: float) -> bool:
-        """Wait until these ranks have come to a point, and tell whether they have. If the push fails
-        meanwhile, stop waiting, except at `here`, `done` and `end`."""
+        """Wait until these ranks have come to a point, and tell whether they have. If the push
+        fails meanwhile, stop waiting, except at `here`, `done` and `end`."""
         end = time.monotonic() + seconds
         keys = [self._key(what, rank) for rank in ranks]
         pause = 0.001
@@ -407,7 +406,7 @@ def first_line(error: BaseException) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 1, 2`."""
+    """Format ranks as `rank 3`, or `ranks 1, 2`."""
     shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 

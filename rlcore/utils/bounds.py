@@ -1,6 +1,6 @@
-"""Ranges of settings, stated at the field: `steps: Annotated[int, at_least(0)] = 200`.
+"""Ranges of settings, declared at the field: `steps: Annotated[int, at_least(0)] = 200`.
 
-A class inherits the range of a field that it redefines without one. `broken` reads them all.
+If a subclass redefines a field without a range, it inherits the range. `broken` reads all ranges.
 """
 
 import inspect
@@ -17,11 +17,11 @@ class Range:
     low: float = -inf
     high: float = inf
     above_low: bool = False
-    """`low` itself is not allowed."""
+    """Whether `low` itself is excluded."""
     below_high: bool = False
-    """`high` itself is not allowed."""
+    """Whether `high` itself is excluded."""
     unbounded: bool = False
-    """inf is allowed."""
+    """Whether inf is allowed."""
     off: float | None = None
     """A number outside the range that is allowed too."""
     note: str = ""
@@ -83,8 +83,8 @@ _ANY = Range(unbounded=True)
 
 
 def broken(section: Any, key: str) -> list[str]:
-    """Name every field of a dataclass that is out of its range, one sentence each. `key` is the
-    section's, such as `train` or `reward.math`. Without a range a number must not be nan."""
+    """Describe every field of a dataclass that is out of its range, one sentence each. `key` is the
+    section's, such as `train` or `reward.math`. A number without a range must not be nan."""
     known, out = _ranges(type(section)), []
     for f in fields(section):
         value = getattr(section, f.name)

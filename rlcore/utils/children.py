@@ -5,9 +5,9 @@ Every child has one `Channel` to its parent: a socket pair with the frames of `u
 parent's side of a child that runs users' code, which may hang, crash or loop: rewards, judges,
 environments. A child first calls `open_channel` or `open_guarded_channel`.
 
-Not every child process is one of these: SGLang starts its schedulers itself, programs in the
-sandbox need their stdin and stdout (`sandbox/walls.py`), CUDA MPS is NVIDIA's daemon, and the jobs
-of `rlcore mux` receive no messages.
+Some child processes need another mechanism. SGLang starts its schedulers itself. Programs in the
+sandbox need their stdin and stdout (`sandbox/walls.py`). CUDA MPS is NVIDIA's daemon. The jobs of
+`rlcore mux` receive no messages.
 
 Own code instead of `multiprocessing`: a child is ended together with all that it started.
 """
@@ -210,8 +210,8 @@ class GuardedChild(Child):
         sink: Callable[[bytes], None],
         module: str,
     ) -> None:
-        """`start` is the first frame, `sink` takes what the child prints, `selector` reports the
-        data (this child, "channel" or "output")."""
+        """`start` is the first frame, `sink` takes the child's output, `selector` reports the
+        descriptors that have data, as (this child, "channel" or "output")."""
         self.tail = b""
         self._selector, self._sink = selector, sink
         self._mark = uuid.uuid4().hex
@@ -306,7 +306,8 @@ class CappedLog:
     """A file for the output of children, up to 4 MiB in all."""
 
     def __init__(self, file: Path | None, name: str) -> None:
-        """`name` is for the warning if the file cannot be written; None: keep nothing."""
+        """`file`: if None, keep nothing. `name`: shown in the warning if the file cannot be
+        written."""
         self._file, self._name = file, name
         self._room = _LOG_BYTES if file is not None else 0
         if file is not None:
@@ -338,7 +339,7 @@ def without_launcher() -> dict[str, str]:
 
 
 def open_channel(largest: int = LARGEST_FRAME) -> Channel:
-    """In a child: open the channel to the parent; no process that this child starts inherits it."""
+    """Open the channel to the parent, in a child. No process that this child starts inherits it."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     os.register_at_fork(after_in_child=end.close)
@@ -346,12 +347,12 @@ def open_channel(largest: int = LARGEST_FRAME) -> Channel:
 
 
 def parent_pid() -> int:
-    """In a child: return the process id of the parent that started it."""
+    """Return the process id of the parent that started this child, in a child."""
     return int(sys.argv[2])
 
 
 def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
-    """In a guarded child: tie it to its parent and open the channel.
+    """Tie a guarded child to its parent and open the channel; called in the child.
 
     Args:
         name: name of the child in warnings.
@@ -363,14 +364,14 @@ def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
 
 
 def tie_to(parent: int, name: str) -> None:
-    """In the child: exit when the parent's thread that started it exits, adopt the processes that
-    its own children orphan, and keep users' code from killing the trainer. `name` is for
-    warnings."""
+    """Tie this child to its parent: exit when the parent's thread that started it exits, adopt
+    processes that its own children orphan, and keep users' code from killing the trainer. `name` is
+    for warnings."""
     libc = ctypes.CDLL(None, use_errno=True)
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm sends it to all; the parent decides
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm signals all processes; the parent decides
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if os.getppid() != parent:  # the parent exited before prctl took effect
         sys.exit(1)

@@ -1,5 +1,5 @@
-"""Small collectives over the default process group, that of the ranks of one role, or over a given
-group, such as that of all ranks (`everyone`). In a world of one they return at once."""
+"""Small collectives over the default process group (the ranks of one role) or a given group, such
+as that of all ranks (`everyone`). In a world of one they return at once."""
 
 import os
 import statistics

@@ -95,7 +95,7 @@ class Watchdog:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice."""
+        """Stop watching. Idempotent."""
         with self._changed:
             if self._closed:
                 return

@@ -211,7 +211,7 @@ def _commit() -> str:
 
 
 def _read(path: str) -> str:
-    """Read a kernel file; "" if this system does not have it."""
+    """Read a file of /proc or /sys; "" if this system does not have it."""
     try:
         return Path(path).read_text()
     except OSError:

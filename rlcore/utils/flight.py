@@ -241,7 +241,7 @@ WAITS = {
 }
 
 
-OURS = ("flight.py", "gang.py")  # a rank that failed makes its own record, in these files
+OURS = ("flight.py", "gang.py")  # frames to skip: a failed rank makes its record in these files
 
 
 def _waits(frame: FrameType | None) -> str:

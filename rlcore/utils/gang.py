@@ -37,9 +37,9 @@ STORE_S = 5.0
 GRACE_S = 6.0
 """Time that the records of the other ranks may take."""
 SILENT_S = 15.0
-"""A rank without a heartbeat for so long will not finish a step."""
+"""Seconds without a heartbeat after which a rank is assumed not to finish its step."""
 AGAIN_S = 5.0
-"""A second SIGTERM so much later than the first is a new one: launchers send each twice."""
+"""Seconds after which a second SIGTERM counts as a new one; launchers send each twice."""
 SPEAKERS = 3
 """Number of ranks that may have to report an alarm."""
 VERDICT = "verdict.json"
@@ -85,11 +85,10 @@ class Gang:
         self._store = store
 
     def start(self, signals: bool = True) -> "Gang":
-        """Start the health thread. `signals`: a SIGTERM writes the flight record, wherever the main
-        thread is; only from the main thread."""
+        """Start the health thread. `signals`: on SIGTERM, write the flight record, whatever the
+        main thread does; this must be called in the main thread."""
         if signals:
-            # A child that gets a signal before it has reset its handlers would report it as the
-            # rank's.
+            # A forked child that gets a signal before `_forget` would report it as the rank's.
             os.register_at_fork(
                 before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
                 after_in_parent=partial(
@@ -403,7 +402,8 @@ def _appears(file: Path, begin: float, seconds: float) -> bool:
 
 
 def _forget(gang: "weakref.ref[Gang]") -> None:
-    """In a forked child, such as a checkpoint writer: its signals are not the rank's."""
+    """Reset the signals of a forked child, such as a checkpoint writer, so that they do not count
+    as the rank's."""
     found = gang()
     if found is not None and not found._closed:
         signal.set_wakeup_fd(-1)
@@ -487,7 +487,7 @@ def _answers(name: str, size: int) -> list[str]:
 
 def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
-    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # rank 0 lists them
+    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # else it is rank 0
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"start-up: rank {names} of {size} has not come within --cluster.timeout_s {timeout_s:g}; "

@@ -1,7 +1,7 @@
 """Seccomp filter for a reward's child: it, and all that it starts, cannot signal or trace the
 trainer.
 
-A process may kill any other of the same user, so `os.kill(os.getppid(), 9)` in a user's reward, or
+A process may kill any other of the same user. So `os.kill(os.getppid(), 9)` in a user's reward, or
 in a library that it calls, would end the run. The filter refuses (EPERM) signals to the given
 processes, to their groups and to all processes. It protects against accidents and simple attacks;
 untrusted code needs the sandbox (rlcore/sandbox).

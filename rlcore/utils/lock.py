@@ -1,6 +1,6 @@
-"""A folder that belongs to one process at a time.
+"""Lock that gives a folder to one process at a time.
 
-Own code instead of the package filelock: it says which process holds the folder.
+Own code instead of the package filelock: it names the process that holds the folder.
 """
 
 import fcntl

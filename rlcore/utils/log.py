@@ -8,7 +8,8 @@ log = logging.getLogger("rlcore")
 
 
 def setup(rank: int, folder: Path | None = None) -> None:
-    """Rank 0 logs to the terminal; with a folder, each rank also to `<folder>/rank<N>.log`."""
+    """Log rank 0 to the terminal, other ranks only their errors. With a folder, each rank also logs
+    to `<folder>/rank<N>.log`."""
     log.handlers.clear()
     log.propagate = False
     log.setLevel(logging.DEBUG)

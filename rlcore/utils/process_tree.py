@@ -1,4 +1,4 @@
-"""End a guarded child together with every process that it started."""
+"""End of a guarded child together with every process that it started."""
 
 import contextlib
 import os
