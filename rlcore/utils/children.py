@@ -347,7 +347,7 @@ def open_channel(largest: int = LARGEST_FRAME) -> Channel:
 
 
 def parent_pid() -> int:
-    """Return the process id of the parent that started this child, in a child."""
+    """Return the process id of the parent of this child."""
     return int(sys.argv[2])
 
 
@@ -371,7 +371,7 @@ def tie_to(parent: int, name: str) -> None:
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm signals all processes; the parent decides
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm signals all; the parent decides
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if os.getppid() != parent:  # the parent exited before prctl took effect
         sys.exit(1)
