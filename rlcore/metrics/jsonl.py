@@ -1,6 +1,6 @@
-"""Logs of one JSON object per line that survive a kill: whole lines only, cut back on resume.
+"""Logs of one JSON object per line that survive a kill: whole lines only, truncated on resume.
 
-Own code instead of the package jsonlines: a resumed run cuts the file back.
+Own code instead of the package jsonlines: a resumed run truncates the file.
 """
 
 import json
@@ -14,24 +14,24 @@ from rlcore.utils.log import log
 
 
 class JsonLines:
-    """A file of objects with a `step` that never falls. A line is on disk whole or not at all, as
-    seen after a kill; `sync` makes it last through a power cut too.
+    """A file of objects with a `step` that never decreases. After a kill a line is in the file
+    whole or not at all; `sync` also protects it against a power failure.
 
-    Opening with `next_step` drops what an interrupted run wrote for this step and later: after a
-    resume no step is there twice.
+    Opening with `next_step` drops the lines of this step and later ones, which an interrupted run
+    wrote. So after a resume no step occurs twice.
     """
 
     def __init__(self, path: Path, next_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # one call, so a kill leaves the file as it was or as it shall be
+        # one call, so a kill leaves the old file or the truncated one
         os.ftruncate(self._fd, _end_before(path, next_step))
         self._last = next_step - 1
 
     def append(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows of one step in one go. OSError with the path if the disk is full; the file
-        then ends with the row before."""
+        """Append rows of one step in one go. OSError with the path if the disk is full; the file
+        then ends before these rows."""
         if step < self._last:
             raise ValueError(f"{self.path}: step {step} after step {self._last}; steps only grow")
         self._last = step
@@ -47,19 +47,19 @@ class JsonLines:
             ) from error
 
     def sync(self) -> None:
-        """Return when the lines are on the disk itself: before a checkpoint counts as written."""
+        """Flush the lines to the disk itself, before a checkpoint counts as written."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a log; a missing file is an empty one. Damaged lines are named and left out,
-    an unfinished last line (a writer at work) is left out in silence."""
+    """Yield the objects of a log; none if the file is missing. Damaged lines are logged and
+    skipped; an unfinished last line, which a writer is working on, is skipped silently."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -72,8 +72,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def dumps(value: Any) -> str:
-    """One line of strict JSON. numpy's numbers become plain ones; NaN and infinities become null,
-    since JSON has no name for them. Half a surrogate pair, which UTF-8 cannot hold, is escaped."""
+    """Encode a value as one line of strict JSON. numpy numbers become plain ones. NaN and
+    infinities become null, since JSON has no name for them. Lone surrogates, which UTF-8 cannot
+    hold, are escaped."""
     plain = _plain(value)
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
     try:
@@ -84,7 +85,8 @@ def dumps(value: Any) -> str:
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
-    """Replace a file: a reader, or a kill, finds the old text or the new one."""
+    """Replace a file atomically: after a kill, and for a reader, it holds the old text or the new
+    one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -98,7 +100,8 @@ def write_atomic(path: Path, text: str | bytes) -> None:
 
 
 def _end_before(path: Path, next_step: int) -> int:
-    """Bytes from the start to the first line of `next_step` or later, or to a torn last line."""
+    """Return the bytes before the first line of `next_step` or later, or before an incomplete last
+    line."""
     end = 0
     with path.open("rb") as file:
         for line in file:

@@ -1,8 +1,8 @@
-"""Every metric, declared once: name, unit, meaning. The names are verl's where verl has the metric.
+"""Every metric, declared once: name, unit, meaning. If verl has a metric, the name is verl's.
 
 A name may contain fields: `<phase>` stands for one part of the name, `<set>` for the name of a data
-set, `<k>` for a number. An exact name wins over one with fields. Writing a metric that is not
-declared here is an error, so a misspelt name fails in the first test that runs a step.
+set, `<k>` for a number. An exact name has priority over one with fields. Writing a metric that is
+not declared here is an error, so a misspelt name fails in the first test that runs a step.
 """
 
 import difflib
@@ -13,11 +13,11 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One declaration."""
+    """Declaration of one metric."""
 
     name: str
     unit: str
-    """"" for plain numbers and fractions of one."""
+    """Unit; "" for plain numbers and fractions of one."""
     meaning: str
 
 
@@ -40,13 +40,14 @@ PHASES = {
     "turn": "waiting for a turn on shared nodes, loading what it needs and storing it again",
     "sync": "pushing weights to the engines",
 }
-"""The phases of a step in order; they do not overlap. `timing_s/step` is their sum and the rest."""
+"""Phases of a step in order; they do not overlap. `timing_s/step` is their sum and the time outside
+of them."""
 
 BETWEEN = {
     "eval": "evaluation; not part of the step",
     "save": "writing a checkpoint; not part of the step",
 }
-"""Phases between the steps."""
+"""Phases between two steps."""
 
 CLOCK = (
     "timing_s/",
@@ -67,7 +68,7 @@ CLOCK = (
     "sched/rollout_idle",
     "balance/",
 )
-"""Prefixes of metrics that depend on the clock: two equal runs differ in these alone."""
+"""Prefixes of metrics that depend on the clock: two equal runs differ only in these."""
 
 BEFORE = {
     "start": "building learner and engines and waiting for them; in the next row that is written",
@@ -77,11 +78,11 @@ BEFORE = {
 _PHASES = PHASES | BETWEEN | BEFORE
 
 METRICS = [
-    # where the run is
+    # progress of the run
     Metric("training/global_step", "steps", "steps done, this one included"),
     Metric("training/epoch", "epochs", "passes over the training prompts"),
     Metric("training/version", "updates", "policy version after this step"),
-    # what was sampled
+    # samples
     *_spread("critic/score", "", "the scores that the rewards gave"),
     Metric("critic/score/std_err", "", "standard error of the mean score, prompts as clusters"),
     *_spread("critic/rewards", "", "the scores after shaping by length"),
@@ -130,7 +131,7 @@ METRICS = [
     Metric("actor/updates", "updates", "optimizer steps of this round"),
     Metric("actor/moe_aux_loss", "", "load-balancing loss of MoE models"),
     Metric("algo/<name>", "", "further number of an algorithm, averaged over trained tokens"),
-    # sampler against learner
+    # sampler compared with learner
     Metric("rollout_corr/kl", "nats", "k1 from sampler to learner: mean of sampler - old log-prob"),
     Metric("rollout_corr/k3_kl", "nats", "k3 estimate of the same"),
     Metric("rollout_corr/chi2_token", "", "mean of the squared probability ratio, minus 1"),
@@ -213,7 +214,7 @@ METRICS = [
     Metric("val-aux/<set>/response_length/<stat>", "tokens", "lengths of responses in evaluation"),
     Metric("val-aux/<set>/num_prompts", "prompts", "prompts evaluated"),
     Metric("val-aux/<set>/reward/<name>", "", "mean of a reward's detail in evaluation"),
-    # the parts
+    # components
     Metric("reward/latency_s/mean", "s", "mean time of one score"),
     Metric("reward/latency_s/max", "s", "longest time of one score"),
     *_spread("reward/timeout_s", "s", "the deadlines, where reward.adaptive_timeout", "/mean /min"),
@@ -336,7 +337,8 @@ def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
 
 @lru_cache(maxsize=4096)
 def check(name: str) -> Metric:
-    """The declaration of a metric; ValueError with the nearest declared names if there is none."""
+    """Return the declaration of a metric; ValueError with the nearest declared names if there is
+    none."""
     if name in _EXACT:
         return _EXACT[name]
     for pattern, metric in _patterns():

@@ -1,4 +1,5 @@
-"""curve.png: a run at a glance; detail.png: lengths, policy and speeds; several runs in one figure.
+"""Figures: curve.png with the main curves of a run; detail.png with lengths, policy and speeds; and
+comparisons of several runs.
 
 matplotlib is imported only when a figure is drawn, and without pyplot: no display, no global state.
 """
@@ -21,24 +22,24 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 Lengths = Mapping[int, Sequence[int]]
-"""Tokens of the responses of each step."""
+"""Tokens of each response, by step."""
 
 ROUNDS = "rounds.jsonl"
-"""The log of rounds (`rollout/rounds.py`): there every response has its length."""
+"""Log of rounds (`rollout/rounds.py`), with the length of every response."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
-"""Okabe and Ito's, which people with colour blindness can tell apart."""
+"""Palette of Okabe and Ito, which people with colour blindness can tell apart."""
 PHASE_LABELS = {"old_log_prob": "old log-probs", "ref": "reference", "adv": "advantages",
                 "update_actor": "update", "gen": "generate", "sync": "weight sync"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Metrics by step in one picture."""
+    """Metrics by step in one panel."""
 
     title: str
     unit: str
     lines: Mapping[str, str]
-    """The metric of each label."""
+    """Metric name by label."""
     log: bool = False
     average: Callable[[np.ndarray], Any] = np.mean
 
@@ -75,12 +76,12 @@ PANELS = (
         average=np.median,
     ),
 )
-"""What `detail` draws of a run's metrics, where they were measured."""
+"""Panels that `detail` draws if their metrics were measured."""
 
 
 def curve(run_dir: Path, out: Path | None = None) -> Path:
-    """Draw `<run_dir>/curve.png`: reward, held-out accuracy, response length, time by phase.
-    Returns its path; ValueError where the run has no metrics."""
+    """Draw `<run_dir>/curve.png`: reward, held-out accuracy, response length, time by phase. Return
+    its path; ValueError if the run has no metrics."""
     rows = _rows(run_dir)
     figure, axes = _figure(f"{run_dir.name}: {_steps(rows)} steps")
     _reward(axes[0], rows, COLORS[0], "")
@@ -94,8 +95,8 @@ def curve(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def detail(run_dir: Path, out: Path | None = None) -> Path:
-    """Draw `<run_dir>/detail.png`: what `curve` has no room for, as far as it was measured. Returns
-    its path; ValueError where the run has no metrics."""
+    """Draw `<run_dir>/detail.png`: lengths and all measured `PANELS`. Return its path; ValueError
+    if the run has no metrics."""
     rows, lengths = _rows(run_dir), _lengths_by_step(run_dir)
     measured = {name for row in rows for name in row}
     panels = [p for p in PANELS if measured.intersection(p.lines.values())]
@@ -118,8 +119,8 @@ def detail(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
-    """Lay runs over each other: `{label: run_dir}`, or folders, which are their own labels. Returns
-    `out`; ValueError where a run has no metrics or there is none."""
+    """Draw several runs in one figure: `{label: run_dir}`, or folders, whose names are the labels.
+    Return `out`; ValueError if a run has no metrics or there is no run."""
     named = dict(runs) if isinstance(runs, Mapping) else {run.name: run for run in runs}
     if not named:
         raise ValueError("compare: no runs given; name at least one run folder")
@@ -157,7 +158,8 @@ def _steps(rows: Rows) -> int:
 
 
 def _lengths_by_step(run_dir: Path) -> Lengths:
-    """Of all responses that counted (rounds.jsonl), else of those in rollouts.jsonl."""
+    """Return the lengths of all responses that counted (rounds.jsonl), else of those in
+    rollouts.jsonl."""
     found: dict[int, list[int]] = {}
     for row in read_lines(run_dir / ROUNDS):
         if row["counted"]:
@@ -209,7 +211,7 @@ def _series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _windows(values: np.ndarray) -> list[np.ndarray]:
-    """For each step the values around it: about a twentieth of the run, fewer at its ends."""
+    """Return the values around each step: about a twentieth of the run, fewer at its ends."""
     half = round(len(values) / 40)
     return [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
 
@@ -217,7 +219,7 @@ def _windows(values: np.ndarray) -> list[np.ndarray]:
 def _line(
     ax: "Axes", rows: Rows, name: str, color: str, label: str, average: Any = np.mean
 ) -> None:
-    """A measured line, faint, and its running average."""
+    """Draw a measured line, faint, and its running average."""
     steps, values = _series(rows, name)
     if not len(values):
         return
@@ -236,7 +238,7 @@ def _reward(ax: "Axes", rows: Rows, color: str, label: str) -> None:
     error_steps, errors = _series(rows, "critic/score/std_err")
     if len(errors) == len(values) and (error_steps == steps).all():
         center = np.array([np.mean(window) for window in _windows(values)])
-        # steps draw their prompts independently, so the errors of a window add in squares
+        # steps draw prompts independently, so the squared errors in a window add up
         half = [math.sqrt(np.sum(w**2)) / len(w) for w in _windows(errors)]
         band = "" if label else "+- 1 standard error"
         low, high = center - half, center + half
@@ -265,7 +267,7 @@ def _lengths(ax: "Axes", rows: Rows) -> None:
 
 
 def _times(ax: "Axes", rows: Rows) -> None:
-    """Phases stacked, smallest on top, with what no phase accounts for."""
+    """Draw the phases stacked, the largest at the bottom, and the time outside of all phases."""
     ax.set(title="Time of a step by phase (running median)", ylabel="seconds")
     steps, total = _series(rows, "timing_s/step")
     if not len(steps):
@@ -278,7 +280,7 @@ def _times(ax: "Axes", rows: Rows) -> None:
     parts["other"] = np.maximum(0.0, total - sum(parts.values()))
     parts = dict(sorted(parts.items(), key=lambda item: -np.sum(item[1])))
     whole = np.sum(total)
-    # medians: one slow step, such as the first, must not set the scale
+    # medians, so that one slow step, such as the first, does not set the scale
     shown = {
         phase: np.array([np.median(window) for window in _windows(values)])
         for phase, values in parts.items()
@@ -286,7 +288,7 @@ def _times(ax: "Axes", rows: Rows) -> None:
     }
     labels = [f"{PHASE_LABELS.get(p, p)} ({100 * np.sum(parts[p]) / whole:.0f} %)" for p in shown]
     ax.stackplot(steps, *shown.values(), labels=labels, colors=COLORS, alpha=0.8, linewidth=0)
-    ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # room for the legend
+    ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # leaves room for the legend
     ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
 
 
@@ -295,7 +297,8 @@ def _all(lengths: Lengths) -> np.ndarray:
 
 
 def _parts(lengths: Lengths) -> dict[str, np.ndarray]:
-    """The first and the last third of the steps; all of them where there are few."""
+    """Return the lengths of the first and the last third of the steps; of all steps if there are
+    few."""
     steps = sorted(lengths)
     third = len(steps) // 3
     if third < 1:
@@ -319,7 +322,7 @@ def _histogram(ax: "Axes", lengths: Lengths) -> None:
 
 
 def _tails(ax: "Axes", parts: Mapping[str, np.ndarray]) -> None:
-    """How many responses are longer than so much: both axes logarithmic, as tails are."""
+    """Draw the share of responses longer than each length, both axes logarithmic."""
     ax.set(title="Tail of the lengths", xlabel="tokens", ylabel="share of longer responses")
     for i, (label, found) in enumerate(parts.items()):
         values = np.sort(found)
@@ -346,7 +349,7 @@ def _quantiles(ax: "Axes", lengths: Lengths) -> None:
 
 
 def _bars(ax: "Axes", loaded: Mapping[str, Rows]) -> None:
-    """Seconds of the median step by phase, a bar a run."""
+    """Draw the median seconds of a step by phase, one bar per run."""
     ax.set(title="Time of a step by phase", xlabel="seconds (median over the steps)")
     names = list(loaded)[::-1]
     left = np.zeros(len(names))
@@ -362,7 +365,7 @@ def _bars(ax: "Axes", loaded: Mapping[str, Rows]) -> None:
         ax.barh(names, shares[phase], left=left, color=COLORS[i % len(COLORS)], label=label)
         left = left + shares[phase]
     if seen:
-        ax.set_ylim(-0.6, 1.4 * len(names) - 0.4)  # room for the legend
+        ax.set_ylim(-0.6, 1.4 * len(names) - 0.4)  # leaves room for the legend
         ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
 
 

@@ -1,5 +1,5 @@
-"""What rank 0 shows: one line per step and evaluation, a progress bar on a terminal, a table at the
-end. Lines go through the logger, so the rank's file has them too."""
+"""Terminal output of rank 0: one line per step and evaluation, a progress bar on a terminal, a
+table at the end. Lines go through the logger, so they are also in the rank's log file."""
 
 import logging
 import math
@@ -23,8 +23,8 @@ SMALL_PRINT = (
 
 
 class Screen:
-    """The terminal of a run. `phase` fits `Spans(listener=...)`. Without a terminal, or with
-    `progress` off, there are lines only, and a line of progress when a phase takes long."""
+    """Terminal output of a run. `phase` fits `Spans(listener=...)`. Without a terminal, or with
+    `progress` off, it prints lines only, among them one on progress if a phase takes long."""
 
     def __init__(self, total_steps: int, progress: bool = True, clock: Clock | None = None):
         self._total_steps = total_steps
@@ -34,20 +34,20 @@ class Screen:
         self._bar = _Bar(total_steps) if progress and sys.stdout.isatty() else None
 
     def phase(self, name: str) -> None:
-        """The run is now in this phase, "" for none."""
+        """Show the current phase of the run, "" for none."""
         self._phase = LABELS.get(name, name)
         if self._bar is not None:
             self._bar.phase(self._phase)
 
     def advance(self, done: int, total: int) -> None:
-        """So much of the phase is done, in responses or rows."""
+        """Show the progress of the phase, in responses or rows."""
         if self._bar is not None:
             self._bar.advance(done, total)
         elif self._clock.now() - self._spoke >= QUIET_S:
             self._say(f"step {self._step + 1}/{self._total_steps}  {self._phase} {done}/{total}")
 
     def step(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
-        """A step is done. `note` says what is not as it should be."""
+        """Print the line of a finished step. `note` names what is wrong with it."""
         self._step = step
         line = step_line(step, self._total_steps, metrics)
         self._say(f"{line}  {note}" if note else line)
@@ -55,19 +55,19 @@ class Screen:
             self._bar.step(step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation is done: a line for each data set."""
+        """Print the lines of an evaluation, one per data set."""
         for line in evaluation_lines(step, self._total_steps, metrics):
             self._say(line)
 
     def end(self, summary: Mapping[str, Any], folder: Path, picture: Path | None) -> None:
-        """The run is over: the table of its summary, and where everything lies."""
+        """Print the table of the run's summary, and the paths of its results."""
         self.close()
         curves = [f"curves: {picture}"] if picture is not None else []
         for line in ["", *final_table(summary), "", *curves, f"all: {folder}"]:
             self._say(line)
 
     def close(self) -> None:
-        """Give the terminal back. Safe to call twice."""
+        """Remove the progress bar from the terminal. Idempotent."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -78,7 +78,7 @@ class Screen:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """One step in at most 120 columns; what was not measured is left out."""
+    """Format one step in at most 120 columns; metrics that were not measured are left out."""
     parts = [_position(step, total_steps)]
     shown = (
         ("reward", "critic/score/mean", ".3f"),
@@ -99,7 +99,8 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) -> list[str]:
-    """A line for each data set: mean score with its standard error, and what else was measured."""
+    """Format an evaluation, one line per data set: mean score with its standard error, and the
+    other scores."""
     lines = []
     for name, points in accuracies([{"step": step, **metrics}]).items():
         _, mean, error = points[-1]
@@ -116,8 +117,8 @@ def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) 
 
 
 def final_table(summary: Mapping[str, Any]) -> list[str]:
-    """Accuracy before and after by data set, where the time of the steps and the time before the
-    first one went, and speeds, as lines; `summary` is what `sinks.summarise` makes."""
+    """Format the end of a run: accuracy before and after by data set, time by phase, time before
+    the first step, and speeds. `summary` is the result of `sinks.summarise`."""
     lines = _accuracy_table(summary)
     steps = summary["steps"]
     if "timing_s/step" not in summary:
@@ -158,7 +159,7 @@ def _accuracy_table(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _phases(metrics: Mapping[str, float], time_s: float) -> str:
-    """The longest four phases of those that take 2 % of the step or more, in their order."""
+    """Format the four longest phases that take 2 % of the step or more, in their order."""
     seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
     longest = sorted(PHASES, key=lambda phase: -seconds[phase])[:4]
     parts = [
@@ -197,7 +198,7 @@ def _heading(*texts: str) -> list[str]:
 
 
 class _Bar:
-    """rich's progress display; the logger's lines pass above it."""
+    """Progress display of rich; the logger's lines are printed above it."""
 
     def __init__(self, total_steps: int):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -226,7 +227,7 @@ class _Bar:
         self._progress.update(self._steps, completed=step, count=f"{step}/{self._total_steps}")
 
     def phase(self, name: str) -> None:
-        # a short phase must not flash: only those that report progress are shown
+        # short phases would flicker, so only phases that report progress are shown
         self._progress.reset(self._part, description=name, total=None, visible=False, count="")
 
     def advance(self, done: int, total: int) -> None:

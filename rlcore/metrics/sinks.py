@@ -1,7 +1,7 @@
-"""Where a run's numbers go: metrics.jsonl, rollouts.jsonl, summary.json; on request TensorBoard,
+"""Outputs of a run's metrics: metrics.jsonl, rollouts.jsonl, summary.json; on request TensorBoard,
 Weights & Biases, Prometheus.
 
-The only importer of the last three. Rank 0 owns one `MetricsWriter`; the others have none.
+Only this module imports the last three. Rank 0 has one `MetricsWriter`; the other ranks have none.
 """
 
 import importlib.util
@@ -30,11 +30,11 @@ RATES = {
     "perf/gen_tokens_per_s": "timing_s/gen",
     "perf/train_tokens_per_s": "timing_s/update_actor",
 }
-"""Rates of a step, each with the seconds that it is taken over."""
+"""Rates of a step, each with the timing by which it is weighted in a mean."""
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step."""
+    """Receives the metrics of each step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -42,9 +42,9 @@ class Sink(Protocol):
 
 
 class MetricsWriter:
-    """Writes a run's folder and to `sinks`, which it closes. `next_step` is the first step that
-    will be written: what the folder holds of that step and later is dropped, so a resumed run has
-    no step twice."""
+    """Writes metrics into the run's folder and to `sinks`, which it also closes. `next_step` is the
+    first step that will be written. The rows of that step and later ones are dropped, so a resumed
+    run has no step twice."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class MetricsWriter:
         self._last = next_step - 1
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """All metrics of one step, in one call: evaluation after step n belongs to n, the one
-        before training to 0. ValueError for an undeclared name or a step that is there already."""
+        """Write all metrics of one step, in one call. Evaluation after step n belongs to n, the one
+        before training to 0. ValueError for an undeclared name or a step that is already
+        written."""
         for name in metrics:
             names.check(name)
         if step <= self._last:
@@ -76,7 +77,7 @@ class MetricsWriter:
             sink.write(step, values)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples of one step for people to read: id, source, prompt, response, score, ..."""
+        """Write samples of one step for people to read: id, source, prompt, response, score, ..."""
         self._rollouts.append(step, rows)
 
     def summary(self, further: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -86,12 +87,12 @@ class MetricsWriter:
         return found
 
     def sync(self) -> None:
-        """Return when the lines so far are on the disk: call it before a checkpoint is declared."""
+        """Flush the lines so far to the disk; call it before a checkpoint is declared."""
         self._metrics.sync()
         self._rollouts.sync()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close all files and sinks. Idempotent."""
         self._metrics.close()
         self._rollouts.close()
         for sink in self._sinks:
@@ -99,7 +100,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; null reads as NaN."""
+    """Read the rows of a run's metrics.jsonl; null becomes NaN."""
     return [
         {name: math.nan if value is None else value for name, value in row.items()}
         for row in read_lines(run_dir / METRICS)
@@ -107,7 +108,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float, float]]]:
-    """By data set: (step, mean@k, its standard error or NaN) of each evaluation, in order."""
+    """Return (step, mean@k, its standard error or NaN) of each evaluation, in order, by data
+    set."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -119,11 +121,11 @@ def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, f
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What summary.json says of a run. `timing_s/*` are seconds per step: the run's sum by the
-    number of steps, so that phases which do not run in every step are comparable. Seconds before
-    the first step are in no mean: `before_s/<phase>` are their sums, the start-up's over all
-    processes that have worked on the run. Rates are totals by the seconds that they took, without
-    evaluation and checkpoints."""
+    """Compute the values of summary.json. `timing_s/*` are seconds per step: the run's sum divided
+    by the number of steps, so that phases that do not run in every step are comparable. Times
+    before the first step are not in them: `before_s/<phase>` are their sums, for the start-up over
+    all processes of the run. Rates are totals divided by their seconds, without evaluation and
+    checkpoints."""
     steps = [row for row in rows if "timing_s/step" in row]
     timings: dict[str, float] = {}
     before: dict[str, float] = {}
@@ -162,10 +164,10 @@ def _number(name: str, value: Any) -> float:
 
 
 class TensorBoard:
-    """Event files in `folder`; what was written of `next_step` and later is hidden."""
+    """Event files in `folder`; older events of `next_step` and later are hidden."""
 
     def __init__(self, folder: Path, next_step: int = 0):
-        # TensorBoard looks for TensorFlow when it is imported, which costs seconds where that is
+        # importing TensorBoard also imports TensorFlow if installed, which costs seconds and logs
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -177,12 +179,12 @@ class TensorBoard:
         self._board.flush()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the files. Idempotent."""
         self._board.close()
 
 
 def check_wandb(project: str) -> None:
-    """ValueError where wandb is not installed."""
+    """Raise ValueError if wandb is not installed."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
@@ -192,7 +194,7 @@ def check_wandb(project: str) -> None:
 
 class Wandb:
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in the run's folder. A resumed run
-    goes on with the same one. ValueError where wandb is not installed."""
+    continues the same one. ValueError if wandb is not installed."""
 
     def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]):
         check_wandb(project)
@@ -214,13 +216,13 @@ class Wandb:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Finish the run. Idempotent."""
         self._run.finish()
 
 
 class Prometheus:
-    """An endpoint that Prometheus reads: the last value of every metric, `rlcore_actor_loss` for
-    `actor/loss`, with the run's name as a label. ValueError where the port cannot be had."""
+    """HTTP endpoint for Prometheus: the last value of every metric, `rlcore_actor_loss` for
+    `actor/loss`, with the run's name as a label. ValueError if the port cannot be opened."""
 
     def __init__(self, host: str, port: int, run: str):
         from prometheus_client import CollectorRegistry, start_http_server
@@ -249,7 +251,7 @@ class Prometheus:
             self._values |= now
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape gets."""
+        """Yield the metrics for a scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._changed:
@@ -260,7 +262,7 @@ class Prometheus:
             yield family
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Stop the server. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

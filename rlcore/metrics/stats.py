@@ -1,6 +1,6 @@
 """Small statistics: summaries, pass@k, standard errors, KL estimators. Pure numpy.
 
-Whoever has the numbers on several ranks gathers them first: a mean of local means is not a mean.
+Values on several ranks must be gathered first: a mean of local means is not the global mean.
 
 Own code instead of scipy: a few formulas save the dependency.
 """
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 
 def summary(prefix: str, values: ArrayLike) -> dict[str, float]:
-    """`{prefix/mean, prefix/max, prefix/min}`; nothing for no values."""
+    """Return `{prefix/mean, prefix/max, prefix/min}`; {} if there are no values."""
     x = _flat(values)
     if x.size == 0:
         return {}
@@ -25,8 +25,9 @@ def summary(prefix: str, values: ArrayLike) -> dict[str, float]:
 
 
 def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None) -> float:
-    """Standard error of the mean. `clusters` names what each value belongs to, for values that are
-    not independent: samples of one prompt. NaN for fewer than two values or clusters."""
+    """Return the standard error of the mean. `clusters` names the cluster of each value, if values
+    are not independent, such as samples of one prompt. NaN for fewer than two values or
+    clusters."""
     x = _flat(values)
     if clusters is None:
         return float(x.std(ddof=1) / math.sqrt(x.size)) if x.size > 1 else math.nan
@@ -39,13 +40,14 @@ def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None
     num = len(sums)
     if num < 2:
         return math.nan
-    # the ratio estimator's variance: clusters of unequal sizes weigh by their size
+    # variance of the ratio estimator, which weights clusters by their size
     return math.sqrt(num / (num - 1) * sum(s * s for s in sums.values())) / x.size
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Chance that k of the n samples, drawn without replacement, contain a right one: unbiased for
-    pass@k (arXiv:2107.03374). ValueError unless 1 <= k <= n and 0 <= right <= n."""
+    """Return the probability that k of the n samples, drawn without replacement, contain a right
+    one: unbiased for pass@k (arXiv:2107.03374). ValueError unless 1 <= k <= n and 0 <= right <=
+    n."""
     _check_k(num_samples, k)
     if not 0 <= num_right <= num_samples:
         raise ValueError(f"{num_right} right of {num_samples} samples: not possible")
@@ -53,8 +55,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def best_at_k(scores: ArrayLike, k: int) -> float:
-    """Expected best score of k of these samples, drawn without replacement: `pass_at_k` where
-    scores are 0 or 1."""
+    """Return the expected best score of k of these samples, drawn without replacement; equals
+    `pass_at_k` if scores are 0 or 1."""
     x = np.sort(_flat(scores))
     _check_k(x.size, k)
     # the i-th smallest is the best of k in comb(i, k - 1) of the subsets
@@ -65,9 +67,9 @@ def best_at_k(scores: ArrayLike, k: int) -> float:
 def evaluation(
     name: str, scores: Mapping[Hashable, Sequence[float]], right: float = 0.5
 ) -> dict[str, float]:
-    """Metrics of one data set from the scores of its prompts, k samples of each: mean@k with its
-    standard error; for k > 1 also best@k and pass@j for j = 1, 2, 4, ... k. A score of `right` or
-    more passes. ValueError where prompts have different numbers of samples."""
+    """Return the metrics of one data set from the scores of its prompts, k samples of each: mean@k
+    with its standard error; for k > 1 also best@k and pass@j for j = 1, 2, 4, ... k. A score passes
+    if it is at least `right`. ValueError if prompts have different numbers of samples."""
     counts = {len(s) for s in scores.values()}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(

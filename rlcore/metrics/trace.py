@@ -1,8 +1,8 @@
-"""Traces for ui.perfetto.dev and chrome://tracing: the one writer for runs and for the simulator.
+"""Traces for ui.perfetto.dev and chrome://tracing, of runs and of the simulator.
 
-A trace is a list of Chrome's trace events: processes (a rank, or an arm of a simulation) with rows
-of bars, with bundles of things that overlap (responses under way, rewards), and with counters. A
-run writes a file a rank, `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` makes one of them.
+A trace is a list of Chrome trace events. A process is a rank, or an arm of a simulation. It has
+rows of bars, bundles of intervals that overlap (responses in flight, rewards), and counters. Each
+rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` combines the files.
 
 Own code instead of Perfetto's SDK: the standard library's JSON, for runs and simulations alike.
 """
@@ -37,23 +37,23 @@ MARKS_ROW = 1
 
 
 def process(pid: int, name: str) -> Event:
-    """The name of a process."""
+    """Make the event that names a process."""
     return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
 
 
 def row(pid: int, tid: int, name: str) -> Event:
-    """The name of a row of bars."""
+    """Make the event that names a row of bars."""
     return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def bar(pid: int, tid: int, name: str, start: float, seconds: float, **facts: object) -> Event:
-    """Something that took time, seconds from the start of the trace; bars of a row may nest."""
+    """Make a bar, in seconds from the start of the trace; bars of a row may nest."""
     at, took = _us(start), _us(seconds)
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": at, "dur": took, "args": facts}
 
 
 def mark(pid: int, tid: int, name: str, at: float, **facts: object) -> Event:
-    """Something that happened."""
+    """Make a mark at a point in time."""
     return {
         "ph": "i",
         "s": "t",
@@ -68,26 +68,27 @@ def mark(pid: int, tid: int, name: str, at: float, **facts: object) -> Event:
 def overlapping(
     pid: int, name: str, number: int, start: float, end: float, **facts: object
 ) -> list[Event]:
-    """One of many that overlap; those of a name are shown in one bundle. `number`: of this one."""
+    """Make an interval that may overlap others; intervals of one name are shown in one bundle.
+    `number`: unique id of the interval."""
     both = {"cat": name, "name": name, "id": number, "pid": pid, "tid": 0}
     first = {"ph": "b", "ts": _us(start), "args": facts}
     return [both | first, both | {"ph": "e", "ts": _us(end)}]
 
 
 def counter(pid: int, name: str, at: float, **values: float) -> Event:
-    """Numbers that hold from now on, stacked."""
+    """Set the values of a counter from `at` on; they are shown stacked."""
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(at), "args": values}
 
 
 def save(path: Path, events: Iterable[Event]) -> None:
-    """Write a trace."""
+    """Write a trace file."""
     body = {"traceEvents": list(events), "displayTimeUnit": "ms"}
     write_atomic(path, json.dumps(body, allow_nan=False) + "\n")
 
 
 def merge(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
-    """Put the ranks' files into `<run_dir>/trace.json`, or `out`, on one axis that starts at 0.
-    Returns its path and the number of ranks; ConfigError where there are none."""
+    """Merge the ranks' files into `<run_dir>/trace.json`, or `out`, on one time axis from 0. Return
+    its path and the number of ranks; ConfigError if there are none."""
     files = sorted((run_dir / FOLDER).glob("rank*.jsonl"))
     events: list[Event] = [event for file in files for event in read_lines(file)]
     start = min((e["ts"] for e in events if "ts" in e), default=None)
@@ -104,12 +105,12 @@ def merge(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
 
 
 class RunTrace:
-    """What one rank of a run writes. `phase` and `see` are called by the main thread; nothing is
-    written outside of the traced steps."""
+    """Trace file of one rank of a run. The main thread calls `phase` and `see`. Nothing is written
+    outside of the traced steps."""
 
     def __init__(self, run_dir: Path, rank: int, host: str, offset_s: float, steps: int):
-        """`offset_s`: what this machine's clock lags behind rank 0's. `steps`: how many are traced,
-        from the start of this process; -1: all."""
+        """`offset_s`: seconds that this machine's clock is behind rank 0's. `steps`: number of
+        steps to trace, from the start of this process; -1: all."""
         path = run_dir / FOLDER / f"rank{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
@@ -125,7 +126,7 @@ class RunTrace:
         )
 
     def phase(self, name: str, start: float, end: float, step: int) -> None:
-        """A phase is over; times of the monotonic clock."""
+        """Write a finished phase; times are of the monotonic clock."""
         if self._left:
             self._write(
                 bar(self._rank, PHASES_ROW, name, self._wall + start, end - start, step=step)
@@ -135,7 +136,7 @@ class RunTrace:
             self._file.flush()
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """A command that the rank's agent got, or an event that it sent."""
+        """Write a command that the rank's agent received, or an event that it sent."""
         now = time.monotonic()
         if not self._left:
             return
@@ -169,7 +170,7 @@ class RunTrace:
             self._mark("trained", now, seconds=what.seconds)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. Idempotent."""
         self._file.close()
 
     def _bundle(self, name: str, start: float, end: float, **facts: object) -> None:

@@ -1,7 +1,7 @@
-"""The page of a run's rollouts: one HTML file that needs no network and no server.
+"""HTML page of a run's rollouts: one file that needs no network and no server.
 
-What the list shows is a table of columns; texts and tokens are packed in chunks (zlib, base64) that
-the page unpacks when they are looked at, so that ten thousand responses open at once.
+The list is a table of columns. Texts and tokens are packed in chunks (zlib, base64), which the page
+unpacks when they are viewed, so that ten thousand responses open at once.
 
 Own code instead of a table of Weights & Biases: no account, no network, no server.
 """
@@ -21,16 +21,16 @@ from rlcore.utils.errors import ConfigError
 
 CHUNK_ROWS = 400
 TAIL = 90
-"""Characters of a response in the list: its end, where the answer is."""
+"""Characters of a response shown in the list, from its end, where the answer is."""
 PARTS = {"texts": ("prompt", "answer", "response"), "tokens": ("tokens",)}
-"""What a chunk is split into, so that the search need not unpack the tokens."""
+"""Parts of a chunk, separate so that the search need not unpack the tokens."""
 
 Row = Mapping[str, Any]
 
 
 def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, int]:
-    """Write `<run_dir>/rollouts.html`, or `out`, of the `last` steps that have rollouts (0: all).
-    Returns its path and the number of responses; ConfigError where there are none."""
+    """Write `<run_dir>/rollouts.html`, or `out`, for the `last` steps that have rollouts (0: all).
+    Return its path and the number of responses; ConfigError if there are none."""
     rows = list(read_lines(run_dir / ROLLOUTS))
     if last:
         kept = set(sorted({row["step"] for row in rows})[-last:])
@@ -46,7 +46,8 @@ def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, 
 
 
 def page(rows: Sequence[Row], name: str) -> str:
-    """The whole page. `rows` in the order of rollouts.jsonl; those of a group are neighbours."""
+    """Return the whole page. `rows` are in the order of rollouts.jsonl; those of a group are
+    adjacent."""
     index, chunks = _index(rows, name), []
     for number, start in enumerate(index["first"]):
         stop = [*index["first"], len(rows)][number + 1]
@@ -60,7 +61,7 @@ def page(rows: Sequence[Row], name: str) -> str:
 
 
 def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """What the list, the filters and the chart need: a column per fact."""
+    """Return the columns for the list, the filters and the chart."""
     steps = sorted({row["step"] for row in rows})
     scores: dict[int, list[float | None]] = {step: [] for step in steps}
     for row in rows:
@@ -102,7 +103,7 @@ def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
 
 
 def _coded(values: Iterable[str]) -> tuple[list[str], list[int]]:
-    """The different values in order of appearance, and the number of each row's."""
+    """Return the distinct values in order of appearance, and the index of each row's value."""
     codes: dict[str, int] = {}
     column = [codes.setdefault(value, len(codes)) for value in values]
     return list(codes), column
@@ -114,7 +115,7 @@ def _pack(rows: Sequence[Row], keys: Sequence[str]) -> str:
 
 
 def _inside_html(text: str) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """Escape JSON so that it cannot end its script element."""
     return text.replace("<", "\\u003c")
 
 

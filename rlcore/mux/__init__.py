@@ -1,1 +1,1 @@
-"""Many jobs on the same nodes, phase by phase: README.md."""
+"""Time-sharing of nodes between jobs, phase by phase: README.md."""

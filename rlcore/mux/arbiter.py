@@ -1,12 +1,13 @@
-"""The one process that decides: reads what jobs say from Redis, asks `sched/cluster.py` and
-`sched/phase_mux.py`, writes places and permits.
+"""The arbiter: the one process that decides which job runs where and when. It reads the jobs'
+messages from Redis, asks `sched/cluster.py` and `sched/phase_mux.py`, and writes places and
+permits.
 
-All it knows is in Redis. A message is taken out of its inbox in the same transaction that writes
-what became of it, under the arbiter's own token, so an arbiter may die between any two commands and
-another goes on; messages are numbered, so one that a job had to send twice counts once. Jobs hold a
-lease, a key that expires; when it is gone, the job is dead and its permit is somebody else's.
-Redis's clock counts leases, and after the server or the arbiter was away nobody is declared dead
-for one lease more.
+All its state is in Redis. The transaction that takes a message out of its inbox also writes the
+message's effects, under the arbiter's own token. So an arbiter may fail between any two commands,
+and another one continues. Messages are numbered, so one that a job had to send twice counts once.
+Jobs hold a lease, a key that expires. When it expires, the job counts as failed and its permit is
+free. Redis's clock counts leases. After an outage of the server or the arbiter, no job counts as
+failed until one more lease has passed.
 """
 
 import contextlib
@@ -27,54 +28,54 @@ from rlcore.sched.phase_mux import Grant, Member, Migrate, PhaseMux, Todo
 from rlcore.utils.log import log
 
 LOCK_S = 5.0
-"""An arbiter that was not heard of for so long is dead."""
+"""Seconds after which an arbiter that has not renewed its token counts as failed."""
 IDLE_S = 0.2
-"""Without a message, leases and patience are looked at this often."""
+"""Interval at which leases and idle jobs are checked if no message comes."""
 LEAST_PATIENCE_S = 30.0
-"""A job may take at least so long between two phases before its turn passes."""
+"""Shortest idle time of a job between two phases after which its turn passes to another job."""
 ROLLOUT, TRAIN = "rollout", "train"
 PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
-"""By phase: what of the profile it may take. Other phases are not promised."""
+"""Profile fields whose sum is the promised time, by phase; other phases have no promise."""
 PROMISED_COLOCATED = {STEP: ("rollout_s", "train_s", "sync_s")}
 
 
 class _Lost(RuntimeError):
-    """The token is gone: what was decided is not written, and Redis knows what is so."""
+    """The token has been lost: the decision is not written, and the state in Redis counts."""
 
 
 @dataclass(slots=True)
 class Known:
-    """A job that has joined."""
+    """State of a job that has joined."""
 
     incarnation: str
     seen: int = 0
-    """Number of its last message."""
+    """Number of the job's last message."""
     status: str = "joined"
-    """`placed`, `queued`, `refused`."""
+    """`joined`, `placed`, `queued` or `refused`."""
     why: str = ""
     profile: dict[str, Any] = field(default_factory=dict)
     hosts: dict[str, list[str]] = field(default_factory=dict)
-    """By pool: names of the nodes that it runs on, in the order of its ranks; none: it has not said
-    and goes itself where it is placed."""
+    """Names of the nodes that the job runs on, by pool, in the order of its ranks. If empty, the
+    job has named none and starts on the nodes that it is given."""
     nodes: dict[str, list[int]] = field(default_factory=dict)
-    """Of a placed one: their numbers."""
+    """Numbers of the nodes of a placed job, by pool."""
     keep: int = 0
-    """Rollout nodes on which the tail of its rollouts can go on; 0: it stays where it is."""
+    """Number of rollout nodes on which the tail of a rollout can continue; 0: it leaves no node."""
     asked: int = 0
-    """Number of the message that asked for the phase it waits for or runs."""
+    """Number of the message that asked for the phase that the job waits for or runs."""
     moved: int = 0
-    """The same of the last phase whose tail has left nodes."""
+    """Value of `asked` in the last phase whose tail has left nodes."""
     phases: int = 0
-    """That it has done."""
+    """Number of phases that the job has done."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By phase: of the last ones."""
+    """Durations of the last phases, by phase."""
 
     def describe(self, name: str, said: Mapping[str, Any], measured: Mapping[str, float]) -> None:
-        """Take the profile and the nodes that the job gives at its arrival. `measured`: what it
-        took before, which counts where it is more.
+        """Set the profile and the nodes that the job gives when it joins. `measured`: values that
+        it took before, which replace smaller ones of the profile.
 
         Raises:
-            TypeError, ValueError, KeyError: its profile makes no sense.
+            TypeError, ValueError, KeyError: the profile is invalid.
         """
         fields = dict(said["profile"])
         self.hosts = _hosts(said.get("hosts"))
@@ -85,12 +86,12 @@ class Known:
             self.profile[what] = max(self.profile[what], seconds)
 
     def refuse(self, why: str) -> None:
-        """Never place it."""
+        """Refuse the job for good."""
         self.status, self.why = "refused", why
 
     def decide(self, made: Decision, nodes: dict[str, list[int]]) -> None:
-        """Take a decision on where it runs. `nodes`: the numbers of its nodes, if it is placed on
-        those that it has named."""
+        """Record a decision on the job's place. `nodes`: the numbers of its nodes, if it is placed
+        on the nodes that it has named."""
         self.why = made.explain()
         if self.hosts:
             self.why += f" ({_names(self)})"
@@ -100,31 +101,31 @@ class Known:
             self.status, self.nodes = "placed", nodes
 
     def hear(self, number: int) -> None:
-        """Note its last message."""
+        """Record the number of the job's last message."""
         self.seen = number
 
     def ask(self) -> None:
-        """Note that its last message asks for a phase."""
+        """Record that the job's last message asks for a phase."""
         self.asked = self.seen
 
     def move(self) -> None:
-        """Note that the tail of its running phase has left nodes."""
+        """Record that the tail of the running phase has left nodes."""
         self.moved = self.asked
 
     def end_phase(self) -> None:
-        """Count a phase more."""
+        """Count one more phase."""
         self.phases += 1
 
     def reprofile(self, profile: dict[str, Any], why: str) -> None:
-        """Count with other times or more memory from now on."""
+        """Replace the profile by one with measured times or memory."""
         self.profile, self.why = profile, why
 
 
 class Arbiter:
-    """`run` until it is stopped, or `step` by step."""
+    """Decides for all jobs: call `run`, or `step` repeatedly."""
 
     def __init__(self, url: str, pools: Mapping[str, Pool] | None = None) -> None:
-        """`pools`: `rollout` and `train`; without them those that Redis knows."""
+        """`pools`: `rollout` and `train`; if not given, those stored in Redis."""
         self._url = url
         self._redis = store.connect(url)
         self._token = secrets.token_hex(8)
@@ -137,14 +138,15 @@ class Arbiter:
         self._jobs: dict[str, Known] = {}
         self._queue: list[str] = []
         self._measured: dict[str, dict[str, float]] = {}
-        """By job: what it has turned out to take, which its profile did not say."""
+        """Measured values of each job that exceed its profile."""
         self._dirty: dict[str, str | None] = {}
-        """Fields of the state that are to be written; None: to be deleted."""
+        """Fields of the state to be written; None: to be deleted."""
         self._rings: dict[str, dict[str, str]] = {}
-        """By job: keys that it is told of."""
+        """Keys to be written for each job, which is then notified."""
 
     def run(self) -> None:
-        """For ever. A server that is away is waited for; beside another arbiter it stands by."""
+        """Run forever. If the server is down, wait for it; while another arbiter has the token,
+        stand by."""
         is_away = False
         while True:
             try:
@@ -161,7 +163,8 @@ class Arbiter:
                 time.sleep(IDLE_S)
 
     def step(self) -> bool | None:
-        """One round over all inboxes; whether there was a message. None: another one decides."""
+        """Do one round over all inboxes; return whether there was a message, None if another
+        arbiter has the token."""
         if not self._lock():
             return None
         if not self._is_loaded:
@@ -174,7 +177,7 @@ class Arbiter:
             return None
 
     def _round(self) -> bool:
-        self._redis.delete(store.BELL)  # rung from now on: there is something else
+        self._redis.delete(store.BELL)  # a ring from now on means a new message
         names = sorted(self._redis.smembers(store.JOBS))
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
@@ -202,7 +205,7 @@ class Arbiter:
     # ---- the token
 
     def _lock(self) -> bool:
-        """Have the token, and keep it; False while another one has it."""
+        """Take or renew the token; return False while another arbiter has it."""
         now = time.monotonic()
         if now - self._locked_at < LOCK_S / 4:
             return True
@@ -219,7 +222,7 @@ class Arbiter:
 
     def release(self) -> None:
         """Give the token back, so that the next arbiter need not wait."""
-        with contextlib.suppress(redis.RedisError):  # it expires
+        with contextlib.suppress(redis.RedisError):  # otherwise it expires
             if self._redis.get(store.ARBITER) == self._token:
                 self._redis.delete(store.ARBITER)
 
@@ -260,7 +263,7 @@ class Arbiter:
         log.info("arbiter: %d jobs in %d groups", len(self._jobs), len(self._cluster.groups))
 
     def _commit(self, pop: str | None = None) -> None:
-        """Write what has changed, and take the message away, all or nothing."""
+        """Write all changes and remove the message, in one transaction."""
         pipe = self._redis.pipeline(transaction=True)
         try:
             pipe.watch(store.ARBITER)
@@ -284,7 +287,7 @@ class Arbiter:
         except redis.WatchError as error:
             raise _Lost("its token has changed hands") from error
         except redis.RedisError:
-            self._is_loaded = False  # it may have been written or not: Redis knows
+            self._is_loaded = False  # unknown whether it was written: reload from Redis
             raise
         finally:
             pipe.reset()
@@ -322,7 +325,7 @@ class Arbiter:
             self._tell(name, "place", {"incarnation": incarnation, "status": "lost"})
             return
         if number <= known.seen:
-            return  # it was sent twice
+            return  # the job sent it twice
         known.hear(number)
         self._note(name)
         try:
@@ -347,10 +350,10 @@ class Arbiter:
         elif what == "done":
             known.end_phase()
             self._carry_out(group, self._mux[group].done(name, now))
-            if known.moved != known.asked:  # else it took longer because it was asked to
+            if known.moved != known.asked:  # else it took longer because it gave nodes
                 self._drift(name, known, said, now)
         elif what in ("progress", "freed") and said["of"] != known.asked:
-            pass  # of a rollout that is over
+            pass  # the rollout is over
         elif what == "progress":
             held = self._mux[group].held(name)
             if known.keep and not set(held) <= set(_rollout_slots(known)):
@@ -368,8 +371,9 @@ class Arbiter:
             self._note(name)
 
     def _drift(self, name: str, known: Known, said: Mapping[str, Any], now: float) -> None:
-        """Where its profile no longer holds a job counts with what it takes; if then somebody would
-        miss the SLO, or a node's memory were too small, it has to come again, as what it is."""
+        """If a job takes more time or memory than its profile says, update the profile. If a job
+        would then miss its SLO, or a node's memory would not suffice, this job must join again with
+        the measured values."""
         phase = str(said.get("phase"))
         recent = known.seconds[phase] = _last(known.seconds.get(phase), said.get("seconds"))
         if switch_s := float(said.get("switch_s", 0.0)):
@@ -416,7 +420,8 @@ class Arbiter:
     def _join(
         self, name: str, incarnation: str, number: int, said: Mapping[str, Any], now: float
     ) -> None:
-        """A new arrival. Where the job was there before, that is over: its permit is free."""
+        """Take a job that joins. If it had joined before, remove that entry, which frees its
+        permit."""
         if name in self._jobs:
             log.info("arbiter: job %s has started again", name)
             self._leave(name, now)
@@ -430,7 +435,7 @@ class Arbiter:
         self._place(name, now)
 
     def _place(self, name: str, now: float) -> bool:
-        """Find a place for a job; whether it has one or never will."""
+        """Find a place for a job; return False if it stays in the queue."""
         known = self._jobs[name]
         job = _job(known.profile)
         runs_on = (len(known.hosts[ROLLOUT]), len(known.hosts[TRAIN])) if known.hosts else None
@@ -474,8 +479,9 @@ class Arbiter:
         self._note_group(group.id)
 
     def _meets(self, job: Job, known: Known) -> str:
-        """Why a job has to wait that would be on a node at the same time as another, since one of
-        the two counts it to the other pool and holds both pools for a whole step."""
+        """Return why a job has to wait because of a shared node, "" if it need not. Two jobs
+        conflict if one uses a node for rollouts and the other for training, and one of them holds
+        both pools for a whole step."""
         for name, other in self._jobs.items():
             if other is known or not (other.nodes and other.hosts and known.hosts):
                 continue
@@ -496,8 +502,8 @@ class Arbiter:
         return ""
 
     def _number(self, known: Known) -> dict[str, list[int]] | str:
-        """Numbers for the nodes that a job runs on: those of other jobs there, or some that have no
-        name yet, best such as nobody uses. Why not, where there are not so many."""
+        """Return numbers for the nodes that a job has named: those that other jobs use for them,
+        else unused ones, preferably without any job. If there are too few, return why."""
         found = {}
         for pool, names in known.hosts.items():
             bound, free = _bound(self._jobs, pool), self._cluster.free(pool == ROLLOUT)
@@ -537,7 +543,7 @@ class Arbiter:
                 del self._mux[group]
             self._carry_out(group, todo)
             waiting, self._queue = self._queue, []
-            for other in waiting:  # in the order they came
+            for other in waiting:  # in the order of arrival
                 self._place(other, now)
         self._note_cluster()
 
@@ -550,14 +556,15 @@ class Arbiter:
                 self._ask_to_move(t)
 
     def _ask_to_move(self, todo: Migrate) -> None:
-        """The tail of a rollout is to leave nodes, told by their places in the job's own order."""
+        """Ask the tail of a rollout to leave nodes, given by their index in the job's own order."""
         known = self._jobs[todo.job]
         mine = _rollout_slots(known)
         about = {"incarnation": known.incarnation, "n": known.asked}
         self._tell(todo.job, "move", about | {"leave": [mine.index(s) for s in todo.free]})
 
     def _permit(self, name: str, slots: tuple[str, ...], behind: list[str]) -> None:
-        """Of the phase that a job asked for last; without slots: it waits, behind others."""
+        """Write the permit of the phase that a job asked for last. Without slots, the job waits for
+        the jobs in `behind`."""
         known = self._jobs[name]
         about = {"incarnation": known.incarnation, "n": known.asked}
         self._tell(name, "permit", about | {"slots": slots, "behind": behind})
@@ -567,12 +574,12 @@ class Arbiter:
 
 
 def _last(before: list[float] | None, seconds: Any) -> list[float]:
-    """With one more, the last ones."""
+    """Append one duration and keep the last ones."""
     return [*(before or []), float(seconds or 0.0)][-drift.WINDOW :]
 
 
 def _hosts(said: Any) -> dict[str, list[str]]:
-    """ValueError where the names of nodes are none."""
+    """Return the node names by pool. ValueError if they are invalid."""
     if not said:
         return {}
     found = {pool: list(said[pool]) for pool in (ROLLOUT, TRAIN)}
@@ -583,7 +590,7 @@ def _hosts(said: Any) -> dict[str, list[str]]:
 
 
 def _bound(jobs: Mapping[str, Known], pool: str) -> dict[str, int]:
-    """Names of nodes that placed jobs run on, and their numbers."""
+    """Return the numbers of the named nodes that placed jobs run on."""
     return {
         name: number
         for known in jobs.values()
@@ -593,12 +600,13 @@ def _bound(jobs: Mapping[str, Known], pool: str) -> dict[str, int]:
 
 
 def _share(one: Known, other: Known, pool: str) -> bool:
-    """They are on a node of the pool both, so that their phases there take turns."""
+    """Tell whether two jobs share a node of the pool, so that their phases there alternate."""
     return not set(one.hosts[pool]).isdisjoint(other.hosts[pool])
 
 
 def _rollout_slots(known: Known) -> list[str]:
-    """In the order of its `hosts`; of a job without names, that does not leave any: none."""
+    """Return the rollout slots of a job in the order of its `hosts`; empty if it has named no
+    nodes."""
     return [f"{ROLLOUT[0]}{n}" for n in known.nodes.get(ROLLOUT, ())]
 
 
@@ -611,10 +619,10 @@ def _job(profile: Mapping[str, Any]) -> Job:
 
 
 def status(url: str) -> dict[str, Any]:
-    """What the state in Redis says, for people and for JSON.
+    """Return the state in Redis, for display and for JSON.
 
     Raises:
-        redis.RedisError: there is no answer.
+        redis.RedisError: the server does not answer.
     """
     client = store.connect(url)
     saved = client.hgetall(store.STATE)

@@ -1,4 +1,4 @@
-"""A job's side: its phases wait for their turn on shared nodes. `protocols.PhaseGate`.
+"""A job's side of time-sharing: its phases wait for permits on shared nodes. `protocols.PhaseGate`.
 
     gate = connect("redis://127.0.0.1:6390", Profile(...), job="mine")     # "" : no-op
     while training:
@@ -9,9 +9,9 @@
     gate.close()
 
 One process of a job has the gate; its other ranks follow in their collectives. A thread renews the
-job's lease. Who cannot, must take it that others have its nodes: the process ends itself (exit code
-75) before the lease is over, and starts again from its last checkpoint as a new arrival. A server
-that is gone altogether gives nobody a permit, so jobs then wait and go on.
+job's lease. If it cannot, other jobs may get the nodes, so the process exits with code 75 before
+the lease expires. When restarted, it joins as a new job and resumes from its last checkpoint. If
+the server is down altogether, no job gets a permit: jobs wait until it is back, then continue.
 """
 
 import contextlib
@@ -35,26 +35,26 @@ from rlcore.mux.profile import STEP, Profile
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
-if TYPE_CHECKING:  # torch takes seconds that a job without it should not pay
+if TYPE_CHECKING:  # importing torch takes seconds, which a job without it should not pay
     from rlcore.protocols import PhaseGate
 
 EXIT_LOST = 75
-"""EX_TEMPFAIL: start it again."""
+"""Exit code EX_TEMPFAIL: restart the process."""
 LOOK_S = 1.0
-"""A waiting job looks for itself this often, whatever it was told."""
+"""Interval at which a waiting job polls, even if it was not notified."""
 SAY_EVERY_S = 60.0
-"""A job that waits says so."""
+"""Interval at which a waiting job logs that it waits."""
 
 
 @runtime_checkable
 class Resident(Protocol):
-    """What a phase needs on the device; between its phases it is in host memory."""
+    """State that a phase needs on the device; between its phases it is in host memory."""
 
     def load(self) -> None:
-        """Bring it to the device."""
+        """Load the state to the device."""
 
     def store(self) -> None:
-        """Write it back, and free the device."""
+        """Write the state back to host memory, and free the device."""
 
 
 class Refused(RuntimeError):
@@ -62,7 +62,7 @@ class Refused(RuntimeError):
 
 
 class NoGate:
-    """A job alone: every phase may start."""
+    """Gate of a job that shares no nodes: every phase may start."""
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
@@ -74,15 +74,15 @@ class NoGate:
 
 @dataclass(slots=True)
 class _Waits:
-    """Seconds of a job, for its metrics."""
+    """Seconds that a job waited and loaded, for its metrics."""
 
     waited_s: dict[str, float] = field(default_factory=dict)
     start_s: dict[str, float] = field(default_factory=dict)
-    """Of loading the resident set."""
+    """Seconds to load the resident set, by phase."""
 
 
 class Gate:
-    """Permits of one job, from the arbiter."""
+    """Waits for permits of one job, which the arbiter gives."""
 
     def __init__(
         self,
@@ -97,22 +97,23 @@ class Gate:
         wait_s: float = MuxConfig.wait_s,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """
+        """Join the cluster and wait for a place.
+
         Args:
-            pools: by phase the pools that it uses; else a phase is named after its pool. The
+            pools: pools that each phase uses; by default a phase uses the pool of its own name. The
                 phase `step` of a job whose profile is `colocated` uses both.
-            hosts: by pool the names of the nodes on which the job's processes are already; jobs
-                that say the same name are on one node and take turns. Without it the job is
-                given numbers of nodes, `place`, and has to go there.
-            keep: rollout nodes, the first of them, on which the tail of a rollout can go on when
-                another job could use the others (`progress`); 0: it stays.
-            lease_s: a job that is silent for so long is dead.
-            wait_s: at most so long is waited for a place, and for each permit.
-            on_lost: called with a sentence where the nodes may be somebody else's; it must not
-                return to the phase. Default: the process ends with exit code 75.
+            hosts: names of the nodes on which the job's processes already run, by pool. Jobs with
+                the same name share that node and take turns. Without it the job gets node numbers
+                in `place`, and has to start there.
+            keep: number of rollout nodes, the first ones, on which the tail of a rollout can
+                continue if another job can use the others (`progress`). 0: the tail leaves no node.
+            lease_s: seconds without renewal after which the job counts as failed.
+            wait_s: most seconds to wait for a place, and for each permit.
+            on_lost: called with a sentence if the nodes may belong to another job; it must not
+                return to the phase. Default: the process exits with code 75.
 
         Raises:
-            Refused: there is never a place for it.
+            Refused: the cluster can never place the job.
             TimeoutError: no place within `wait_s`.
             ConnectionError: no answer, wrong password, no permission.
         """
@@ -127,11 +128,11 @@ class Gate:
         self._closed = threading.Event()
         self.waits = _Waits()
         self.host_gb: dict[str, float] = {}
-        """By pool: host memory that the job has on a node, where somebody measures it."""
+        """Measured host memory of the job on a node, by pool; empty if it is not measured."""
         self._inside = ""
-        """The phase that runs."""
+        """The phase that runs, "" for none."""
         self.asked = 0
-        """Number of the message that asked for it."""
+        """Number of the message that asked for the current phase."""
         self._speaks = threading.Lock()
         self.place: dict[str, Any] = {}
         try:
@@ -147,18 +148,18 @@ class Gate:
             self._say("join", profile=asdict(profile) | {"lease_s": lease_s}, **more)
             self.place = self._placed()
         except BaseException:
-            self.close()  # or it would be placed later, and nobody there
+            self.close()  # otherwise the arbiter would later place a job that has exited
             raise
         self._is_placed = True
         log.info("mux: %s", self.place["why"])
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
-        """Waits for the turn, loads `resident` (a `Resident`) from host memory, runs, writes it
-        back and gives the nodes to the next.
+        """Wait for the permit, load `resident` (a `Resident`) from host memory, run the block,
+        write `resident` back, and release the nodes.
 
         Raises:
-            TimeoutError: no turn within `wait_s`; it says who is before.
+            TimeoutError: no permit within `wait_s`; the error names the jobs ahead.
         """
         if resident is not None and not isinstance(resident, Resident):
             raise TypeError(f"phase {name}: {type(resident).__name__} has no load() and store()")
@@ -179,10 +180,10 @@ class Gate:
             self.leave(name, end - begin, begin - got + time.monotonic() - end)
 
     def enter(self, name: str) -> None:
-        """Wait for the turn of this phase.
+        """Wait for the permit of this phase.
 
         Raises:
-            TimeoutError: no turn within `wait_s`; it says who is before.
+            TimeoutError: no permit within `wait_s`; the error names the jobs ahead.
             ConnectionError: the server refuses this job.
         """
         begin = time.monotonic()
@@ -192,28 +193,29 @@ class Gate:
         self._inside, self.asked = name, number
 
     def leave(self, name: str, seconds: float, switch_s: float = 0.0) -> None:
-        """The nodes are the next job's.
+        """Release the nodes to the next job.
 
         Args:
-            seconds: that the phase took, to be held against the profile.
-            switch_s: that loading and storing took, to be held against the pool's.
+            seconds: duration of the phase, compared with the profile.
+            switch_s: duration of loading and storing, compared with the pool's `switch_s`.
         """
         self._inside = ""
         more = {"gb": self.host_gb} if self.host_gb else {}
         self._say("done", phase=name, seconds=seconds, switch_s=switch_s, **more)
 
     def has_on_host(self, host_gb: dict[str, float]) -> None:
-        """Take down the host memory that the job has on a node, by pool; `leave` reports it."""
+        """Set the host memory of the job on a node, by pool; `leave` reports it."""
         self.host_gb = host_gb
 
     def progress(self, done: int, wanted: int, *, of: int) -> None:
-        """So many responses of a rollout are done. From `phase_mux.TAIL` of them on `leave_now` may
-        name nodes. `of`: which rollout, as `asked` was in it."""
+        """Report how many responses of a rollout are done. From the share `phase_mux.TAIL` on,
+        `leave_now` may return nodes. `of`: the rollout, as the value of `asked` in it."""
         self._say("progress", of=of, done=done, wanted=wanted)
 
     def leave_now(self, *, of: int) -> tuple[int, ...]:
-        """Rollout nodes, by their places in `hosts`, that a rollout is to leave: another job could
-        start there. Say `freed` when nothing of this job is on their devices. Asks the server.
+        """Ask the server which rollout nodes a rollout should leave because another job could start
+        there; return their indices in `hosts`. Call `freed` when their devices hold nothing of this
+        job.
 
         Raises:
             ConnectionError: the server refuses this job.
@@ -225,17 +227,17 @@ class Gate:
         return tuple(about["leave"])
 
     def freed(self, nodes: Sequence[int], *, of: int) -> None:
-        """These rollout nodes are the next job's until this rollout is over."""
+        """Release these rollout nodes to other jobs until this rollout is over."""
         self._say("freed", of=of, nodes=list(nodes))
 
     def close(self) -> None:
-        """Leave; safe to call twice. A job that ends inside of a phase keeps its permit until its
-        lease runs out: its other ranks may be on the nodes still."""
+        """Leave the cluster. Idempotent. If the job ends inside a phase, it keeps its permit until
+        its lease expires, since its other ranks may still be on the nodes."""
         if self._closed.is_set():
             return
         self._closed.set()
         if not self._inside:
-            with contextlib.suppress(redis.RedisError):  # the lease runs out
+            with contextlib.suppress(redis.RedisError):  # otherwise the lease expires
                 self._redis.rpush(store.key(self._job, "in"), self._message("leave", {}))
                 self._redis.rpush(store.BELL, self._job)
         self._thread.join(store.TIMEOUT_S)
@@ -243,12 +245,13 @@ class Gate:
     # ---- messages
 
     def _register(self) -> None:
-        with contextlib.suppress(redis.exceptions.NoPermissionError):  # then `mux add` has
+        with contextlib.suppress(redis.exceptions.NoPermissionError):  # `mux add` has done it
             self._redis.sadd(store.JOBS, self._job)
 
     def _say(self, what: str, **more: Any) -> int:
-        """Into the inbox, once: a number tells the arbiter what it has already seen."""
-        with self._speaks:  # numbers arrive in their order
+        """Put a message into the inbox. Its number tells the arbiter which messages it has already
+        seen."""
+        with self._speaks:  # messages must arrive in the order of their numbers
             text = self._message(what, more)
             number = self._count
             self._try(lambda: self._redis.rpush(store.key(self._job, "in"), text), what)
@@ -261,7 +264,7 @@ class Gate:
         return store.dumps(about | dict(more))
 
     def _try(self, call: Callable[[], Any], what: str) -> Any:
-        """Again, while the server is away."""
+        """Call, and repeat the call while the server is down."""
         end = time.monotonic() + self._wait_s
         is_away = False
         while True:
@@ -278,7 +281,7 @@ class Gate:
                 raise ConnectionError(store.why(error, self._url)) from error
 
     def _wait(self, what: str, ready: Callable[[], Any], missing: Callable[[], str]) -> Any:
-        """What `ready` says, once it says something."""
+        """Wait until `ready` returns something, and return that."""
         begin = said = time.monotonic()
         while (found := self._try(ready, what)) is None:
             now = time.monotonic()
@@ -356,8 +359,8 @@ class Gate:
                     return
             except redis.RedisError as error:
                 if _is_gone(error):
-                    renewed = begin  # no server, no arbiter: nobody is given our nodes
-            # A wait, a connection and an answer later the lease is not over yet.
+                    renewed = begin  # without a server no job gets our nodes
+            # One more pause, connection and answer still fit into the lease.
             if time.monotonic() - renewed > self._lease_s * 2 / 3 and not self._closed.is_set():
                 self._on_lost(f"its lease of {self._lease_s:g} s could not be renewed")
                 return
@@ -368,7 +371,7 @@ class Gate:
 
 
 def _is_gone(error: redis.RedisError) -> bool:
-    """Nobody listens at the server's port."""
+    """Tell whether no process listens at the server's port."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
@@ -388,12 +391,12 @@ def connect(
     hosts: Callable[[Profile], Mapping[str, Sequence[str]]] | None = None,
     **more: Any,
 ) -> "Gate | NoGate":
-    """The gate of a job; without `url` one that lets every phase pass.
+    """Return the gate of a job; if `url` is empty, one that lets every phase start at once.
 
-    `otherwise`: what a job does that gets no answer or no place: `wait` until it does (a job that
-    can never have one raises), or run `solo`, as if nobody shared its nodes. Without `profile` it
-    is the one that `mux add` was given, with this `slo`. `colocated`: what the profile must say of
-    itself; None: either. `hosts`: from the profile the `hosts` of the `Gate`.
+    `otherwise`: what to do without an answer or a place. `wait` waits for it, and raises if the job
+    can never have a place; `solo` runs as if the job had the nodes alone. If `profile` is None, the
+    one given to `mux add` is used, with this `slo`. `colocated`: the value that the profile must
+    have; None: either. `hosts`: returns the `hosts` of the `Gate` for a profile.
 
     Raises:
         ValueError: no profile, or one of another kind of job.
@@ -438,10 +441,10 @@ def connect(
 
 
 def stored(url: str, job: str, slo: float) -> Profile:
-    """The profile that `mux add --profile` was given.
+    """Return the profile given to `mux add --profile`.
 
     Raises:
-        ValueError: it was given none.
+        ValueError: none was given.
         ConnectionError: no answer, wrong password, no permission.
     """
     try:
@@ -458,7 +461,7 @@ def stored(url: str, job: str, slo: float) -> Profile:
 
 
 def phase(gate: "PhaseGate", name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function that is a phase: `@phase(gate, "rollout")`."""
+    """Decorate a function that is a phase: `@phase(gate, "rollout")`."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

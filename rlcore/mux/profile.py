@@ -1,7 +1,6 @@
-"""What admission has to know of a job: its worst case, every response at its limit, on nodes that
-it has alone. A run that is alone writes it, `<run>/mux_profile.json`; `mux add --profile` and
-`--mux.profile` read it.
-"""
+"""Profile of a job, on which admission decides: its worst case, with every response at its limit,
+on nodes that it has alone. A run without other jobs writes it to `<run>/mux_profile.json`; `mux add
+--profile` and `--mux.profile` read it."""
 
 import json
 from collections.abc import Mapping
@@ -15,12 +14,12 @@ from rlcore.utils.errors import ConfigError
 
 FILE = "mux_profile.json"
 STEP = "step"
-"""The phase of a colocated job, on the nodes of both pools: a rollout and its training."""
+"""Phase of a colocated job, on the nodes of both pools: a rollout and its training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """As `sched.cluster.Job` has it."""
+    """Resources of a job; the fields are those of `sched.cluster.Job`."""
 
     rollout_s: float
     train_s: float
@@ -34,8 +33,8 @@ class Profile:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Profile":
-        """From plain values; what else is among them is for people. ConfigError where something is
-        missing or no number."""
+        """Make a profile from plain values; unknown keys are ignored. ConfigError if a value is
+        missing or not a number."""
         known = {f.name for f in fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
         colocated = found.pop("colocated", False)
@@ -52,7 +51,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
-        """ConfigError in one sentence where the file is none."""
+        """Read a profile from a file. ConfigError if it holds none."""
         try:
             return cls.of(json.loads(path.read_text()))
         except (OSError, ValueError, AttributeError) as error:
@@ -63,11 +62,10 @@ class Profile:
 
 
 class Profiler:
-    """Hears the metrics of every step of a run that has its nodes alone, and keeps its profile up
-    to date. The worst of the steps counts, but for the first, which makes what the others find
-    there. Where responses end by themselves, a step is taken to be as much longer as it would have
-    had tokens with all at the limit: never too short, since large batches cost less a token. A run
-    with --debug.full_length needs no such guess."""
+    """Keeps the profile of a run that has its nodes alone, from the metrics of every step. It takes
+    the maximum over all steps but the first, which fills caches that the others use. If responses
+    end before their limit, a step's time is scaled by limit / mean length. That is never too short,
+    since large batches cost less per token. With --debug.full_length no such estimate is needed."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class Profiler:
         train_nodes: int,
         colocated: bool = False,
     ) -> None:
-        """`max_tokens`: of a response at its limit."""
+        """`max_tokens`: most tokens of a response."""
         self._path, self._max_tokens = folder / FILE, max_tokens
         self._nodes = {"rollout_nodes": rollout_nodes, "train_nodes": train_nodes}
         self._colocated = colocated
@@ -87,7 +85,7 @@ class Profiler:
         self._stretch = 1.0
 
     def see(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step."""
+        """Update the profile with the metrics of a step."""
         self._steps += 1
         if self._steps == 2:
             self._worst, self._stretch = dict.fromkeys(self._worst, 0.0), 1.0

@@ -1,10 +1,11 @@
-"""The gate of a job of several ranks: rank 0 asks the arbiter, and all enter and leave together.
+"""The gate of a job of several ranks: rank 0 asks the arbiter, and all ranks enter and leave
+together.
 
     rank 0   ask ... permit | load | run | store | done
     others   ......... wait | load | run | store |
 
-Turns may take hours, and a collective has a deadline: while rank 0 waits, all ranks meet every
-second, so that one that has gone is found in its own time. What each phase took is written to
+A permit may take hours, and a collective has a deadline. So while rank 0 waits, all ranks meet
+every second, and a failed rank is noticed at once. The times of each phase are written to
 turns.jsonl, by the clock of rank 0's machine.
 """
 
@@ -35,12 +36,12 @@ def patiently(
     group: ProcessGroup | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> T | None:
-    """What `call` returns, on the rank that has one, however long it takes; None on the others,
-    which have None. Collective over `group`.
+    """Run `call` on the rank that has one, however long it takes, and return its result; return
+    None on the others, whose `call` is None. Collective over `group`.
 
     Raises:
-        what `call` raises; on the other ranks the same sentence, as a ConfigError where it is one
-        and else as a RuntimeError.
+        Any exception of `call` on its own rank. The other ranks raise the same sentence, as a
+            ConfigError if it is one, else as a RuntimeError.
     """
     box: list[T] = []
     failed: list[Exception] = []
@@ -74,7 +75,7 @@ def patiently(
 
 
 class RanksGate:
-    """One rank's side; `protocols.PhaseGate`."""
+    """Gate of one rank; `protocols.PhaseGate`."""
 
     def __init__(
         self,
@@ -85,29 +86,30 @@ class RanksGate:
         alive: Callable[[], None] = lambda: None,
         tell: Callable[[dict[str, float]], None] = lambda found: None,
     ) -> None:
-        """
+        """Make the gate of this rank.
+
         Args:
-            gate: on rank 0.
-            folder: of the run, on rank 0.
-            group: of all ranks.
-            alive: called while all wait.
-            tell: called on rank 0 with what a phase has cost besides itself, by metric name.
+            gate: gate of the job on rank 0, None on the others.
+            folder: folder of the run on rank 0, None on the others.
+            group: process group of all ranks.
+            alive: called repeatedly while all ranks wait.
+            tell: called on rank 0 with the overhead of a phase, by metric name.
         """
         self._gate, self._group = gate, group
         self._path = folder / FILE if folder is not None else None
         self._is_inside = False
-        """A phase runs; phases in it are parts of it."""
+        """Whether a phase runs; phases inside it are parts of it."""
         self._switch_s = 0.0
-        """That loading and storing took within the phase and its parts."""
+        """Seconds of loading and storing in the phase and its parts."""
         self.tail: TailMoves | None = None
-        """On rank 0, where the tail of a rollout may leave nodes."""
+        """Set on rank 0 if the tail of a rollout may leave nodes."""
         self._alive, self._tell = alive, tell
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
-        """As `Gate.phase`, on all ranks. Within a phase another one is a part of it: it loads and
-        stores, and needs no permit of its own. Where the phase fails nothing is stored and the
-        permit is kept until the lease of the job is over: ranks of it may be at work still."""
+        """Run a phase as `Gate.phase` does, on all ranks. A phase inside another one is a part of
+        it: it loads and stores, but needs no permit. If the phase fails, nothing is stored and the
+        permit is kept until the job's lease expires, since other ranks may still be at work."""
         assert resident is None or isinstance(resident, Resident), resident
         gate, asked = self._gate, time.time()
         is_part, self._is_inside = self._is_inside, True
@@ -118,7 +120,7 @@ class RanksGate:
         if resident is not None:
             resident.load()
         size = float(getattr(resident, "num_bytes", 0))
-        (size,) = collective.reduce_floats([size], "max", self._group)  # all have loaded
+        (size,) = collective.reduce_floats([size], "max", self._group)  # all ranks have loaded
         began = time.time()
         yield
         collective.barrier(self._group)
@@ -133,7 +135,7 @@ class RanksGate:
             self._is_inside = False
             seconds, switch_s = left - granted - self._switch_s, self._switch_s
             leave = (lambda: gate.leave(name, seconds, switch_s)) if gate else None
-            patiently(leave, self._group, self._alive)  # the server may be away
+            patiently(leave, self._group, self._alive)  # the server may be down
         if gate is None:
             return
         found = {} if is_part else {f"mux/wait_s/{name}": granted - asked}
@@ -153,8 +155,8 @@ class RanksGate:
         self._write(phase=name, **times, **more)
 
     def leave_early(self, cells: Sequence[Cell]) -> TailMoves | None:
-        """Have rollouts leave all but the first nodes in their tail, where another job could use
-        them. What decides it for the controller, on rank 0.
+        """Let rollouts leave all but the first nodes in their tail, if another job could use them.
+        Return the policy for the controller on rank 0, None elsewhere.
 
         Args:
             cells: the engines on each rollout node.
@@ -164,13 +166,13 @@ class RanksGate:
         return self.tail
 
     def see(self, metrics: dict[str, float]) -> None:
-        """The metrics of a step: the arbiter hears what the job has in host memory."""
+        """Pass the job's host memory from the metrics of a step to the gate, which reports it."""
         assert self._gate is not None
         pools = ("rollout", "train")
         self._gate.has_on_host({pool: metrics[f"perf/{pool}_node_gb"] for pool in pools})
 
     def close(self) -> None:
-        """Leave the cluster; safe to call twice."""
+        """Leave the cluster. Idempotent."""
         if self._gate is not None:
             self._gate.close()
 
@@ -191,10 +193,10 @@ def join(
     """Return the gate of all ranks; None if the job runs as if alone. Collective.
 
     Args:
-        connect: on rank 0: a place in the cluster, or the decision to do without.
-        folder: of the run, on rank 0.
-        alive: called while all wait.
-        tell: called on rank 0 with what a phase has cost, by metric name.
+        connect: on rank 0: joins the cluster, or decides to run without it.
+        folder: folder of the run, on rank 0.
+        alive: called repeatedly while all ranks wait.
+        tell: called on rank 0 with the overhead of a phase, by metric name.
     """
     found = patiently(connect, group)
     gate = found if isinstance(found, Gate) else None

@@ -1,20 +1,20 @@
-"""What jobs and the arbiter know of each other, in Redis: its keys, its users. Values are JSON.
+"""State that jobs and the arbiter share in Redis: keys and users. Values are JSON.
 
 A job's keys begin with `mux:job:<name>:`. It may write its inbox and its lease and read its permit
-and its place, nothing of other jobs: the server refuses more to a user of Redis that `mux add` made
-(ACL).
+and its place. `mux add` makes a Redis user for each job, and the server (ACL) refuses that user the
+keys of other jobs.
 
-    mux:jobs                 set: names
-    mux:bell                 list: somebody has written into an inbox
-    mux:arbiter              the arbiter's token, while it lives
-    mux:state                hash: all that the arbiter knows
-    mux:job:<name>:in        list: what the job says, each numbered
-    mux:job:<name>:profile   what `mux add --profile` was given
-    mux:job:<name>:alive     its lease; gone: the job is dead
-    mux:job:<name>:place     where it was put, or why not
-    mux:job:<name>:permit    the phase that it may run
-    mux:job:<name>:move      rollout nodes that this phase is to leave
-    mux:job:<name>:bell      list: place or permit have changed
+    mux:jobs                 set: names of the jobs
+    mux:bell                 list: notifies the arbiter of a new message in an inbox
+    mux:arbiter              token of the running arbiter; it expires
+    mux:state                hash: all state of the arbiter
+    mux:job:<name>:in        list: inbox, the job's numbered messages
+    mux:job:<name>:profile   the profile given to `mux add --profile`
+    mux:job:<name>:alive     the job's lease; if it has expired, the job counts as failed
+    mux:job:<name>:place     where the job was placed, or why not
+    mux:job:<name>:permit    the phase that the job may run
+    mux:job:<name>:move      rollout nodes that the phase should leave
+    mux:job:<name>:bell      list: notifies the job of a new place or permit
 """
 
 import json
@@ -29,13 +29,13 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 TIMEOUT_S = 5.0
-"""Of one answer of the server."""
+"""Time-out of one answer of the server."""
 MOST_LEASE_S = 600.0
-"""After the server was away, nobody is declared dead for as long as the longest lease."""
+"""Longest lease. After an outage of the server, no job counts as failed for so long."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 JOBS, BELL, ARBITER, STATE = "mux:jobs", "mux:bell", "mux:arbiter", "mux:state"
 COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")
-"""That a job's user may give."""
+"""Redis commands that a job's user may give."""
 
 
 class Client(Protocol):
@@ -83,16 +83,16 @@ class Client(Protocol):
 
 
 def connect(url: str, timeout_s: float = TIMEOUT_S) -> Client:
-    """A client, which connects when it is used.
+    """Make a client; it connects at its first command.
 
     Args:
-        timeout_s: of a connection, and of an answer.
+        timeout_s: time-out of a connection, and of an answer.
 
     Raises:
-        ValueError: this is no address of a Redis server.
+        ValueError: `url` is no address of a Redis server.
     """
     try:
-        # One retry of the client's own would send a command twice; callers know when they may.
+        # A retry inside the client could send a command twice; callers know if that is safe.
         client = redis.Redis.from_url(
             url,
             decode_responses=True,
@@ -109,7 +109,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> Client:
 
 
 def why(error: redis.RedisError, url: str) -> str:
-    """One sentence on what went wrong with a server, and what to do."""
+    """Describe an error of the server, and what to do."""
     where = f"--mux.url {hide(url)}"
     if isinstance(error, redis.AuthenticationError):
         return f"{where}: wrong user or password; ask `python -m rlcore mux add JOB` for an address"
@@ -121,14 +121,14 @@ def why(error: redis.RedisError, url: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name of a job. ValueError for one that is no part of a key."""
+    """Return the name of a job. ValueError if it cannot be part of a key."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"job {name!r}: a name has 1 to 64 letters, digits, '_', '.', '-'")
     return name
 
 
 def key(job: str, what: str) -> str:
-    """Of a job."""
+    """Return a key of a job."""
     return f"mux:job:{job}:{what}"
 
 
@@ -137,12 +137,12 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | None) -> Any:
-    """None where there is nothing."""
+    """Decode a value; None if there is none."""
     return None if text is None else json.loads(text)
 
 
 def add_job(client: Client, job: str) -> str:
-    """Make a user of Redis that sees this job's keys alone; its new password."""
+    """Make a Redis user that sees only this job's keys; return its new password."""
     check_name(job)
     password = secrets.token_urlsafe(24)
     client.acl_setuser(

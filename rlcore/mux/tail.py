@@ -1,14 +1,14 @@
-"""The tail of a rollout leaves nodes to the next job. RollMux's long-tail migration, arXiv
-2512.11306.
+"""Long-tail migration of RollMux, arXiv 2512.11306: the tail of a rollout leaves nodes to the next
+job.
 
     slots        r0        r1
     rollout A    ########  ########      80 % of the responses are done, and job B waits for r1
-                 ####      B B B B       A goes on with r0, from the tokens that there are
+                 ####      B B B B       A continues on r0, from the tokens that it has
 
-The arbiter says when and which (`phase_mux.py`); here is the job's side. The controller asks
-`TailMoves` after each response and now and then, as it asks who trains in `--mode stream`. What is
-said to the server and heard from it goes through a thread: a server that is away costs nothing but
-the move.
+The arbiter decides when and which nodes (`phase_mux.py`); this module is the job's side. The
+controller calls `TailMoves` after each response and from time to time, as it calls the policy that
+picks train ranks in `--mode stream`. A thread talks to the server, so a server that is down costs
+only the migration.
 """
 
 import threading
@@ -21,17 +21,18 @@ from rlcore.sched.roles import Cell, GroupState, Live
 from rlcore.utils.log import log
 
 LOOK_S = 0.2
-"""The server is asked this often in the tail of a rollout."""
+"""Interval at which the server is asked in the tail of a rollout."""
 
 
 class TailMoves:
-    """An `Elastic` whose cells leave and train nothing. On rank 0."""
+    """`Elastic` policy whose cells leave the rollout and train nothing. On rank 0."""
 
     def __init__(self, gate: Gate, cells: Sequence[Cell], *, tail: float = TAIL) -> None:
-        """
+        """Make the policy for one run.
+
         Args:
             cells: the engines on each rollout node, in the order of the job's `hosts`.
-            tail: share of the responses from which on nodes may be left.
+            tail: share of finished responses from which on nodes may be left.
         """
         self._gate, self._cells, self._tail = gate, cells, tail
         self._talk: _Talk | None = None
@@ -43,7 +44,7 @@ class TailMoves:
         self._left: set[int] = set()
 
     def finished(self, num_tokens: int) -> None:
-        """Lengths play no part."""
+        """Ignore the length: it does not affect this policy."""
 
     def release(
         self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
@@ -51,7 +52,7 @@ class TailMoves:
         if done < self._tail * wanted or self._leaving:
             return ()
         if self._talk is None:
-            # Prompts that take the place of others, or were started to spare, are no tail.
+            # Prompts that replace others, or that were started as spares, are not the tail.
             if wanted - sum(1 for _ in live()) < self._tail * wanted:
                 return ()
             self._talk = _Talk(self._gate, done, wanted)
@@ -59,7 +60,7 @@ class TailMoves:
         leaving = {rank for cell in chosen for rank in cell.leaders}
         if not chosen or leaving.issuperset(up):
             return ()
-        self._leaving, self._left = leaving, leaving.difference(up)  # the dead have left
+        self._leaving, self._left = leaving, leaving.difference(up)  # failed engines count as left
         self._tell()
         return chosen
 
@@ -71,7 +72,8 @@ class TailMoves:
         self._tell()
 
     def end(self) -> tuple[Sequence[int], float] | None:
-        """The rollout is over: nodes that it had left before, by place, and when by `time.time`."""
+        """End the rollout. Return the indices of the nodes that it had left, and when by
+        `time.time`; None if it had left none."""
         talk, self._talk = self._talk, None
         if talk is None:
             return None
@@ -86,11 +88,11 @@ class TailMoves:
 
 
 class _Talk:
-    """With the arbiter, about one rollout."""
+    """Exchange with the arbiter about one rollout, in a thread."""
 
     def __init__(self, gate: Gate, done: int, wanted: int) -> None:
         self.nodes: Sequence[int] = ()
-        """That are to be left, by place."""
+        """Indices of the nodes to leave."""
         self.freed_at = 0.0
         self.may_free, self.over = threading.Event(), threading.Event()
         self._gate, self._progress = gate, (done, wanted)
@@ -106,7 +108,7 @@ class _Talk:
                 self.nodes = self._gate.leave_now(of=self._of)
             self.may_free.wait()
             if not self.over.is_set():
-                at = time.time()  # before the other job can know
+                at = time.time()  # measured before the other job can start
                 self._gate.freed(self.nodes, of=self._of)
                 self.freed_at = at
         except ConnectionError as error:

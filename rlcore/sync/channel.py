@@ -1,12 +1,13 @@
-"""The weight channel of a run: one of the routes between ranks, with the hand-over to the engine.
+"""Weight channel of a run: one of the routes between ranks, and the hand-over to the engine.
 
-    gather     `learner.export()` on every rank: the baseline (`colocated.py`)
-    intranode  sites are nodes: owners broadcast their shards inside, and what a node has no owner
-               for enters it once
-    two_stage  sites are clusters: the same, for rollout ranks that are not where the learner is
+    gather     every rank calls `learner.export()`; the baseline (`colocated.py`)
+    intranode  sites are nodes: owners broadcast their shards inside their node; a shard without
+               an owner in a node enters that node once
+    two_stage  sites are clusters: the same mechanism, for rollout ranks in another cluster than
+               the learner
 
-The last two are one mechanism (`layout.py`, `relay.py`) and one channel: they differ in what sites
-are given.
+`intranode` and `two_stage` share one mechanism (`layout.py`, `relay.py`) and one channel; they
+differ only in the sites that they are given.
 """
 
 import time
@@ -36,14 +37,15 @@ def make_channel(
     peers: Peers | None = None,
     device: torch.device | None = None,
 ) -> WeightChannel:
-    """The channel of this rank. Nothing is exchanged before the first push.
+    """Make the channel of this rank. Ranks exchange nothing before the first push.
 
     Args:
         transport: how a bucket gets into the engine.
-        tp: of the engine.
-        sites: ranks by site, for the routes that have them; without any, all ranks are one.
-        peers: the ranks that take part; those of the default process group by default.
-        device: where weights travel, the same kind on every rank; the learner's.
+        tp: tensor-parallel size of the engine.
+        sites: ranks by site, for `intranode` and `two_stage`; if empty, all ranks are one site.
+        peers: the ranks that take part; by default those of the default process group.
+        device: device of the buffers that ranks exchange, of the same type on every rank: the
+            learner's. Default: CPU.
     """
     peers = peers or Peers()
     handover = Handover(transport, tp=tp, peers=peers, max_bytes=max_bytes)
@@ -55,19 +57,19 @@ def make_channel(
 
 
 class RelayChannel:
-    """A `WeightChannel` over a relay. A push succeeds on all ranks or fails on all of them."""
+    """`WeightChannel` over a relay. A push succeeds on all ranks or fails on all of them."""
 
     def __init__(self, relay: Relay, handover: Handover) -> None:
         self._relay, self._handover = relay, handover
         self._staged: Tensor | None = None
 
     def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
-        """Collective: every rank enters, with its learner and engine or None. An engine that dies
-        on the way ends nothing.
+        """Update the weights of all engines; collective. Every rank enters, with its learner and
+        engine or None. If an engine fails during the push, the push continues without it.
 
         Raises:
-            PushError, PushTimeoutError: the same sentence on every rank; no engine that began to
-                load decodes before a push succeeds.
+            PushError, PushTimeoutError: the same sentence on every rank. An engine that began to
+                load does not decode before a push succeeds.
         """
         start, handover, peers = time.monotonic(), self._handover, self._relay.peers
         peers.begin()
@@ -88,13 +90,14 @@ class RelayChannel:
         }
 
     def relayout(self, tp: int) -> None:
-        """From the next push on the engines have this tensor-parallel size; every rank says so."""
+        """Set the tensor-parallel size of the engines from the next push on; called on every
+        rank."""
         self._handover.relayout(tp)
 
     def _enter(
         self, learner: Learner | None, engine: Loads | None, version: int
     ) -> list[tuple[Shard, Tensor]]:
-        """All that can fail on this rank alone. Its shards."""
+        """Do the part of the push that can fail on this rank alone; return this rank's shards."""
         rank = self._relay.peers.rank
         with blamed("engine", rank):
             self._handover.begin(engine, version)
@@ -104,7 +107,7 @@ class RelayChannel:
         return own
 
     def _move(self, own: list[tuple[Shard, Tensor]]) -> None:
-        """All weights into the engine."""
+        """Move all weights into the engine."""
         damage = self._relay.run(own, self._take, self._give, self._held)
         if damage is not None:
             raise LinkError(damage)
@@ -114,17 +117,17 @@ class RelayChannel:
     # ---- a bucket
 
     def _held(self) -> int:
-        """Memory of buckets, of whichever device."""
+        """Return the bytes that buckets hold now, on the GPU and on the host."""
         staged = 0 if self._staged is None else len(self._staged)
         return staged + self._handover.held_bytes
 
     def _take(self, num_bytes: int) -> Tensor:
-        """Room on the relay's device: the hand-over's own where that is the same."""
+        """Return a buffer on the relay's device, if possible the hand-over's own buffer."""
         relay = self._relay
         if relay.device.type == "cpu" or self._handover.transport == "cuda_ipc":
             return self._handover.take(num_bytes)
         if self._staged is None or len(self._staged) < num_bytes:
-            self._staged = None  # not both at a time
+            self._staged = None  # frees the old buffer before the new one is allocated
             self._staged = torch.empty(num_bytes, dtype=torch.uint8, device=relay.device)
         return self._staged[:num_bytes]
 

@@ -1,8 +1,8 @@
-"""Weights into the engine of the same rank: how a bucket is handed over, and the plain route there.
+"""Weights into the engine of the same rank: the hand-over of a bucket, and the route `gather`.
 
-`Handover` gives whole buckets to an engine, whichever way they came. An engine of tensor-parallel
-size k belongs to k neighbouring ranks: the first of them, its leader, talks to it, with one payload
-per tensor-parallel rank.
+`Handover` gives whole buckets to an engine, on every route. An engine of tensor-parallel size k
+belongs to k neighbouring ranks. The first of them, its leader, sends to it one payload per
+tensor-parallel rank.
 
     bytes      the bytes, k times: for engines in this process
     shm        the name of one shared-memory file that all of the engine's processes map
@@ -10,9 +10,9 @@ per tensor-parallel rank.
                process there, and the leader gathers the handles
 
 `ColocatedChannel` is the route `gather`: `learner.export()` gathers one tensor at a time from all
-tensor-, pipeline- and expert-parallel shards, so every rank sees the full weights once, in buckets
-of bounded size. A bucket is packed once, into memory that the next one takes over, in the next push
-too: a channel holds one bucket's memory of the host.
+tensor-, pipeline- and expert-parallel shards. Every rank sees the full weights once, in buckets of
+bounded size. All buckets of all pushes are packed into one buffer, so a channel holds one bucket of
+host memory.
 """
 
 import time
@@ -35,8 +35,8 @@ Transport = Literal["bytes", "shm", "cuda_ipc"]
 
 
 class Handover:
-    """Buckets from this rank to its engine, push after push. Between pushes it holds at most one
-    bucket's memory."""
+    """Hands buckets from this rank to its engine, push after push. Between pushes it holds the
+    memory of one bucket at most."""
 
     def __init__(
         self,
@@ -46,14 +46,16 @@ class Handover:
         peers: Peers | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """
+        """Make the hand-over of this rank.
+
         Args:
-            tp: of the engine, whose ranks are neighbours from a multiple of it on.
-            peers: those that push together; by default this rank alone.
-            max_bytes: of the memory that is kept between pushes.
+            tp: tensor-parallel size of the engine. Its ranks are neighbours; the first is a
+                multiple of `tp`.
+            peers: the ranks that push together; by default this rank alone.
+            max_bytes: most memory that is kept between pushes.
         """
         self.peers = peers or alone()
-        """They hear what this rank's engine says."""
+        """Ranks that are told how this rank's engine took the weights."""
         self.transport, self._max_bytes = transport, max_bytes
         self._room: SharedRoom | _Room | None = None
         self.relayout(tp)
@@ -62,29 +64,29 @@ class Handover:
         self._given = 0
 
     def relayout(self, tp: int) -> None:
-        """Between pushes: engines have this tensor-parallel size from now on."""
+        """Set the tensor-parallel size of the engines; only between pushes."""
         if tp < 1 or self.peers.world_size % tp:
             raise ValueError(
                 f"tp {tp}: must divide the {self.peers.world_size} ranks of the channel"
             )
         self._tp = tp
         self.leads = self.peers.rank % tp == 0
-        """This rank is the one that talks to the engine."""
+        """Whether this rank sends to the engine."""
         if not self.leads and self._room is not None:
             self._room.close()
             self._room = None
 
     def takes(self, engine: Loads | None) -> bool:
-        """Whether this rank needs buckets for its engine."""
+        """Tell whether this rank needs buckets for its engine."""
         return engine is not None and (self.leads or self.transport == "cuda_ipc")
 
     @property
     def held_bytes(self) -> int:
-        """Memory that buckets take here now: the one on its way, or what is kept for the next."""
+        """Bytes that buckets hold here now: the current one, or the buffer kept for the next."""
         return self._on_gpu + (self._room.num_bytes if self._room is not None else 0)
 
     def begin(self, engine: Loads | None, version: int) -> None:
-        """A push into this engine begins; None where there is none."""
+        """Begin a push of this version into the engine; None if this rank has no engine."""
         self._error: Exception | None = None
         self._on_gpu = self._given = 0
         self._engine = engine if self.leads else None
@@ -92,8 +94,8 @@ class Handover:
         self.check()
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] to put a bucket in: of the GPU for `cuda_ipc`, else of the host. What
-        was there before is void."""
+        """Return a buffer, uint8 [num_bytes], for the next bucket: on the GPU for `cuda_ipc`, else
+        on the host. Earlier buffers become invalid."""
         if self.transport == "cuda_ipc":
             room = torch.empty(num_bytes, dtype=torch.uint8, device=_gpu())
             self._on_gpu = num_bytes
@@ -103,8 +105,8 @@ class Handover:
         return self._room.take(num_bytes)
 
     def give(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Hand over what `take` gave the room for, which the caller lets go of then. An engine that
-        is dead or has refused takes no more, and the push goes on without it.
+        """Hand over a bucket in the buffer from `take`; the caller drops its reference then. If the
+        engine has failed or has refused the push, the bucket is dropped and the push continues.
 
         Raises:
             LinkError: the other ranks of the engine do not come; names them and the bucket.
@@ -123,16 +125,16 @@ class Handover:
         if group is not None:
             payloads = self.peers.gather(group, payloads[0], where, number)
         self._tell("load_bucket", bucket, payloads)
-        if group is not None:  # nobody frees a bucket that the engine still reads
+        if group is not None:  # the memory must not be freed while the engine still reads it
             self.peers.gather(group, b"", where, number)
         self._on_gpu = 0
 
     def end(self, version: int) -> None:
-        """All buckets were given: the engines decode again, all or none; collective.
+        """End the push: all engines decode again, or none does; collective.
 
         Raises:
-            PushError: a rank's engine has refused. Those that had not load once more and wait for
-                a whole push.
+            PushError: a rank's engine has refused. The other engines return to loading and wait for
+                a push that succeeds.
         """
         try:
             self.peers.step("end", self._end_load, "engine")
@@ -154,22 +156,22 @@ class Handover:
         self.check()
 
     def check(self) -> None:
-        """Raise what a living engine has refused with."""
+        """Raise the error with which a running engine refused the push, if there is one."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """After every push, failed or not: keep no more than one bucket's memory."""
+        """Clean up after a push, also a failed one: keep the memory of one bucket at most."""
         self._engine = None
         if self.transport == "cuda_ipc":
-            torch.cuda.ipc_collect()  # buckets whose readers are gone
+            torch.cuda.ipc_collect()  # buckets that no process reads any more
         if self._room is not None and self._room.num_bytes > self._max_bytes:
             self._room.close()
             self._room = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine still takes something."""
+        """Whether the engine still takes buckets in this push."""
         return self._engine is not None
 
     def _tell(self, method: str, *args: Any) -> None:
@@ -180,12 +182,12 @@ class Handover:
         except (RuntimeError, ValueError, TimeoutError) as error:
             if self._engine.failure:
                 log.warning("the engine failed while it took weights: %s", error)
-            else:  # it works: the fault is ours
+            else:  # the engine runs, so the error is in what it was sent
                 self._error = error
             self._engine = None
 
     def _engines_ranks(self) -> Group | None:
-        """The ranks of this engine, which talk over the host."""
+        """Return the group of this engine's ranks, on the host; None at tensor-parallel size 1."""
         if self._tp == 1:
             return None
         first = self.peers.rank - self.peers.rank % self._tp
@@ -194,7 +196,7 @@ class Handover:
 
 
 class ColocatedChannel:
-    """A `WeightChannel`, route `gather`: every rank gathers every tensor. All ranks are train
+    """`WeightChannel` of the route `gather`: every rank gathers every tensor. All ranks are train
     ranks."""
 
     def __init__(
@@ -204,19 +206,20 @@ class ColocatedChannel:
         *,
         handover: Handover | None = None,
     ) -> None:
-        """Without a `handover`, for engines of tensor-parallel size 1: with `shared_memory` through
-        a file that another process maps, without it as they are."""
+        """Without a `handover`, make one for engines of tensor-parallel size 1. With
+        `shared_memory` it sends buckets through a file that another process maps, else as bytes."""
         self._packer = Packer(max_bucket_bytes)
         transport: Transport = "shm" if shared_memory else "bytes"
         self._handover = handover or Handover(transport, max_bytes=max_bucket_bytes)
 
     def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
-        """Collective: every rank exhausts the export, also one without an engine and one whose
-        engine dies on the way. A dead engine says so in the round that follows.
+        """Update the weights of all engines; collective. Every rank exhausts the export, also
+        without an engine and if its engine fails during the push. A failed engine is reported in
+        the next round.
 
         Raises:
-            PushError, PushTimeoutError: the same sentence on every rank; no engine that began to
-                load decodes before a push succeeds.
+            PushError, PushTimeoutError: the same sentence on every rank. An engine that began to
+                load does not decode before a push succeeds.
         """
         start, handover = time.monotonic(), self._handover
         peers = handover.peers
@@ -244,11 +247,12 @@ class ColocatedChannel:
         }
 
     def relayout(self, tp: int) -> None:
-        """From the next push on the engines have this tensor-parallel size; every rank says so."""
+        """Set the tensor-parallel size of the engines from the next push on; called on every
+        rank."""
         self._handover.relayout(tp)
 
     def _move(self, learner: Learner, engine: Loads | None, meter: ExportMeter) -> int:
-        """All weights into the engine; their bytes."""
+        """Move all weights into the engine; return their bytes."""
         total, handover = 0, self._handover
         exported = meter.watched(learner.export())
         try:
@@ -260,10 +264,10 @@ class ColocatedChannel:
                         handover.give(bucket, buffer)
                     del buffer
         except LinkError as error:
-            handover.peers.tell("done", error.failure)  # who waits for this rank need not
+            handover.peers.tell("done", error.failure)  # the other ranks stop waiting for this one
             raise
         finally:
-            for _, tensor in exported:  # the others wait for every tensor
+            for _, tensor in exported:  # an export is collective, so every rank takes every tensor
                 total += tensor.nbytes
         with blamed("engine", handover.peers.rank):
             handover.check()
@@ -271,15 +275,15 @@ class ColocatedChannel:
 
 
 class _Room:
-    """Memory of this process for one bucket after another."""
+    """Host buffer of this process that all buckets share in turn."""
 
     def __init__(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]; what was there before is void."""
+        """Return uint8 [num_bytes]; earlier buffers become invalid."""
         if len(self._tensor) < num_bytes:
-            self.close()  # not both at a time
+            self.close()  # frees the old buffer before the new one is allocated
             self._tensor = torch.empty(num_bytes, dtype=torch.uint8)
         return self._tensor[:num_bytes]
 
@@ -288,7 +292,7 @@ class _Room:
 
     @property
     def num_bytes(self) -> int:
-        """Held."""
+        """Bytes of the buffer."""
         return len(self._tensor)
 
 

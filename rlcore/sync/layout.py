@@ -1,14 +1,14 @@
-"""Which part of which weight goes where: a pure plan, the same on every rank that computes it.
+"""Plan of a push: which part of which weight goes where. Pure; every rank computes the same plan.
 
-Ranks are grouped in sites, inside which the network is fast: nodes, or clusters. Parts that several
-ranks hold have several possible owners. Every part that a site needs enters it once:
+Ranks are grouped in sites: nodes or clusters, inside which the network is fast. A shard that
+several ranks hold has several possible owners. Every shard that a site needs enters it once:
 
     an owner inside    broadcasts it to the site
     no owner inside    one owner sends it to one rank of the site, its root, which broadcasts it
 
-so a slow link between sites carries one copy of what is missing behind it. Owners and roots are
-taken by least load. Weights travel in buckets of whole tensors, which bounds the memory: of a
-bucket, the shards with the same owner and the same root are one message, a `Part`.
+So a slow link between sites carries one copy of each shard that the other site lacks. Owners and
+roots are chosen by least load. Weights travel in buckets of whole tensors, which bounds the memory.
+The shards of a bucket with the same owner and the same root are one message, a `Part`.
 """
 
 import math
@@ -23,13 +23,13 @@ from rlcore.utils.buckets import ALIGN
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A shard in a part."""
+    """Position of a shard in a part."""
 
     shard: Shard
     tensor: int
-    """Number of its tensor in the bucket."""
+    """Index of the shard's tensor in the bucket."""
     offset: int
-    """Bytes from the start of the part, a multiple of `ALIGN`."""
+    """Offset from the start of the part in bytes, a multiple of `ALIGN`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +38,27 @@ class Part:
 
     site: int
     owner: int
-    """Rank that has them."""
+    """Rank that holds the shards."""
     root: int
-    """Rank of the site that broadcasts them: the owner, or who gets them over the slow link."""
+    """Rank that broadcasts them in the site: the owner, or the rank that receives them over the
+    slow link."""
     slots: tuple[Slot, ...]
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One bucket: its tensors as an engine gets them, and how they come."""
+    """One bucket: its tensors as an engine gets them, and the parts in which they arrive."""
 
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
     parts: tuple[Part, ...]
-    """Sorted by (site, root, owner): the order in which a site broadcasts."""
+    """Parts sorted by (site, root, owner): the order in which a site broadcasts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole push."""
+    """Plan of a whole push."""
 
     sites: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...]
@@ -65,37 +66,37 @@ class Plan:
     loads: tuple[Load, ...]
 
     def members(self, site: int) -> tuple[int, ...]:
-        """Ranks that take part in the broadcasts of a site: those that need weights, and those that
-        own parts. None where nobody needs any."""
+        """Return the ranks that take part in the broadcasts of a site: those that need weights and
+        those that own parts. Empty if no rank of the site needs weights."""
         inside = set(self.sites[site]) & set(self.needs)
         inside |= {p.root for load in self.loads for p in load.parts if p.site == site}
         return tuple(sorted(inside))
 
     def linked(self) -> tuple[int, ...]:
-        """Ranks that send or receive between sites."""
+        """Return the ranks that send or receive between sites."""
         crossing = [p for load in self.loads for p in load.parts if p.owner != p.root]
         return tuple(sorted({rank for p in crossing for rank in (p.owner, p.root)}))
 
     @property
     def is_two_way(self) -> bool:
-        """Some rank both sends and receives between sites."""
+        """Whether some rank both sends and receives between sites."""
         crossing = [p for load in self.loads for p in load.parts if p.owner != p.root]
         return bool({p.owner for p in crossing} & {p.root for p in crossing})
 
     @property
     def num_bytes(self) -> int:
-        """Of all buckets: what one engine gets."""
+        """Bytes of all buckets: what one engine gets."""
         return sum(load.num_bytes for load in self.loads)
 
     @property
     def slow_bytes(self) -> int:
-        """That cross between sites."""
+        """Bytes that cross between sites."""
         every = (p for load in self.loads for p in load.parts)
         return sum(p.num_bytes for p in every if p.owner != p.root)
 
     @property
     def bucket_bytes(self) -> int:
-        """Of the largest bucket."""
+        """Bytes of the largest bucket."""
         return max((load.num_bytes for load in self.loads), default=0)
 
 
@@ -105,16 +106,16 @@ def plan(
     needs: Iterable[int],
     max_bytes: int,
 ) -> Plan:
-    """The plan of a push.
+    """Make the plan of a push.
 
     Args:
-        holdings: what each rank has.
-        sites: ranks by site; ranks that need nothing may be in none.
+        holdings: shards that each rank has.
+        sites: ranks by site; a rank that needs no weights may be in no site.
         needs: ranks that get all tensors.
-        max_bytes: of a bucket; a larger tensor has a bucket of its own.
+        max_bytes: most bytes of a bucket; a larger tensor has a bucket of its own.
 
     Raises:
-        ValueError: a rank is in two sites, one that needs weights in none, or the shards of a
+        ValueError: a rank is in two sites, a rank that needs weights is in none, or the shards of a
             tensor leave a gap or overlap.
     """
     if max_bytes < 1:
@@ -134,25 +135,25 @@ def plan(
 
 
 def shard_shape(shard: Shard) -> tuple[int, ...]:
-    """Of the part that a rank has."""
+    """Return the shape of the shard itself, not of its tensor."""
     size = shard.stop - shard.start
     return (*shard.shape[: shard.dim], size, *shard.shape[shard.dim + 1 :])
 
 
 def shard_bytes(shard: Shard) -> int:
-    """Of the part that a rank has."""
+    """Return the bytes of the shard itself, not of its tensor."""
     return _num_bytes(shard_shape(shard), shard.dtype)
 
 
-# ---- who takes what
+# ---- owners and roots
 
 
 _Holders = dict[str, list[tuple[Shard, list[int]]]]
-"""Shards of each tensor from first to last, with the ranks that have them."""
+"""Shards of each tensor from first to last, with the ranks that hold them."""
 
 
 class _Places:
-    """Chooses owners and roots; counts what each rank has to carry already."""
+    """Chooses owners and roots; counts the bytes that each rank already carries."""
 
     def __init__(self, sites: Sequence[tuple[int, ...]], needs: Sequence[int]):
         inside = [tuple(r for r in site if r in set(needs)) for site in sites]
@@ -164,7 +165,7 @@ class _Places:
     def parts(
         self, tensors: Iterable[tuple[int, list[tuple[Shard, list[int]]]]]
     ) -> tuple[Part, ...]:
-        """Of one bucket."""
+        """Split one bucket into its parts."""
         found: dict[tuple[int, int, int], list[tuple[int, Shard]]] = {}
         for number, shards in tensors:
             for shard, ranks in shards:
@@ -179,7 +180,7 @@ class _Places:
     def _choose(
         self, shard: Shard, ranks: Sequence[int], site: set[int], inside: Sequence[int]
     ) -> tuple[int, int]:
-        """Owner and root."""
+        """Return owner and root of a shard for a site."""
         size = shard_bytes(shard)
         here = [rank for rank in ranks if rank in site]
         if here:
@@ -189,7 +190,7 @@ class _Places:
 
 
 def _least(load: dict[int, int], ranks: Sequence[int], more: int) -> int:
-    """The rank with the least load, which grows; the lowest of several."""
+    """Return the rank with the least load, the lowest of several, and add `more` to its load."""
     chosen = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
     load[chosen] = load.get(chosen, 0) + more
     return chosen
@@ -207,7 +208,7 @@ def _part(site: int, owner: int, root: int, shards: Sequence[tuple[int, Shard]])
 
 
 def _holders(holdings: Mapping[int, Sequence[Shard]]) -> _Holders:
-    """Every tensor, in the order in which the ranks name them."""
+    """Return the shards of every tensor, in the order in which the ranks name the tensors."""
     found: dict[str, dict[Shard, list[int]]] = {}
     for rank in sorted(holdings):
         for shard in holdings[rank]:
@@ -224,7 +225,7 @@ def _holders(holdings: Mapping[int, Sequence[Shard]]) -> _Holders:
 
 
 def _buckets(holders: _Holders, max_bytes: int) -> list[list[str]]:
-    """Names by bucket, in order."""
+    """Return the tensor names of each bucket, in order."""
     buckets: list[list[str]] = []
     end = 0
     for name, shards in holders.items():
@@ -274,7 +275,8 @@ def _check_sites(sites: Sequence[tuple[int, ...]], needs: Sequence[int]) -> None
 
 
 def _check_tiles(name: str, rows: Sequence[tuple[Shard, list[int]]]) -> None:
-    """The shards follow each other along one dimension, from its first index to its last."""
+    """Check that the shards follow each other along one dimension, from its first index to its
+    last."""
     first, end = rows[0][0], 0
     for shard, ranks in rows:
         if (shard.shape, shard.dtype, shard.dim) != (first.shape, first.dtype, first.dim):

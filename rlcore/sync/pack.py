@@ -19,7 +19,7 @@ MAX_BYTES = 256 * 2**20
 
 
 class Packer:
-    """Packs the same tensors again and again: plans are made at the first time."""
+    """Packs tensors into buckets. A plan is made once per sequence of shapes and kept."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         if max_bytes < 1:
@@ -32,7 +32,7 @@ class Packer:
         tensors: Iterable[tuple[str, Tensor]],
         room: Callable[[int], Tensor] | None = None,
     ) -> Iterator[tuple[Bucket, memoryview]]:
-        """As `buckets`, with the bytes of host memory as they are sent."""
+        """Yield what `buckets` yields, with the bytes as a view of host memory."""
         for bucket, buffer in self.buckets(tensors, room):
             yield bucket, buffer.numpy().data
 
@@ -41,13 +41,12 @@ class Packer:
         tensors: Iterable[tuple[str, Tensor]],
         room: Callable[[int], Tensor] | None = None,
     ) -> Iterator[tuple[Bucket, Tensor]]:
-        """Buckets of at most `max_bytes` (a larger tensor gets a bucket of its own), in order. At
-        most one bucket and its tensors are in memory at a time.
+        """Yield buckets of at most `max_bytes`, in order; a larger tensor gets a bucket of its own.
+        At most one bucket and its tensors are in memory at a time.
 
         Args:
-            room: gives the uint8 [n] that a bucket of n bytes is packed into, on the CPU or where
-                the tensors are; by default it is new each time, on the CPU, and valid as long as it
-                is held.
+            room: returns the uint8 [n] that a bucket of n bytes is packed into, on the CPU or on
+                the tensors' device. By default each bucket gets a new buffer on the CPU.
         """
         names: list[str] = []
         held: list[Tensor] = []
@@ -84,7 +83,7 @@ class Packer:
 def pack(
     tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[tuple[Bucket, memoryview]]:
-    """As `Packer.pack`, once."""
+    """Pack once, without a `Packer` to keep plans."""
     return Packer(max_bytes).pack(tensors)
 
 
@@ -94,7 +93,7 @@ def push(
     version: int,
     max_bytes: int = MAX_BYTES,
 ) -> int:
-    """Give an engine of tensor-parallel size 1 all its weights; returns the bytes that it took."""
+    """Send all weights to an engine of tensor-parallel size 1; return the bytes that it took."""
     total = 0
     engine.begin_load(version)
     for bucket, buffer in pack(tensors, max_bytes):
@@ -109,7 +108,8 @@ def _fresh(num_bytes: int) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of a view that no plan takes: lazy, or in too many parts."""
+    """Return the tensor, or a contiguous copy if no plan takes it: a lazy view or one in many
+    pieces."""
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if one_piece(tensor) else tensor.contiguous()
 

@@ -1,14 +1,14 @@
-"""The ranks that take part in a push: who is there, what went wrong where, and their own groups.
+"""Ranks that take part in a push: their meeting points, their verdict on failures, their groups.
 
-Roles that have nothing else in common meet here: train ranks whose default process group is
-Megatron's, and rollout ranks in another cluster. So groups are made from the launcher's store,
-under names of their own, beside the default group; what is small and must not hang goes through the
-store itself. Every wait has a deadline and names who did not come.
+Ranks of different roles meet here: train ranks whose default process group is Megatron's, and
+rollout ranks in another cluster. So groups are made from the launcher's store, under names of their
+own, beside the default group. Small messages that must not hang go through the store itself. Every
+wait has a deadline, and its error names the ranks that did not come.
 
-A push has points at which all ranks meet: `here`, before anything is exchanged, `done`, when the
-weights are with the engines, and `end`, when the engines have taken them. At each, every rank says
-how its part went, one atomic word in the store decides for all of them, and where it is "failed"
-one sentence is put there, which every rank raises, also one that comes much later.
+All ranks meet at three points of a push: `here`, before anything is exchanged; `done`, when the
+weights are with the engines; `end`, when the engines have taken them. At each point every rank
+reports how its part went, and one atomic word in the store decides for all of them. If it is
+"failed", one sentence is stored there, and every rank raises it, also a rank that comes much later.
 """
 
 import re
@@ -27,16 +27,16 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.utils.net import decode, encode
 
 _GRACE_S = 2.0
-"""After the first failure the others have this long to tell theirs, so that the cause is known."""
+"""Time after the first failure in which other ranks report theirs, so that the cause is known."""
 _LEFT_S = 1.0
-"""Ranks whose collective has failed wait this long for the others to say the same: who does not is
-the one that was missing."""
+"""Time that ranks wait for each other after a failed collective. A rank that does not report the
+failure in it is the missing one."""
 _LOOK_S = 0.1
-"""How often the store is asked where a failure elsewhere ends a wait."""
+"""Longest pause between two looks at the store, in a wait that a failure elsewhere ends."""
 _AT_LAST = 1 << 30
-"""Bucket of a failure that follows from any other."""
+"""Bucket number of a failure that is a consequence of any other."""
 _KEPT = 8
-"""Pushes whose verdicts a late rank still finds."""
+"""Number of past pushes whose verdicts a late rank can still read."""
 
 Kind = Literal["data", "engine", "learner", "late", "link", "error"]
 _ORDER: tuple[Kind, ...] = ("data", "engine", "learner", "late", "link", "error")
@@ -49,34 +49,34 @@ class Failure(msgspec.Struct, frozen=True):
     """Why a push failed on one rank."""
 
     kind: Kind
-    """`data` changed on its way; the `engine` or the `learner` refused; a peer was `late`; a `link`
+    """`data` changed on the way; the `engine` or the `learner` refused; a peer was `late`; a `link`
     broke; any other `error`."""
     bucket: int
     stage: int
-    """0: between sites, 1: inside one, 2: between the ranks of an engine."""
+    """0: between sites, 1: inside a site, 2: between the ranks of an engine."""
     rank: int
     text: str
     peers: tuple[int, ...] = ()
-    """Ranks that it waited for, or lost."""
+    """Ranks that this rank waited for or lost the link to."""
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Causes come before what follows from them. Damage is seen where it happens and a refusal
-        where it is made, while a rank that gives up breaks the links of all others, and one that
-        waits for a late rank makes others late, in later buckets. Of other errors nobody knows."""
+        """Sort key that puts causes before their consequences. Damage and refusals are reported
+        where they happen. A rank that gives up breaks the links of all others. A rank that waits
+        for a late one is late itself, in later buckets. For other errors the order is unknown."""
         return _ORDER.index(self.kind), self.bucket, self.stage, self.rank
 
 
 class PushError(RuntimeError):
-    """A failed push, as every rank sees it."""
+    """A failed push; every rank raises the same one."""
 
 
 class PushTimeoutError(PushError, TimeoutError):
-    """A rank was late."""
+    """A push failed because a rank was late."""
 
 
 class LinkError(RuntimeError):
-    """The push cannot go on here."""
+    """The push cannot continue on this rank."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -84,7 +84,7 @@ class LinkError(RuntimeError):
 
 
 class _Sentence(msgspec.Struct, frozen=True):
-    """What all ranks raise."""
+    """Error text that all ranks raise."""
 
     is_late: bool
     text: str
@@ -92,7 +92,7 @@ class _Sentence(msgspec.Struct, frozen=True):
 
 @contextmanager
 def blamed(kind: Kind, rank: int, where: str = "") -> Iterator[None]:
-    """What goes wrong inside is a failure of this kind."""
+    """Turn an exception of the block into a `LinkError` whose failure is of this kind."""
     try:
         yield
     except LinkError:
@@ -103,8 +103,8 @@ def blamed(kind: Kind, rank: int, where: str = "") -> Iterator[None]:
 
 
 class Peers:
-    """The ranks 0..world_size-1 of a channel. Every rank makes one, and calls the methods that are
-    collective in the same order."""
+    """Ranks 0..world_size-1 of a channel. Every rank makes one `Peers`, and calls its collective
+    methods in the same order."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Peers:
         timeout_s: float = ClusterConfig.timeout_s,
         name: str = "sync",
     ) -> None:
-        """Without a store, the ranks and the store are those of the default process group; without
-        that either, a world of one.
+        """If no store is given, take the ranks and the store of the default process group. Without
+        a process group, make a world of one.
 
         Args:
-            timeout_s: of every wait.
-            name: of the groups and the keys. Channels that the ranks do not make in the same order
-                need names of their own; those of one name are numbered.
+            timeout_s: deadline of every wait.
+            name: prefix of the groups and keys. Channels that ranks may make in different orders
+                need different names; channels of one name are numbered.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s {timeout_s}: give a time above 0")
@@ -142,21 +142,22 @@ class Peers:
     # ---- a push
 
     def begin(self) -> None:
-        """A push begins on this rank."""
+        """Begin a push on this rank."""
         self._pushes += 1
         self._told = False
         self._forget(self._pushes - _KEPT)
 
     def step(self, point: Point, work: Callable[[], _Result], kind: Kind = "error") -> _Result:
-        """Do this rank's part of the push up to a point, then hear how all parts went; collective.
+        """Do this rank's part of the push up to a point, then get the verdict on all parts;
+        collective.
 
         Args:
-            work: it raises where it fails. The others hear of it.
-            kind: of what it raises, unless that is a `LinkError` and says so itself.
+            work: raises if this rank's part fails; the other ranks are told.
+            kind: kind of failure of an exception from `work` that is not a `LinkError`.
 
         Raises:
-            PushError, PushTimeoutError: a rank has failed or did not come: one and the same
-                sentence on every rank. Every group is made anew then.
+            PushError, PushTimeoutError: a rank has failed or did not come. The sentence is the same
+                on every rank, and every group is made anew at its next use.
         """
         error, failure = None, None
         try:
@@ -165,7 +166,7 @@ class Peers:
         except LinkError as link:
             failure, error = link.failure, link.__cause__
             if failure.kind in ("late", "link"):
-                error = None  # its frames would keep links open that peers wait at
+                error = None  # its frames would keep open the links at which peers wait
         try:
             self.vote(point, failure)
         except PushError as verdict:
@@ -173,7 +174,8 @@ class Peers:
         return result
 
     def vote(self, point: Point, failure: Failure | None = None) -> None:
-        """Say how this rank's part went and hear the verdict, which the store has once for all."""
+        """Report how this rank's part went, and get the one verdict that the store holds for all
+        ranks."""
         if failure is not None:
             self.tell(point, failure)
         verdict = self._key(point, "verdict")
@@ -184,7 +186,7 @@ class Peers:
         if not came:
             self._give_up(point)
         if self._store.compare_set(verdict, "", "failed") == b"ok":
-            if not came:  # it was in time after all
+            if not came:  # this rank was in time after all
                 self._store.delete_key(self._key("why", self.rank))
             return
         self._drop()
@@ -192,8 +194,8 @@ class Peers:
         raise (PushTimeoutError if said.is_late else PushError)(said.text)
 
     def tell(self, point: Point, failure: Failure) -> None:
-        """Let the others know at once, before this rank comes to the point itself: their waits for
-        it end."""
+        """Report a failure at once, before this rank comes to the point. The waits of other ranks
+        for this one end."""
         if self._told:
             return
         self._told = True
@@ -202,14 +204,14 @@ class Peers:
         self._drop()
 
     def _give_up(self, point: Point) -> None:
-        """Name the ranks that have not come to a point; they may still be in time."""
+        """Report the ranks that have not come to a point; they may still be in time."""
         missing = self._absent(point, range(self.world_size))
         if missing and not self._told:
             waited = f"rank {self.rank} waited {self.timeout_s:g} s for {ranks_text(missing)}"
             text = f"{waited} {_WHAT[point]}"
             late = Failure("late", _AT_LAST, 0, self.rank, text, tuple(missing))
             self._tell_why(encode(late))
-        elif not missing:  # the last one is about to say so
+        elif not missing:  # the last rank is about to set the verdict
             self._came(self._key(point, "verdict"), _GRACE_S)
 
     def _tell_why(self, said: bytes) -> None:
@@ -217,21 +219,21 @@ class Peers:
         self._store.set(key, said)  # type: ignore[arg-type]  # torch takes bytes, its stubs do not
 
     def _came(self, key: str, seconds: float) -> bool:
-        with suppress(RuntimeError):  # of a wait that is over
+        with suppress(RuntimeError):  # the wait has timed out
             self._store.wait([key], timedelta(seconds=seconds))
             return True
         return False
 
     def announce(self, news: str) -> None:
-        """Before `here`: something that all ranks have to know."""
+        """Tell all ranks something, before the point `here`."""
         self._store.set(self._key(news), "1")
 
     def heard(self, news: str) -> bool:
-        """After `here`: whether a rank has announced it."""
+        """Tell whether a rank has announced something, after the point `here`."""
         return self._store.check([self._key(news)])
 
     def _sentence(self, point: Point) -> _Sentence:
-        """Why the push failed: what the first rank that knows enough puts down."""
+        """Return why the push failed. The first rank that knows enough writes the sentence."""
         key = self._key(point, "sentence")
         if not self._store.check([key]):
             said = msgspec.json.encode(self._compose(point)).decode()
@@ -241,7 +243,7 @@ class Peers:
     def _compose(self, point: Point) -> _Sentence:
         everyone = range(self.world_size)
         why = {rank: self._key("why", rank) for rank in everyone}
-        if point != "here":  # before it nobody waits for anybody, and every failure is a cause
+        if point != "here":  # before `here` no rank waits for another, so every failure is a cause
             self._await(point, everyone, _GRACE_S)
         failures = [
             decode(self._store.get(key), Failure)
@@ -261,8 +263,8 @@ class Peers:
         return _Sentence(cause.kind == "late", f"{text}; no engine decodes before a whole push")
 
     def _await(self, what: str, ranks: Iterable[int], seconds: float) -> bool:
-        """Whether these ranks have come to a point in time; as soon as a push has failed, this no
-        longer matters."""
+        """Wait until these ranks have come to a point, and tell whether they have. If the push
+        fails meanwhile, stop waiting, except at `here`, `done` and `end`."""
         end = time.monotonic() + seconds
         keys = [self._key(what, rank) for rank in ranks]
         pause = 0.001
@@ -277,14 +279,14 @@ class Peers:
         return [rank for rank in ranks if not self._store.check([self._key(what, rank)])]
 
     def _has_failed(self) -> bool:
-        """A rank has told so, before all were done."""
+        """Tell whether a rank has reported a failure before all were done."""
         return self._store.check([self._key("done", "verdict")])
 
     def _key(self, what: str, of: int | str = "count") -> str:
         return f"{self._pushes}/{what}/{of}"
 
     def _forget(self, push: int) -> None:
-        """Remove this rank's keys of an old push, and as its first rank those of all."""
+        """Remove this rank's keys of an old push; rank 0 also removes the shared keys."""
         if push < 1:
             return
         for what in ("here", "done", "end", "why"):
@@ -295,8 +297,8 @@ class Peers:
     # ---- groups
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device) -> "Group":
-        """The group of this name, made at its first use; collective over `ranks`. Messages are of
-        memory on `device`: NCCL carries a GPU's, gloo the host's.
+        """Return the group of this name, made at its first use; collective over `ranks`. Its
+        messages are tensors on `device`: NCCL carries GPU tensors, gloo host tensors.
 
         Raises:
             LinkError: ranks of the group have not come to make it.
@@ -306,7 +308,7 @@ class Peers:
         where = f"rank {self.rank} could not join the group {name}"
         start, point = time.monotonic(), f"join {name}"
         self._store.set(self._key(point, self.rank), "1")
-        # The library waits for all ranks without saying for which, and NCCL without an end.
+        # torch waits for all ranks without naming the missing ones, and NCCL has no time-out here.
         if not self._await(point, ranks, self.timeout_s):
             missing = self._absent(point, ranks)
             raise LinkError(self._left(where, start, missing, "the push has failed elsewhere", 0))
@@ -320,21 +322,21 @@ class Peers:
         return made
 
     def everyone(self) -> "Group":
-        """The group of all ranks, on the host."""
+        """Return the group of all ranks, on the host."""
         return self.group("all", range(self.world_size), torch.device("cpu"))
 
     @contextmanager
     def together(
         self, group: "Group", where: str, bucket: int = -1, stage: int = 0
     ) -> Iterator[None]:
-        """Around what all ranks of a group do at once: where it fails, a `LinkError` names the
-        ranks that were not in it."""
+        """Run a collective of a group in the block. If it fails, the `LinkError` names the ranks
+        that did not take part."""
         start = time.monotonic()
         group.begin_call()
         try:
             yield
         except RuntimeError as error:
-            group.close()  # it is void, and the others learn it
+            group.close()  # the group is unusable now, and the other ranks notice
             point = f"left {group.name} {group.calls}"
             self._store.set(self._key(point, self.rank), "1")
             self._await(point, group.ranks, _LEFT_S)
@@ -344,7 +346,7 @@ class Peers:
             raise LinkError(self._left(where, start, missing, said, stage, bucket)) from error
 
     def gather(self, group: "Group", mine: bytes, where: str, bucket: int = -1) -> list[bytes]:
-        """What each rank of a group gave, in the order of its ranks; on the host.
+        """Gather the bytes of each rank of a group, in the order of its ranks; on the host.
 
         Raises:
             LinkError: as `together`.
@@ -358,11 +360,11 @@ class Peers:
         return lost(self.rank, where, start, self.timeout_s, missing, said, stage, bucket)
 
     def renew(self) -> None:
-        """Leave the groups, as all ranks do: who is in them changes."""
+        """Leave the groups, on all ranks, before their members change."""
         self._drop()
 
     def _drop(self) -> None:
-        """Close all links, which ends the waits of whoever is at their other end."""
+        """Close all links, which ends the waits of the ranks at the other end."""
         for group in self._groups.values():
             group.close()
         self._groups = {}
@@ -373,7 +375,7 @@ class Peers:
 
 
 def alone() -> Peers:
-    """A world of one, whatever process group there is."""
+    """Return a world of one, also if there is a process group."""
     return Peers(0, 1, dist.HashStore())
 
 
@@ -387,7 +389,8 @@ def lost(
     stage: int,
     bucket: int = -1,
 ) -> Failure:
-    """The failure of a wait that began at `start`: its deadline is over, or the link is."""
+    """Return the failure of a wait that began at `start`: its deadline has passed or its link
+    broke."""
     names, at = ranks_text(peers), f"{where}: " if where else ""
     if time.monotonic() - start >= 0.9 * limit_s:
         text = f"{at}rank {rank} waited {limit_s:g} s for {names}"
@@ -397,20 +400,20 @@ def lost(
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, without where its source lies."""
+    """Return the first line of a library's error, without source locations."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return re.sub(r"^\[\S+\] ", "", line).partition(". This is")[0][:200]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 1, 2`."""
+    """Format ranks as `rank 3`, or `ranks 1, 2`."""
     shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _missing_text(failures: Sequence[Failure], missing: Sequence[int]) -> str:
-    """Who has said nothing. A rank whose link broke while nobody gave up is gone; else it may only
-    be slow."""
+    """Name the ranks that have not reported. If all failures are broken links, a peer in them has
+    exited; otherwise a rank may only be slow."""
     broken = all(failure.kind == "link" for failure in failures)
     seen = {peer for failure in failures for peer in failure.peers} if broken else set()
     gone = [rank for rank in missing if rank in seen]
@@ -427,8 +430,8 @@ def _be(ranks: Sequence[int]) -> str:
 
 
 class Group:
-    """Some ranks that exchange tensors, under global rank numbers. A wait that ends without its
-    peer raises RuntimeError, and the group is void then."""
+    """Ranks that exchange tensors, addressed by global rank numbers. If a wait ends without its
+    peer, it raises RuntimeError, and the group is unusable then."""
 
     def __init__(
         self,
@@ -441,7 +444,7 @@ class Group:
     ) -> None:
         self.name, self.ranks, self.device = name, ranks, device
         self.calls = 0
-        """Of `Peers.together`."""
+        """Number of calls of `Peers.together`."""
         self._place = {rank: i for i, rank in enumerate(ranks)}
         self._wait = timedelta(seconds=timeout_s)
         place = self._place[rank]
@@ -450,7 +453,7 @@ class Group:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._wait
             self._group = dist.ProcessGroupNCCL(store, place, len(ranks), options)
-            # All ranks make the communicator; an exchange later has only two of them.
+            # NCCL needs all ranks to make the communicator; a later exchange has only two of them.
             self.broadcast(torch.zeros(1, device=device), ranks[0])
         else:
             self._group = dist.ProcessGroupGloo(store, place, len(ranks), self._wait)
@@ -465,9 +468,9 @@ class Group:
         sends: Sequence[tuple[Tensor, int]],
         tag: int,
     ) -> list[Any]:
-        """Begin to receive and to send tensors, each with its peer; what to `wait` for, by tensor.
-        The tensors must stay until then. NCCL has no tags and works off a rank's exchanges in their
-        order: two ranks that give each other something do so in one exchange."""
+        """Begin to receive and to send tensors, each with its peer; return the works to `wait` for,
+        one per tensor. Keep the tensors until then. NCCL has no tags and runs a rank's exchanges in
+        order, so two ranks that send to each other do so in one exchange."""
         batched = self.device.type == "cuda"
         if batched:
             self._group._start_coalescing()
@@ -478,18 +481,18 @@ class Group:
         return works
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """From the root to all."""
+        """Broadcast a tensor from the root to all ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = self._place[root]
         options.timeout = self._wait
         self.wait(self._group.broadcast([tensor], options))
 
     def wait(self, work: Any) -> None:
-        """Until a message has gone or come. With a deadline NCCL blocks the host, too."""
+        """Wait until a message is sent or received. With a deadline NCCL blocks the host, too."""
         work.wait(self._wait)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """What each rank gave, in the order of `ranks`; on the host."""
+        """Gather the bytes of each rank, in the order of `ranks`; on the host."""
         sizes = self._gather(torch.tensor([len(mine)]))
         most = max(int(size) for size in sizes)
         padded = torch.zeros(max(most, 1), dtype=torch.uint8)
@@ -507,6 +510,6 @@ class Group:
         """Close the links at once."""
         if self._group is None:
             return
-        with suppress(RuntimeError):  # of a group that is broken already
+        with suppress(RuntimeError):  # the group is broken already
             self._group.abort()
         self._group = None

@@ -1,15 +1,15 @@
-"""Carries out a plan of `sync/layout.py`: bucket by bucket, between sites and then inside them.
+"""Execution of a plan of `sync/layout.py`: bucket by bucket, first between sites, then inside them.
 
-Of each bucket a rank first posts what it receives over a slow link, then sends what others lack,
-then takes part in the broadcasts of its site and hands the whole bucket on. The next bucket is on
-the slow link meanwhile, from the moment on that it has room. A rank holds two buckets at most: the
-one that is put together and the parts on their way; a rank that only sends, two buckets of parts.
-Under NCCL, where two ranks that give each other something have to do so at once, a bucket crosses
-in rounds: in each, every site sends to one other.
+For each bucket, a rank posts its receives over the slow link, sends the parts that other sites
+lack, takes part in the broadcasts of its site, and hands the whole bucket on. The slow link
+transfers the next bucket meanwhile, as soon as there is room for it. A rank holds two buckets at
+most: the one being assembled and the parts in transfer. A rank that only sends holds two buckets of
+parts. Under NCCL, two ranks that send to each other must do so in one call. There a bucket crosses
+in rounds: in each, every site sends to one other site.
 
-A part ends with its checksum, 8 bytes that its owner wrote: everyone who gets the part sums it anew
-on the way into its bucket. Damage does not stop the push, which has to end the same way on all
-ranks; it fails when all are through. A peer that is late or gone does.
+A part ends with its checksum, 8 bytes that its owner wrote. Every receiver checks it while copying
+the part into its bucket. Damage does not stop the push, which must end the same way on all ranks;
+it fails when all ranks are through. A late or failed peer does stop the push.
 
 Own code instead of gloo's all-gather: 5.7 s for 11.7 s over a slow link between 8 and 8 ranks
 (`tools/results/sync.json`).
@@ -36,14 +36,14 @@ _SUM_BYTES = 8
 _WORD = 8
 
 Take = Callable[[int], Tensor]
-"""Memory for a bucket of that many bytes, uint8, on the relay's device."""
+"""Returns memory for a bucket of that many bytes, uint8, on the relay's device."""
 Give = Callable[[Bucket, Tensor], None]
-"""Takes a whole bucket; the memory is void when it returns."""
+"""Takes a whole bucket. When it returns, the memory may be reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A part on its way."""
+    """A part in transfer."""
 
     part: Part
     buffer: Tensor  # [bytes and checksum] uint8
@@ -56,12 +56,12 @@ class _Links:
 
     slow: Group | None
     sites: dict[int, Group | None]
-    """By number, of the sites that it is in; None where nobody else is."""
+    """Groups by site number, for the sites of this rank; None if it is the only member."""
 
 
 class Relay:
-    """The parts of one rank. The plan is made from what all ranks have, and again when one of them
-    has something else."""
+    """Moves the parts of one rank. The plan is made from the shards of all ranks, and made again if
+    a rank's shards change."""
 
     def __init__(
         self, peers: Peers, sites: Sequence[Sequence[int]], max_bytes: int, device: torch.device
@@ -72,16 +72,16 @@ class Relay:
         self._known: tuple[list[Shard], bool] = ([], False)
         self._copies: dict[tuple[int, int, int, str], reshard.Plan] = {}
         self.one_exchange = device.type == "cuda"
-        """What ranks give each other of a bucket goes in one exchange, as NCCL wants it."""
+        """Whether a rank's sends and receives of a bucket go in one exchange, as NCCL requires."""
         self.transient_bytes = 0
-        """Most memory that the last run took at a time."""
+        """Peak memory of the last run."""
         self._beside: Callable[[], int] = int
         self.held_bytes = 0
-        """Of parts, now."""
+        """Bytes of the parts that are held now."""
 
     def prepare(self, shards: Iterable[Shard], needs: bool) -> None:
-        """Before the ranks meet for a push: what this one has, and whether buckets go to its
-        `give`. All plan anew where this is not what the plan was made of."""
+        """Register this rank's shards before a push, and whether its `give` takes buckets. If they
+        differ from those of the plan, all ranks make a new plan."""
         known = (list(shards), needs)
         if self.plan is None or known != self._known:
             self.plan, self._known = None, known
@@ -94,20 +94,21 @@ class Relay:
         give: Give,
         beside: Callable[[], int] = int,
     ) -> Failure | None:
-        """One push of what was prepared; collective. Returns damage that was found on the way.
+        """Push the shards that were prepared; collective. Return the damage found on the way, if
+        any.
 
         Args:
-            shards: what this rank has; nothing on a rank without a learner.
-            beside: memory that `take` and `give` hold, which counts.
+            shards: shards of this rank; empty on a rank without a learner.
+            beside: returns the bytes that `take` and `give` hold, which count towards the peak.
 
         Raises:
-            LinkError: a peer is late or gone.
+            LinkError: a peer is late or has failed.
             ValueError: the parts of all ranks do not make up the weights.
         """
         self.held_bytes = self.transient_bytes = 0
         self._beside = beside
         if self.peers.heard(_PLAN):
-            self.plan = None  # until it is made, also where that fails
+            self.plan = None  # stays None if making the new plan fails
             self.peers.renew()
             self.plan = self._make_plan()
         assert self.plan is not None
@@ -126,8 +127,8 @@ class Relay:
         return layout.plan(holdings, self._sites, wanting, self._max_bytes)
 
     def _join(self, plan: Plan) -> _Links:
-        """The groups that this rank is in. Each is made by all of its ranks at once, and in this
-        order on every one of them, since making it waits for all."""
+        """Return the groups of this rank. Making a group waits for all its ranks, so every rank
+        makes them in this order."""
         rank, slow, sites = self.peers.rank, None, {}
         if rank in plan.linked():
             slow = self.peers.group("links", plan.linked(), self.device)
@@ -142,24 +143,24 @@ class Relay:
     # ---- memory
 
     def room(self, num_bytes: int) -> Tensor:
-        """Memory for a part, counted until it is given back to `free`."""
+        """Return memory for a part, counted until it is given back to `free`."""
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self.held_bytes += num_bytes
         self.look()
         return room
 
     def look(self) -> None:
-        """What is taken now may be the most."""
+        """Update the peak with the memory in use now."""
         self.transient_bytes = max(self.transient_bytes, self.held_bytes + self._beside())
 
     def free(self, num_bytes: int) -> None:
-        """It is no longer held."""
+        """Count memory of a part as freed."""
         self.held_bytes -= num_bytes
 
     # ---- copies
 
     def packing(self, number: int, part: Part, tensors: Sequence[Tensor]) -> reshard.Plan:
-        """From shards to a part."""
+        """Return the copy plan from shards to a part."""
         key = (number, part.owner, part.root, "pack")
         if key not in self._copies:
             specs = [reshard.TensorSpec(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
@@ -171,7 +172,7 @@ class Relay:
         return self._copies[key]
 
     def unpacking(self, number: int, part: Part) -> reshard.Plan:
-        """From a part to the tensors of its bucket."""
+        """Return the copy plan from a part to the tensors of its bucket."""
         key = (number, part.owner, part.root, "unpack")
         if key not in self._copies:
             assert self.plan is not None
@@ -216,7 +217,7 @@ class _Run:
         self._whole = self._plan.bucket_bytes if self._needs else 0
 
     def run(self) -> Failure | None:
-        """All buckets."""
+        """Move all buckets."""
         coming = [] if self._one_exchange else self._post(0)
         for number in range(len(self._plan.loads)):
             coming = self._bucket(number, coming)
@@ -224,7 +225,7 @@ class _Run:
         return self._damage
 
     def _bucket(self, number: int, coming: list[_Message]) -> list[_Message]:
-        """One bucket, of which nothing stays; what comes of the next one."""
+        """Move one bucket and free its memory; return the incoming messages of the next bucket."""
         load = self._plan.loads[number]
         if self._one_exchange:
             coming = self._in_rounds(number)
@@ -232,7 +233,7 @@ class _Run:
             for part in self._outgoing(load):
                 self._settle(self._most - _message_bytes(part))
                 self._post_parts(number, [], [part])
-        if self._links.sites:  # what it sends has to be gone before there is room for that
+        if self._links.sites:  # its sends must be complete before there is room for the broadcasts
             self._settle(0)
         arrived = self._arrive(number, coming)
         after: list[_Message] = []
@@ -254,12 +255,12 @@ class _Run:
         return self._links.slow
 
     def _post(self, number: int) -> list[_Message]:
-        """Begin to receive a bucket's parts over the slow link."""
+        """Begin to receive the parts of a bucket over the slow link."""
         return self._post_parts(number, self._incoming(number), [])
 
     def _in_rounds(self, number: int) -> list[_Message]:
-        """Send and receive a bucket's parts. In a round this rank sends to one site at most, so
-        that what it sends and what it receives are not more than the bucket."""
+        """Send and receive the parts of a bucket in rounds. In each round this rank sends to one
+        site at most, so that sends and receives together take no more than a bucket."""
         coming = []
         outgoing = self._outgoing(self._plan.loads[number])
         incoming = self._incoming(number)
@@ -273,7 +274,8 @@ class _Run:
         return coming
 
     def _distance(self, part: Part) -> int:
-        """From the owner's site to the root's; an owner in no site counts as one of the first."""
+        """Return the distance from the owner's site to the root's. An owner in no site counts as a
+        member of the first."""
         sites = self._plan.sites
         home = next((i for i, ranks in enumerate(sites) if part.owner in ranks), 0)
         return (part.site - home) % len(sites)
@@ -281,7 +283,7 @@ class _Run:
     def _post_parts(
         self, number: int, incoming: Sequence[Part], outgoing: Sequence[Part]
     ) -> list[_Message]:
-        """One exchange. Returns what is received; what is sent is for `_settle`."""
+        """Begin one exchange. Return the received messages; `_settle` waits for the sent ones."""
         parts = [*incoming, *outgoing]
         if not parts:
             return []
@@ -296,18 +298,18 @@ class _Run:
         return messages[:count]
 
     def _outgoing(self, load: Load) -> list[Part]:
-        """What this rank sends to other sites."""
+        """Return the parts that this rank sends to other sites."""
         return [part for part in load.parts if part.owner == self._rank != part.root]
 
     def _incoming(self, number: int) -> list[Part]:
-        """What this rank receives from other sites."""
+        """Return the parts that this rank receives from other sites."""
         loads = self._plan.loads
         parts = loads[number].parts if number < len(loads) else ()
         return [part for part in parts if part.root == self._rank != part.owner]
 
     def _fits(self, number: int) -> bool:
-        """Whether what comes next has room beside this bucket and its parts: the slow link then
-        goes on while the site broadcasts."""
+        """Tell whether the next bucket's parts fit beside this bucket and its parts. If so, the
+        slow link works while the site broadcasts."""
         load = self._plan.loads[number]
         here = [part for part in load.parts if part.site in self._links.sites]
         own = [_message_bytes(part) for part in here if part.root == self._rank]
@@ -316,19 +318,19 @@ class _Run:
         return self._whole + sum(own) + max(others, default=0) + sum(after) <= self._most
 
     def _arrive(self, number: int, coming: list[_Message]) -> dict[tuple[int, int], Tensor]:
-        """What has come over the slow link, by owner and root."""
+        """Wait for the parts over the slow link; return them by owner and root."""
         arrived = {}
         for message in coming:
             part = message.part
             with _Naming(self, number, part, part.owner):
                 self._slow.wait(message.work)
             arrived[part.owner, part.root] = message.buffer
-        coming.clear()  # the memory goes part by part
+        coming.clear()  # memory is freed part by part
         return arrived
 
     def _settle(self, most: int) -> None:
-        """Wait for what is being sent until at most so many bytes are taken, a bucket's own memory
-        among them, which is kept; with 0 for all of it."""
+        """Wait for sends until at most `most` bytes are held, including the whole bucket; with 0,
+        wait for all sends."""
         while self._sent and (most == 0 or self._relay.held_bytes + self._whole > most):
             number, message = self._sent.popleft()
             with _Naming(self, number, message.part, message.part.root):
@@ -336,7 +338,7 @@ class _Run:
             self._relay.free(len(message.buffer))
 
     def _packed(self, number: int, part: Part) -> Tensor:
-        """A part of this rank's own shards with its checksum."""
+        """Pack a part from this rank's own shards, with its checksum."""
         tensors = [self._own[slot.shard.name, slot.shard.start] for slot in part.slots]
         buffer = self._relay.room(_message_bytes(part))
         copy = self._relay.packing(number, part, tensors)
@@ -348,7 +350,8 @@ class _Run:
     def _collect(
         self, number: int, load: Load, arrived: dict[tuple[int, int], Tensor]
     ) -> tuple[Bucket, Tensor] | None:
-        """Take part in the broadcasts of this rank's site; the whole bucket where it is needed."""
+        """Take part in the broadcasts of this rank's site; return the whole bucket if this rank
+        needs it."""
         bucket = None
         if self._needs:
             bucket = self._take(load.num_bytes)
@@ -380,7 +383,7 @@ class _Run:
                 group.broadcast(buffer, part.root)
 
     def _open(self, number: int, part: Part, buffer: Tensor, views: list[Tensor]) -> None:
-        """Verify a part on its way into the bucket."""
+        """Verify a part while copying it into the bucket."""
         if views:
             found = self._relay.unpacking(number, part).unpack(buffer[: part.num_bytes], views)
         else:
@@ -400,19 +403,19 @@ class _Run:
         )
 
     def failure(self, kind: Any, number: int, part: Part, stage: int, why: str) -> Failure:
-        """Named by bucket and what is in it."""
+        """Make a failure whose text names the bucket and its first tensor."""
         where = self.where(number, part)
         return Failure(kind, number, stage, self._rank, f"{where}: {why}")
 
     def where(self, number: int, part: Part) -> str:
-        """A bucket, and what is in it."""
+        """Name a bucket and its first tensor."""
         first = part.slots[0].shard.name
         return f"bucket {number} of {len(self._plan.loads)} ({first} ...)"
 
 
 class _Naming:
-    """Around an exchange with one peer: what the library says becomes a `LinkError` that names
-    bucket and peer."""
+    """Turns a library's error in an exchange with one peer into a `LinkError` that names bucket and
+    peer."""
 
     def __init__(self, run: _Run, number: int, part: Part, peer: int) -> None:
         self._run, self._part, self._number, self._peer = run, part, number, peer
@@ -441,7 +444,7 @@ class _Naming:
 
 
 def _message_bytes(part: Part) -> int:
-    """Of a part and its checksum, which starts at a word."""
+    """Return the bytes of a part and its checksum, which starts at a word."""
     return part.num_bytes + -part.num_bytes % _WORD + _SUM_BYTES
 
 
@@ -455,7 +458,7 @@ def _read_sum(buffer: Tensor) -> int:
 
 
 def _views(load: Load, bucket: Tensor) -> list[Tensor]:
-    """The tensors of a bucket, in its memory."""
+    """Return the tensors of a bucket as views of its memory."""
     views = []
     for meta in load.tensors:
         dtype = getattr(torch, meta.dtype)

@@ -1,9 +1,9 @@
 """Weights in host memory between a push and the engine that will decode with them.
 
 A job that shares its rollout nodes (`--mux.url`) has no engine on the device while it trains. A
-push then ends here: to the channel a `Shelf` is an engine that takes buckets. When the job has the
-rollout nodes again, the engine wakes and takes them from here, without the learner. It keeps one
-version, in memory that the engine's processes map, so nothing is copied twice.
+push then ends here: to the channel, a `Shelf` is an engine that takes buckets. When the job has the
+rollout nodes again, the engine wakes and loads the weights from here, without the learner. One
+version is kept, in memory that the engine's processes map, so it is not copied a second time.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from rlcore.utils.buckets import SharedRoom
 
 
 class Shelf:
-    """The part of `Engine` that a push speaks to, transport `bytes`."""
+    """Host cache of weights: the part of `Engine` that a push calls, transport `bytes`."""
 
     def __init__(self, tp: int = 1) -> None:
-        """`tp`: of the engine, which gets as many payloads of each bucket."""
+        """`tp`: tensor-parallel size of the engine, and number of payloads of each bucket."""
         self._tp = tp
         self._rooms: list[SharedRoom] = []
         self._buckets: list[Bucket] = []
@@ -28,15 +28,15 @@ class Shelf:
         self._is_whole = False
 
     failure = ""
-    """Host memory does not fail by itself."""
+    """Always empty: host memory does not fail by itself."""
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory."""
         return sum(room.num_bytes for room in self._rooms)
 
     def begin_load(self, version: int) -> None:
-        """New weights are coming; those that were here are void."""
+        """Begin to take weights of this version; the old ones become invalid."""
         self._buckets.clear()
         self._version, self._is_whole = version, False
 
@@ -50,14 +50,14 @@ class Shelf:
         self._buckets.append(msgspec.structs.replace(bucket, transport="shm"))
 
     def end_load(self) -> None:
-        """All weights are here."""
+        """Mark the weights as complete."""
         self._is_whole = True
 
     def fill(self, engine: Engine) -> None:
-        """All weights to the engine, whose memory for them is awake.
+        """Load all weights into the engine, whose weight memory is awake.
 
         Raises:
-            RuntimeError: no push has come to its end; or what the engine refuses with.
+            RuntimeError: the last push was not completed, or the engine refuses the weights.
         """
         if not self._is_whole:
             raise RuntimeError("the engine has no weights to wake with: the last push has failed")
@@ -67,7 +67,7 @@ class Shelf:
         engine.end_load()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for room in self._rooms:
             room.close()
         self._rooms.clear()

@@ -1,6 +1,6 @@
-"""Ranges of settings, stated at the field: `steps: Annotated[int, at_least(0)] = 200`.
+"""Ranges of settings, declared at the field: `steps: Annotated[int, at_least(0)] = 200`.
 
-A class inherits the range of a field that it redefines without one. `broken` reads them all.
+If a subclass redefines a field without a range, it inherits the range. `broken` reads all ranges.
 """
 
 import inspect
@@ -12,20 +12,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may have, or each of several."""
+    """Range of numbers that a setting, or each element of it, may have."""
 
     low: float = -inf
     high: float = inf
     above_low: bool = False
-    """`low` itself is not allowed."""
+    """Whether `low` itself is excluded."""
     below_high: bool = False
-    """`high` itself is not allowed."""
+    """Whether `high` itself is excluded."""
     unbounded: bool = False
-    """inf is allowed."""
+    """Whether inf is allowed."""
     off: float | None = None
-    """A number outside of the range that is allowed too."""
+    """A number outside the range that is allowed too."""
     note: str = ""
-    """Ends the sentence: what a special value means, or why the range is what it is."""
+    """End of the error sentence: what a special value means, or why the range is what it is."""
 
     def allows(self, value: float) -> bool:
         """Tell whether a number is in the range; nan never is."""
@@ -37,7 +37,7 @@ class Range:
         return low and (value < self.high if self.below_high else value <= self.high)
 
     def why(self, value: float) -> str:
-        """Say what a number must be that is not in the range."""
+        """Say what is allowed, for a number that is not in the range."""
         if self.low == -inf or value == inf == self.high:
             return "must be a finite number"
         if self.high == inf:
@@ -83,8 +83,8 @@ _ANY = Range(unbounded=True)
 
 
 def broken(section: Any, key: str) -> list[str]:
-    """Name every field of a dataclass that is out of its range, one sentence each. `key` is the
-    section's, such as `train` or `reward.math`. Without a range a number must not be nan."""
+    """Describe every field of a dataclass that is out of its range, one sentence each. `key` is the
+    section's, such as `train` or `reward.math`. A number without a range must not be nan."""
     known, out = _ranges(type(section)), []
     for f in fields(section):
         value = getattr(section, f.name)
@@ -102,7 +102,7 @@ def broken(section: Any, key: str) -> list[str]:
 
 
 def _ranges(section: type) -> dict[str, Range]:
-    """The range of every field of a dataclass that has one."""
+    """Return the range of every field of a dataclass that has one."""
     found: dict[str, Range] = {}
     for base in section.__mro__:
         for name, hint in inspect.get_annotations(base, eval_str=True).items():

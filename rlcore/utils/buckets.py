@@ -1,10 +1,10 @@
-"""Buckets, the form in which weights travel: named tensors in one flat buffer. Here is how they are
-read and how processes of one machine share them; `sync/pack.py` makes them.
+"""Buckets, the form in which weights travel: named tensors in one flat buffer. This module reads
+them and shares them between processes of one machine; `sync/pack.py` makes them.
 
 Tensors start at multiples of `ALIGN` bytes, so that a receiver on any device can view them in
 place.
 
-Own code instead of `multiprocessing.shared_memory`: a memfd goes with its process.
+Own code instead of `multiprocessing.shared_memory`: a memfd is freed when its process exits.
 """
 
 import mmap
@@ -23,8 +23,8 @@ ALIGN = 16
 
 
 def as_tensor(bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap) -> Tensor:
-    """The bytes of a bucket, uint8 [num_bytes], that share memory with `buffer` (with a copy of it
-    where it is read-only). ValueError when the buffer is shorter than the bucket says."""
+    """Return the bytes of a bucket, uint8 [num_bytes], as a view of `buffer`, or of a copy if it is
+    read-only. ValueError if the buffer is shorter than the bucket."""
     if isinstance(buffer, Tensor):
         if len(buffer) < bucket.num_bytes:
             raise ValueError(f"bucket of {bucket.num_bytes} bytes: only {len(buffer)} came")
@@ -42,8 +42,8 @@ def as_tensor(bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap) -
 def unpack(
     bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that share memory with `buffer` as `as_tensor` does. ValueError when the buffer is
-    shorter than the bucket says or a tensor lies outside."""
+    """Yield the named tensors of a bucket; they share memory with `buffer` as `as_tensor` does.
+    ValueError if the buffer is shorter than the bucket or a tensor lies outside."""
     flat = buffer if isinstance(buffer, Tensor) else as_tensor(bucket, buffer)
     for meta in bucket.tensors:
         dtype = getattr(torch, meta.dtype, None)
@@ -63,9 +63,9 @@ def unpack(
 
 @contextmanager
 def shared(buffer: bytes | memoryview) -> Iterator[str]:
-    """A payload in memory that processes of this machine open by the path, the payload of a bucket
-    with transport `shm`. It is there for the length of the block. It has no name in a file system:
-    it goes with this process, however that ends, and the size of /dev/shm is no limit."""
+    """Share a payload with processes of this machine for the length of the block; yield the path
+    they open, the payload of a bucket with transport `shm`. The memory has no name in a file
+    system, so it is freed when this process exits, and the size of /dev/shm is no limit."""
     handle = os.memfd_create("rlcore-bucket", os.MFD_CLOEXEC)
     try:
         with os.fdopen(handle, "wb", closefd=False) as file:
@@ -76,10 +76,10 @@ def shared(buffer: bytes | memoryview) -> Iterator[str]:
 
 
 def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memoryview | mmap.mmap:
-    """What a payload holds: the bytes themselves, the mapped shared-memory file that it names, or
-    the memory of a GPU of which it is the handle. The map is private: writing to it does not reach
-    the file. A GPU's memory is the sender's own: let go of it before the call that brought the
-    payload returns."""
+    """Return the contents of a payload: the bytes themselves, the shared-memory file that it names,
+    mapped, or the GPU memory of its handle. The map is private: writing to it does not reach the
+    file. GPU memory belongs to the sender: drop it before the call that brought the payload
+    returns."""
     if bucket.transport == "bytes":
         return memoryview(payload)
     if bucket.transport == "cuda_ipc":
@@ -95,9 +95,9 @@ def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memory
 
 
 class SharedRoom:
-    """Memory that processes of this machine map by its path, for one bucket after another: what is
-    packed into it is not copied again. As `shared`, it has no name in a file system. Its pages are
-    the system's to make at their first use, which costs several times the copy: keep a room."""
+    """Reusable buffer that processes of this machine map by its path, so that a bucket packed into
+    it is not copied again. As with `shared`, it has no name in a file system. Reuse it: the system
+    allocates its pages at their first use, which costs several times the copy."""
 
     def __init__(self) -> None:
         self._handle = os.memfd_create("rlcore-room", os.MFD_CLOEXEC)
@@ -106,30 +106,30 @@ class SharedRoom:
 
     @property
     def path(self) -> str:
-        """The payload of a bucket with transport `shm`."""
+        """Path of the buffer: the payload of a bucket with transport `shm`."""
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]; what was there before is void."""
+        """Return uint8 [num_bytes]; earlier contents become invalid."""
         if len(self._tensor) < num_bytes:
             os.ftruncate(self._handle, num_bytes)
             self._tensor = torch.frombuffer(mmap.mmap(self._handle, num_bytes), dtype=torch.uint8)
         return self._tensor[:num_bytes]
 
     def close(self) -> None:
-        """Give the memory back, once nobody maps it; so does the end of the object."""
+        """Free the memory once no process maps it; deleting the object does the same."""
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._closer()
 
     @property
     def num_bytes(self) -> int:
-        """Held."""
+        """Bytes of the buffer."""
         return len(self._tensor)
 
 
 class _CudaHandle(msgspec.Struct, frozen=True, array_like=True):
-    """What torch tells about memory of a GPU that another process opens, and which GPU it is:
-    device numbers differ where processes see different devices."""
+    """What torch needs to open GPU memory in another process, and the GPU's UUID: device numbers
+    differ between processes that see different devices."""
 
     gpu: str
     handle: bytes
@@ -142,8 +142,9 @@ class _CudaHandle(msgspec.Struct, frozen=True, array_like=True):
 
 
 def cuda_handle(buffer: Tensor) -> bytes:
-    """The payload of a bucket with transport `cuda_ipc`. `buffer` has storage of its own, made for
-    this bucket: torch counts its readers until it is freed, and keeps it until they are gone."""
+    """Return the payload of a bucket with transport `cuda_ipc`. `buffer` needs a storage of its
+    own, made for this bucket: torch counts the storage's readers and keeps it until they have
+    dropped it."""
     storage = buffer.untyped_storage()
     if buffer.storage_offset() or storage.nbytes() != buffer.nbytes:
         raise ValueError("a bucket that is shared by its handle needs a storage of its own")
@@ -153,7 +154,8 @@ def cuda_handle(buffer: Tensor) -> bytes:
 
 
 def open_cuda(payload: bytes) -> Tensor:
-    """uint8, the memory of another process. ValueError where this process does not see its GPU."""
+    """Open the GPU memory of another process as uint8. ValueError if this process does not see that
+    GPU."""
     try:
         made = msgspec.msgpack.decode(payload, type=_CudaHandle)
     except msgspec.MsgspecError as error:

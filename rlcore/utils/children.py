@@ -1,13 +1,13 @@
-"""Child processes of rlcore: start one, exchange frames with it, notice that it has ended, end it.
+"""Child processes of rlcore: start one, exchange frames with it, detect its exit, end it.
 
 Every child has one `Channel` to its parent: a socket pair with the frames of `utils/net.py`.
-`Child` is the parent's side of a child that runs our own code, an engine. `GuardedChild` is that of
-a child that runs users' code, which may hang, crash or loop: rewards, judges, environments. In the
-child, `open_channel` or `open_guarded_channel` comes first.
+`Child` is the parent's side of a child that runs our own code, an engine. `GuardedChild` is the
+parent's side of a child that runs users' code, which may hang, crash or loop: rewards, judges,
+environments. A child first calls `open_channel` or `open_guarded_channel`.
 
-Other mechanisms where these cannot be used: SGLang starts its schedulers itself, programs in the
-sandbox own their stdin and stdout (`sandbox/walls.py`), CUDA MPS is NVIDIA's daemon, and the jobs
-of `rlcore mux` are programs that no message is sent to.
+Some child processes need another mechanism. SGLang starts its schedulers itself. Programs in the
+sandbox need their stdin and stdout (`sandbox/walls.py`). CUDA MPS is NVIDIA's daemon. The jobs of
+`rlcore mux` receive no messages.
 
 Own code instead of `multiprocessing`: a child is ended together with all that it started.
 """
@@ -53,7 +53,7 @@ class Channel:
     another receives."""
 
     def __init__(self, end: socket.socket, largest: int = LARGEST_FRAME) -> None:
-        """`largest` is the most bytes of a frame that is received."""
+        """`largest`: most bytes of a received frame."""
         end.setblocking(False)
         self._end, self._frames, self._queue = end, Frames(largest), bytearray()
 
@@ -75,21 +75,21 @@ class Channel:
                 self._wait(select.POLLOUT, left)
 
     def queue(self, frames: bytes | bytearray) -> None:
-        """Keep frames for `flush`."""
+        """Append frames to the queue that `flush` writes."""
         self._queue += frames
 
     def flush(self) -> bool:
-        """Write as much of the queue as the other side takes without a wait; return whether
-        something is left."""
+        """Write as much of the queue as fits without waiting; return whether some is left."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._queue:
                 del self._queue[: self._end.send(self._queue)]
         return bool(self._queue)
 
     def receive(self, timeout_s: float | None = 0.0) -> Iterator[bytes]:
-        """Yield the bodies of the frames that have arrived; if there is none, wait up to
+        """Yield the bodies of the frames that have arrived. If there is none, wait up to
         `timeout_s` for more bytes (None: without a limit). EOFError at the end of the stream,
-        ValueError where it holds no frame. Bodies that are not taken come with the next call."""
+        ValueError for an invalid frame. Bodies that the caller does not take come with the next
+        call."""
         for body in self._frames.feed(b""):
             timeout_s = 0.0
             yield body
@@ -114,22 +114,22 @@ class Channel:
         return body
 
     def close(self) -> None:
-        """Close this end: the other side finds the end of the stream. Idempotent."""
+        """Close this end, so that the other side reads the end of the stream. Idempotent."""
         self._end.close()
 
     def _wait(self, event: int, timeout_s: float | None) -> bool:
-        # Not select(): it ends at descriptor 1024, and CUDA and NCCL open hundreds.
+        # select() fails above descriptor 1024, and CUDA and NCCL open hundreds.
         poll = select.poll()
         poll.register(self._end, event)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 class Child:
-    """A child process and the channel to it; it prints where its parent prints. Belongs to one
-    thread."""
+    """A child process and the channel to it. It shares its parent's stdout and stderr, and belongs
+    to one thread."""
 
     exit_s = 5.0
-    """Time that a child gets to exit."""
+    """Seconds that a child gets to exit."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Child:
 
 
 class Selector(Protocol):
-    """What a guarded child needs of `selectors.BaseSelector`."""
+    """Methods of `selectors.BaseSelector` that a guarded child needs."""
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
 
@@ -197,8 +197,9 @@ class Selector(Protocol):
 
 
 class GuardedChild(Child):
-    """A child that runs users' code. It prints into a pipe of ours, is killed together with every
-    process that it started, and ends with the thread that started it."""
+    """A child that runs users' code. Its output goes into a pipe that the parent reads. It is
+    killed together with every process that it started, and exits with the thread that started
+    it."""
 
     exit_s = 0.2
 
@@ -209,8 +210,8 @@ class GuardedChild(Child):
         sink: Callable[[bytes], None],
         module: str,
     ) -> None:
-        """`start` is the first frame, `sink` takes what the child prints, `selector` reports the
-        data (this child, "channel" or "output")."""
+        """`start` is the first frame, `sink` takes the child's output, `selector` reports the
+        descriptors that have data, as (this child, "channel" or "output")."""
         self.tail = b""
         self._selector, self._sink = selector, sink
         self._mark = uuid.uuid4().hex
@@ -237,14 +238,14 @@ class GuardedChild(Child):
         self.flush()
 
     def flush(self) -> None:
-        """Write what the child takes; the rest goes when it reads on."""
+        """Write what fits; the rest follows when the child reads again."""
         more = self.channel.flush()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
         if self._selector.get_key(self.channel).events != events:
             self._selector.modify(self.channel, events, (self, "channel"))
 
     def read_output(self) -> None:
-        """Take what the child has printed; one piece a call, so that a flood waits in its pipe."""
+        """Read one piece of the child's output, so that a child that prints too much blocks."""
         if not self._output_open:
             return
         try:
@@ -258,7 +259,7 @@ class GuardedChild(Child):
         self._sink(data)
 
     def printed(self) -> str:
-        """The end of what the child has printed."""
+        """Return the last part of the child's output."""
         return self.tail.decode("utf-8", "replace")
 
     def _close_output(self) -> None:
@@ -268,7 +269,7 @@ class GuardedChild(Child):
             os.close(self._output)
 
     def rss(self) -> int:
-        """Bytes of memory that the child holds; 0 once it is dead."""
+        """Return the child's resident memory in bytes; 0 if it has exited."""
         try:
             text = Path(f"/proc/{self.process.pid}/statm").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -276,7 +277,7 @@ class GuardedChild(Child):
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def print_stack(self) -> None:
-        """Let the child print where it is, for the log of a time-out; it may be past that."""
+        """Make the child print its stack, for the log of a time-out; it may have moved on since."""
         seen = self.tail
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -286,7 +287,7 @@ class GuardedChild(Child):
             self.read_output()
 
     def end(self, exiting: bool = False) -> int | None:
-        """As of `Child`, and kill every process that the child started."""
+        """End the child as `Child.end` does, and kill every process that it started."""
         deadline = time.monotonic() + self.exit_s
         while exiting and not is_dead(self.process) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -302,17 +303,18 @@ class GuardedChild(Child):
 
 
 class CappedLog:
-    """A file that takes what children print, up to 4 MiB in all."""
+    """A file for the output of children, up to 4 MiB in all."""
 
     def __init__(self, file: Path | None, name: str) -> None:
-        """`name` is for the warning if the file cannot be written; None: keep nothing."""
+        """`file`: if None, keep nothing. `name`: shown in the warning if the file cannot be
+        written."""
         self._file, self._name = file, name
         self._room = _LOG_BYTES if file is not None else 0
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, data: bytes) -> None:
-        """Append as much as there is room for."""
+        """Append as much as fits."""
         if self._file is None or self._room <= 0:
             return
         data = data[: self._room]
@@ -322,7 +324,7 @@ class CappedLog:
         try:
             with self._file.open("ab") as file:
                 file.write(data)
-        except OSError as error:  # a full disk must not cost what the children do
+        except OSError as error:  # a full disk must not stop the children
             self._room = 0
             log.warning("%s: %s cannot be written: %s", self._name, self._file, error)
 
@@ -337,7 +339,7 @@ def without_launcher() -> dict[str, str]:
 
 
 def open_channel(largest: int = LARGEST_FRAME) -> Channel:
-    """In a child: open the channel to the parent, which no process that starts here inherits."""
+    """Open the channel to the parent, in a child. No process that this child starts inherits it."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     os.register_at_fork(after_in_child=end.close)
@@ -345,16 +347,16 @@ def open_channel(largest: int = LARGEST_FRAME) -> Channel:
 
 
 def parent_pid() -> int:
-    """In a child: return the process id of the parent that started it."""
+    """Return the process id of the parent of this child."""
     return int(sys.argv[2])
 
 
 def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
-    """In a guarded child: tie it to its parent and open the channel.
+    """Tie a guarded child to its parent and open the channel; called in the child.
 
     Args:
-        name: the child's, for warnings.
-        all_threads: a time-out shows the stacks of all threads, not only of the one that runs.
+        name: name of the child in warnings.
+        all_threads: a time-out prints the stacks of all threads, not only of the current one.
     """
     tie_to(parent_pid(), name)
     faulthandler.register(signal.SIGUSR1, all_threads=all_threads)
@@ -362,28 +364,29 @@ def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
 
 
 def tie_to(parent: int, name: str) -> None:
-    """In the child: die when the parent's thread that started us dies; adopt the processes that our
-    own children orphan; keep what runs here from killing the trainer. `name` is for sentences."""
+    """Tie this child to its parent: exit when the parent's thread that started it exits, adopt
+    processes that its own children orphan, and keep users' code from killing the trainer. `name` is
+    for warnings."""
     libc = ctypes.CDLL(None, use_errno=True)
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm sends it to all; the parent decides
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm signals all; the parent decides
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    if os.getppid() != parent:  # it died before we could ask to be told
+    if os.getppid() != parent:  # the parent exited before prctl took effect
         sys.exit(1)
     if why := guard.protect([1, *guard.ancestors(parent), os.getpgid(parent)]):
         print(f"{name}: nothing keeps it from killing the trainer ({why})", file=sys.stderr)
 
 
 def last_lines(printed: str) -> str:
-    """The end of what was printed, indented; each line cut to a readable length."""
+    """Return the last lines of printed text, indented, each cut to a readable length."""
     lines = printed.strip().splitlines()[-_SHOWN_LINES:]
     return "".join(f"\n    {line[:_SHOWN_CHARS]}" for line in lines) or " nothing"
 
 
 def exit_text(status: int | None) -> str:
-    """How a process ended, from `Child.end`."""
+    """Describe how a process ended, from the status of `Child.end`."""
     if status is None:
         return "does not die"
     if status >= 0:
@@ -395,7 +398,7 @@ def exit_text(status: int | None) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero`: type and first line."""
+    """Return type and first line of an error: `ZeroDivisionError: division by zero`."""
     try:
         text = str(error)
     except Exception:  # an exception whose own __str__ fails

@@ -1,22 +1,22 @@
-"""Where time comes from. Whatever waits or measures takes a clock, so that tests and the simulator
-can hand it one that they move themselves."""
+"""Clocks. Code that waits or measures time takes a clock, so that tests and the simulator can pass
+one that they move themselves."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that only grow; the zero point means nothing."""
+    """Monotonic seconds from an arbitrary zero."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment."""
+        """Return the seconds since some fixed moment."""
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait, or move the clock."""
 
 
 class RealClock:
-    """The machine's monotonic clock: the same zero for all processes of one machine."""
+    """The machine's monotonic clock, with the same zero in all processes of one machine."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -38,13 +38,13 @@ class VirtualClock:
         self.advance(max(0.0, seconds))
 
     def advance(self, seconds: float) -> None:
-        """Move forward by `seconds`; ValueError where that is backwards."""
+        """Move forward by `seconds`; ValueError if that is negative."""
         if seconds < 0:
             raise ValueError(f"advance {seconds:g}: a clock does not run backwards")
         self._now += seconds
 
     def advance_to(self, time_s: float) -> None:
-        """Move forward to `time_s`; ValueError where that lies in the past."""
+        """Move forward to `time_s`; ValueError if that is in the past."""
         if time_s < self._now:
             raise ValueError(f"advance_to {time_s:g}: the clock is at {self._now:g} already")
         self._now = time_s

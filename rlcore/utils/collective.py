@@ -1,6 +1,5 @@
-"""Small collectives over the default process group, which is that of the ranks of one role, or over
-a group that is given, such as that of all ranks (`everyone`); on a world of one they return at
-once."""
+"""Small collectives over the default process group (the ranks of one role) or a given group, such
+as that of all ranks (`everyone`). In a world of one they return at once."""
 
 import os
 import statistics
@@ -16,19 +15,20 @@ from torch.distributed.constants import default_pg_timeout
 
 Op = Literal["sum", "max", "min"]
 Group = dist.ProcessGroup | None
-"""None is the default group."""
+"""Process group; None: the default group."""
 
 
 _devices: dict[int, list[Any]] = {}
-"""Of gloo, by process: a fork has none of its parent's threads."""
+"""Gloo devices by process id; a forked child has none of its parent's threads."""
 
 
 def share_gloo_device() -> None:
-    """From now on all process groups of gloo share a device. Call it before the first one is made.
+    """Make all gloo process groups share one device. Call it before the first group is made.
 
-    By default each has its own, whose thread looks around a hundred times a second: on a CPU, where
-    Megatron makes some forty groups for a layout, 80 groups take a tenth of a core from a process
-    that does nothing, and .003 with one device (torch 2.13, 2 cores)."""
+    By default each group has a device of its own, whose thread wakes about a hundred times a
+    second. Megatron makes some forty groups for a layout. 80 groups take a tenth of a core from an
+    idle process, and .003 with one device (torch 2.13, 2 cores).
+    """
     made = dist.ProcessGroupGloo.__init__
     if getattr(made, "shares", False):
         return
@@ -40,13 +40,13 @@ def share_gloo_device() -> None:
         size: int,
         timeout: Any = default_pg_timeout,
     ) -> None:
-        if not isinstance(timeout, timedelta):  # options, which say what its devices are
+        if not isinstance(timeout, timedelta):  # options, which already name their devices
             made(self, store, rank, size, timeout)
             return
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in stubs
         options._devices = _devices_here()
         options._timeout = timeout
-        options._threads = 2 * len(options._devices)  # as torch has it
+        options._threads = 2 * len(options._devices)  # as torch sets it
         made(self, store, rank, size, options)
 
     init.shares = True  # type: ignore[attr-defined]  # marks the function that replaces
@@ -54,7 +54,7 @@ def share_gloo_device() -> None:
 
 
 def _devices_here() -> list[Any]:
-    """Those that torch would make for every group."""
+    """Return the devices that torch would make for every group."""
     pid = os.getpid()
     if pid not in _devices:
         make, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -64,37 +64,37 @@ def _devices_here() -> list[Any]:
 
 
 def everyone(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    """A group of all ranks beside default groups that have some of them, on the host. Collective.
+    """Make a gloo group of all ranks, beside default groups that have some of them; collective.
 
     Args:
         store: the launcher's, under a prefix of its own.
-        timeout_s: of every wait in it.
+        timeout_s: deadline of every wait in the group.
     """
     made = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
     return made  # type: ignore[return-value]  # a backend has the calls of a group
 
 
 def is_alone(group: Group = None) -> bool:
-    """No other rank to talk to."""
+    """Tell whether the group has no other rank."""
     if group is not None:
         return group.size() == 1
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def place(group: Group = None) -> tuple[int, int]:
-    """Rank and number of ranks in the group."""
+    """Return rank and number of ranks in the group."""
     if is_alone(group):
         return 0, 1
     return _rank(group), dist.get_world_size() if group is None else group.size()
 
 
 def is_first(group: Group = None) -> bool:
-    """This is the group's first rank."""
+    """Tell whether this rank is the group's first."""
     return place(group)[0] == 0
 
 
 def reduce_floats(values: list[float], op: Op = "sum", group: Group = None) -> list[float]:
-    """Element-wise over all ranks, in float64, on the CPU."""
+    """Reduce element-wise over all ranks, in float64, on the CPU."""
     if is_alone(group) or not values:
         return values
     t = torch.tensor(values, dtype=torch.float64)
@@ -109,13 +109,13 @@ def barrier(group: Group = None) -> None:
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
-    """Whether the flag is set anywhere."""
+    """Tell whether the flag is set on any rank."""
     return reduce_floats([float(flag)], "max", group)[0] > 0
 
 
 def clock_offset(rounds: int = 9, group: Group = None) -> float:
-    """Seconds that this machine's clock (`time.time`) is behind the first rank's, 0 on that one's
-    machine: the median over some barriers, which all ranks leave at about the same moment.
+    """Return the seconds that this machine's clock (`time.time`) is behind the first rank's; 0 on
+    that machine. It is the median over some barriers, which all ranks leave at about the same time.
     Collective."""
     if is_alone(group):
         return 0.0
@@ -135,7 +135,7 @@ def _rank(group: Group) -> int:
 
 
 def broadcast_text(text: str, group: Group = None) -> str:
-    """The first rank's text on every rank."""
+    """Return the first rank's text on every rank."""
     if is_alone(group):
         return text
     mine = _rank(group) == 0
@@ -149,7 +149,7 @@ def broadcast_text(text: str, group: Group = None) -> str:
 
 
 def gather_texts(text: str, group: Group = None) -> list[str]:
-    """Every rank's text, in their order, on every rank; at most 255 bytes of each."""
+    """Return every rank's text, in rank order, on every rank; at most 255 bytes each."""
     if is_alone(group):
         return [text]
     rank, size = place(group)

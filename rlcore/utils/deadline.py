@@ -1,6 +1,7 @@
-"""Every wait ends: `Deadline` for waits of our own, `Watchdog` for those inside somebody's library.
+"""Deadlines, so that every wait ends: `Deadline` for our own waits, `Watchdog` for waits inside a
+library.
 
-Both say who is missing: a wait that fails without a name costs an hour of reading logs.
+Both name the rank or request that is missing: without a name, finding it takes an hour of logs.
 """
 
 import faulthandler
@@ -14,8 +15,8 @@ from rlcore.utils.log import log
 
 
 class Deadline:
-    """A wait of at most `seconds`. `what` names who waits and in which phase, for example
-    `rank 0, rollout of step 12`."""
+    """A wait of at most `seconds`. `what` names the waiting rank and its phase, for example `rank
+    0, rollout of step 12`."""
 
     def __init__(self, seconds: float, what: str, clock: Clock | None = None):
         if not seconds > 0:
@@ -25,11 +26,12 @@ class Deadline:
         self._end = self._clock.now() + seconds
 
     def restart(self) -> None:
-        """Start counting again: something happened."""
+        """Start counting again, because of progress."""
         self._end = self._clock.now() + self.seconds
 
     def remaining(self, at_most: float = math.inf) -> float:
-        """Seconds left, never below 0; `at_most` caps it for waits that want to look up between."""
+        """Return the seconds left, at least 0 and at most `at_most`, for waits that poll in
+        between."""
         return min(at_most, max(0.0, self._end - self._clock.now()))
 
     @property
@@ -37,22 +39,22 @@ class Deadline:
         return self._clock.now() >= self._end
 
     def check(self, missing: str | Callable[[], str]) -> None:
-        """TimeoutError once the time is over. `missing` says which rank or request did not come; a
-        function is called only then."""
+        """Raise TimeoutError once the time is over. `missing` names the rank or request that did
+        not come; if it is a function, it is called only then."""
         if self.expired:
             missing = missing() if callable(missing) else missing
             raise TimeoutError(f"{self.what}: waited {self.seconds:g} s for {missing}")
 
 
 class Watchdog:
-    """A thread that speaks when a phase of this process stands still: it writes one sentence and
-    the stacks of all threads to `path`, and logs the sentence or hands it to `on_overrun`.
+    """Thread that reports a phase of this process that makes no progress. It writes one sentence
+    and the stacks of all threads to `path`, and logs the sentence or passes it to `on_overrun`.
 
-    `beat(phase)` starts the time again, with "" nothing is watched; it fits `Spans(listener=...)`.
-    `describe()` is called in the watchdog's thread and says what the process waits for.
-    `on_overrun(verdict)` may end the process. Either happens once per beat.
-    A phase that holds the interpreter lock cannot be described; its stacks are written all the
-    same, by faulthandler's own timer, `grace_s` later.
+    `beat(phase)` restarts the time; with "" no phase is watched. It fits `Spans(listener=...)`.
+    `describe()` runs in the watchdog's thread and returns what the process waits for.
+    `on_overrun(verdict)` may end the process. Each is called at most once per beat. If a phase
+    holds the interpreter lock, `describe` cannot run. Its stacks are still written by
+    faulthandler's own timer, `grace_s` later.
     """
 
     def __init__(
@@ -77,9 +79,9 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, phase: str) -> None:
-        """The process is alive and now in `phase`."""
+        """Report that the process makes progress and is in `phase`."""
         now = self._clock.now()
-        # Both timers are threads: to wake one at every beat costs a turn of a busy machine.
+        # Waking either timer's thread at every beat costs time on a busy machine.
         if not phase:
             faulthandler.cancel_dump_traceback_later()
             self._armed = -math.inf
@@ -87,13 +89,13 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._timeout_s + self._grace_s, file=self._file)
             self._armed = now
         with self._changed:
-            sleeps = not self._phase or self._told  # it has no time to look at
+            sleeps = not self._phase or self._told  # the thread waits without a time-out
             self._phase, self._since, self._told = phase, now, False
             if sleeps:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice."""
+        """Stop watching. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -109,7 +111,7 @@ class Watchdog:
             self._speak(phase)
 
     def _next_overrun(self) -> str | None:
-        """Wait until a phase overruns; None when closed."""
+        """Wait until a phase overruns; return its name, None when closed."""
         with self._changed:
             while not self._closed:
                 left = self._since + self._timeout_s - self._clock.now()
@@ -125,7 +127,7 @@ class Watchdog:
     def _speak(self, phase: str) -> None:
         try:
             waiting_for = self._describe()
-        except Exception as error:  # the process is in trouble already: say what can be said
+        except Exception as error:  # a failing `describe` must not hide the overrun
             waiting_for = f"unknown ({type(error).__name__}: {error})"
         verdict = (
             f"phase {phase} has stood still for {self._timeout_s:g} s, waiting for {waiting_for}; "

@@ -1,4 +1,4 @@
-"""What this machine and this installation are: the report of `rlcore env`, kept with every run.
+"""Report on this machine and this installation: the output of `rlcore env`, saved with every run.
 
 Own code instead of `torch.utils.collect_env`: it also knows rlcore's packages and native build.
 """
@@ -45,8 +45,8 @@ VARIABLES = (
 
 
 def report() -> dict[str, Any]:
-    """Versions, devices, CPU, memory and the native build as plain data. Imports torch, and nothing
-    else of the packages that it lists."""
+    """Return versions, devices, CPU, memory and the native build as plain data. Of the listed
+    packages it imports only torch."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -62,7 +62,7 @@ def report() -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any] | None = None) -> list[str]:
-    """The report as lines for people."""
+    """Format the report as lines of text."""
     facts = facts or report()
     cuda = facts["cuda"]
     devices = Counter(f"{d['name']}, {d['memory_gb']:g} GB" for d in cuda["devices"])
@@ -83,7 +83,7 @@ def describe(facts: dict[str, Any] | None = None) -> list[str]:
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use: affinity and the container's quota count."""
+    """Return the CPU cores that this process may use, by affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit():
@@ -92,7 +92,8 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or the container's limit if lower."""
+    """Return the bytes of memory that this process may use: the machine's, or the container's limit
+    if lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
@@ -114,7 +115,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _native() -> str:
-    """What of csrc is built: rlcore.ops says at start what of it runs."""
+    """Name the parts of csrc that are built; at start, rlcore.ops logs which of them it uses."""
     import torch
 
     folder = Path(__file__).resolve().parents[1]
@@ -132,7 +133,7 @@ def _native() -> str:
 
 
 def _sglang() -> str:
-    """What `--rollout.engine sglang` runs on, and what it lacks."""
+    """Describe the installation that `--rollout.engine sglang` uses, and what is missing."""
     import torch
 
     version = _version("sglang")
@@ -152,7 +153,8 @@ def _sglang() -> str:
 
 
 def _requirements(package: str, extra: str) -> list[tuple[str, str]]:
-    """(name, versions) of what a package requires here, by itself or for an extra."""
+    """Return (name, versions) of a package's requirements on this machine, its own or those of an
+    extra."""
     from packaging.requirements import Requirement
 
     found = []
@@ -191,7 +193,8 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Commit of the tree that this file is in, with `+` if it has changes; "" outside git."""
+    """Return the commit of the tree that this file is in, with `+` if it has changes; "" outside
+    git."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
@@ -208,7 +211,7 @@ def _commit() -> str:
 
 
 def _read(path: str) -> str:
-    """A file of the kernel; "" where this system does not have it."""
+    """Read a file of /proc or /sys; "" if this system does not have it."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -1,9 +1,9 @@
-"""The error of everything that a user can mend."""
+"""The error type for everything that a user can fix."""
 
 
 class ConfigError(ValueError):
-    """Refuse a configuration, a data file, a model folder, a checkpoint or the environment.
+    """An invalid configuration, data file, model folder, checkpoint or environment.
 
     The text is for the user: sentences that name the key or the file and say what to do. The
-    command line prints it and exits with code 2; every other exception is a fault of the program.
+    command line prints it and exits with code 2. Every other exception is a bug in rlcore.
     """

@@ -1,7 +1,7 @@
-"""The flight record of a rank: what it did last, what it waits for, and where its threads stand.
+"""Flight recorder of a rank: its last events, what it waits for, and the stacks of its threads.
 
-`Flight` collects while the run goes on, at the cost of some list entries; it is written to
-`<run>/flight/rank<r>.json` when something is wrong (`utils/gang.py`), and `utils/verdict.py` reads
+`Flight` collects during the run, at the cost of some list entries. If something is wrong
+(`utils/gang.py`), the record is written to `<run>/flight/rank<r>.json`. `utils/verdict.py` reads
 the records of all ranks.
 """
 
@@ -47,11 +47,11 @@ Record = dict[str, Any]
 
 
 class Flight:
-    """Of one rank. `phase` fits `Spans(listener=...)`, `see` fits `Agent.observers`; both are
-    called by the main thread, the rest by any."""
+    """Flight recorder of one rank. `phase` fits `Spans(listener=...)`, `see` fits
+    `Agent.observers`; the main thread calls both, any thread the rest."""
 
     def __init__(self, rank: int, world_size: int, folder: Path | None):
-        """`folder`: of the run; None: nothing is written."""
+        """`folder`: the run's folder; None: write nothing."""
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self._step: Callable[[], int] = lambda: 0
         self.host, self.pid, self.machine = socket.gethostname(), os.getpid(), machine()
@@ -62,7 +62,7 @@ class Flight:
 
     @property
     def at(self) -> dict[str, Any]:
-        """Where the rank is, in few bytes."""
+        """Current state of the rank, in few bytes."""
         return {
             "rank": self.rank,
             "host": self.host,
@@ -75,7 +75,7 @@ class Flight:
         }
 
     def watch_step(self, step: Callable[[], int]) -> None:
-        """Read the number of the current step from here."""
+        """Read the number of the current step from `step`."""
         self._step = step
 
     def on_phase(self, changed: Callable[[], None]) -> None:
@@ -83,18 +83,18 @@ class Flight:
         self._changed = changed
 
     def phase(self, name: str) -> None:
-        """The run is now in this phase, "" for none. A phase told again goes on."""
+        """Enter a phase of the run, "" for none. Repeating the current phase changes nothing."""
         if name != self._phase:
             self._phase, self._since = name, time.time()
             self.note(f"phase {name or 'none'}")
             self._changed()
 
     def note(self, text: str) -> None:
-        """Something happened."""
+        """Add an event to the record."""
         self._events.append((time.time(), text))
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """A command that the agent obeys or an event that it sends."""
+        """Note a command that the agent executes or an event that it sends."""
         now = time.time()
         if isinstance(what, Submit):
             self._open |= dict.fromkeys((r.id for r in what.requests), ("decoding", now))
@@ -113,7 +113,7 @@ class Flight:
             self.note(type(what).__name__)
 
     def record(self, reason: str) -> Record:
-        """Everything that is known here. `reason`: why it is asked."""
+        """Return everything that is known on this rank. `reason`: why the record is made."""
         frames, threads = sys._current_frames(), {}
         for thread in threading.enumerate():
             frame = frames.get(thread.ident or 0)
@@ -135,7 +135,7 @@ class Flight:
         }
 
     def write(self, reason: str, found: Record | None = None) -> Path | None:
-        """Write the record, or the one that is given; the path, None without a folder."""
+        """Write `found`, or a new record, and return its path; None without a folder."""
         if self.folder is None:
             return None
         path = record_path(self.folder, self.rank)
@@ -147,22 +147,23 @@ class Flight:
 
 
 def machine() -> str:
-    """Where process ids mean the same: a boot and its namespace of them. The host name is for
-    people: containers on several machines may share one."""
+    """Identify the machine, or container, in which process ids are comparable: boot id and pid
+    namespace. The host name is not enough: containers on several machines may share one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not known: as if this process were alone
+    except OSError:  # unknown: treat this process as alone on its machine
         return uuid.uuid4().hex
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """Of the record of a rank, in the run's folder."""
+    """Return the path of a rank's record, in the run's folder."""
     return folder / FOLDER / f"rank{rank}.json"
 
 
 def children_stacks() -> dict[str, str]:
-    """Where this rank's child processes (engine, rewards) stand, by py-spy where there is one."""
+    """Return the stacks of this rank's child processes (engine, rewards), if py-spy is
+    installed."""
     py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     found, end = {}, time.monotonic() + PY_SPY_S
     for child in psutil.Process().children():
@@ -187,8 +188,8 @@ def children_stacks() -> dict[str, str]:
 
 
 def collectives() -> dict[str, Any]:
-    """What torch's own flight recorder knows: how many collectives this rank has entered in each
-    process group, and the last of them. Empty where it is off (TORCH_FR_BUFFER_SIZE)."""
+    """Read torch's own flight recorder: the number of collectives that this rank has entered in
+    each process group, and the last ones. Empty if it is off (TORCH_FR_BUFFER_SIZE)."""
     c10d = sys.modules.get("torch._C._distributed_c10d") or _c10d()
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -209,12 +210,12 @@ def collectives() -> dict[str, Any]:
 
 
 def _c10d() -> Any:
-    torch = sys.modules.get("torch")  # a rank that has not come so far has no collectives
+    torch = sys.modules.get("torch")  # before torch is imported there are no collectives
     return getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost line that is not of a library, and what it calls."""
+    """Return the innermost line of code that is not in a library."""
     innermost = frame
     while frame is not None:
         name = frame.f_code.co_filename
@@ -240,12 +241,12 @@ WAITS = {
 }
 
 
-OURS = ("flight.py", "gang.py")  # a rank that failed asks for its own record
+OURS = ("flight.py", "gang.py")  # frames to skip: a failed rank makes its record in these files
 
 
 def _waits(frame: FrameType | None) -> str:
-    """What the main thread waits for, "" where it does not seem to wait: told from the innermost
-    frames."""
+    """Return what the main thread waits for, judged by the innermost frames; "" if it does not seem
+    to wait."""
     for _ in range(4):
         if frame is None:
             break

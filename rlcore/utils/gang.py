@@ -1,12 +1,12 @@
-"""The ranks of a run know of each other: signs of life over torchrun's store, and an alarm of one
-that all hear. On an alarm every rank writes its flight record, and the first that can speak says
-who is stuck (`utils/verdict.py`).
+"""Health of the ranks of a run: heartbeats over torchrun's store, and an alarm that reaches all
+ranks. On an alarm every rank writes its flight record, and the first rank that can reports which
+rank is stuck (`utils/verdict.py`).
 
-A thread of its own does it, with a connection of its own: the main thread may be stuck in a
-collective, the store's connection in a wait.
+This runs in a thread and a store connection of its own: the main thread may be stuck in a
+collective, and its store connection in a wait.
 
-Own code instead of `torch.distributed.monitored_barrier`: that is gloo's alone, this covers
-NCCL and waits outside of collectives.
+Own code instead of `torch.distributed.monitored_barrier`: that is gloo only, this covers NCCL and
+waits outside of collectives.
 """
 
 import json
@@ -33,23 +33,23 @@ from rlcore.utils.sealed import ForgedValueError
 
 BEAT_S = 2.0
 STORE_S = 5.0
-"""What the store may take for an answer."""
+"""Time-out of one answer of the store."""
 GRACE_S = 6.0
-"""What the records of the others may take."""
+"""Time that the records of the other ranks may take."""
 SILENT_S = 15.0
-"""A rank that has given no sign of life for so long will not finish a step."""
+"""Seconds without a heartbeat after which a rank is assumed not to finish its step."""
 AGAIN_S = 5.0
-"""A second SIGTERM this much later than the first is another one: launchers send it twice."""
+"""Seconds after which a second SIGTERM counts as a new one; launchers send each twice."""
 SPEAKERS = 3
-"""Ranks that may have to speak."""
+"""Number of ranks that may have to report an alarm."""
 VERDICT = "verdict.json"
-"""Beside the records: what was said, and the ranks that it names."""
+"""File beside the records: the report, and the ranks that it names."""
 EXIT_TERM = 128 + signal.SIGTERM
 
 
 class Gang:
-    """This rank among the others. `store`: a connection that nobody else uses, None in a world of
-    one and before the ranks have met."""
+    """Health of this rank and the others. `store`: a connection for this object alone; None in a
+    world of one and before the ranks have met."""
 
     def __init__(self, flight: Flight, store: Any | None, beat_s: float = BEAT_S):
         self.flight, self._store, self._beat_s = flight, None, beat_s
@@ -58,36 +58,37 @@ class Gang:
             self.enter(store)
         self._alarm: dict[str, Any] | None = None
         self._answered = threading.Event()
-        """The alarm has been answered: there is a verdict, or nobody to give one."""
+        """Set when the alarm has been answered: there is a verdict, or no rank to give one."""
         self._lock = threading.Lock()
         self._told = 0.0
         self.known: dict[int, dict[str, Any]] = {}
-        """Where the ranks were at the start: what is left when the store does not answer."""
+        """State of each rank at the start, used when the store does not answer."""
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._closed = False
         self._old_term: Any = None
         self._grace_s = 0.0
-        """What a SIGTERM leaves the run to finish its step and save; 0: it ends at once."""
+        """Seconds that a run has after a SIGTERM to finish its step and save; 0: it ends at
+        once."""
         self._is_done = False
-        """Nothing is left to do or to save: the other ranks may go."""
+        """Whether nothing is left to do or to save, so that the other ranks may exit."""
         self._ended_at: float | None = None
         self._alarms = 0
         self._seen: dict[int, tuple[Any, float]] = {}
-        """The last sign of life of each other rank, and when it came."""
+        """Last heartbeat of each other rank, and when it came."""
         flight.on_phase(self._poke)
         self._thread = threading.Thread(target=self._live, name="gang", daemon=True)
 
     def enter(self, store: Any) -> None:
-        """From now on the others can be heard."""
+        """Begin to exchange heartbeats and alarms over the store."""
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
 
     def start(self, signals: bool = True) -> "Gang":
-        """Begin to beat. `signals`: a SIGTERM writes the flight record, wherever the main thread
-        is; only from the main thread."""
+        """Start the health thread. `signals`: on SIGTERM, write the flight record, whatever the
+        main thread does; this must be called in the main thread."""
         if signals:
-            # A signal that a child hears before it has forgotten would be read here as the rank's.
+            # A forked child that gets a signal before `_forget` would report it as the rank's.
             os.register_at_fork(
                 before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
                 after_in_parent=partial(
@@ -101,20 +102,20 @@ class Gang:
         return self
 
     def met(self, known: dict[int, dict[str, Any]]) -> None:
-        """Keep where all ranks were at the start."""
+        """Keep the state of all ranks at the start."""
         self.known = known
 
     def allow_grace(self, seconds: float) -> None:
-        """From now on a SIGTERM leaves the run this time to finish its step and save."""
+        """Give the run this time to finish its step and save after a SIGTERM."""
         self._grace_s = seconds
 
     def done(self) -> None:
-        """Nothing is left to do or to save: the other ranks may exit."""
+        """Report that nothing is left to do or to save: the other ranks may exit."""
         self._is_done = True
 
     def alarm(self, reason: str, *, ends: bool = False) -> None:
-        """Something is wrong here: all ranks write their records and one says who is stuck.
-        Returns when that is done, at most some seconds later; with `ends` the rank ends then. A
+        """Raise an alarm: all ranks write their records, and one reports which rank is stuck.
+        Return when that is done, at most some seconds later; with `ends` the rank exits then. A
         second alarm waits for the first."""
         first = False
         with self._lock:
@@ -131,17 +132,17 @@ class Gang:
             os._exit(1)
 
     def hear(self) -> None:
-        """Another rank has raised an alarm: return when it is answered, or some seconds later."""
+        """Wait until another rank's alarm is answered, or some seconds."""
         self._poke()
         self._answered.wait(2 * GRACE_S)
 
     @property
     def ends(self) -> bool:
-        """A SIGTERM has come: the step that is under way is the last one."""
+        """Whether a SIGTERM has come, so that the current step is the last one."""
         return self._ended_at is not None
 
     def close(self) -> None:
-        """Stop; safe to call twice."""
+        """Stop the thread. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -153,7 +154,7 @@ class Gang:
             signal.signal(signal.SIGTERM, self._old_term)
         self._wake.close()
         self._woken.close()
-        self._store = None  # rank 0's holds the server
+        self._store = None  # on rank 0 it holds the server
 
     # ---- the thread
 
@@ -163,7 +164,7 @@ class Gang:
                 self._beat()
                 if why := self._cannot_finish():
                     self._terminate(why)
-            except Exception:  # SIGTERM and stuck ranks are still to be noticed
+            except Exception:  # SIGTERM and stuck ranks must still be noticed
                 log.exception("the health thread of rank %d goes on after", self.flight.rank)
             self._woken.settimeout(self._beat_s)
             try:
@@ -176,7 +177,7 @@ class Gang:
                 self._hear_sigterm()
 
     def _beat(self) -> None:
-        """Say where this rank is, hear an alarm."""
+        """Send this rank's heartbeat and look for an alarm."""
         if self._store is None or self._alarm is not None:
             return
         try:
@@ -187,11 +188,11 @@ class Gang:
         except ValueError as error:
             self._drop_forged(error)
             return
-        except Exception as error:  # torch raises several; without a store each speaks for itself
+        except Exception as error:  # torch raises several types; ranks then report alone
             log.debug("the store does not answer: %s", error)
             return
         with self._lock:
-            # what another rank says at about the same time is of the same trouble
+            # another rank's alarm at about the same time has the same cause
             if self._alarm is not None or alarm["number"] <= self._told + 2 * GRACE_S:
                 return
             self._alarm = alarm
@@ -200,12 +201,13 @@ class Gang:
 
     def _drop_forged(self, error: ValueError) -> None:
         self._forged += 1
-        if self._forged == 1:  # the value stays there, and is read at every beat
+        if self._forged == 1:  # the value stays in the store, and is read at every beat
             log.warning("an alarm in the run's store is ignored: %s", error)
 
     def _hear_sigterm(self) -> None:
-        """SIGTERM: from torchrun when another rank has gone, or from whoever ends the run. With a
-        grace the loop is told (`ends`), and the rank ends by itself when it has saved."""
+        """Handle SIGTERM: from torchrun when another rank has exited, or from the user or
+        scheduler. With a grace, the loop sees `ends`, and the rank exits by itself when it has
+        saved."""
         now = time.monotonic()
         if not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
             self._terminate("ended by SIGTERM")
@@ -219,7 +221,7 @@ class Gang:
                 )
 
     def _cannot_finish(self) -> str:
-        """Why a run that has heard a SIGTERM has to end as it is; "" while there is hope."""
+        """Return why a run cannot finish its step after a SIGTERM; "" if it still can."""
         if self._ended_at is None:
             return ""
         if time.monotonic() > self._ended_at + self._grace_s:
@@ -234,7 +236,7 @@ class Gang:
         return f"ended by SIGTERM: rank {gone[0]} has gone" if gone else ""
 
     def _gone(self) -> list[int]:
-        """Other ranks that are dead or stopped, as far as can be seen, or silent."""
+        """Return the other ranks that are known to be dead or stopped, or are silent."""
         if self._store is None:
             return []
         found, now = [], time.monotonic()
@@ -275,10 +277,11 @@ class Gang:
             log.debug("the store does not take the alarm: %s", error)
 
     def _answer(self, alarm: Mapping[str, Any]) -> None:
-        """Write the record, wait for the others', and speak if this is the first that can."""
+        """Write the record, wait for those of the other ranks, and report if this rank is the first
+        that can."""
         try:
             self._answer_now(alarm)
-        except Exception:  # in trouble already: the reason of the alarm must not be lost in it
+        except Exception:  # the reason of the alarm must not be lost in a second error
             log.exception("the flight record could not be made")
         finally:
             self._told = float(alarm["number"])
@@ -295,11 +298,11 @@ class Gang:
         if flight.write(why, record) is None:
             return
         log.debug("flight record written: %s", why)
-        if flight.world_size == 1 and why.startswith("failed"):  # nobody else to blame
+        if flight.world_size == 1 and why.startswith("failed"):  # there is no other rank to look at
             return
         assert flight.folder is not None  # the record was written there
         told = flight.folder / FOLDER / VERDICT
-        # Rank 0 speaks. Where it cannot, the next does, a while later; many need not look at all.
+        # Rank 0 reports. If it cannot, the next rank does, a while later; other ranks only wait.
         if flight.rank and (
             flight.rank >= SPEAKERS or _appears(told, begin, flight.rank * GRACE_S)
         ):
@@ -318,7 +321,7 @@ class Gang:
         beats: Mapping[int, Mapping[str, Any]],
         states: Mapping[int, str],
     ) -> None:
-        """Say who is stuck, and write it beside the records."""
+        """Report which rank is stuck, and write that beside the records."""
         flight = self.flight
         assert flight.folder is not None
         found = verdict.suspects(records, beats, flight.world_size, states)
@@ -336,8 +339,8 @@ class Gang:
     def _gather(
         self, begin: float
     ) -> tuple[dict[int, Record], dict[int, dict[str, Any]], dict[int, str]]:
-        """The records that are of this alarm, the last signs of life, and which of the processes
-        that do not answer are dead or stopped."""
+        """Return the records of this alarm, the last heartbeats, and the processes without an
+        answer that are dead or stopped."""
         flight = self.flight
         assert flight.folder is not None
         end = time.monotonic() + GRACE_S
@@ -375,12 +378,12 @@ class Gang:
     def _poke(self) -> None:
         try:
             self._wake.send(b"\0")
-        except OSError:  # full or closed: it wakes by itself
+        except OSError:  # full or closed: the thread wakes by itself
             return
 
 
 def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
-    """Parse an alarm. ValueError if it is none: a rank wrote it that runs another version."""
+    """Parse an alarm. ValueError if it is invalid: the rank that wrote it runs another version."""
     alarm = json.loads(text)
     match alarm:
         case {"number": float(), "from": int(rank), "reason": str()} if 0 <= rank < world_size:
@@ -389,7 +392,7 @@ def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
 
 
 def _appears(file: Path, begin: float, seconds: float) -> bool:
-    """Whether a file of this alarm is there within so many seconds."""
+    """Wait up to `seconds` for a file of this alarm; tell whether it exists."""
     end = time.monotonic() + seconds
     while not (file.exists() and file.stat().st_mtime >= begin - BEAT_S):
         if time.monotonic() > end:
@@ -399,7 +402,8 @@ def _appears(file: Path, begin: float, seconds: float) -> bool:
 
 
 def _forget(gang: "weakref.ref[Gang]") -> None:
-    """In a forked child, such as a writer of checkpoints: its signals are not the rank's."""
+    """Reset the signals of a forked child, such as a checkpoint writer, so that they do not count
+    as the rank's."""
     found = gang()
     if found is not None and not found._closed:
         signal.set_wakeup_fd(-1)
@@ -410,13 +414,13 @@ def _forget(gang: "weakref.ref[Gang]") -> None:
 def _is_plain(
     alarm: Mapping[str, Any], states: Mapping[int, str], records: Mapping[int, Record], size: int
 ) -> bool:
-    """All ranks were told to end and none has gone: nobody is stuck."""
+    """Tell whether all ranks were told to end and none has failed, so that no rank is stuck."""
     return "SIGTERM" in alarm["reason"] and not states and len(records) == size
 
 
 def _state(at: Mapping[str, Any] | None, machine: str) -> str:
-    """`dead` or `stopped`, of a process on this machine, as `flight.machine` names it; "" where it
-    is neither, or not known."""
+    """Return `dead` or `stopped` for a process on this machine (`flight.machine`); "" if it is
+    neither or unknown."""
     if at is None or at["machine"] != machine:
         return ""
     try:
@@ -431,14 +435,16 @@ def _state(at: Mapping[str, Any] | None, machine: str) -> str:
 def meet(
     store: Any, at: Mapping[str, Any], size: int, timeout_s: float, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, Any]], str]:
-    """Wait until every rank is there: where each is, as `Flight.at`, and a name for this meeting,
-    which no earlier one in the same store had. `store` as torch's; `at`: of this rank.
+    """Wait until every rank has started. Return the state of each rank, as `Flight.at`, and a name
+    for this meeting, which no earlier meeting in the same store had. `store`: as torch's; `at`: the
+    state of this rank.
 
-    torchrun starts ranks again one by one, and its store keeps what dead ones wrote: rank 0 calls
-    the roll until all who are on it have answered.
+    torchrun restarts ranks one by one, and its store keeps the entries of failed ones. Rank 0
+    therefore publishes the list of ranks again until all ranks on it have answered.
 
-    TimeoutError names the ranks that have not come. RuntimeError where one of them says something
-    else than a rank of this version."""
+    TimeoutError names the ranks that have not come. RuntimeError if a rank's entry is not one of
+    this version.
+    """
     rank, mine = at["rank"], json.dumps(dict(at) | {"process": uuid.uuid4().hex})
     keys = [f"here/{r}" for r in range(size)]
     store.set(keys[rank], mine)
@@ -465,7 +471,7 @@ def meet(
 
 
 def _place_of(text: str, rank: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse what a rank has said of itself; `like`: the same of this rank."""
+    """Parse the state that a rank has published; `like`: the state of this rank."""
     place = json.loads(text)
     if not isinstance(place, dict) or any(type(place.get(k)) is not type(like[k]) for k in like):
         raise RuntimeError(
@@ -481,7 +487,7 @@ def _answers(name: str, size: int) -> list[str]:
 
 def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
-    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # who calls the roll
+    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # else it is rank 0
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"start-up: rank {names} of {size} has not come within --cluster.timeout_s {timeout_s:g}; "

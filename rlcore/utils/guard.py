@@ -1,9 +1,10 @@
-"""A seccomp filter for a reward's child: it, and all it starts, cannot signal or trace the trainer.
+"""Seccomp filter for a reward's child: it, and all that it starts, cannot signal or trace the
+trainer.
 
-A same-user process may kill any other, so `os.kill(os.getppid(), 9)` in a user's reward, or in
-something that it calls, would end the run. The filter refuses (EPERM) signals to the given
-processes, to their groups and to everybody. It is a guard against accidents and cheap tricks, not
-the sandbox that strangers' code needs (rlcore/sandbox).
+A process may kill any other of the same user. So `os.kill(os.getppid(), 9)` in a user's reward, or
+in a library that it calls, would end the run. The filter refuses (EPERM) signals to the given
+processes, to their groups and to all processes. It protects against accidents and simple attacks;
+untrusted code needs the sandbox (rlcore/sandbox).
 
 Own code instead of libseccomp's bindings: one filter through ctypes saves the dependency.
 """
@@ -18,7 +19,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # SECCOMP_RET_ERRNO with EPERM
 _NUMBER, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
-"""Offsets in seccomp_data, of an argument its low half."""
+"""Offsets in seccomp_data; of an argument, of its low half."""
 _ARCHES: Mapping[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
         0xC000003E,
@@ -52,7 +53,7 @@ class _Program(ctypes.Structure):
 
 
 def ancestors(pid: int) -> list[int]:
-    """`pid` and the processes above it, up to init, as far as /proc shows them."""
+    """Return `pid` and its ancestors up to init, as far as /proc shows them."""
     found = []
     while pid > 1:
         found.append(pid)
@@ -65,7 +66,8 @@ def ancestors(pid: int) -> list[int]:
 
 
 def protect(pids: Iterable[int]) -> str:
-    """Install the filter for this process and all that it will start; why not, if not."""
+    """Install the filter for this process and all that it will start. Return "" or why that
+    failed."""
     machine = platform.machine()
     if machine not in _ARCHES:
         return f"no list of system calls for {machine}"
@@ -80,7 +82,7 @@ def protect(pids: Iterable[int]) -> str:
 
 
 def _program(machine: str, pids: list[int]) -> bytes:
-    """The filter in BPF: a line per comparison, jumps forward only."""
+    """Return the filter in BPF: one comparison per instruction, with forward jumps only."""
     arch, calls = _ARCHES[machine]
     refused = [-1, *pids, *(-p for p in pids)]
     by_first = [n for name, n in calls.items() if name not in ("tkill", "ptrace")]

@@ -1,4 +1,5 @@
-"""Interfaces that a run's servers listen on: the loopback on one node, the given one on several."""
+"""Interfaces on which a run's servers listen: the loopback on one node, the given one on
+several."""
 
 import errno
 import ipaddress
@@ -21,7 +22,7 @@ _ARGUMENTS = (
     "wait_for_workers",
     "multi_tenant",
 )
-"""Of TCPStore, in the order of its positions (torch 2.11 to 2.13)."""
+"""Arguments of TCPStore in positional order (torch 2.11 to 2.13)."""
 
 
 def address_of(interface: str) -> str:
@@ -37,10 +38,11 @@ def address_of(interface: str) -> str:
 
 
 def store_address(host: str, interface: str = "") -> str:
-    """Return the address where the store that clients know as `host` should listen; "" for all
+    """Return the address on which the store known to clients as `host` should listen; "" for all
     interfaces.
 
-    A host name is no address: other nodes may resolve it to another one than this node does."""
+    A host name is no address: other nodes may resolve it to another one than this node does.
+    """
     if interface:
         return address_of(interface)
     if host == "localhost":
@@ -54,8 +56,9 @@ def store_address(host: str, interface: str = "") -> str:
 def bind_stores(interface: str = "") -> None:
     """Make every TCPStore server that this process starts from now on listen on one interface.
 
-    torch (2.13) listens on all of them, whatever host the clients are given. `interface`: of the
-    servers whose clients are on other nodes."""
+    torch (2.13) listens on all of them, whatever host the clients are given. `interface`: interface
+    of servers with clients on other nodes.
+    """
     from torch.distributed import TCPStore
 
     made = TCPStore.__init__
@@ -77,8 +80,8 @@ def bind_stores(interface: str = "") -> None:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """A listening socket; None if torch has to find the address itself: the port is taken, by a
-    server that this process may share, or the address is not of this machine."""
+    """Return a listening socket. None if torch has to choose the address itself: the port is taken,
+    by a server that this process may share, or the address is not of this machine."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

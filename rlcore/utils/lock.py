@@ -1,6 +1,6 @@
-"""A folder that belongs to one process at a time.
+"""Lock that gives a folder to one process at a time.
 
-Own code instead of the package filelock: it says which process holds the folder.
+Own code instead of the package filelock: it names the process that holds the folder.
 """
 
 import fcntl
@@ -13,13 +13,13 @@ from typing import TextIO
 from rlcore.utils.log import log
 
 _HELD: dict[Path, TextIO] = {}
-"""Of this process, open until it ends. The locks are POSIX's: children do not inherit them, and
-network disks have them."""
+"""Lock files of this process by path, open until it exits. They are POSIX locks: children do not
+inherit them, and network disks support them."""
 
 
 def hold(path: Path, wait_s: float = 10.0) -> str:
-    """Lock a file until this process ends, after `wait_s` for whoever is just ending. Who has it,
-    where that is another process; "" where it is ours."""
+    """Lock a file until this process exits; wait up to `wait_s` for a process that is just exiting.
+    Return the name of the process that holds the lock, "" if this process does."""
     path = path.absolute()
     if path in _HELD:
         return ""

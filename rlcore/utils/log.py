@@ -1,4 +1,4 @@
-"""One logger, `rlcore`: rank 0 speaks on the terminal, every rank writes its own file."""
+"""The logger `rlcore`: rank 0 writes to the terminal, every rank writes its own file."""
 
 import logging
 import sys
@@ -8,7 +8,8 @@ log = logging.getLogger("rlcore")
 
 
 def setup(rank: int, folder: Path | None = None) -> None:
-    """Rank 0 logs to the terminal; with a folder, each rank also to `<folder>/rank<N>.log`."""
+    """Log rank 0 to the terminal, other ranks only their errors. With a folder, each rank also logs
+    to `<folder>/rank<N>.log`."""
     log.handlers.clear()
     log.propagate = False
     log.setLevel(logging.DEBUG)
@@ -24,5 +25,5 @@ def setup(rank: int, folder: Path | None = None) -> None:
 
 
 def announce(what: str, choice: str) -> None:
-    """Say which implementation was chosen: a resolved backend is announced, never silent."""
+    """Log which implementation was chosen, so that no backend is chosen silently."""
     log.info("%s: %s", what, choice)

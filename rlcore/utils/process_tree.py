@@ -1,4 +1,4 @@
-"""End a guarded child together with every process that it started."""
+"""End of a guarded child together with every process that it started."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ from pathlib import Path
 from rlcore.utils.log import log
 
 MARK = "RLCORE_CHILD"
-"""Environment variable whose value is unique to a guarded child: every process that it starts
-inherits it, so that all of them are found when it ends, whatever group, session or parent they have
-moved to."""
+"""Environment variable whose value is unique to a guarded child. Every process that it starts
+inherits it, so all of them are found when it ends, in any process group, session or parent."""
 _KILL_S = 2.0
 
 
 def is_dead(process: subprocess.Popen) -> bool:
-    """Whether it has ended; its number stays its own until `process.wait`."""
+    """Tell whether the process has ended; its pid is not reused before `process.wait`."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, options) is not None
 
 
 def end_tree(process: subprocess.Popen, mark: str) -> None:
-    """SIGKILL for `process`, its descendants, and every process that carries its mark. The process
-    itself is stopped first and killed last: it adopts orphans, so that none gets out of sight."""
+    """Send SIGKILL to `process`, its descendants, and every process that carries its mark. The
+    process itself is stopped first and killed last: it adopts orphans, so that all of them are
+    found."""
     if not is_dead(process):
         os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + _KILL_S
@@ -37,11 +37,12 @@ def end_tree(process: subprocess.Popen, mark: str) -> None:
             break
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # not yet waited for: the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)  # not yet waited for, so the pid is not reused
 
 
 def _family(root: int, mark: str) -> set[int]:
-    """Living descendants of `root` and living processes with the mark in their environment."""
+    """Return the running descendants of `root` and running processes with the mark in their
+    environment."""
     needle = f"{MARK}={mark}".encode()
     parent_of: dict[int, int] = {}
     marked: set[int] = set()

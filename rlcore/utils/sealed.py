@@ -24,23 +24,24 @@ _POLL_S = 0.02
 
 
 class ForgedValueError(ValueError):
-    """A value in the store that no rank of this run has written."""
+    """A value in the store that was not written by a rank of this run."""
 
 
 class SealedStore:
-    """The methods of torch's `Store` that the ranks use, with values that are authenticated.
-    Counters (`add`) and the existence of keys (`check`) are not."""
+    """Methods of torch's `Store` that the ranks use, with authenticated values. Counters (`add`)
+    and the existence of keys (`check`) are not authenticated."""
 
     def __init__(self, store: Any, secret: bytes) -> None:
         self._store, self._secret = store, secret
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value with its code."""
+        """Write a value with its authentication code."""
         body = value.encode() if isinstance(value, str) else value
         self._store.set(key, self._code(key, body) + body)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it without its code. ForgedValueError if that is wrong."""
+        """Wait for a value and return it without its code. ForgedValueError if the code is
+        wrong."""
         sealed = bytes(self._store.get(key))
         code, body = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
         if not hmac.compare_digest(code, self._code(key, body)):
@@ -72,16 +73,16 @@ def share_secret(
 ) -> bytes:
     """Make the run's secret on rank 0 and hand it to all ranks through `file`; collective.
 
-    The file has mode 0600, lies in a folder that all nodes share, and is removed as soon as every
+    The file has mode 0600 and lies in a folder that all nodes share. It is removed as soon as every
     rank has read it.
 
     Args:
         file: a name that no earlier start has used.
-        store: torch's; it says only that the file is there and how many ranks have read it.
+        store: torch's; it holds only whether the file exists and how many ranks have read it.
 
     Raises:
         ConfigError: the file cannot be written or read; the same sentence on every rank that knows.
-        TimeoutError: a rank has not read it in time; the sentence counts those.
+        TimeoutError: a rank has not read it in time; the sentence names the file.
     """
     if rank:
         _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)

@@ -11,10 +11,10 @@ from rlcore.utils.clock import Clock, RealClock
 
 class Spans:
     """Seconds by phase since the last `take`. Phases may nest: each counts in full, so an inner
-    phase's seconds are part of the outer one's. Calls come from one thread.
+    phase's seconds are part of the outer one's. Only one thread may use it.
 
-    Listeners are called with the name of the innermost open phase whenever that changes, "" for
-    none: the screen shows it, the watchdog watches it.
+    Listeners, such as the screen and the watchdog, are called with the name of the innermost open
+    phase whenever that changes, "" for none.
     """
 
     def __init__(self, clock: Clock | None = None, listener: Callable[[str], None] | None = None):
@@ -31,7 +31,7 @@ class Spans:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block under `name`; what it raises passes through and is timed too."""
+        """Time the block under `name`, also if it raises."""
         self._open.append(name)
         self._tell()
         start = self._clock.now()
@@ -58,13 +58,13 @@ class Spans:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase in order of first use; starts again at zero. A phase still open is
-        counted in the next take, with its whole time."""
+        """Return the seconds by phase in order of first use, and reset them. The whole time of an
+        open phase counts in the next take."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def alive(self) -> None:
-        """Tell the listener the open phase again: something in it has been done."""
+        """Call the listeners with the open phase again, to report progress inside it."""
         self._tell()
 
     def _tell(self) -> None:

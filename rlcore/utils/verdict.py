@@ -1,4 +1,5 @@
-"""Who is stuck, told from the flight records of all ranks: no state, no waiting, no printing."""
+"""Which rank is stuck, found from the flight records of all ranks: no state, no waiting, no
+printing."""
 
 import json
 import time
@@ -14,14 +15,14 @@ LONG_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank that the others wait for, and how that is known."""
+    """A rank that the others wait for, and the evidence."""
 
     rank: int
     why: str
 
 
 def read(run_dir: Path) -> dict[int, Record]:
-    """The records in a run's folder, by rank; what cannot be read is left out."""
+    """Return the records in a run's folder, by rank; unreadable ones are left out."""
     found: dict[int, Record] = {}
     for path in sorted((run_dir / FOLDER).glob("rank*.json")):
         try:
@@ -38,12 +39,12 @@ def suspects(
     size: int,
     states: Mapping[int, str],
 ) -> list[Suspect]:
-    """The ranks that the others wait for, the surest evidence alone.
+    """Return the ranks that the others wait for, by the strongest kind of evidence only.
 
     Args:
-        records: of the ranks that wrote one.
-        beats: the last sign of life of each rank, as `Flight.at`.
-        states: `dead` or `stopped`, of the ranks whose process was looked at and is so.
+        records: flight records by rank; not every rank has one.
+        beats: last heartbeat of each rank, as `Flight.at`.
+        states: `dead` or `stopped`, for the ranks whose process is known to be.
     """
     gone = [Suspect(r, _of_state(r, why, beats)) for r, why in sorted(states.items())]
     if gone:
@@ -74,7 +75,7 @@ def _of_state(rank: int, state: str, beats: Mapping[int, Mapping[str, Any]]) -> 
 
 
 def _behind(records: Mapping[int, Record]) -> list[Suspect]:
-    """Ranks that have entered fewer collectives of a group than others that wait in it."""
+    """Return ranks that have entered fewer collectives of a group than others that wait in it."""
     counts: dict[str, dict[int, int]] = {}
     for rank, record in records.items():
         for group, found in record["collectives"].get("groups", {}).items():
@@ -96,7 +97,7 @@ def _behind(records: Mapping[int, Record]) -> list[Suspect]:
 
 
 def _busy(records: Mapping[int, Record]) -> list[Suspect]:
-    """Ranks that do not wait while others do."""
+    """Return ranks that do not wait while others do."""
     busy = [r for r, x in records.items() if not x["waits"]]
     if not busy or len(busy) == len(records) > 1:
         return []
@@ -124,7 +125,7 @@ def table(
     found: Sequence[Suspect],
     reason: str,
 ) -> list[str]:
-    """One screen: who, where, how long; then a line a rank."""
+    """Format the report: which rank is stuck, where, how long; then a line per rank."""
     who = [f"rank {s.rank}: {s.why}" for s in found[:4]]
     if len(found) > 4:
         who.append(f"and {len(found) - 4} more")
@@ -154,7 +155,7 @@ def _now(record: Record | None) -> str:
 
 
 def _requests(records: Mapping[int, Record]) -> list[str]:
-    """The oldest open requests of all ranks."""
+    """Describe the oldest open requests of all ranks."""
     now = max((x["time"] for x in records.values()), default=0.0)
     opened = sorted((since, i, what, r) for r, x in records.items() for i, what, since in x["open"])
     total = sum(x["num_open"] for x in records.values())
