@@ -171,8 +171,8 @@ class ChildEngine:
         self._call("begin_load", version)
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """Call `load_bucket` of the engine. With transport `shm`, the files may be removed when this
-        returns."""
+        """Call `load_bucket` of the engine. With transport `shm`, the files may be removed after
+        the call."""
         self._call("load_bucket", bucket, tuple(payloads))
 
     def end_load(self) -> None:

@@ -2,8 +2,8 @@
 
     engine -> Agent.samples -> SampleExchange.send -> (inbox "samples") -> SampleExchange.collect
 
-The rank that sampled a sample owns it and sends it. After a round, every rank knows the destinations
-(`Rollout.route`). In `--mode stream` and `--mode async`, the controller orders a transfer with
+The rank that sampled a sample owns it and sends it. After a round, every rank knows where samples
+go (`Rollout.route`). In `--mode stream` and `--mode async`, the controller orders a transfer with
 `Ship`. A sample that arrives before its rank asks for it is stored here.
 """
 

@@ -54,7 +54,7 @@ class Flow:
     ) -> None:
         """
         Args:
-            deadline_s: half of the longest wait for a hold.
+            deadline_s: the controller's deadline for a silent rank; a hold takes at most twice it.
             record: writes the log of this run.
             replay: log of a recorded run, which provides the order of events and the samples.
         """

@@ -56,7 +56,7 @@ class LocalHub:
 
 
 class ZmqHub:
-    """Hub over ZeroMQ: the inboxes of one rank are PULL sockets; PUSH sockets to other ranks open on
+    """Hub over ZeroMQ. The inboxes of a rank are PULL sockets; PUSH sockets to other ranks open on
     first use.
 
     A ZeroMQ socket must be used by one thread only. The controller's thread receives from
