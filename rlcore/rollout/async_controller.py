@@ -1,7 +1,7 @@
 """The controller of `--mode async`: one endless round (ROLL Flash, arXiv:2510.11345).
 
-`AsyncController` is a `Controller` whose responses outlive a weight update. It adds the events and
-commands below; placement, rewards and engine failures are handled by the base class.
+`AsyncController` is a `Controller` whose responses survive a weight update. It adds the events and
+commands below. The base class handles placement, rewards and engine failures.
 
     go(version) -> [Abort]  the engines have these weights; submit once all have sent Ready
     Wanted      -> Batch    sent to the train ranks once the buffer has a full batch
@@ -180,7 +180,7 @@ class AsyncController(Controller):
         found.pop("timing_s/reward", None)  # in an endless round no phase waits for rewards
         return found | (self._pipe.metrics() if self._pipe is not None else {})
 
-    # ---- what the learner asks
+    # ---- requests of the learner
 
     def _told(self, event: Wanted | Holding | Held, now: float) -> list[AnyCommand]:
         if self.done:
@@ -267,7 +267,7 @@ class AsyncController(Controller):
             event, ids=tuple(i for i, _ in pairs), lengths=tuple(n for _, n in pairs), tails=()
         )
 
-    # ---- requests that go on elsewhere
+    # ---- requests that move to another engine
 
     def _move(self, event: Progress) -> list[AnyCommand]:
         """Move requests that have become too long for their engine (`Pipe` only)."""
@@ -296,7 +296,7 @@ class AsyncController(Controller):
             self._count("sched/migrated_tokens", request.num_tokens)
         return self._submit()
 
-    # ---- engines that let go or die
+    # ---- released requests and failed engines
 
     def _released(self, event: Released) -> list[AnyCommand]:
         """Requeue all requests of an engine that released them for a weight update, or that failed

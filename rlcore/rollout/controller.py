@@ -64,7 +64,8 @@ MAX_REPAIRS = 3
 
 @dataclass(slots=True)
 class Trainer:
-    """Training state of a cell (ranks released together) that has stopped decoding."""
+    """Training state of a cell that has stopped decoding. A cell is a set of ranks that change from
+    decoding to training together."""
 
     cell: Cell
     busy: set[int] = field(default_factory=set)
@@ -107,7 +108,7 @@ class Controller:
         self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
         self._leader = {r: rank for rank, rest in (members or {}).items() for r in rest}
         self._repairs = 0
-        self._up = dict.fromkeys(ranks, 0)  # rank -> live requests
+        self._up = dict.fromkeys(ranks, 0)  # leading rank of a decoding engine -> live requests
         self._ready: set[int] = set()
         self._seen: dict[int, float] = {}  # rank -> time of its last event that shows progress
         self._heard: dict[int, float] = {}  # rank -> time of its last event
@@ -319,8 +320,8 @@ class Controller:
         return [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
 
     def _down(self, event: Down) -> list[AnyCommand]:
-        """Requeue the unfinished requests of a failed engine, to go on elsewhere from their last
-        known token. If no other engine is left, all ranks restart their engines."""
+        """Requeue the unfinished requests of a failed engine; other engines continue them from
+        their last known token. If no other engine is left, all ranks restart their engines."""
         self._reasons[event.rank] = event.reason
         if self._repairs and event.rank not in self._ready:  # a repair restarts it already
             return []
@@ -367,7 +368,7 @@ class Controller:
         self._waiting.extendleft(reversed(lost))
         return lost
 
-    # ---- training beside decoding
+    # ---- training while other engines decode
 
     def _release(self) -> list[AnyCommand]:
         """Tell engines to stop decoding, if the elastic policy chooses some."""
@@ -477,7 +478,7 @@ class Controller:
         chosen: dict[int, list[RequestState]] = {}
         while self._waiting:
             request = self._waiting[0]
-            if request.finish:  # its group was closed meanwhile
+            if request.finish:  # aborted, because its group was closed while it waited
                 self._waiting.popleft()
                 continue
             rank = self._place.choose(request.id, self._up)

@@ -51,7 +51,8 @@ def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float
 
 
 class Library:
-    """Histories of prompts by age. The same records in any order make the same library."""
+    """Histories by prompt, oldest prompts first. The order of the records of a round does not
+    matter."""
 
     def __init__(self, *, max_tokens: int, epochs: int = 1) -> None:
         """
@@ -174,7 +175,8 @@ class Teacher:
 
 
 class Index:
-    """A suffix forest that is built in the background. Calls come from one thread."""
+    """Suffix forest over histories, built in a background thread. Its methods must be called from
+    one thread."""
 
     def __init__(self, forest: Forest, *, rewards: bool, wait: bool = False) -> None:
         """

@@ -41,7 +41,7 @@ class EngineServer:
 
     def __init__(self, channel: Channel, parent: int) -> None:
         self._channel, self._parent = channel, parent
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None: no more
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None: end of calls
         self._out: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._live: set[RequestId] = set()
         self._paused = False

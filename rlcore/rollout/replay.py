@@ -75,7 +75,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
 
 class Recorder:
-    """Writes the log of a run."""
+    """Writes the log of an asynchronous run."""
 
     def __init__(self, run_folder: Path, seed: int) -> None:
         self._folder, self._seed = run_folder / FOLDER, seed

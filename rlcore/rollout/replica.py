@@ -296,7 +296,7 @@ class Agent:
                     "heard nothing from the controller on rank 0 in phase rollout"
                 )
 
-    # ---- a round that does not end
+    # ---- the endless round of --mode async
 
     def _hold(self, command: Hold) -> None:
         """Stop decoding and report all pending events. In mode `release`, wait for the rewards too,
@@ -391,7 +391,7 @@ class Agent:
                 )
 
     def adopt(self, samples: Iterable[Sample]) -> None:
-        """Keep finished samples that another process made, such as those of a checkpoint."""
+        """Add finished samples of another process, such as those of a checkpoint."""
         self.samples.update((sample.id, sample) for sample in samples)
 
     def read(self, prompts: Mapping[GroupId, Prompt], samples: Iterable[Sample]) -> None:
@@ -459,7 +459,7 @@ class Agent:
         elif isinstance(command, Ship):
             self.exchange.send(command.ids, command.to)
 
-    # ---- training while others decode
+    # ---- training while other ranks decode
 
     def _release(self) -> None:
         """Send `Released` once the engine has aborted all requests."""
@@ -527,7 +527,7 @@ class Agent:
                 version = int(sampled[0]) if len(sampled) else 0
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
-                if sample.group in self.prompts:  # else it was forgotten meanwhile
+                if sample.group in self.prompts:  # else a hold has removed the group
                     self._unscored.add(event.id)
                     self._to_score.append(event.id)
                 event = msgspec.structs.replace(event, sample=None, version=version)

@@ -54,7 +54,7 @@ class Heartbeat:
 
 
 class Rollout:
-    """Runs rounds of sampling."""
+    """Synchronous rollout: runs rounds of sampling over all ranks."""
 
     def __init__(
         self,

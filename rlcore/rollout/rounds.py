@@ -54,7 +54,8 @@ class Log:
     every run."""
 
     def __init__(self, path: Path) -> None:
-        """Read the log at `path`, a file or a run's folder. ConfigError if it has no rounds."""
+        """Read the log at `path`, a file or a run's folder. Raises ConfigError if it has no
+        rounds."""
         self.path = path / FILE if path.is_dir() else path
         if not self.path.is_file():
             raise ConfigError(

@@ -124,8 +124,7 @@ class ZmqHub:
         )
 
     def release(self) -> None:
-        """Close the sockets that the calling thread sent through; messages that are on their way
-        still arrive."""
+        """Close the sockets that the calling thread sent through; sent messages still arrive."""
         for push in self._local.__dict__.pop("push", {}).values():
             self._push.remove(push)
             push.close(linger=_RELEASE_MS)
@@ -166,7 +165,8 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
     Otherwise it is the source address of the route to the master.
 
     Raises:
-        ConfigError: there are several nodes, and the master's name is a loopback address.
+        ConfigError: there are several nodes, and the master's name is a loopback address on its own
+            node, which other nodes cannot reach.
     """
     if interface:
         return listen.address_of(interface)
@@ -181,7 +181,7 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
             )
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing
+        probe.connect((master, 9))  # a UDP connect sends nothing; it only selects the route
         return probe.getsockname()[0]
 
 

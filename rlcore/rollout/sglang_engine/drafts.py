@@ -21,8 +21,8 @@ from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30
 _NEAR = 2.0
-"""A step counts as directly following the last one if it ends within this many times its own length
-after it. Then the time between the steps is included in its length."""
+"""Limit for consecutive steps: a step must end within this many times its own duration after the
+last one's end. Then the time between the steps is added to its duration."""
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ _SEND_S = 0.02  # about the time that a request takes to reach SGLang's schedule
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request from submission to its end."""
+    """State of a request from submission to its end."""
 
     request: Request
     arrival: int
@@ -363,7 +363,7 @@ class SGLangEngine(InProcess):
         if flying:
             await self._land(list(self._flying) if self._still else flying)
         for job in jobs:
-            if job.request.id in self._jobs:  # it was not in SGLang
+            if job.request.id in self._jobs:  # it was not in flight, so `_land` did not end it
                 self._end(job, "abort")
         self._admit()
         if jobs and not self._jobs:
@@ -406,7 +406,7 @@ class SGLangEngine(InProcess):
             await self._hold()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume decoding after `pause`."""
         self._call(self._resume(), "resume")
 
     async def _resume(self) -> None:
@@ -734,8 +734,8 @@ class SGLangEngine(InProcess):
             self._report()
 
     async def _land(self, jobs: Sequence[_Job]) -> None:
-        """End these flights. If SGLang is paused, `jobs` must be all requests in flight, and SGLang
-        is resumed even if there are none, because it never gets idle while paused."""
+        """End these flights. If SGLang is paused, `jobs` must be all requests in flight. SGLang is
+        then resumed even if there are none, because it never gets idle while paused."""
         flights = [job.flight for job in jobs if job.flight is not None]
         for flight in flights:
             if not self._loaded:

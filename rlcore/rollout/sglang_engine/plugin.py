@@ -1,4 +1,4 @@
-"""Plug-in that adds a sampler, bucket loading, support for pauses and drafting to SGLang.
+"""Plug-in for SGLang's processes: adds our sampler, bucket loading, in-place pauses and drafting.
 
 SGLang finds it as the entry point `rlcore` of `sglang.srt.plugins` and calls it in every process.
 In SGLang processes that our engine did not start, it does nothing.
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 def _draft() -> None:
-    """Install what drafting needs in the scheduler besides the algorithm."""
+    """Install the scheduler method and, on a CPU, the attention that drafting needs."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookType
     from sglang.srt.utils import is_cpu

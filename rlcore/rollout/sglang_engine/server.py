@@ -34,7 +34,7 @@ from rlcore.utils.errors import ConfigError
 T = TypeVar("T")
 
 _FOLDER = "rlcore-sglang-"
-_OWNER = "owner"  # the locked file
+_OWNER = "owner"  # name of the locked file
 _LOADS = Path("/dev/shm")  # noqa: S108 - where SGLang writes its load statistics
 _MOST_PATH = 107  # longest path of a socket in bytes
 _WATCH_S = 0.2  # interval between checks of the processes
@@ -94,7 +94,7 @@ class Server:
             raise
 
     def soon(self, function: Callable[[], None]) -> None:
-        """Run a function on the loop, without waiting."""
+        """Schedule a function on SGLang's loop and return at once."""
         self.loop.call_soon_threadsafe(function)
 
     @property

@@ -67,7 +67,7 @@ _WASTE = 1.25  # ratio of attended to needed columns from which rows are sorted 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request from submission to its end."""
+    """State of a request from submission to its end."""
 
     request: Request
     arrival: int
@@ -493,7 +493,7 @@ class TorchEngine(InProcess):
             raise ValueError(f"pause mode {mode}: in_place, recompute or abort")
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume decoding after `pause`."""
         self._paused = False
 
     def begin_load(self, version: int) -> None:
@@ -790,7 +790,7 @@ class TorchEngine(InProcess):
         assert drafter is not None and cache is not None
         seats = self._row_seats()
         lengths = table.prompt[seats] + table.count[seats]
-        if self._batch is None and self._sort_rows(lengths):  # rows came or went
+        if self._batch is None and self._sort_rows(lengths):  # rows were added or removed
             seats = self._row_seats()
             lengths = table.prompt[seats] + table.count[seats]
         begin = self._clock()
@@ -918,7 +918,7 @@ class TorchEngine(InProcess):
     # ---- rows and events
 
     def _unseat(self, jobs: Collection[_Job]) -> None:
-        """Take jobs out of their rows and close the gaps with the last rows."""
+        """Remove jobs from their rows and fill the gaps with the last rows."""
         if not jobs:
             return
         self._batch = None
@@ -1047,5 +1047,5 @@ def _return_memory(device: torch.device) -> None:
     """Return freed memory to the system, which the allocators would keep."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
         trim(0)
