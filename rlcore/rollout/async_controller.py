@@ -1,14 +1,14 @@
-"""The controller of a round that does not end: `--mode async`, ROLL Flash, arXiv:2510.11345.
+"""The controller of `--mode async`: one endless round (ROLL Flash, arXiv:2510.11345).
 
-A `Controller` whose responses outlive a change of the weights. What differs is said by three
-events and three commands; everything else, placing, rewards, engines that die, is the base's.
+`AsyncController` is a `Controller` whose responses survive a weight update. It adds the events and
+commands below. The base class handles placement, rewards and engine failures.
 
-    go(version) -> [Abort]  the engines have these weights; requests go out when all are Ready
-    Wanted      -> Batch    to the train ranks, as soon as the buffer has what they need
-    Holding     -> Hold     nobody decodes until the next `go`: Held of every rollout rank
+    go(version) -> [Abort]  the engines have these weights; submit once all have sent Ready
+    Wanted      -> Batch    sent to the train ranks once the buffer has a full batch
+    Holding     -> Hold     all decoding stops until the next `go`; every rollout rank sends Held
 
-The buffer (`sched/staleness.py`) says what may start, what is trained next and what is too old. A
-group leaves with the batch that it is part of, or when it is dropped.
+The buffer (`sched/staleness.py`) decides which groups may start, which are trained next and which
+are too old. A group is removed with the batch that it is part of, or when it is dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ from rlcore.sched.stop import EQUAL_REWARDS
 
 
 class SavedGroup(Struct, frozen=True):
-    """A group of a checkpoint: what its requests had produced is in their `resume`."""
+    """A group in a checkpoint. The tokens of its unfinished requests are in their `resume`."""
 
     work: Work
     requests: tuple[RequestState, ...]
@@ -56,7 +56,7 @@ class SavedGroup(Struct, frozen=True):
 
 
 class Saved(Struct, frozen=True):
-    """An `AsyncController` that holds. Finished samples are not in it: their owners have them."""
+    """State of a held `AsyncController`. Finished samples are saved by the ranks that own them."""
 
     buffer: dict[str, Any]
     groups: tuple[SavedGroup, ...]
@@ -65,8 +65,8 @@ class Saved(Struct, frozen=True):
 
 
 class AsyncController(Controller):
-    """`trainers` are the ranks that get the batches, `samplers` all others; `ranks` those of the
-    latter that speak for an engine."""
+    """Controller of an endless round. `trainers` are the ranks that get the batches; `samplers` are
+    all other ranks; `ranks` are the samplers that lead an engine."""
 
     def __init__(
         self,
@@ -81,8 +81,13 @@ class AsyncController(Controller):
         members: Mapping[int, Sequence[int]] | None = None,
         dynamic: bool = False,
     ) -> None:
-        """`issue`, `dynamic`: as in `Refill`. A `Pipe` as `place` is told of all work, and may have
-        requests move."""
+        """
+        Args:
+            issue: as in `Refill`.
+            place: router of requests to engines. A `Pipe` also orders new work and may move running
+                requests to another engine.
+            dynamic: as in `Refill`.
+        """
         self._pipe = place if isinstance(place, Pipe) else None
         self._refill = Refill(buffer, self._issue_by(issue), dynamic)
         super().__init__(
@@ -96,17 +101,17 @@ class AsyncController(Controller):
         self.buffer = buffer
         self._learners, self._samplers = tuple(trainers), tuple(samplers)
         self._wants = False
-        """The learner waits for a batch."""
+        """Whether the learner waits for a batch."""
         self._holds = True
         self._version = 0
-        """That is decoded with."""
+        """Version of the weights that the engines decode with."""
         self._held: set[int] = set()
         self._forget: list[GroupId] = []
-        """Groups that have left since the last hold."""
+        """Groups removed since the last hold; the rollout ranks drop their samples."""
         self.prompts: dict[GroupId, Prompt] = {}
-        """Of the last batch."""
+        """Prompts of the last batch, by group."""
         self._found: dict[str, float] = {}
-        """Anchors of rewards, see `EndRound`."""
+        """Longest scoring times of right answers since the last hold; see `EndRound.anchors`."""
 
     def _issue_by(self, issue: Callable[[int], list[Work]]) -> Callable[[int], list[Work]]:
         pipe = self._pipe
@@ -123,8 +128,8 @@ class AsyncController(Controller):
     # ---- the interface
 
     def go(self, version: Version, now: float) -> list[AnyCommand]:
-        """The engines have the weights of `version`; they decode when they have said Ready. What is
-        too old for it is aborted."""
+        """Start decoding with the weights of `version`, once all engines have sent `Ready`. Abort
+        the groups that are too old for this version."""
         self.done = self._holds = False
         self._version = version
         self._held.clear()
@@ -144,7 +149,8 @@ class AsyncController(Controller):
         return aborts
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
-        """What to do about one event. Of a request whose group has left only its place counts."""
+        """Process one event and return the commands that it causes. If the request's group was
+        removed, only free its slot on the engine."""
         self._heard[event.rank] = now
         if isinstance(event, Wanted | Holding | Held):
             self._seen[event.rank] = now
@@ -169,12 +175,12 @@ class AsyncController(Controller):
         return [*commands, *self._give()]
 
     def take_stats(self) -> dict[str, float]:
-        """Counters since the last call."""
+        """Return the counters since the last call and reset them."""
         found, self._stats = self._stats, {}
-        found.pop("timing_s/reward", None)  # nobody waits for the last one
+        found.pop("timing_s/reward", None)  # in an endless round no phase waits for rewards
         return found | (self._pipe.metrics() if self._pipe is not None else {})
 
-    # ---- what the learner asks
+    # ---- requests of the learner
 
     def _told(self, event: Wanted | Holding | Held, now: float) -> list[AnyCommand]:
         if self.done:
@@ -189,8 +195,8 @@ class AsyncController(Controller):
         return []
 
     def _give(self) -> list[AnyCommand]:
-        """The next batch, if it is wanted and there. Its groups are in the order of their start, as
-        those of a synchronous round are."""
+        """Return the next batch, if the learner waits for one and the buffer has it. Its groups are
+        in the order of their start, as in a synchronous round."""
         if not self._wants or self._holds or self.done:
             return []
         if not self._up:
@@ -211,7 +217,7 @@ class AsyncController(Controller):
         return [Batch(rank=r, groups=groups, stats=stats) for r in self._learners]
 
     def _hold(self, event: Holding, now: float) -> list[AnyCommand]:
-        """Stop everybody, and say which groups have gone."""
+        """Tell all rollout ranks to stop decoding, and which groups were removed."""
         equal = [g for g, why in self._dropped.items() if why == EQUAL_REWARDS]
         self._count("async/equal_groups", len(equal))
         self._count("async/stale_groups", len(self._dropped) - len(equal))
@@ -219,7 +225,7 @@ class AsyncController(Controller):
             self._leave(group)
         self._dropped = {}
         self._holds = True
-        # Samplers owe an answer from now on; before, with nothing to do, they were silent by right.
+        # From now on the samplers owe a Held; before, idle samplers were allowed to be silent.
         self._ready = set(self._learners)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._look_at = now + self._deadline_s
@@ -231,7 +237,7 @@ class AsyncController(Controller):
         ]
 
     def _drop(self, late: Sequence[GroupId]) -> list[AnyCommand]:
-        """These are too old."""
+        """Abort and remove these groups, which are too old."""
         lost = [r for g in late for r in self._groups[g].requests.values()]
         self._count("async/stale_groups", len(late))
         self._count("async/stale_tokens", sum(r.num_tokens for r in lost))
@@ -241,7 +247,7 @@ class AsyncController(Controller):
         return aborts
 
     def _leave(self, group: GroupId) -> None:
-        """Nothing more is known of it here."""
+        """Remove the group and its requests."""
         for request in self._groups.pop(group).requests:
             del self._requests[request]
         self._place.forget(group)
@@ -249,11 +255,11 @@ class AsyncController(Controller):
         self.counted.clear()
 
     def _place_of(self, group: GroupId) -> int:
-        """Among all that were started."""
+        """Return the group's position in the order of all started requests."""
         return min(r.order for r in self._groups[group].requests.values())
 
     def _known(self, event: Progress) -> Progress:
-        """Without requests whose groups have left."""
+        """Return the event without requests whose groups were removed, and without tails."""
         pairs = [
             (i, n) for i, n in zip(event.ids, event.lengths, strict=True) if i in self._requests
         ]
@@ -261,10 +267,10 @@ class AsyncController(Controller):
             event, ids=tuple(i for i, _ in pairs), lengths=tuple(n for _, n in pairs), tails=()
         )
 
-    # ---- requests that go on elsewhere
+    # ---- requests that move to another engine
 
     def _move(self, event: Progress) -> list[AnyCommand]:
-        """Some of these may have become too long for where they are."""
+        """Move requests that have become too long for their engine (`Pipe` only)."""
         if self._pipe is None or self._holds or event.rank not in self._up:
             return []
         here = {
@@ -276,12 +282,12 @@ class AsyncController(Controller):
         return [Move(rank=event.rank, ids=tuple(ids))] if ids else []
 
     def _moved(self, event: Moved) -> list[AnyCommand]:
-        """A replica has let go of them; they are the next to be placed."""
+        """Requeue the requests that an engine has released, at the front."""
         for i, partial in event.partials.items():
             if event.rank in self._up:
                 self._up[event.rank] -= 1
             request = self._requests.get(i)
-            if request is None or request.finish:  # its group has left, or was closed
+            if request is None or request.finish:  # its group was removed or closed
                 self._count("sched/aborted_tokens", len(partial.tokens))
                 continue
             request.requeue(partial)
@@ -290,18 +296,19 @@ class AsyncController(Controller):
             self._count("sched/migrated_tokens", request.num_tokens)
         return self._submit()
 
-    # ---- engines that let go or die
+    # ---- released requests and failed engines
 
     def _released(self, event: Released) -> list[AnyCommand]:
-        """A replica has let go of what it had, for a push, or because it died in one."""
+        """Requeue all requests of an engine that released them for a weight update, or that failed
+        during one."""
         self._requeue(event.rank, event.partials)
         if event.rank in self._up:
             self._up[event.rank] = 0
         return self._submit()
 
     def _go_on(self) -> list[AnyCommand]:
-        """A replica has gone. The push that comes starts it again; only where the learner waits and
-        no other is left do all come to a push of their own."""
+        """Continue after an engine has failed. The next weight update restarts it. If the learner
+        waits for a batch and no engine is left, repair all engines now."""
         if self._up or self._holds or not self._wants:
             return self._submit()
         return super()._go_on()
@@ -309,7 +316,8 @@ class AsyncController(Controller):
     # ---- checkpoints
 
     def save(self) -> Saved:
-        """Everything, between a hold with release and the next `go`."""
+        """Return the complete state. Call this between a hold in mode `release` and the next
+        `go`."""
         assert self.done, "the controller runs"
         groups = tuple(
             SavedGroup(
@@ -324,7 +332,8 @@ class AsyncController(Controller):
         return Saved(buffer=self.buffer.state(), groups=groups, order=self._num_started, pipe=pipe)
 
     def restore(self, saved: Saved, owner_of: Callable[[int], int]) -> None:
-        """Go on from there. `owner_of`: the rank that has the samples of a former rank."""
+        """Restore the state that `save` returned. `owner_of`: maps a rank of the saved run to the
+        rank that has its samples now."""
         self.buffer.restore(saved.buffer)
         if self._pipe is not None and saved.pipe:
             self._pipe.restore(saved.pipe)
@@ -342,5 +351,5 @@ class AsyncController(Controller):
             )
             self._requests |= requests
             if group.is_closed and group.work.id not in self.buffer:
-                self._dropped[group.work.id] = EQUAL_REWARDS  # it was to leave with the next hold
+                self._dropped[group.work.id] = EQUAL_REWARDS  # the next hold removes the group
             self._waiting += [r for r in requests.values() if not r.finish]

@@ -1,13 +1,12 @@
-"""An engine in a child process: it decodes without waiting for `poll`, and if it fails, an event
-says so and the run continues.
+"""An engine in a child process: it decodes without waiting for `poll`. If it fails, it is reported
+as an event and the run continues.
 
 Parent and child exchange the frames of `wire.py` over the channel of `utils/children.py`. The child
-(`process.py`) serves calls between two decode steps, pushes events as they come, and ends when its
-parent does. It imports the engine and what the engine needs, nothing of the program that started
-it.
+(`process.py`) serves calls between two decode steps, sends events as they occur, and exits when its
+parent does. It imports only the engine and its dependencies, not the program that started it.
 
-An error in a call is the answer to it, but for three that end the child and leave a `Down`: an
-`EngineGoneError`, an engine that does not start, and whatever `poll` raises.
+An error in a call is returned to the caller. Three errors end the child instead and leave a `Down`
+event: an `EngineGoneError`, an engine that does not start, and any error in `poll`.
 """
 
 import time
@@ -39,27 +38,29 @@ from rlcore.utils.net import decode, encode, frame
 if TYPE_CHECKING:  # it imports torch, which only some engines need
     from rlcore.protocols import PauseMode, Tag
 
-_GRACE_S = 10.0  # an engine with a deadline of its own names what was late, if it may
+_GRACE_S = 10.0  # added to the engine's own deadline, so that its more specific error comes first
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, ValueError, RuntimeError, TimeoutError)}
 
 
 class ChildEngine:
-    """`Engine` whose work is done by another one in a child process.
+    """`Engine` that runs another engine in a child process.
 
-    `factory` is "module:function", called there with `settings` (plain data) as keywords; it
-    returns the engine. Settings that differ from start to start, such as an address, come from a
-    function. The child is started at once and awaited at the first call, `start_s` at most. Every
-    call has a deadline and raises what the engine raised. When the child dies, `poll` returns one
-    `Down` with the requests that were lost and the tokens of theirs that progress events had
-    brought; `restart` brings a new one up, without weights. A call that finds the engine dead
-    raises EngineGoneError, and `failure` says why by then. Settings that the engine refuses are a
-    ConfigError of every call.
+    The child calls `factory`, "module:function", with `settings` (plain data) as keywords; it
+    returns the engine. If settings change between starts, such as an address, `settings` is a
+    function that returns them. The child starts at once; the first call waits for it, at most
+    `start_s`.
 
-    The deadline of a call is `deadline_s`. An engine that has one itself gets it in its settings,
-    as `deadline_s`; then a call here takes that and a little longer.
+    Every call has a deadline and raises the error that the engine raised. If the child exits,
+    `poll` returns one `Down` with the lost requests and their tokens from progress events.
+    `restart` starts a new child, without weights. If the engine has failed, calls raise
+    EngineGoneError and `failure` has the reason. If the engine rejects its settings, every call
+    raises ConfigError.
 
-    `resize(tp)` has the settings be those of another tensor-parallel size. With it `relayout` gives
-    the engine another child, of that size; without it the engine itself is asked.
+    The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
+    calls, the deadline here is that value plus 10 s.
+
+    `resize(tp)` changes the settings to another tensor-parallel size. With it, `relayout` starts a
+    new child of that size; without it, `relayout` calls the engine's own method.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ChildEngine:
         self._deadline_s = deadline_s
         self._start_s = start_s or deadline_s
         self._live: dict[RequestId, list[Partial]] = {}
-        """What each request has produced so far, in pieces."""
+        """Tokens of each live request so far, as the pieces that progress events carried."""
         self._events: list[AnyEvent] = []
         self._child: Child | None = None
         self._down = ""
@@ -90,26 +91,26 @@ class ChildEngine:
 
     @property
     def pid(self) -> int:
-        """Of the child, 0 when there is none."""
+        """Process id of the child; 0 if none is running."""
         return self._child.process.pid if self._child is not None and not self._down else 0
 
     @property
     def failure(self) -> str:
-        """Why the child has failed; empty while it works. Settings that it has refused are no
-        failure once a call has raised them: another start would not help."""
+        """Reason why the child has failed; empty while it works. If it rejected its settings and a
+        call has raised that error, this is empty too: a restart would not help."""
         if not self._down and not self._closed:
             self._pump(0.0)
         return f"{self._name} {self._down}" if self._down and not self._told else ""
 
     def fail(self, reason: str) -> None:
-        """Kill the child, as something that it cannot work without is gone: `poll` returns its
+        """Kill the child, because something that it depends on has failed. `poll` then returns its
         `Down`."""
         if not self._down and not self._closed:
             self._die(f"was ended: {reason}")
 
     def restart(self) -> None:
-        """End the child if it lives and start another: no requests, no weights. Requests that the
-        old one held and that no `Down` has named yet are named by the next `poll`."""
+        """End the child if it is running, and start a new one without requests and weights. The
+        next `poll` reports the old child's requests as lost, unless a `Down` has already."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         if not self._down:
@@ -117,17 +118,18 @@ class ChildEngine:
         self._start()
 
     def is_starting(self, timeout_s: float) -> bool:
-        """The child neither takes calls nor is dead yet, after a wait of up to `timeout_s`."""
+        """Return whether the child has neither started nor failed after a wait of up to
+        `timeout_s`."""
         end = time.monotonic() + timeout_s
         while not (self._built or self._down or self._replies) and time.monotonic() < end:
             self._pump(end - time.monotonic())
         return not (self._built or self._down or self._replies)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As the engine's; when the child is found dead, the requests are in its `Down`."""
+        """Queue requests. If the child has failed, its `Down` lists them as lost."""
         new = [request.id for request in requests if request.id not in self._live]
         dead = bool(self._down)
-        self._live.update((i, []) for i in new)  # its events may come before its answer
+        self._live.update((i, []) for i in new)  # events may arrive before the reply
         try:
             self._call("submit", tuple(requests))
         except EngineGoneError:
@@ -140,14 +142,14 @@ class ChildEngine:
             raise
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """As the engine's; what a dead child held is in its `Down`."""
+        """Abort requests. If the child has failed, do nothing: its `Down` lists its requests."""
         try:
             self._call("abort", tuple(ids))
         except EngineGoneError:
             return
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Events that the child has pushed; waits up to `timeout_s` for the first one."""
+        """Return the events that the child has sent; wait up to `timeout_s` for the first one."""
         end = time.monotonic() + timeout_s
         while not self._down:
             self._pump(0.0 if self._events else end - time.monotonic())
@@ -157,36 +159,37 @@ class ChildEngine:
         return events
 
     def pause(self, mode: "PauseMode") -> None:
-        """As the engine's."""
+        """Call `pause` of the engine."""
         self._call("pause", mode)
 
     def resume(self) -> None:
-        """As the engine's."""
+        """Call `resume` of the engine."""
         self._call("resume")
 
     def begin_load(self, version: int) -> None:
-        """As the engine's."""
+        """Call `begin_load` of the engine."""
         self._call("begin_load", version)
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """As the engine's; with transport `shm` the files may be removed when it returns."""
+        """Call `load_bucket` of the engine. With transport `shm`, the files may be removed after
+        the call."""
         self._call("load_bucket", bucket, tuple(payloads))
 
     def end_load(self) -> None:
-        """As the engine's."""
+        """Call `end_load` of the engine."""
         self._call("end_load")
 
     def sleep(self, tags: "Collection[Tag]") -> None:
-        """As the engine's."""
+        """Call `sleep` of the engine."""
         self._call("sleep", tuple(tags))
 
     def wake(self, tags: "Collection[Tag]") -> None:
-        """As the engine's."""
+        """Call `wake` of the engine."""
         self._call("wake", tuple(tags))
 
     def relayout(self, tp: int) -> None:
-        """As the engine's, or another child takes its place, without weights: see the class. Then
-        RuntimeError while requests run."""
+        """Change the tensor-parallel size. With `resize`, start a new child without weights and
+        raise RuntimeError while requests run. Otherwise call `relayout` of the engine."""
         if self._resize is None:
             self._call("relayout", tp)
             return
@@ -201,11 +204,11 @@ class ChildEngine:
         self._start()
 
     def remember(self, histories: Sequence[History]) -> None:
-        """As the engine's."""
+        """Call `remember` of the engine."""
         self._call("remember", tuple(histories))
 
     def close(self) -> None:
-        """End the child: asked first, killed after a few seconds."""
+        """End the child: close its stream, and kill it after a few seconds."""
         if self._closed:
             return
         self._closed = True
@@ -217,7 +220,7 @@ class ChildEngine:
     # ---- the child
 
     def _dismiss(self) -> None:
-        """Let the child end as its stream does; kill it after a few seconds."""
+        """Close the child's stream so that it exits; kill it after a few seconds."""
         assert self._child is not None
         self._child.end(exiting=True)
 
@@ -289,7 +292,7 @@ class ChildEngine:
         return f"engine process {pid} of rank {self._rank}"
 
     def _pump(self, timeout_s: float) -> None:
-        """Take in what the child has sent."""
+        """Receive and sort the messages of the child; wait up to `timeout_s` for the first one."""
         assert self._child is not None
         try:
             for body in self._child.channel.receive(timeout_s):
@@ -310,7 +313,8 @@ class ChildEngine:
             self._die(f"wrote to its channel ({error})")
 
     def _note(self, event: AnyEvent) -> AnyEvent:
-        """Keep the tokens that an event brings of a live request, forget what has ended."""
+        """Store the tokens that an event carries for live requests, and forget ended requests.
+        Return the event without these tokens."""
         if isinstance(event, Finished | Aborted):
             self._live.pop(event.id, None)
         elif isinstance(event, Progress) and event.tails:
@@ -321,7 +325,8 @@ class ChildEngine:
         return event
 
     def _die(self, reason: str) -> None:
-        """The child is gone or must go: reap it and leave a `Down` for `poll`."""
+        """End and reap the child, and queue a `Down` for `poll`. An empty `reason` means that the
+        child has exited by itself."""
         assert self._child is not None
         code = self._child.end(exiting=not reason)
         if code is None:
@@ -342,8 +347,8 @@ class ChildEngine:
         )
 
     def _lose(self, ids: Sequence[RequestId]) -> None:
-        """Requests that were handed to a dead child: lost like the others, if `poll` has not said
-        so yet; otherwise the caller knew."""
+        """Add requests that were submitted to a failed child to its pending `Down`. If `poll` has
+        already returned the `Down`, raise EngineGoneError."""
         for at, event in enumerate(self._events):
             if isinstance(event, Down):
                 lost = event.lost + tuple(ids)
@@ -353,7 +358,7 @@ class ChildEngine:
 
 
 def joined(pieces: Sequence[Partial]) -> Partial:
-    """A response from its pieces."""
+    """Join the pieces of a response."""
     drafted = [p.drafted for p in pieces if p.drafted is not None]
     return Partial(
         tokens=np.concatenate([p.tokens for p in pieces]),

@@ -1,12 +1,13 @@
 """The controller: one deterministic state machine per round. Events in, commands out.
 
-It decides which request starts where, when the round is over and who is aborted. It does no tensor
-work, holds no clock and no socket: `round.py` feeds it events and sends its commands, the simulator
-will do the same with virtual replicas. The same events in the same order give the same commands.
+It decides which request starts on which engine, when the round is over and which requests are
+aborted. It does no tensor work and holds no clock and no socket. `round.py` feeds it events and
+sends its commands; the simulator does the same with virtual engines. The same events in the same
+order give the same commands.
 
     start(work) -> [Submit...]
     handle(event, now) -> [Submit..., Abort..., Repair..., EndRound... | Fail...]
-    tick(now) -> [Alive... | Release... | Fail...]        deadlines, and what time alone changes
+    tick(now) -> [Alive... | Release... | Fail...]        deadlines and other time-based decisions
 """
 
 from collections import deque
@@ -58,29 +59,31 @@ from rlcore.sched.roles import Cell, Elastic, GroupState, Live, Place, RequestSt
 
 ALIVE_INTERVAL_S = 20.0
 MAX_REPAIRS = 3
-"""Times that a round goes on after its last engine has died."""
+"""Number of times that a round restarts all engines after the last one has failed."""
 
 
 @dataclass(slots=True)
 class Trainer:
-    """A cell that has left decoding."""
+    """Training state of a cell that has stopped decoding. A cell is a set of ranks that change from
+    decoding to training together."""
 
     cell: Cell
     busy: set[int] = field(default_factory=set)
-    """Its ranks that have not yet trained what they were given."""
+    """Ranks of the cell that are still training the groups they were given."""
     seconds: float = 0.0
 
     def trained(self, rank: int, seconds: float) -> None:
-        """Note that one of its ranks has trained what it was given."""
+        """Record that a rank of the cell has finished training the groups it was given."""
         self.busy.discard(rank)
         self.seconds += seconds / len(self.cell.ranks)
 
 
 class Controller:
-    """One round over the replicas on `ranks`. `all_ranks` (default: the same) get the end of it.
+    """Controller of one round over the engines on `ranks`. The end of the round is sent to
+    `all_ranks` (default: `ranks`).
 
-    A replica may span several ranks: `members` says which others belong to the one of a rank. When
-    one of these says Down, so has the replica.
+    An engine may span several ranks: `members` maps its leading rank to its other ranks. If one of
+    them reports `Down`, the whole engine is down.
     """
 
     def __init__(
@@ -95,16 +98,19 @@ class Controller:
         by_tokens: bool = False,
         elastic: Elastic | None = None,
     ) -> None:
-        """`by_tokens`: the shorter response came first, not the one whose reward did. `elastic`:
-        replicas may stop decoding and train."""
+        """
+        Args:
+            by_tokens: responses count in order of length instead of the arrival of their rewards.
+            elastic: policy that releases engines from decoding to train; None keeps all decoding.
+        """
         self._place, self._stop, self._deadline_s = place, stop, deadline_s
         self._ranks = tuple(ranks)
         self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
         self._leader = {r: rank for rank, rest in (members or {}).items() for r in rest}
         self._repairs = 0
-        self._up = dict.fromkeys(ranks, 0)  # rank -> live requests
+        self._up = dict.fromkeys(ranks, 0)  # leading rank of a decoding engine -> live requests
         self._ready: set[int] = set()
-        self._seen: dict[int, float] = {}  # rank -> time of its last event that moved anything
+        self._seen: dict[int, float] = {}  # rank -> time of its last event that shows progress
         self._heard: dict[int, float] = {}  # rank -> time of its last event
         self._groups: dict[str, GroupState] = {}
         self._requests: dict[str, RequestState] = {}
@@ -113,58 +119,59 @@ class Controller:
         self._dropped: dict[GroupId, str] = {}
         self._elastic = elastic
         self._leaving: set[int] = set()
-        """Replicas that were told to release and have not yet."""
+        """Engines that were told to release their requests and have not done so yet."""
         self._gone: set[int] = set()
-        """Those of cells that leave and train nothing."""
+        """Engines of released cells that do not train."""
         self._trainers: list[Trainer] = []
         self._to_train: deque[GroupState] = deque()
-        """Complete groups that are kept and that nobody trains yet."""
+        """Complete groups to be kept that are not assigned to a training cell yet."""
         self._streamed: list[Streamed] = []
         self._reasons: dict[int, str] = {}
-        # well within the deadline, or a waiting rank would give up before the verdict
+        # Well within the deadline; otherwise a waiting rank would time out before the controller.
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
         self._last_alive = 0.0
         self._look_at = 0.0
-        """Before then no rank has been silent for too long."""
+        """Earliest time at which a rank can exceed the deadline; no check is needed before."""
         self._stats: dict[str, float] = {}
         self._last_finish = 0.0
         self.done = False
         self._num_requests = self._num_started = 0
         self.num_done = 0
-        """Responses that have their score."""
+        """Number of responses that have counted, with their score."""
         self._num_dropped = 0
-        """Of those: the responses of groups that do not count."""
+        """Number of responses in `num_done` whose groups were dropped."""
         self.counted: list[RequestState] = []
-        """Those that counted, in that order: what decided the round."""
+        """Responses that have counted, in the order in which they counted."""
         self.kept: tuple[GroupId, ...] | None = None
-        """The groups that the round ended with."""
+        """Groups that the round kept; None until it has ended."""
 
     @property
     def num_requests(self) -> int:
-        """Responses that the round wants."""
-        if not self._num_requests:  # asked at every reward, and it is over all groups
+        """Number of responses that the round needs."""
+        if not self._num_requests:  # cached: read at every reward, and computed over all groups
             self._num_requests = self._stop.num_wanted(self._groups)
         return self._num_requests
 
     @property
     def groups(self) -> Mapping[GroupId, GroupState]:
-        """Of the round so far, in the order in which they were started."""
+        """Groups of the round so far, in the order of their start."""
         return self._groups
 
     @property
     def dropped(self) -> Mapping[GroupId, str]:
-        """Complete groups that do not count, and why."""
+        """Complete groups that are not trained, with the reason."""
         return self._dropped
 
     def decide_by(self, make: Callable[[Callable[[], Collection[RequestState]]], Race]) -> None:
-        """Another race than the clock's; `make` is given all requests of the round. Before the
-        first event."""
+        """Set another order in which responses count (class `Race`) than that of arrival. `make`
+        gets a function that returns all requests of the round. Call this before the first
+        event."""
         self._race = make(self._requests.values)
 
     # ---- the interface
 
     def start(self, work: Iterable[Work], now: float) -> list[AnyCommand]:
-        """Begin a round. Requests go out when the replicas have said Ready."""
+        """Begin a round. Requests are submitted once all engines have sent `Ready`."""
         self._add(work)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._heard = dict(self._seen)
@@ -176,7 +183,7 @@ class Controller:
         return []
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
-        """What to do about one event."""
+        """Process one event and return the commands that it causes."""
         self._heard[event.rank] = now
         if self._moves(event):
             self._seen[event.rank] = now
@@ -213,7 +220,8 @@ class Controller:
         return self._submit()
 
     def tick(self, now: float) -> list[AnyCommand]:
-        """To be called now and then: finds silent ranks, reassures waiting ones."""
+        """Check deadlines and return time-based commands. Call this periodically: it fails the
+        round if a rank is silent for too long, and sends `Alive` to waiting ranks."""
         if self.done:
             return []
         silent: list[int] = []
@@ -248,9 +256,9 @@ class Controller:
         request.end(event.finish, event.num_tokens, event.num_observed)
         if self._elastic is not None:
             self._elastic.finished(event.num_tokens)
-        if event.rank in self._up:  # it may be leaving
+        if event.rank in self._up:  # not there if the engine is being released
             self._up[event.rank] -= 1
-        return self._submit()  # what it means for the race is decided when it has its reward
+        return self._submit()  # a response counts only once it has its reward
 
     def _rewarded(self, event: Rewarded, now: float) -> list[AnyCommand]:
         request = self._requests[event.id]
@@ -264,7 +272,7 @@ class Controller:
         return self._count_in()
 
     def _count_in(self) -> list[AnyCommand]:
-        """What the race lets through, one after the other: each may close others."""
+        """Count the responses that the race releases, one at a time: each may close groups."""
         assert self._race is not None
         commands: list[AnyCommand] = []
         while not self.done and (request := self._race.next(self._is_open)) is not None:
@@ -272,11 +280,11 @@ class Controller:
         return commands
 
     def _is_open(self, request: RequestState) -> bool:
-        """May it still count, or be overtaken?"""
+        """Whether the request may still count: not aborted, and its group is open."""
         return request.finish != "abort" and not self._groups[group_of(request.id)].is_closed
 
     def _counts(self, request: RequestState) -> list[AnyCommand]:
-        """A response with its reward is in, unless its group is closed: then it is late."""
+        """Count a rewarded response. If its group is closed, the response is late and ignored."""
         group = self._groups[group_of(request.id)]
         if group.is_closed:
             return []
@@ -299,7 +307,7 @@ class Controller:
         return [*aborts, *self._submit(), *self._release(), *self._feed()]
 
     def _close(self, groups: Iterable[GroupId]) -> list[AnyCommand]:
-        """What is still under way of these groups is of no use."""
+        """Close these groups and abort their unfinished requests."""
         live: dict[int, list[str]] = {}
         for g in groups:
             self._groups[g].close()
@@ -312,13 +320,13 @@ class Controller:
         return [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
 
     def _down(self, event: Down) -> list[AnyCommand]:
-        """The replica's unfinished requests go on elsewhere, from the last token that is known of
-        them. Without another replica all ranks start their engines again."""
+        """Requeue the unfinished requests of a failed engine; other engines continue them from
+        their last known token. If no other engine is left, all ranks restart their engines."""
         self._reasons[event.rank] = event.reason
-        if self._repairs and event.rank not in self._ready:  # it is being started again anyway
+        if self._repairs and event.rank not in self._ready:  # a repair restarts it already
             return []
         leader = self._leader.get(event.rank)
-        if leader is not None:  # its engine cannot work, and says so itself when it is ended
+        if leader is not None:  # end the leader's engine, which then reports Down itself
             decodes = leader in self._up or leader in self._leaving
             return [Drop(rank=leader, reason=event.reason)] if decodes else []
         if event.rank in self._leaving:
@@ -331,8 +339,8 @@ class Controller:
         return self._go_on()
 
     def _go_on(self) -> list[AnyCommand]:
-        """A replica has gone. Without another that decodes all start again, when those that are
-        leaving have left."""
+        """Continue after an engine has stopped decoding. If no engine is decoding, restart all of
+        them, once the engines being released have released their requests."""
         if self._up:
             return [*self._submit(), *self._feed()]
         if self._leaving:
@@ -346,23 +354,24 @@ class Controller:
         self._repairs += 1
         self._count("sched/repairs", 1)
         self._forget_training()
-        self._place.clear()  # or all would go to the replica that was left last
+        self._place.clear()  # otherwise all requests would go to the last engine that was left
         self._up = {rank: 0 for rank in self._ranks if rank not in self._gone}
         self._ready.clear()
         return [Repair(rank=r) for r in self._all_ranks]
 
     def _requeue(self, rank: int, partials: Mapping[RequestId, Partial]) -> list[RequestState]:
-        """The unfinished requests of a replica wait again, in front, with what is known of them."""
+        """Put an engine's unfinished requests back at the front of the queue, with their tokens so
+        far. Return them."""
         lost = [r for r in self._requests.values() if r.rank == rank and not r.finish]
         for r in lost:
             r.requeue(partials.get(r.id, r.resume))
         self._waiting.extendleft(reversed(lost))
         return lost
 
-    # ---- training beside decoding
+    # ---- training while other engines decode
 
     def _release(self) -> list[AnyCommand]:
-        """Tell replicas to stop decoding, if it is time."""
+        """Tell engines to stop decoding, if the elastic policy chooses some."""
         if self._elastic is None or self._trainers or self._gone:
             return []
         done = self.num_done - self._num_dropped
@@ -376,7 +385,7 @@ class Controller:
         self._leaving = {r for cell in chosen for r in cell.leaders if r in self._up}
         for rank in self._leaving:
             del self._up[rank]
-        # The dead of a node that is given away are told as well: they stay dead at a repair.
+        # Also notify failed engines on a released node, so that a repair does not restart them.
         told = self._leaving | self._gone
         return [Release(rank=rank) for rank in sorted(told)] + self._feed()
 
@@ -392,8 +401,8 @@ class Controller:
         return found
 
     def _released(self, event: Released) -> list[AnyCommand]:
-        """What a replica had under way goes on elsewhere, from the tokens that there are."""
-        if event.rank not in self._leaving:  # it died of it, and said so
+        """Requeue the requests that an engine has released, with the tokens that they have."""
+        if event.rank not in self._leaving:  # the engine has failed meanwhile and sent Down
             return []
         self._has_left(event.rank)
         moved = self._requeue(event.rank, event.partials)
@@ -416,7 +425,7 @@ class Controller:
         return self._feed()
 
     def _feed(self) -> list[AnyCommand]:
-        """Give complete groups to ranks that train and have nothing to do."""
+        """Send complete groups to the idle training cells."""
         commands: list[AnyCommand] = []
         for trainer in self._trainers:
             cell = trainer.cell
@@ -431,7 +440,7 @@ class Controller:
             ids = tuple(group.id for group in groups)
             self._streamed.append(Streamed(groups=ids, dp_ranks=cell.dp_ranks))
             trainer.busy.update(cell.ranks)
-            # First: whoever trains waits for the others of its model replica, and sends nothing.
+            # Ship before Train: a rank that trains blocks on its model replica and cannot send.
             owners: dict[int, list[str]] = {}
             for ref in (ref for group in groups for ref in group.refs):
                 owners.setdefault(ref.owner, []).append(ref.id)
@@ -440,7 +449,8 @@ class Controller:
         return commands
 
     def _forget_training(self) -> None:
-        """All engines start again, for which the learner gives up what it has accumulated."""
+        """Queue all streamed groups for training again. All engines restart, and the learner
+        discards its accumulated gradient for that."""
         streamed = [g for s in self._streamed for g in s.groups]
         self._to_train.extendleft(self._groups[g] for g in reversed(streamed))
         self._streamed.clear()
@@ -448,7 +458,7 @@ class Controller:
         self._leaving.clear()
 
     def _stream_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
-        """Of a round in which replicas were released."""
+        """Return the metrics of a round in which engines were released to train; else {}."""
         if not self._trainers:
             return {}
         tokens = {g: sum(r.num_tokens for r in self._groups[g].counted) for g in kept}
@@ -461,14 +471,14 @@ class Controller:
     # ---- decisions
 
     def _submit(self) -> list[AnyCommand]:
-        """Hand waiting requests to replicas that have room. Nothing goes out before every replica
-        has said Ready, so that placement does not depend on who came first."""
+        """Submit waiting requests to engines that have room. Nothing is submitted before every
+        engine has sent `Ready`, so that placement does not depend on their start order."""
         if not self._waiting or any(rank not in self._ready for rank in self._up):
             return []
         chosen: dict[int, list[RequestState]] = {}
         while self._waiting:
             request = self._waiting[0]
-            if request.finish:  # its group was closed meanwhile
+            if request.finish:  # aborted, because its group was closed while it waited
                 self._waiting.popleft()
                 continue
             rank = self._place.choose(request.id, self._up)
@@ -507,7 +517,8 @@ class Controller:
         return [*aborts, *(structs.replace(end, rank=r) for r in self._all_ranks)]
 
     def _anchors(self, groups: Iterable[GroupId]) -> dict[str, float]:
-        """What the right answers of these groups took at most, where deadlines adapt."""
+        """Return the longest scoring time of a right answer by prompt, in seconds, for adaptive
+        reward deadlines."""
         found: dict[str, float] = {}
         for state in (self._groups[g] for g in groups):
             for r in state.requests.values():
@@ -517,9 +528,11 @@ class Controller:
         return found
 
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
-        """Of what was started and not kept. `sched/length_shift`: by how much the kept responses of
-        these groups are shorter than all that were started, which are at least as long as is known
-        of them."""
+        """Return metrics of responses that were started but not kept.
+
+        `sched/length_shift` is the mean length of kept responses over that of all started responses
+        of the kept groups, minus 1. Unfinished responses enter with their length so far.
+        """
         counted = [r.num_tokens for g in kept for r in self._groups[g].counted]
         every = sum(r.num_tokens for r in self._requests.values())
         out = {}
@@ -532,7 +545,7 @@ class Controller:
         return out
 
     def _reward_stats(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Time of one score, and the means of the further numbers that the reward returned."""
+        """Return scoring times, and the means of the further numbers that the reward returned."""
         trained = [g for g in groups if not is_baseline(g.id)]
         kept = [self._requests[ref.id].result for g in trained for ref in g.refs]
         results = [r for r in kept if r is not None]
@@ -576,7 +589,7 @@ class Controller:
     # ---- deadlines
 
     def _moves(self, event: AnyEvent) -> bool:
-        """Is it a sign of work done? A stuck engine reports by the clock, too."""
+        """Whether the event shows progress. A stuck engine still sends periodic reports."""
         if isinstance(event, Progress):
             lengths = zip(event.ids, event.lengths, strict=True)
             return any(n > self._requests[i].num_tokens for i, n in lengths)
@@ -595,7 +608,7 @@ class Controller:
         parts = []
         for rank in silent[:4]:
             quiet = f"rank {rank}: nothing heard for {now - self._heard[rank]:.0f} s"
-            if now - self._heard[rank] <= self._deadline_s:  # its reports go by the clock
+            if now - self._heard[rank] <= self._deadline_s:  # only its periodic reports arrive
                 quiet = f"rank {rank}: no new token for {now - self._seen[rank]:.0f} s"
             if rank not in self._ready:
                 parts.append(f"{quiet}, it never entered the rollout phase")

@@ -1,10 +1,10 @@
-"""The one way of a sample from the rank that sampled it to the ranks that train it.
+"""Transfer of samples from the rank that sampled them to the ranks that train them.
 
     engine -> Agent.samples -> SampleExchange.send -> (inbox "samples") -> SampleExchange.collect
 
-The owner sends: after a round, when every rank knows the plan (`Rollout.route`), or when the
-controller says so with `Ship`, in the middle of a round (--mode stream) or without one (--mode
-async). A sample that arrives before its rank asks for it waits here.
+The rank that sampled a sample owns it and sends it. After a round, every rank knows where samples
+go (`Rollout.route`). In `--mode stream` and `--mode async`, the controller orders a transfer with
+`Ship`. A sample that arrives before its rank asks for it is stored here.
 """
 
 import time
@@ -16,10 +16,10 @@ from rlcore.rollout.transport import Hub
 
 
 class SampleExchange:
-    """One rank's side."""
+    """One rank's samples and their transfer to and from other ranks."""
 
     def __init__(self, hub: Hub, timeout_s: float) -> None:
-        """`timeout_s`: deadline of samples that another rank sends."""
+        """`timeout_s`: longest wait for samples of other ranks."""
         self._hub, self._timeout_s = hub, timeout_s
         self.own: dict[RequestId, Sample] = {}
         """Finished samples of this rank, by id."""
@@ -31,7 +31,7 @@ class SampleExchange:
         self._arrived.clear()
 
     def send(self, ids: Iterable[RequestId], to: Iterable[int]) -> None:
-        """Send samples of this rank to other ranks; this rank itself is left out."""
+        """Send samples of this rank to the ranks in `to`, skipping this rank."""
         samples = [self.own[i] for i in ids]
         for rank in to:
             if rank != self._hub.rank:
@@ -46,7 +46,7 @@ class SampleExchange:
     def collect(
         self, ids: Collection[RequestId], owners: Mapping[RequestId, int]
     ) -> dict[RequestId, Sample]:
-        """Return these samples; wait for those that their owners send.
+        """Return these samples by id; wait for those that other ranks send.
 
         Raises:
             TimeoutError: names the ranks that have not sent.

@@ -1,8 +1,8 @@
-"""Sampling that does not stop at the end of a step, over all ranks: `--mode async`.
+"""Asynchronous rollout over all ranks, `--mode async`: sampling continues across training steps.
 
-Rank 0 has the controller in a thread from one push to the next. Train ranks `take` the groups of an
-update and `fetch` their samples; meanwhile ranks that sample are in `Agent.go_on`, which ends when
-the controller `hold`s them for the push.
+Rank 0 runs the controller in a thread from one weight update to the next. Train ranks `take` the
+groups of an update and `fetch` their samples. Meanwhile the rollout ranks are in `Agent.go_on`,
+which returns when the controller `hold`s them for the weight update.
 """
 
 import threading
@@ -35,11 +35,11 @@ from rlcore.utils.net import decode, encode
 
 TICK_S = 0.25
 FOLDER = "buffer"
-"""Of a checkpoint."""
+"""Name of the folder in a checkpoint that holds the state of the asynchronous rollout."""
 
 
 class Flow:
-    """One rank's part. `controller` is rank 0's alone."""
+    """Asynchronous rollout as seen by one rank. `controller` is None on ranks other than 0."""
 
     def __init__(
         self,
@@ -52,8 +52,12 @@ class Flow:
         record: Recorder | None = None,
         replay: EventLog | None = None,
     ) -> None:
-        """`deadline_s`: of a hold; `record`: writes the log
-        of this run; `replay`: the log that decides it, and has its samples."""
+        """
+        Args:
+            deadline_s: the controller's deadline for a silent rank; a hold takes at most twice it.
+            record: writes the log of this run.
+            replay: log of a recorded run, which provides the order of events and the samples.
+        """
         self._hub, self._agent, self._samplers = hub, agent, samplers
         self._record, self._replay, self._version = record, replay, 0
         self.controller = controller
@@ -65,8 +69,8 @@ class Flow:
     # ---- train ranks
 
     def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
-        """The groups that policy `version` trains, the same on every train rank. From here on the
-        engines decode with its weights, until `hold`. Raises as `Agent.run_round`."""
+        """Return the groups of the update that trains policy `version`, the same on every train
+        rank. The engines decode with that version until `hold`. Raises as `Agent.run_round`."""
         self._version = version
         if self.controller is not None:
             self._start(self.controller, version)
@@ -76,8 +80,12 @@ class Flow:
     def fetch(
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
     ) -> dict[RequestId, Sample]:
-        """The samples that this rank trains, by id. `destination` and `owners` are the same on
-        every train rank; rank 0 has the owners send. Misfit where a replay's log has them not."""
+        """Return the samples that this rank trains, by id. Rank 0 tells their owners to send them.
+        `destination` and `owners` are the same on every train rank.
+
+        Raises:
+            Misfit: the log of a replay does not have the samples.
+        """
         if self._replay is not None:
             mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
             return self._replay.samples(self._version, mine)
@@ -86,19 +94,20 @@ class Flow:
                 self._hub.send(owner, "agent", Ship(rank=owner, ids=tuple(ids), to=ranks))
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
         found = self._agent.exchange.collect(mine, owners)
-        if self._record is not None:  # of a model replica the first rank writes
+        if self._record is not None:  # only the first rank of a model replica writes
             own = [s for i, s in found.items() if min(destination[i]) == self._hub.rank]
             self._record.samples(self._version, self._hub.rank, own)
         return found
 
     def read(self, samples: Iterable[Sample]) -> None:
-        """On rank 0: have its agent know these samples of the last batch, to show them."""
+        """Give these samples of the last batch to the worker of rank 0, so that they can be logged.
+        Call this on rank 0 only."""
         assert self.controller is not None
         self._agent.read(self.controller.prompts, samples)
 
     def hold(self, mode: HoldMode) -> dict[str, float]:
-        """On rank 0: nobody decodes from here on, and weights may be pushed. Returns the counters
-        since the last hold.
+        """Stop all decoding, so that weights can be updated. Return the counters since the last
+        hold. Call this on rank 0 only.
 
         Raises:
             RuntimeError: the controller has failed meanwhile.
@@ -106,7 +115,7 @@ class Flow:
         """
         assert self.controller is not None and self._thread is not None
         self._hub.send(0, "controller", [Holding(mode=mode)])
-        # The controller names a silent rank after this deadline; past it nobody is there to do so.
+        # After one deadline the controller fails and names the silent rank, so wait for two.
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
@@ -118,7 +127,7 @@ class Flow:
         return self.controller.take_stats()
 
     def close(self) -> None:
-        """End the thread, whatever it is at."""
+        """End the controller's thread, even if ranks still decode."""
         self._gone.set()
         if self._thread is not None:
             self._thread.join(timeout=10 * TICK_S)
@@ -131,7 +140,8 @@ class Flow:
         self._thread.start()
 
     def _control(self, controller: AsyncController, version: Version) -> None:
-        """An error here ends the run on every rank with its reason."""
+        """Run the controller. An error here ends the run on every rank, with the error as the
+        reason."""
         try:
             self._serve(controller, version)
         except Exception as e:
@@ -143,14 +153,14 @@ class Flow:
             self._hub.release()
 
     def _serve(self, controller: AsyncController, version: Version) -> None:
-        """Until all ranks that sample have stopped."""
+        """Feed the controller with events until all rollout ranks have stopped."""
         self._send(controller.go(version, time.monotonic()))
         while not controller.done and not self._gone.is_set():
             commands = []
             events = self._hub.receive("controller", list[AnyEvent], TICK_S)
             now = time.monotonic()
             for event in events or []:
-                if event.round:  # of an evaluation
+                if event.round:  # sent in an evaluation round
                     continue
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
@@ -171,8 +181,9 @@ class Flow:
     # ---- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part: the controller's state, or finished samples. After a hold with
-        release. `folder` is there. A replay has nothing under way that another run could use."""
+        """Write this rank's part of a checkpoint: the controller's state, or finished samples. Call
+        this after a hold in mode `release`; `folder` must exist. A replay writes nothing, because
+        it has no unfinished requests to resume."""
         if self._replay is not None:
             return
         if self.controller is not None:
@@ -183,7 +194,7 @@ class Flow:
             (folder / name).write_bytes(encode(list(self._agent.samples.values())))
 
     def load(self, folder: Path) -> None:
-        """Read it again; ranks that sample may be more or fewer than there were.
+        """Read this rank's part of a checkpoint. The number of rollout ranks may have changed.
 
         Raises:
             ConfigError: the buffer was filled under other settings, or by a replay.
@@ -210,11 +221,11 @@ class Flow:
                     self._agent.adopt(decode(data, list[Sample]))
 
     def _owner_now(self, folder: Path):
-        """From the rank that wrote samples to the one that has them from now on."""
+        """Return the map from a rank that wrote samples to the rank that owns them now."""
         place = {rank: i for i, rank in enumerate(_owners(folder))}
         return lambda rank: self._samplers[place[rank] % len(self._samplers)]
 
 
 def _owners(folder: Path) -> list[int]:
-    """Ranks that wrote samples."""
+    """Return the ranks that wrote samples to the folder."""
     return sorted(int(p.stem.removeprefix("samples")) for p in folder.glob("samples*.msgpack"))

@@ -1,6 +1,7 @@
-"""The error of an engine that is no more; light, as child processes import it first."""
+"""The error of an engine that has failed for good. The module imports nothing, so that child
+processes start fast."""
 
 
 class EngineGoneError(RuntimeError):
-    """The engine cannot be used again; the message says why. What it refuses while it lives is
-    another error."""
+    """Raised if the engine has failed and cannot be used again; the message is the reason. Invalid
+    calls to a working engine raise other errors."""

@@ -1,11 +1,12 @@
-"""HistoSpec's memory: earlier responses by prompt, and the index that drafts from them.
+"""Histories for HistoSpec: earlier responses by prompt, and the index for drafting from them.
 
-    Library   on rank 0, for the whole run: what the last epochs' responses to each prompt were,
-              bounded, the oldest go first; part of the checkpoint
-    Index     at every engine: the responses to the prompts that it has, as a suffix forest. A
-              thread of its own builds it beside decoding, then it takes the old one's place
+    Library   on rank 0, for the whole run: the responses to each prompt in its last epochs. Its
+              size is bounded; the oldest prompts are removed first. Part of the checkpoint
+    Index     at every engine: the responses to the engine's prompts, as a suffix forest. A
+              background thread builds a new forest while the engine decodes, then swaps it in
 
-RhymeRL, arXiv:2508.18588. A prompt is known by its tokens, so it may move to another row or file.
+RhymeRL, arXiv:2508.18588. A prompt is identified by its tokens, so it may move to another row or
+file.
 """
 
 import hashlib
@@ -32,31 +33,37 @@ from rlcore.utils.log import log
 
 Draft = Literal["none", "ngram", "history", "history_reward"]
 CONTEXT = 8
-"""Of the prompt's tokens, these go before a response, so that its first tokens are drafted too."""
+"""Number of last prompt tokens stored before a response, so that its first tokens are drafted."""
 _STOP_S = 30.0
 
 
 def prompt_key(prompt: IntArray) -> int:
-    """The name of a prompt in all epochs, 63 bits of its tokens' hash. [P] int32."""
+    """Return the key of a prompt, the same in all epochs: 63 bits of the hash of its tokens [P]
+    int32."""
     data = np.ascontiguousarray(prompt, np.int32).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
 
 def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float) -> History:
-    """What is kept of a scored response."""
+    """Return the history record of a scored response."""
     tokens = np.concatenate((prompt[-CONTEXT:], response)).astype(np.int32)
     return History(key=prompt_key(prompt), id=id, tokens=tokens, score=score)
 
 
 class Library:
-    """Histories of prompts by age. The same records in any order make the same library."""
+    """Histories by prompt, oldest prompts first. The order of the records of a round does not
+    matter."""
 
     def __init__(self, *, max_tokens: int, epochs: int = 1) -> None:
-        """`max_tokens`: the oldest prompts are forgotten beyond it; `epochs`: how many times' of
-        a prompt's responses are kept."""
+        """
+        Args:
+            max_tokens: limit of stored tokens; beyond it the oldest prompts are removed.
+            epochs: number of last epochs whose responses to a prompt are kept.
+        """
         self._max_tokens, self._epochs = max_tokens, epochs
         self._prompts: dict[int, list[list[History]]] = {}
-        """In order of their last responses, oldest first; of each the last epochs, oldest first."""
+        """Histories by prompt key: one list per epoch, oldest first. Prompts are in order of their
+        last responses, oldest first."""
         self._tokens = 0
 
     @property
@@ -64,11 +71,11 @@ class Library:
         return self._tokens
 
     def __len__(self) -> int:
-        """Prompts that it knows."""
+        """Return the number of prompts with histories."""
         return len(self._prompts)
 
     def add(self, histories: Iterable[History]) -> None:
-        """All responses of one round, and no prompt's of an earlier one."""
+        """Add all responses of one round as one epoch of their prompts."""
         found: dict[int, list[History]] = {}
         for history in sorted(histories, key=lambda h: h.id):
             found.setdefault(history.key, []).append(history)
@@ -83,7 +90,7 @@ class Library:
             self._tokens -= sum(map(_count, oldest))
 
     def of(self, keys: Iterable[int]) -> list[History]:
-        """What is known of these prompts."""
+        """Return the histories of these prompts."""
         return [
             history
             for key in dict.fromkeys(keys)
@@ -92,7 +99,7 @@ class Library:
         ]
 
     def save(self, path: Path) -> None:
-        """Write everything to a file. OSError where it cannot be written."""
+        """Write all histories to a file. Raises OSError if it cannot be written."""
         groups = [(k, g) for k, kept in self._prompts.items() for g in kept]
         flat = [h for _, group in groups for h in group]
         with open(path, "wb") as file:
@@ -107,7 +114,8 @@ class Library:
             )
 
     def load(self, path: Path) -> None:
-        """Take what `save` wrote in place of what is known. ValueError where it is no such file."""
+        """Replace all histories by those of a file that `save` wrote. Raises ValueError if it is no
+        such file."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 parts = {name: file[name] for name in file.files}
@@ -130,7 +138,7 @@ class Library:
         except (KeyError, ValueError, IndexError, EOFError) as error:
             raise ConfigError(f"{path}: holds no histories ({error})") from error
         self._prompts, self._tokens = prompts, int(parts["lengths"].sum())
-        self.add(())  # the bound may be another one now
+        self.add(())  # apply max_tokens, which may be smaller than in the saved run
 
 
 def _count(group: Iterable[History]) -> int:
@@ -138,7 +146,7 @@ def _count(group: Iterable[History]) -> int:
 
 
 class Teacher:
-    """Tells every replica, once in a round, what is known of the prompts that it gets."""
+    """Sends every engine the histories of its prompts, once per round."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -147,9 +155,9 @@ class Teacher:
     def before(
         self, rank: int, prompts: Mapping[GroupId, Prompt], requests: Sequence[Request] = ()
     ) -> Remember | None:
-        """What to send to a rank before these prompts and requests; None where there is nothing
-        new. Of a request that was elsewhere before it is told again: the rank may have been through
-        with that prompt and forgotten it."""
+        """Return the command to send to a rank before these prompts and requests; None if it has no
+        new histories. If a request was moved, send its histories again, because the engine may have
+        forgotten the prompt."""
         if not len(self._library):
             return None
         moved = {group_of(r.id) for r in requests if r.resume is not None}
@@ -162,16 +170,21 @@ class Teacher:
         return Remember(rank=rank, histories=tuple(histories)) if histories else None
 
     def lost(self, rank: int) -> None:
-        """A replica's engine is gone, and all that it was told."""
+        """Note that a rank's engine has failed and has lost its histories."""
         self._told = {(r, key) for r, key in self._told if r != rank}
 
 
 class Index:
-    """A suffix forest that is built in the background. Calls come from one thread."""
+    """Suffix forest over histories, built in a background thread. Its methods must be called from
+    one thread."""
 
     def __init__(self, forest: Forest, *, rewards: bool, wait: bool = False) -> None:
-        """`rewards`: branches go by them, else by how often they were taken. `wait`: `remember`
-        returns when the index is there, so that drafts do not depend on the clock."""
+        """
+        Args:
+            rewards: weight branches by reward; if false, by how often they were taken.
+            wait: `remember` returns only once the index is built, so that drafts do not depend on
+                timing.
+        """
         self.forest = forest
         self._rewards, self._wait = rewards, wait
         self._known: dict[int, list[History]] = {}
@@ -184,7 +197,7 @@ class Index:
         self._thread: threading.Thread | None = None
 
     def remember(self, histories: Sequence[History], wanted: Collection[int]) -> None:
-        """Index these histories beside those of the prompts in `wanted`; other prompts go."""
+        """Index these histories, keep those of the prompts in `wanted` and remove all others."""
         known = {key: group for key, group in self._known.items() if key in wanted}
         for key in {h.key for h in histories}:
             known[key] = []
@@ -201,13 +214,14 @@ class Index:
                 self._lock.wait_for(self._is_through)
 
     def _is_through(self) -> bool:
-        """Nothing is to be built, or nobody is there who would; then `take_news` says why."""
+        """Whether nothing is left to build, or the thread has stopped. If it has failed,
+        `take_news` raises the reason."""
         is_idle = self._todo is None and not self._building
         return is_idle or self._error is not None or self._is_closed
 
     def take_news(self) -> bool:
-        """Does another index serve since the last call? Requests that are opened now find it.
-        RuntimeError where the thread has failed."""
+        """Return whether a new index was swapped in since the last call; requests opened from now
+        on use it. Raises RuntimeError if the thread has failed."""
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(f"the index of histories failed: {self._error!r}")
@@ -216,11 +230,11 @@ class Index:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts whose histories it was given."""
+        """Number of prompts with an entry in the index."""
         return len(self._known)
 
     def close(self) -> None:
-        """End the thread. Safe to call twice."""
+        """End the thread. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()

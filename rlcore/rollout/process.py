@@ -1,8 +1,8 @@
-"""The engine process: calls in, events out, the engine in between.
+"""The engine process: it receives calls, runs the engine and sends events.
 
     python -m rlcore.rollout.process FD PARENT
 
-Started by `child.ChildEngine` only; it closes its engine and ends when its parent does.
+Only `child.ChildEngine` starts it. When its parent exits, it closes its engine and exits.
 """
 
 import importlib
@@ -28,27 +28,27 @@ from rlcore.utils.net import decode, frame
 if TYPE_CHECKING:  # it imports torch, which only some engines need
     from rlcore.protocols import Engine
 
-_POLL_S = 0.02  # of the engine: a call waits at most this long when nothing is decoded
-_STEP_S = 0.001  # a busy engine runs a step at least this long before calls are looked at
-_PARENT_S = 1.0  # how often the parent is looked for
-_CLOSE_S = 3.0  # a closing engine gets this long
-_EXIT_S = 5.0  # the last messages get this long
+_POLL_S = 0.02  # poll of an idle engine, and so the longest delay of a call to it
+_STEP_S = 0.001  # poll of a busy engine between two checks for calls
+_PARENT_S = 1.0  # interval between checks that the parent is running
+_CLOSE_S = 3.0  # longest time to close the engine
+_EXIT_S = 5.0  # longest time to send the last messages
 
 
 class EngineServer:
-    """A thread that reads calls, one that writes, and the engine in the middle, so that decoding
-    never waits for the parent."""
+    """Runs the engine in the main thread and reads calls and writes messages in two other threads,
+    so that decoding never waits for the parent."""
 
     def __init__(self, channel: Channel, parent: int) -> None:
         self._channel, self._parent = channel, parent
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None: no more
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None: end of calls
         self._out: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._live: set[RequestId] = set()
         self._paused = False
         self._engine: Engine | None = None
 
     def run(self) -> None:
-        """Serve until the parent closes its end or is gone."""
+        """Serve until the parent closes its end or exits."""
         threading.Thread(target=self._read, daemon=True).start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
@@ -71,8 +71,8 @@ class EngineServer:
         return bool(self._live) and not self._paused
 
     def _serve(self) -> None:
-        """Answer the calls that are there; with nothing to decode, wait for one. An error is the
-        answer to its call while the engine lives."""
+        """Answer the pending calls; if the engine is idle, wait for one. An error in a call is its
+        reply, unless the engine has failed or has not started."""
         wait = not self._busy
         while True:
             try:
@@ -91,7 +91,7 @@ class EngineServer:
                 if self._engine is None:
                     raise
                 reply = structs.replace(reply, error=type(error).__name__, message=str(error))
-            # Events of the call go first: whoever aborts and then polls finds them.
+            # Send the events of the call first, so that a caller that aborts and polls gets them.
             if call.method in ("abort", "pause"):
                 assert self._engine is not None
                 self._push(self._engine.poll(0.0))
@@ -130,7 +130,7 @@ class EngineServer:
         os._exit(0)
 
     def _leave(self, code: int) -> NoReturn:
-        """Nobody waits for anything here: end what the engine has started, and this process."""
+        """Close the engine and exit the process, within _CLOSE_S."""
         late = threading.Timer(_CLOSE_S, os._exit, (code,))
         late.daemon = True
         late.start()
@@ -148,12 +148,12 @@ class EngineServer:
         except TimeoutError:
             os._exit(0)
         except OSError:
-            return  # the other thread sees it as well, and ends the process
+            return  # the reader thread gets the same error and ends the process
 
 
 def main() -> None:
     """Serve the parent that started this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends it to all; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals all; the parent ends this one
         signal.signal(number, signal.SIG_IGN)
     EngineServer(open_channel(LARGEST_FRAME), parent_pid()).run()
 

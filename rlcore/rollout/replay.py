@@ -1,14 +1,14 @@
-"""The log of an asynchronous run, and runs that it decides: `--debug.record`, `--debug.replay`.
+"""Record and replay of an asynchronous run: `--debug.record`, `--debug.replay`.
 
-What the clock decides in `--mode async` is the order of the controller's events, and which token is
-of which version. `<run>/record/` has both, two kinds of files a step:
+In `--mode async`, timing decides the order of the controller's events and the policy version of
+each token. `<run>/record/` has both, in two kinds of files per step:
 
-    step_000003.events.msgpack       what the controller was told, from `go` to the halt
-    step_000003.samples<rank>.msgpack    what this train rank trained of the batch, tokens and all
+    step_000003.events.msgpack           events of the controller, from `go` to the end of the hold
+    step_000003.samples<rank>.msgpack    samples of the batch that this train rank trained
 
-A replay plays the events to a controller of its own, whose orders nobody obeys, and trains the
-recorded samples: the same batches in the same order, over any number of ranks. Its engines decode
-for evaluations alone. Every train rank reads the folder.
+A replay feeds the events to a shadow controller, whose commands are ignored, and trains the
+recorded samples: the same batches in the same order, on any number of ranks. Its engines decode
+for evaluations only. Every train rank reads the folder.
 """
 
 import zlib
@@ -44,38 +44,38 @@ FOLDER = "record"
 
 
 class Restored(Struct, frozen=True):
-    """What a run was resumed with: the checkpoint's part of the controller, and which rank has the
-    samples of which former one."""
+    """State that a recorded run was resumed with: the controller's part of the checkpoint, and the
+    rank that took over the samples of each former rank (`owners`)."""
 
     saved: Saved
     owners: dict[int, int]
 
 
 class Trained(Struct, frozen=True, array_like=True):
-    """A group of a batch."""
+    """A group of a recorded batch."""
 
     id: GroupId
     row: int
-    """`Prompt.index`."""
+    """`Prompt.index` of the group's prompt."""
     checksum: int
-    """Of the prompt's tokens."""
+    """CRC-32 of the prompt's tokens."""
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """One file of events."""
+    """Contents of one file of events."""
 
     version: Version
-    """That the batch trains."""
+    """Policy version that the batch trains."""
     seed: int
     events: tuple[tuple[float, AnyEvent], ...]
-    """With the controller's clock."""
+    """Events with the time at which the controller handled them, in seconds of its clock."""
     groups: tuple[Trained, ...]
-    """Of the batch."""
+    """Groups of the batch."""
     restored: Restored | None = None
 
 
 class Recorder:
-    """Writes the log of a run."""
+    """Writes the log of an asynchronous run."""
 
     def __init__(self, run_folder: Path, seed: int) -> None:
         self._folder, self._seed = run_folder / FOLDER, seed
@@ -85,7 +85,7 @@ class Recorder:
         self._restored: Restored | None = None
 
     def restored(self, saved: Saved, owners: dict[int, int]) -> None:
-        """The run goes on from a checkpoint."""
+        """Record that the run was resumed from a checkpoint."""
         self._restored = Restored(saved=saved, owners=owners)
 
     def handled(
@@ -95,12 +95,14 @@ class Recorder:
         prompts: Mapping[GroupId, Prompt],
         now: float,
     ) -> None:
-        """The controller was told something, and what it made of it. `prompts`: of its batch."""
+        """Record an event that the controller has handled, and the batch among its commands.
+        `prompts`: prompts of the batch, by group."""
         self._events.append((now, event))
         self._groups = _trained(commands, prompts) or self._groups
 
     def end(self, version: Version) -> None:
-        """All have stopped. OSError where the file cannot be written."""
+        """Write the events of the step, after all rollout ranks have stopped. Raises OSError if the
+        file cannot be written."""
         step = Step(
             version=version,
             seed=self._seed,
@@ -112,16 +114,24 @@ class Recorder:
         self._events, self._groups, self._restored = [], (), None
 
     def samples(self, version: Version, rank: int, samples: Iterable[Sample]) -> None:
-        """What `rank` trains of a batch. OSError where the file cannot be written."""
+        """Write the samples of a batch that `rank` trains. Raises OSError if the file cannot be
+        written."""
         file = self._folder / f"{_name(version)}.samples{rank}.msgpack"
         write_atomic(file, encode(list(samples)))
 
 
 class EventLog:
-    """Reads it."""
+    """Reads the log of a recorded run."""
 
     def __init__(self, path: Path, seed: int) -> None:
-        """ConfigError where there is no log. `path`: the run's folder; `seed`: of the replay."""
+        """
+        Args:
+            path: folder of the recorded run.
+            seed: seed of the replay, which must be that of the recorded run.
+
+        Raises:
+            ConfigError: there is no log.
+        """
         self.path = path / FOLDER if (path / FOLDER).is_dir() else path
         self._seed = seed
         if not self._have:
@@ -132,15 +142,16 @@ class EventLog:
 
     @property
     def _have(self) -> list[int]:
-        """Steps."""
+        """Return the recorded steps in order."""
         return sorted(int(f.name[5:11]) for f in self.path.glob("step_*.events.msgpack"))
 
     def begins_at(self, version: Version) -> bool:
-        """Nothing was under way before it."""
+        """Return whether the log begins at `version`, so that no earlier events are needed."""
         return self._have[0] == version + 1
 
     def step(self, version: Version) -> Step:
-        """Misfit where there is none, or another run's."""
+        """Read the events of a step. Raises Misfit if the log does not have the step or has another
+        seed."""
         file = _events(self.path, version)
         if not file.is_file():
             have = self._have
@@ -160,7 +171,7 @@ class EventLog:
         return found
 
     def samples(self, version: Version, wanted: Iterable[RequestId]) -> dict[RequestId, Sample]:
-        """Misfit where one is not there."""
+        """Read the samples in `wanted`, by id. Raises Misfit if the log lacks one of them."""
         found: dict[RequestId, Sample] = {}
         for file in sorted(self.path.glob(f"{_name(version)}.samples*.msgpack")):
             found |= {s.id: s for s in decode(file.read_bytes(), list[Sample])}
@@ -173,18 +184,20 @@ class EventLog:
 
 
 class Replayed(AsyncController):
-    """Decides by a log. To the ranks it looks like any other, but gives them nothing to decode."""
+    """Controller that repeats the decisions of a log. It has the interface of `AsyncController` but
+    submits no requests to the engines."""
 
     def __init__(self, log: EventLog, **controller: Any) -> None:
-        """`controller`: as of the `AsyncController`."""
+        """`controller`: keyword arguments of `AsyncController`."""
         super().__init__(**controller)
         self._log = log
         self._rest: list[tuple[float, AnyEvent]] = []
-        """Of the step, from the halt on."""
+        """Events of the step from the hold on."""
         self._batch: list[AnyCommand] = []
 
     def go(self, version: Version, now: float) -> list[AnyCommand]:
-        """Everything up to the halt happens at once. Misfit where the log is of another run."""
+        """Replay the events of the step up to the hold. Raises Misfit if the log is of another run
+        or its first events are missing."""
         step = self._log.step(version)
         if step.restored is not None:
             owners = step.restored.owners
@@ -214,7 +227,8 @@ class Replayed(AsyncController):
         return []
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
-        """What ranks say of themselves does not count, but that they ask, and have stopped."""
+        """Answer `Wanted`, `Holding` and `Held`, and ignore other events of the ranks: the log has
+        these."""
         if isinstance(event, Wanted):
             return self._batch
         if isinstance(event, Held):
@@ -227,7 +241,7 @@ class Replayed(AsyncController):
         return []
 
     def tick(self, now: float) -> list[AnyCommand]:
-        """Nobody owes anything."""
+        """Send `Alive` periodically. There are no deadlines, because no engine has requests."""
         if self.done or now - self._last_alive <= self._alive_s:
             return []
         self._last_alive = now
@@ -240,7 +254,7 @@ class Replayed(AsyncController):
         return commands
 
     def _start_anew(self) -> None:
-        """Nothing is known."""
+        """Remove all groups and requests."""
         for group in list(self._groups):
             self._leave(group)
         self._waiting.clear()
@@ -248,7 +262,7 @@ class Replayed(AsyncController):
 
 
 def controller_of(log: EventLog | None) -> Callable[..., AsyncController]:
-    """The class of the controller."""
+    """Return the factory of the controller: `Replayed` with a log, else `AsyncController`."""
     if log is None:
         return AsyncController
     return lambda **settings: Replayed(log, **settings)
@@ -257,7 +271,7 @@ def controller_of(log: EventLog | None) -> Callable[..., AsyncController]:
 def _trained(
     commands: Iterable[AnyCommand], prompts: Mapping[GroupId, Prompt]
 ) -> tuple[Trained, ...]:
-    """Of the batch that is among them; () where there is none."""
+    """Return the groups of the batch among the commands; () if there is no batch."""
     batch = next((c for c in commands if isinstance(c, Batch)), None)
     return tuple(
         Trained(g.id, g.prompt_index, zlib.crc32(prompts[g.id].tokens.tobytes()))

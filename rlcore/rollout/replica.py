@@ -1,5 +1,6 @@
-"""The agent of one replica: carries commands to the engine, samples to the reward service, events
-to the controller. Tokens stay here until `route` sends them to the rank that trains them.
+"""The rollout worker of one rank, class `Agent`. It passes the controller's commands to the engine,
+finished samples to the reward service and events to the controller. Tokens stay on this rank until
+`Rollout.route` sends them to the ranks that train them.
 """
 
 import time
@@ -53,7 +54,8 @@ from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
 COUNTS = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s")
-"""Of an engine: its last report may come when the controller has ended the round."""
+"""Fields of `Stats` that are summed per round. They are summed on this rank, because the engine's
+last report may arrive after the controller has ended the round."""
 DRAFT_COUNTS = (
     "verify_steps",
     "verify_rows",
@@ -73,13 +75,13 @@ ENV_COUNTS = (
     "env_errors",
     "env_lost_tokens",
 )
-"""Of an engine whose responses are episodes."""
+"""Fields of `Stats` that only an engine with an environment (`--env`) fills in."""
 BATCHES = tuple(2**i for i in range(12))
-"""Sizes of batches that are told apart: up to the next one, the last without an end."""
+"""Lower bounds of the batch-size classes in the counters; the last class has no upper bound."""
 BATCH_COUNTS = tuple(f"{what}/{n}" for n in BATCHES for what in ("rows", "tokens", "on"))
-"""Of `Stats.by_batch`."""
+"""Names of the counters that come from `Stats.by_batch`."""
 LATE_POLLS = 10
-"""Times that an engine which has let go of everything is asked for its last counters."""
+"""Most polls of an idle engine for its last counters at the end of a round."""
 
 
 class Learns(Protocol):
@@ -87,7 +89,8 @@ class Learns(Protocol):
 
 
 class NoScorer:
-    """Of a rank that only trains; the deadlines that adapt are in the checkpoint of rank 0."""
+    """The scorer of a rank that only trains. It keeps the adaptive reward deadlines up to date,
+    because rank 0 writes them to the checkpoint."""
 
     def __init__(self, deadlines: Learns | None = None) -> None:
         self.num_pending, self.room, self._deadlines = 0, 0, deadlines
@@ -99,10 +102,10 @@ class NoScorer:
         return []
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """There is none."""
+        """Do nothing: no sample is ever submitted."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
     def learn(self, anchors: Mapping[str, float]) -> None:
         if self._deadlines is not None:
@@ -110,10 +113,10 @@ class NoScorer:
 
 
 class Streamer(Protocol):
-    """What the agent needs of the learner to train in the middle of a round (`--mode stream`)."""
+    """The learner's interface for training in the middle of a round (`--mode stream`)."""
 
     def engine_leaves(self) -> None:
-        """The engine has nothing left to do, or is dead: its memory is the learner's."""
+        """Hand the engine's memory to the learner: the engine is idle or has failed."""
 
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
@@ -121,26 +124,26 @@ class Streamer(Protocol):
         """Accumulate the gradient of this rank's share of `groups`."""
 
     def forget(self) -> None:
-        """All engines start again: what was accumulated, if anything, is void and will be trained
-        again."""
+        """Discard the accumulated gradient, because all engines restart. The same groups are
+        trained again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCallbacks:
-    """What ranks do together in the middle of a round, beside sampling."""
+    """Functions that the ranks run together in the middle of a round, besides sampling."""
 
     repair: Callable[[], None] | None = None
-    """Starts failed engines again and gives them weights, on all ranks; without it a round ends
-    when no engine is left."""
+    """Restarts failed engines and sends them weights; called on all ranks. If None, failed engines
+    stay down."""
     streamer: Streamer | None = None
-    """Trains while other ranks decode."""
+    """The learner that trains while other ranks decode; None outside of `--mode stream`."""
 
 
 NO_CALLBACKS = RoundCallbacks()
 
 
 class Agent:
-    """One per rank; `engine` is None on ranks that only train."""
+    """Rollout worker of one rank; `engine` is None on ranks that only train."""
 
     def __init__(
         self,
@@ -157,50 +160,51 @@ class Agent:
     ) -> None:
         """
         Args:
-            deadline_s: of the controller's silence.
-            timeout_s: of a sample that another rank was told to send.
-            reward_barrier: score nothing while the engine decodes.
-            is_endless: in `--mode async`, what is finished outlives the rounds of evaluations.
-            observers: called with every command that is obeyed and every event that is sent.
+            deadline_s: longest wait for a command from the controller.
+            timeout_s: longest wait for a sample that another rank was told to send.
+            reward_barrier: if true, score samples only when no request is being decoded.
+            is_endless: true in `--mode async`: finished samples are kept across evaluation rounds.
+            observers: functions called with every executed command and every sent event.
         """
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
         self._deadline_s, self._timeout_s = deadline_s, timeout_s
         self._reward_barrier = reward_barrier
         self.prompts: dict[str, Prompt] = {}
-        """Rows of the round's groups that this replica took part in."""
+        """Prompts of the round that this rank has sampled, by group."""
         self._callbacks = NO_CALLBACKS
         self._observers = observers
         self._live: set[RequestId] = set()
         self._unscored: set[RequestId] = set()
         self._to_score: deque[RequestId] = deque()
-        """Of those, the ones that the reward service has no room for yet."""
+        """Subset of `_unscored` that has not been submitted to the reward service yet."""
         self._down = ""
-        """Why the engine is dead; empty while it lives."""
+        """Reason why the engine has failed; empty while it works."""
         self._round = self._rounds = 0
         self._is_endless = is_endless
         self._paused = False
-        """The engine was told to keep its requests and not to decode."""
+        """Whether the engine was told to keep its requests and not to decode."""
         self._lost = False
-        """It has died since, with them."""
+        """Whether the engine has failed while it was paused and has lost its requests."""
         self.exchange = SampleExchange(hub, timeout_s)
-        """Finished samples of the round, and their way to other ranks."""
+        """Finished samples of the round, and their transfer between ranks."""
         self.texts: dict[RequestId, str] = {}
         self._releasing = False
         self._partials: dict[RequestId, Partial] = {}
-        """Of the requests that are being released."""
+        """Tokens so far of the requests that are being released, by id."""
         self._moving: set[RequestId] = set()
-        """Those that are to go on elsewhere, until the engine has let go of them."""
+        """Requests that another engine will continue and that this engine has not aborted yet."""
         self._to_train: deque[Train] = deque()
         self.scores: dict[RequestId, float] = {}
-        """Of the round's samples, those that have been scored."""
+        """Scores of the round's samples so far, by id."""
         self.counts = _no_counts()
-        """What this engine did in the round, whether the controller heard of it or not."""
+        """Sums of the engine's `Stats` in the round, late reports included."""
         self.cache_used = 0.0
-        """Largest share of its KV cache that it had in use in the round."""
+        """Largest share of the engine's KV cache in use at a time in the round."""
         self.knee = 0.0
-        """Of the engine, where it drafts and knows it: tokens of a forward."""
+        """Number of tokens at which a forward takes twice as long as an empty one, as measured by
+        the drafting engine; 0 if unknown."""
         self._has_reported = True
-        """The engine has nothing left to do, and has said what it did."""
+        """Whether the engine is idle and has reported its last counters."""
 
     @property
     def samples(self) -> dict[RequestId, Sample]:
@@ -208,8 +212,12 @@ class Agent:
         return self.exchange.own
 
     def run_round(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> EndRound:
-        """Serve the controller until it ends the round. Raises RuntimeError with the controller's
-        reason, TimeoutError when the controller is silent."""
+        """Execute the controller's commands until it ends the round.
+
+        Raises:
+            RuntimeError: the controller has failed; the message is its reason.
+            TimeoutError: the controller has sent no command for `deadline_s`.
+        """
         self._callbacks = callbacks
         self._rounds += 1
         self._round = self._rounds
@@ -217,7 +225,7 @@ class Agent:
         self.texts, self.prompts = {}, {}
         self.exchange.begin_round({})
         self.scores.clear()
-        self._partials.clear()  # the last round may have ended before all were let go
+        self._partials.clear()  # the last round may have ended before all were released
         self._releasing = False
         self._begin()
         end = self._serve()
@@ -228,9 +236,9 @@ class Agent:
         return end
 
     def go_on(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Hold:
-        """`--mode async`, on a rank that samples: take part in the round that does not end, from
-        one push to the next. Finished samples stay here until the controller says `forget`. Raises
-        as `run_round`."""
+        """Sample from one weight update to the next (`--mode async`, rollout ranks). Finished
+        samples stay here until the controller lists their groups in `Hold.forget`. Raises as
+        `run_round`."""
         self._callbacks = callbacks
         self._round = 0
         if self._paused:
@@ -244,11 +252,11 @@ class Agent:
         return end
 
     def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
-        """`--mode async`, on a rank that trains: wait for the groups of the next update. Raises as
+        """Wait for the groups of the next update (`--mode async`, train ranks). Raises as
         `run_round`."""
         self._callbacks = callbacks
         self._round = 0
-        for read in (self.texts, self.prompts, self.samples):  # for the update before
+        for read in (self.texts, self.prompts, self.samples):  # those of the previous update
             read.clear()
         end = self._serve()
         assert isinstance(end, Batch), end
@@ -259,10 +267,10 @@ class Agent:
         self._enter()
 
     def _serve(self) -> EndRound | Hold | Batch:
-        """Obey the controller until it says that this part is over."""
+        """Execute the controller's commands until it ends this part of the round."""
         heard = time.monotonic()
         while True:
-            # Then there may be more to train, or these are waited for below.
+            # While busy, do not wait for a command: train more, or poll the engine below.
             busy = self._train_next() or bool(self._live or self._unscored)
             command = self._hub.receive("agent", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
@@ -288,11 +296,11 @@ class Agent:
                     "heard nothing from the controller on rank 0 in phase rollout"
                 )
 
-    # ---- a round that does not end
+    # ---- the endless round of --mode async
 
     def _hold(self, command: Hold) -> None:
-        """Stop decoding and tell everything that there is to tell. A release waits for the rewards,
-        too: then all that is known of the samples is with the controller."""
+        """Stop decoding and report all pending events. In mode `release`, wait for the rewards too,
+        so that the controller has the complete state of all samples."""
         if not self._down and self._live:
             if command.mode == "release":
                 self._engine_does("abort", list(self._live))
@@ -318,7 +326,8 @@ class Agent:
         self._send([Held()])
 
     def _engine_does(self, method: str, *args: Any) -> None:
-        """Call a method; if the engine fails during it, the next poll reports that."""
+        """Call a method of the engine. If the engine fails during the call, the next poll reports
+        the failure."""
         assert self._engine is not None
         try:
             getattr(self._engine, method)(*args)
@@ -345,8 +354,8 @@ class Agent:
             self.prompts.pop(group, None)
 
     def restart_engine(self) -> None:
-        """Start the failed engine again and discard its pending events. The controller is told of
-        requests that it held between two parts of a round when the next part begins."""
+        """Restart the failed engine and discard its pending events. If it held requests of an
+        asynchronous round, `go_on` returns them to the controller."""
         assert self._engine is not None
         self._engine.restart()
         words = self._engine.poll(0.0)
@@ -360,8 +369,12 @@ class Agent:
             self._moving.clear()
 
     def wait_for_call(self) -> None:
-        """Between rounds, on a rank that only samples: until rank 0 says Meet. It says Alive as it
-        goes from one part of the training to the next; TimeoutError where it says nothing."""
+        """Wait between rounds, on a rank that only samples, until rank 0 sends `Meet`. Rank 0 sends
+        `Alive` while it trains.
+
+        Raises:
+            TimeoutError: rank 0 has sent nothing for `timeout_s`.
+        """
         heard = time.monotonic()
         while True:
             command = self._hub.receive("agent", AnyCommand, POLL_S)
@@ -378,18 +391,18 @@ class Agent:
                 )
 
     def adopt(self, samples: Iterable[Sample]) -> None:
-        """Keep finished samples that another process made, such as those of a checkpoint."""
+        """Add finished samples of another process, such as those of a checkpoint."""
         self.samples.update((sample.id, sample) for sample in samples)
 
     def read(self, prompts: Mapping[GroupId, Prompt], samples: Iterable[Sample]) -> None:
-        """Samples that others made, as if they were of this rank."""
+        """Take in samples of other ranks as if this rank had sampled them."""
         self.prompts.update(prompts)
         for sample in samples:
             self.samples[sample.id] = sample
             self.texts[sample.id] = self._decode(sample.tokens.tolist())
 
     def _enter(self) -> None:
-        """Tell the controller that this rank is there; its engine may have died before."""
+        """Send `Ready` to the controller, and `Down` if the engine has failed before."""
         self._down = self._engine.failure if self._engine is not None else ""
         self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
 
@@ -400,7 +413,7 @@ class Agent:
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
             assert not self._live, sorted(self._live)[:3]
-            self._train_all()  # ranks of one model replica are in it together
+            self._train_all()  # collective over the ranks of one model replica
             if self._callbacks.streamer is not None:
                 self._callbacks.streamer.forget()
             self._releasing = False
@@ -414,7 +427,7 @@ class Agent:
             return
         if isinstance(command, Submit):
             assert self._engine is not None
-            if self._down:  # sent before the controller heard of it, which gives them to others
+            if self._down:  # sent before the controller got `Down`; it resubmits them elsewhere
                 return
             self.prompts.update(command.prompts)
             self._live.update(r.id for r in command.requests)
@@ -439,17 +452,17 @@ class Agent:
                 self._releasing = True
                 self._engine.abort(list(self._live))
                 self._release()
-            elif self._callbacks.streamer is not None:  # a repair must not start it there
+            elif self._callbacks.streamer is not None:  # a repair must not restart it here
                 self._callbacks.streamer.engine_leaves()
         elif isinstance(command, Train):
             self._to_train.append(command)
         elif isinstance(command, Ship):
             self.exchange.send(command.ids, command.to)
 
-    # ---- training while others decode
+    # ---- training while other ranks decode
 
     def _release(self) -> None:
-        """Say so when the engine has let go of everything."""
+        """Send `Released` once the engine has aborted all requests."""
         if self._live or not self._releasing:
             return
         self._releasing = False
@@ -459,7 +472,8 @@ class Agent:
         self._partials = {}
 
     def _train_next(self) -> bool:
-        """Train the oldest groups that were given to this rank, if all their samples are here."""
+        """Train the oldest pending `Train` command, if all its samples are on this rank. Return
+        whether it was trained."""
         if not self._to_train:
             return False
         here, todo = self.exchange.here(), self._to_train[0]
@@ -473,13 +487,13 @@ class Agent:
         return True
 
     def _missing(self, todo: Train, here: Container[RequestId]) -> dict[RequestId, int]:
-        """Return the samples that are not `here` yet, and the ranks that send them."""
+        """Return the samples that are not `here` yet, with the rank that sends each."""
         return {
             ref.id: ref.owner for group in todo.groups for ref in group.refs if ref.id not in here
         }
 
     def _train_all(self) -> None:
-        """Everything that this rank was given: the others of its model replica do the same."""
+        """Train all pending commands; the other ranks of the model replica do the same."""
         deadline = time.monotonic() + self._timeout_s
         while self._to_train:
             if self._train_next():
@@ -495,7 +509,7 @@ class Agent:
                 time.sleep(POLL_S / 10)
 
     def _engine_events(self, is_idle: bool = False) -> list[AnyEvent]:
-        """`is_idle`: ask it although it has nothing to do."""
+        """Poll the engine and return its events. `is_idle`: poll even if no request is live."""
         if self._engine is None:
             return []
         alive = not self._engine.failure
@@ -513,7 +527,7 @@ class Agent:
                 version = int(sampled[0]) if len(sampled) else 0
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
-                if sample.group in self.prompts:  # else it was forgotten meanwhile
+                if sample.group in self.prompts:  # else a hold has removed the group
                     self._unscored.add(event.id)
                     self._to_score.append(event.id)
                 event = msgspec.structs.replace(event, sample=None, version=version)
@@ -558,7 +572,7 @@ class Agent:
         return [Rewarded(id=i, result=result) for i, result in scores]
 
     def _ask_for_scores(self) -> None:
-        """As many as the reward service takes now."""
+        """Submit samples to the reward service while it has room."""
         if self._reward_barrier and self._live:
             return
         while self._to_score and self._scorer.room > 0:
@@ -574,8 +588,8 @@ class Agent:
         self._hub.send(0, "controller", [msgspec.structs.replace(e, **stamp) for e in events])
 
     def _drain(self) -> None:
-        """Wait until the engine has let go of everything that the end of the round aborted. What
-        was too late to be kept is not scored. Then wait a moment for its last counters."""
+        """Wait until the engine has aborted the requests left at the end of the round, then briefly
+        for its last counters. Cancel the scoring of late samples."""
         deadline = time.monotonic() + self._deadline_s
         while self._live and self._engine is not None:
             self._engine_events()

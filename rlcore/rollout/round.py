@@ -1,5 +1,5 @@
-"""One round of sampling over all ranks: the controller's thread on rank 0, an agent on every
-rank."""
+"""One round of sampling over all ranks: rank 0 runs the controller in a thread, and every rank
+runs a rollout worker (`Agent`)."""
 
 import threading
 import time
@@ -37,14 +37,15 @@ JOIN_S = 10.0
 
 
 class Heartbeat:
-    """Tells ranks that only sample that rank 0 is still at work."""
+    """Sends signs of life from rank 0 to the ranks that only sample."""
 
     def __init__(self, hub: Hub, samplers: Sequence[int]) -> None:
         """`samplers`: the ranks that only sample."""
         self._hub, self._samplers, self._told = hub, samplers, 0.0
 
     def alive(self) -> None:
-        """Send a sign of life, unless the last one is recent; does nothing on other ranks."""
+        """Send a sign of life if the last one is older than ALIVE_S. Do nothing on ranks other
+        than 0."""
         now = time.monotonic()
         if self._hub.rank == 0 and now - self._told > ALIVE_S:
             self._told = now
@@ -53,7 +54,7 @@ class Heartbeat:
 
 
 class Rollout:
-    """Runs rounds of sampling."""
+    """Synchronous rollout: runs rounds of sampling over all ranks."""
 
     def __init__(
         self,
@@ -70,10 +71,10 @@ class Rollout:
         """
         Args:
             make_controller: called on rank 0, once per round, with its policies.
-            on_progress: called in the controller's thread with the number of responses that are
-                done and that are wanted.
+            on_progress: called in the controller's thread with two numbers: responses done and
+                responses wanted.
             samplers: the ranks that only sample.
-            rounds: log of the rounds that have a stop, on rank 0.
+            rounds: log of the rounds that run with a `stop` policy, on rank 0.
             library: earlier responses that engines draft from, on rank 0.
         """
         self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
@@ -89,8 +90,9 @@ class Rollout:
         elastic: Elastic | None = None,
         callbacks: RoundCallbacks = NO_CALLBACKS,
     ) -> EndRound:
-        """Sample and score `work` until `stop`, by default when all is done; with `elastic`, some
-        ranks leave decoding meanwhile (read on rank 0 only). Every rank gets the same groups."""
+        """Sample and score `work` until `stop` ends the round (default: all responses are done).
+        With `elastic`, some ranks stop decoding earlier. Only rank 0 reads `work`, `stop` and
+        `elastic`; every rank returns the same groups."""
         if self._hub.rank != 0:
             return self.agent.run_round(callbacks)
         self._round += 1
@@ -122,8 +124,8 @@ class Rollout:
     def route(
         self, destination: dict[str, Sequence[int]], owners: dict[str, int]
     ) -> dict[str, Sample]:
-        """Send every sample from its owner to the ranks that train it; the samples of this rank
-        come back by id. `destination` and `owners` are the same on every rank."""
+        """Send every sample from its owner to the ranks that train it. Return the samples that this
+        rank trains, by id. `destination` and `owners` are the same on every rank."""
         for (owner, ranks), ids in by_owner(destination, owners).items():
             if owner == self._hub.rank:
                 self.agent.exchange.send(ids, ranks)
@@ -131,8 +133,8 @@ class Rollout:
         return self.agent.exchange.collect(mine, owners)
 
     def learn_histories(self) -> None:
-        """The scored responses of the round that is over go to the library. Every rank calls it,
-        where engines draft from histories; rank 0 waits for all of them."""
+        """Add the scored responses of the finished round to the library on rank 0. If engines draft
+        from histories, every rank calls this; rank 0 waits for all ranks."""
         agent, hub = self.agent, self._hub
         mine = [
             history_of(i, agent.samples[i].prompt, agent.samples[i].tokens, score)
@@ -157,13 +159,14 @@ class Rollout:
         self.library.add(mine)
 
     def call(self) -> None:
-        """Ranks that only sample are to come to the push."""
+        """Send `Meet` from rank 0: the ranks that only sample join the weight update."""
         if self._hub.rank == 0:
             for rank in self._samplers:
                 self._hub.send(rank, "agent", Meet(rank=rank))
 
     def read(self, groups: Collection[GroupId], samples: Iterable[Sample]) -> None:
-        """Have the agent of rank 0 know these samples of the last round as if they were its own."""
+        """Give these samples of the last round to the worker of rank 0, as if it had sampled
+        them."""
         assert self._controller is not None
         started = self._controller.groups
         self.agent.read({g: started[g].work.prompt for g in groups}, samples)
@@ -179,11 +182,11 @@ def _control(
     rounds: Rounds | None,
     teacher: Teacher | None,
 ) -> None:
-    """The controller's thread, so that an abort never waits for a decode. An error here ends the
-    round on every rank with its reason."""
+    """Run the controller in its own thread, so that an abort never waits for a decode step. An
+    error here fails the round on every rank, with the error as the reason."""
     try:
         _serve(controller, hub, work, round_, gone, on_progress, rounds, teacher)
-    except (Misfit, OSError) as e:  # the log of rounds: what it says is the reason
+    except (Misfit, OSError) as e:  # raised by the log of rounds; the message needs no prefix
         _fail(hub, str(e))
     except Exception as e:
         log.exception("the controller failed")
@@ -207,7 +210,8 @@ def _serve(
     rounds: Rounds | None,
     teacher: Teacher | None,
 ) -> None:
-    """Until the round is over, or rank 0's own agent has gone: the others need not wait then."""
+    """Feed the controller until the round is over. If rank 0's own worker fails (`gone`), fail the
+    other ranks at once."""
     if rounds is not None:
         rounds.begin(controller, work)
     commands = controller.start(work, time.monotonic())

@@ -1,9 +1,9 @@
-"""The log of rounds, rounds.jsonl: what the clock decided in every round of training, so that
-`--debug.replay` can decide it again.
+"""The log of rounds, rounds.jsonl: the timing-dependent decisions of every training round, so that
+`--debug.replay` can repeat them.
 
-The rest of a round follows from the seed, the data and the weights: tokens from (seed, request,
-position), what is kept from the order in which responses counted. Evaluations wait for everything
-and have no line.
+Everything else in a round follows from the seed, the data and the weights. Tokens depend on (seed,
+request, position); the kept groups depend on the order in which responses counted. Evaluations wait
+for all responses and have no line in the log.
 """
 
 import zlib
@@ -26,19 +26,19 @@ FILE = "rounds.jsonl"
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """A group of a round."""
+    """A group that a round started."""
 
     id: GroupId
     row: int
-    """`Prompt.index`."""
+    """`Prompt.index` of the group's prompt."""
     checksum: int
-    """Of the prompt's tokens."""
+    """CRC-32 of the prompt's tokens."""
     num_samples: int
     wanted: int
 
 
 class Round(Struct, frozen=True, kw_only=True):
-    """One line. `started` and `counted` are in the order in which they were."""
+    """One line of the log. `started` and `counted` are in order of time."""
 
     step: int
     seed: int
@@ -50,10 +50,12 @@ class Round(Struct, frozen=True, kw_only=True):
 
 
 class Log:
-    """Rounds by their first group: groups have the same names in every run."""
+    """A log of rounds to replay. A round is found by its first group, which has the same name in
+    every run."""
 
     def __init__(self, path: Path) -> None:
-        """Read the log at `path`, a file or a run's folder. ConfigError if it has no rounds."""
+        """Read the log at `path`, a file or a run's folder. Raises ConfigError if it has no
+        rounds."""
         self.path = path / FILE if path.is_dir() else path
         if not self.path.is_file():
             raise ConfigError(
@@ -61,7 +63,7 @@ class Log:
             )
         self._rounds: dict[GroupId, Round] = {}
         try:
-            for row in read_lines(self.path):  # a step that was done again counts as it was then
+            for row in read_lines(self.path):  # if a step was repeated, its last line counts
                 found = msgspec.convert(row, Round)
                 self._rounds[found.started[0].id] = found
         except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
@@ -74,7 +76,11 @@ class Log:
             )
 
     def of(self, work: Sequence[Work], seed: int) -> Round:
-        """The round that began with this work. Misfit where the log has none, or another run's."""
+        """Return the logged round that began with this work.
+
+        Raises:
+            Misfit: the log has no such round, or it is of a run with other settings.
+        """
         found = self._rounds.get(work[0].id)
         if found is None:
             last = max(r.step for r in self._rounds.values())
@@ -110,7 +116,7 @@ class Log:
         return found
 
     def misfit(self, round_: Round, what: str, hint: str = "settings") -> Misfit:
-        """What to raise: the sentence names the round and what to set."""
+        """Return the error to raise; its message names the round and the settings to change."""
         return Misfit(
             f"--debug.replay {self.path}: its round of step {round_.step} {what}; replay with the "
             f"{hint} of the run that wrote it"
@@ -118,8 +124,8 @@ class Log:
 
 
 class Rounds:
-    """Writes the log of a run, and decides by that of another one. On rank 0, in the controller's
-    thread."""
+    """Writes the log of this run and, with `replay`, repeats the order of another run's log. It
+    runs on rank 0, in the controller's thread."""
 
     def __init__(
         self,
@@ -129,15 +135,19 @@ class Rounds:
         step: Callable[[], int],
         replay: Log | None = None,
     ) -> None:
-        """`step`: of the round that runs. The log is opened by the first round: what it holds of
-        its step and later is dropped."""
+        """`step`: returns the step of the current round. The first round opens the log and drops
+        its lines of that step and later."""
         self._path, self._seed, self._step, self._replay = folder / FILE, seed, step, replay
         self._lines: JsonLines | None = None
         self._round: Round | None = None
         self._race: ByLog | None = None
 
     def begin(self, controller: Controller, work: Sequence[Work]) -> None:
-        """Before the round. Misfit where the log is of another run."""
+        """Open the log before a round and, in a replay, set the order in which responses count.
+
+        Raises:
+            Misfit: the replayed log is of another run.
+        """
         if self._lines is None:
             self._lines = JsonLines(self._path, self._step())
         if self._replay is None or not work:
@@ -152,9 +162,13 @@ class Rounds:
         controller.decide_by(race)
 
     def end(self, controller: Controller) -> None:
-        """After it. Misfit where it ended in another way than in the log, OSError where the line
-        cannot be written."""
-        if controller.kept is None or not controller.groups:  # it failed, or there was none
+        """Write the line of a round after its end.
+
+        Raises:
+            Misfit: the round ended in another way than in the replayed log.
+            OSError: the line cannot be written.
+        """
+        if controller.kept is None or not controller.groups:  # it failed, or had no work
             return
         groups = list(controller.groups.values())
         counted = [
@@ -196,7 +210,7 @@ class Rounds:
             )
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the log. Idempotent."""
         if self._lines is not None:
             self._lines.close()
 

@@ -3,9 +3,8 @@ one.
 
 Addresses go through the run's sealed store (`utils/sealed.py`). Sockets listen on the interface
 that reaches the master (the loopback for a job on one node). Connections are encrypted by ZeroMQ's
-CURVE with a key pair that is made from the run's secret: a program that does not know the secret
-cannot complete the handshake, and none of its bytes reach Python. Bodies are msgpack
-(`utils/net.py`).
+CURVE with a key pair that is derived from the run's secret. A program without the secret cannot
+complete the handshake, and none of its bytes reach Python. Bodies are msgpack (`utils/net.py`).
 """
 
 import queue
@@ -24,11 +23,11 @@ Channel = Literal["controller", "agent", "samples", "histories"]
 CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples", "histories")
 _FIRST_PORT = 10_000
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_RELEASE_MS = 10_000  # what a released socket has not handed over by then is dropped
+_RELEASE_MS = 10_000  # a released socket drops its unsent messages after this time
 
 
 class LocalHub:
-    """The hub of a world of one: queues."""
+    """Hub of a run with one rank: its inboxes are queues."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
@@ -40,7 +39,7 @@ class LocalHub:
         self._queues[channel].put(record)
 
     def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
-        """The next record of this rank's inbox, or None after `timeout_s`."""
+        """Return the next record of this rank's inbox, or None after `timeout_s`."""
         try:
             return self._queues[channel].get(timeout=timeout_s) if timeout_s else self._now(channel)
         except queue.Empty:
@@ -50,21 +49,27 @@ class LocalHub:
         return self._queues[channel].get_nowait()
 
     def release(self) -> None:
-        """Nothing belongs to a thread."""
+        """Do nothing: there are no sockets per thread."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there are no sockets."""
 
 
 class ZmqHub:
-    """Inboxes of one rank as PULL sockets; PUSH sockets to others open when first used. A socket
-    must be used by one thread: "controller" is received by the controller's thread, the others by
-    the main thread, and every thread sends through sockets of its own, which it closes by `release`
-    before it ends."""
+    """Hub over ZeroMQ. The inboxes of a rank are PULL sockets; PUSH sockets to other ranks open on
+    first use.
+
+    A ZeroMQ socket must be used by one thread only. The controller's thread receives from
+    "controller", the main thread from the other inboxes. Every thread sends through its own
+    sockets, which it closes with `release` before it ends.
+    """
 
     def __init__(self, rank: int, world_size: int, store: Any, host: str, secret: bytes) -> None:
-        """`store` has set(key, str) and get(key), which waits, as torch's stores do. `secret`: the
-        same 32 bytes on every rank."""
+        """
+        Args:
+            store: key-value store like torch's: set(key, str), and get(key), which waits.
+            secret: 32 bytes, the same on every rank.
+        """
         import zmq
         from zmq.utils import z85
 
@@ -101,7 +106,7 @@ class ZmqHub:
             try:
                 _, body = frames
                 return net.decode(body, kind)
-            except ValueError as error:  # of msgspec too
+            except ValueError as error:  # msgspec's errors are ValueErrors too
                 self._drop(channel, frames[0], error)
         return None
 
@@ -119,15 +124,14 @@ class ZmqHub:
         )
 
     def release(self) -> None:
-        """Close the sockets that the calling thread sent through; messages that are on their way
-        still arrive."""
+        """Close the sockets that the calling thread sent through; sent messages still arrive."""
         for push in self._local.__dict__.pop("push", {}).values():
             self._push.remove(push)
             push.close(linger=_RELEASE_MS)
 
     def close(self) -> None:
-        """Close every socket; unsent messages are dropped after a second. What `release` left for a
-        rank that does not read any more is not waited for."""
+        """Close every socket; unsent messages are dropped after a second. Do not wait longer for
+        messages on released sockets that their receivers no longer read."""
         for s in [*self._pull.values(), *self._push]:
             s.close(linger=1000)
         end = threading.Thread(target=self._context.term, daemon=True)
@@ -155,9 +159,15 @@ def _text(value: bytes | str) -> str:
 
 
 def listening_host(master: str, interface: str = "", several_nodes: bool = False) -> str:
-    """The address of this machine that other ranks can reach: `interface` if given, the loopback if
-    the master is there, else the one that the route to the master leaves from. ConfigError where
-    the master's name is the loopback on its own node, which no other node reaches."""
+    """Return the address of this machine that other ranks can reach.
+
+    It is the address of `interface`, if given. If the master is local, it is the loopback address.
+    Otherwise it is the source address of the route to the master.
+
+    Raises:
+        ConfigError: there are several nodes, and the master's name is a loopback address on its own
+            node, which other nodes cannot reach.
+    """
     if interface:
         return listen.address_of(interface)
     if master in ("", "localhost") or master.startswith("127."):
@@ -171,13 +181,13 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
             )
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing
+        probe.connect((master, 9))  # a UDP connect sends nothing; it only selects the route
         return probe.getsockname()[0]
 
 
 def free_port() -> int:
-    """A port that nobody has, outside of those that the system hands out by itself: its user may
-    bind it a minute later. Where the system hands out all ports, any free one."""
+    """Return a free port outside the system's ephemeral range, so that it stays free until it is
+    bound later. If the ephemeral range covers all ports, return any free one."""
     low, high = _system_ports()
     ports = [*range(_FIRST_PORT, low), *range(high + 1, 65536)] or [*range(low, high + 1)]
     start = secrets.randbelow(len(ports))
@@ -192,6 +202,6 @@ def free_port() -> int:
 
 
 def _system_ports() -> tuple[int, int]:
-    """First and last of the ports that a bind or connect without a number gets."""
+    """Return the first and last port of the system's ephemeral range."""
     low, high = _PORT_RANGE.read_text().split()
     return int(low), int(high)

@@ -1,4 +1,4 @@
-"""What travels between a rank and its engine process: frames of msgpack (`utils/net.py`)."""
+"""Messages between a rank and its engine process, as msgpack frames (`utils/net.py`)."""
 
 from typing import Any
 
@@ -7,11 +7,12 @@ from msgspec import Struct
 from rlcore.records import AnyEvent, Bucket, History, Request, RequestId
 
 LARGEST_FRAME = 1 << 31
-"""Bytes: `remember` sends whole histories. The weights of a run go through shared memory."""
+"""Size limit of a frame in bytes. It is large because `remember` sends whole histories; weights go
+through shared memory."""
 
 
 class Call(Struct):
-    """Parent to child. `args` is packed by itself, as its type depends on the method."""
+    """Call from parent to child. `args` is packed separately, as its type depends on the method."""
 
     number: int
     method: str
@@ -21,7 +22,7 @@ class Call(Struct):
 class Reply(Struct, tag=True):
     number: int
     error: str = ""
-    """Name of the exception's class; empty when all went well."""
+    """Class name of the exception; empty if the call succeeded."""
     message: str = ""
 
 
@@ -30,11 +31,11 @@ class Events(Struct, tag=True):
 
 
 class Fatal(Struct, tag=True):
-    """The engine is gone; the process ends."""
+    """Last message of a child whose engine has failed; its process ends."""
 
     reason: str
     refused: str = ""
-    """The message of a ConfigError at the start: settings that cannot work."""
+    """Message of the ConfigError if the engine rejected its settings at the start; else empty."""
 
 
 FromEngine = Reply | Events | Fatal

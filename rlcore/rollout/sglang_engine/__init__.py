@@ -1,1 +1,1 @@
-"""SGLang as an `Engine`: the only place that imports it."""
+"""SGLang as an `Engine`. Only this package imports sglang."""

@@ -1,4 +1,4 @@
-"""The name of our drafts among SGLang's speculative algorithms; in every process of an engine."""
+"""Registration of our drafting as an SGLang speculative algorithm, in every engine process."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rlcore.rollout.sglang_engine.names import ALGORITHM
 
 
 class Algorithm(CustomSpecAlgo):
-    """For SGLang it is of the kind NGRAM: no model drafts, and none of its caches are needed."""
+    """Speculative algorithm that SGLang treats as NGRAM: no draft model and no draft KV cache."""
 
     def is_ngram(self) -> bool:
         return True
@@ -23,15 +23,15 @@ class Algorithm(CustomSpecAlgo):
 
     @classmethod
     def complete(cls) -> None:
-        """Take over methods that the scheduler and the runners call, and that the base class does
-        not have in this version."""
+        """Copy the methods of `SpeculativeAlgorithm` that SGLang calls and that this SGLang version
+        does not define in the base class."""
         for name, method in vars(SpeculativeAlgorithm).items():
             if callable(method) and not name.startswith("_") and not hasattr(cls, name):
                 setattr(cls, name, method)
 
 
 def register() -> None:
-    """Once in a process."""
+    """Register the algorithm. Call this once per process."""
     Algorithm.complete()
 
     @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=False, spec_class=Algorithm)

@@ -1,4 +1,4 @@
-"""Attention over drafts in plain torch, for SGLang on a CPU, which has none there."""
+"""Attention over drafts in plain torch, which SGLang lacks on a CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +19,14 @@ def extend(
     forward_batch: Any,
     save_kv_cache: bool = True,
 ) -> Tensor:
-    """Around `TorchNativeAttnBackend.forward_extend`, whose prefills stay as they are. A request
-    has `draft_token_num` tokens behind the `seq_lens` that are in the cache; each sees all before
-    it. Alone they are computed as SGLang's decode step does."""
+    """Wrap `TorchNativeAttnBackend.forward_extend`; prefills are unchanged.
+
+    Each request has `draft_token_num` tokens after the `seq_lens` tokens in the cache; attention is
+    causal. A single token is computed as in SGLang's decode step.
+    """
     if not forward_batch.forward_mode.is_target_verify():
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
-    # `HFConfig` refuses such models, so this says only that the mask below knows no window.
+    # The mask below supports no window; `HFConfig` rejects such models before.
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         raise NotImplementedError("drafts on a CPU: this model has a sliding window")
     if save_kv_cache:

@@ -1,8 +1,9 @@
-"""What SGLang's processes need of CUDA beside torch: a runtime library on the loader's path, and
-the compilers for the kernels that SGLang builds at run time.
+"""CUDA set-up for SGLang's processes: the runtime library on the loader's path, and the compilers
+for the kernels that SGLang builds at run time.
 
-SGLang preloads its memory saver into every scheduler and compiles at the first forward. A missing
-library ends a scheduler before its first line of Python, a missing compiler shows after minutes.
+SGLang preloads its memory saver into every scheduler and compiles at the first forward. If the
+library is missing, a scheduler exits before it runs any Python. If a compiler is missing, the error
+comes only after minutes. So both are checked here at the start.
 """
 
 import importlib.util
@@ -16,12 +17,13 @@ from pathlib import Path
 
 from rlcore.utils.errors import ConfigError
 
-_CHECK_S = 60.0  # for a program that only starts
+_CHECK_S = 60.0  # timeout of the programs run as checks
 _SYSTEM = "/usr/local/cuda"
 
 
 def prepare(env: MutableMapping[str, str], version: str) -> None:
-    """Set what SGLang's processes find their libraries and compilers by; `version` is torch's CUDA.
+    """Set the environment by which SGLang's processes find libraries and compilers. `version`:
+    torch's CUDA version.
 
     Raises:
         ConfigError: a library or a compiler is missing; the message says what to install.
@@ -39,12 +41,13 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
             f"{compiler} is not on PATH; install one on every node with GPUs (Debian and Ubuntu: "
             "apt install g++), or set CXX to its path"
         )
-    if shutil.which("ninja", path=env.get("PATH")) is None:  # an environment that is not activated
+    if shutil.which("ninja", path=env.get("PATH")) is None:  # the Python environment is not active
         env["PATH"] = os.pathsep.join(filter(None, (env.get("PATH"), _scripts())))
 
 
 def wheel_toolkit(major: str) -> Path | None:
-    """The folder of NVIDIA's wheels that has `lib/libcudart.so` of this major version."""
+    """Return the folder of NVIDIA's wheels with `lib/libcudart.so` of this major version; None if
+    there is none."""
     spec = importlib.util.find_spec("nvidia")
     for site in (spec and spec.submodule_search_locations) or ():
         for name in (f"cu{major}", "cuda_runtime"):
@@ -54,7 +57,7 @@ def wheel_toolkit(major: str) -> Path | None:
 
 
 def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> Path:
-    """The CUDA toolkit to compile with: the one that SGLang would take, else that of the wheels.
+    """Return the CUDA toolkit to compile with: the one that SGLang would use, else the wheels'.
 
     Raises:
         ConfigError: neither has an nvcc of this major version and the library to link.
@@ -76,7 +79,7 @@ def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> P
 
 
 def _lacks(home: Path, major: str) -> str:
-    """What a CUDA toolkit lacks for building against this major version; "" if nothing."""
+    """Return what a CUDA toolkit lacks to build for this major version; "" if nothing."""
     nvcc = home / "bin" / "nvcc"
     if not nvcc.exists():
         return "no bin/nvcc"
@@ -96,7 +99,8 @@ def _lacks(home: Path, major: str) -> str:
 
 
 def _check_runtime(env: MutableMapping[str, str], major: str) -> None:
-    """ConfigError unless a new process with this environment can load CUDA's runtime library."""
+    """Raise ConfigError unless a new process with this environment can load CUDA's runtime
+    library."""
     name = f"libcudart.so.{major}"
     command = [sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({name!r})"]
     done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=_CHECK_S)
@@ -116,5 +120,5 @@ def _prepend(env: MutableMapping[str, str], name: str, folder: str) -> None:
 
 
 def _scripts() -> str:
-    """The folder of the running environment's programs."""
+    """Return the folder with the programs of the running Python environment."""
     return str(Path(sys.executable).parent)

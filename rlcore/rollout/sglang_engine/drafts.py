@@ -1,7 +1,7 @@
-"""The drafter of `torch_engine/drafter.py` for the requests of SGLang's scheduler.
+"""Adapter of `torch_engine/drafter.py` to the requests of SGLang's scheduler.
 
-`Drafts` gives every request that is decoded a seat, reads what it has, and keeps count of what the
-drafts gained. It knows nothing of SGLang but the names of a request's fields.
+`Drafts` gives every decoded request a seat (a fixed number), reads its new tokens, and counts the
+tokens that drafts gained. It depends on SGLang only through the field names of a request.
 
 Letters: N requests, W width of a step: the last token of a request and its draft.
 """
@@ -21,20 +21,21 @@ from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30
 _NEAR = 2.0
-"""Steps are neighbours where one ends at most so many times its length after the other."""
+"""Limit for consecutive steps: a step must end within this many times its own duration after the
+last one's end. Then the time between the steps is added to its duration."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A request that is decoded."""
+    """A running request."""
 
-    prompt: np.ndarray  # [P] int32, with what a resumed request had
+    prompt: np.ndarray  # [P] int32, including the earlier tokens of a resumed request
     prompt_key: int
     seat: int
 
 
 class Drafts:
-    """The drafter of an engine, with the requests of SGLang in its seats."""
+    """Drafter of an SGLang engine, on its first tensor-parallel rank."""
 
     def __init__(
         self,
@@ -58,11 +59,11 @@ class Drafts:
         self._begin = self._end = 0.0
 
     def remember(self, histories: Sequence[History], wanted: Sequence[int]) -> None:
-        """As `Drafter.remember`."""
+        """Index these histories; see `Drafter.remember`."""
         self._drafter.remember(histories, set(wanted))
 
     def propose(self, reqs: Sequence[Any], longest: int) -> np.ndarray:
-        """Drafts [N, longest] int64 of these requests, -1 behind their ends."""
+        """Return drafts [N, longest] int64 for these requests, padded with -1."""
         self._begin = time.monotonic()
         out = np.full((len(reqs), longest), -1, np.int64)
         self._wanted = self._drafter.gate.wants(len(reqs))
@@ -71,7 +72,7 @@ class Drafts:
         self._seat(reqs)
         rows = [self._rows[req.rid] for req in reqs]
         drafts, sizes = self._drafter.propose(self._seats, rows, self._tokens, self._counts)
-        # Room for the draft and the one more.
+        # The draft and one more token must fit into the response.
         room = [req.sampling_params.max_new_tokens - len(req.output_ids) - 1 for req in reqs]
         self._sizes = np.minimum(sizes, np.minimum(room, longest)).astype(np.int64)
         width = min(longest, drafts.shape[1])
@@ -81,13 +82,13 @@ class Drafts:
         return out
 
     def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
-        """The step of the last `propose` is over: of `tokens` [N, W] the first `taken` [N] of each
-        request are its next ones."""
+        """Record the result of the step after the last `propose`. The first `taken` [N] of each
+        request's `tokens` [N, W] are accepted."""
         gained = taken.copy()
         for i, req in enumerate(reqs):
             stops = req.sampling_params.stop_token_ids or ()
             for j in range(taken[i]):
-                if int(tokens[i, j]) in stops:  # it ends the response wherever it stands
+                if int(tokens[i, j]) in stops:  # a stop token ends the response
                     gained[i] = j + 1
                     break
             self._stream(req, int(gained[i]))
@@ -99,7 +100,7 @@ class Drafts:
             drafts=self._wanted,
             tokens=tokens.size,
             gained=num,
-            seconds=now - self._end if near else step_s,  # with what SGLang does between steps
+            seconds=now - self._end if near else step_s,  # includes SGLang's work between steps
         )
         self._end = now
         self._page.step(running, num, self._wanted)
@@ -118,14 +119,15 @@ class Drafts:
         )
 
     def _stream(self, req: Any, gained: int) -> None:
-        """SGLang tells of a request where its length is 1 more than a multiple of the interval,
-        which a step of several tokens may jump over. Here it tells where one was reached."""
+        """Make SGLang stream this request's tokens now if the step has crossed a multiple of the
+        stream interval. SGLang itself streams only at exact multiples plus 1, which a step of
+        several tokens may skip."""
         before = len(req.output_ids) - 1
         crossed = (before + gained) // self._interval > before // self._interval
         req.sampling_params.stream_interval = 1 if crossed else _NEVER
 
     def _seat(self, reqs: Sequence[Any]) -> None:
-        """Give new requests a seat, take back those of others, and read what is new."""
+        """Assign seats to new requests, free the seats of ended ones, and copy new tokens."""
         here = {req.rid for req in reqs}
         gone = [rid for rid in self._rows if rid not in here]
         if gone:

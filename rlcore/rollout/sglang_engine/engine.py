@@ -1,12 +1,13 @@
-"""The production engine: one replica on SGLang, over the ranks of a tensor-parallel group.
+"""The production engine: an `Engine` on SGLang, over the ranks of a tensor-parallel group.
 
-Requests wait in a heap here and at most `max_running` of them are in SGLang, each as a *flight*: a
-stream of tokens that a task on SGLang's loop appends to its request. What stops decoding for good
-(abort, a pause that recomputes, sleep) ends the flights; their requests go back to the heap with
-their tokens and fly again as a longer prompt. Random numbers hang on the position, so this changes
-no sample. Only a pause in place holds flights still inside SGLang.
+Requests wait in a heap here. At most `max_running` of them are in flight, that is, in SGLang. Each
+stay of a request in SGLang is a `_Flight`: a task on SGLang's loop that appends the streamed tokens
+to the request. Abort, pause in mode `recompute` and sleep end the flights; unfinished requests
+return to the heap with their tokens and are resubmitted as a longer prompt. Random numbers depend
+on the token's position, so this changes no sample. A pause in mode `in_place` keeps the flights in
+SGLang.
 
-Members of a group share a prefill: the others start when the first has its first token.
+Requests of a group share a prefill: the others start when the first has its first token.
 """
 
 import asyncio
@@ -55,52 +56,54 @@ from rlcore.utils.seed import derive
 Dtype = Literal["float32", "bfloat16", "float16"]
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-_SPARE = 8  # positions that SGLang keeps for itself; ours are checked here
+_SPARE = 8  # positions that SGLang reserves; the real limit is checked in `submit`
 _IDLE_S = 0.002
-_SEND_S = 0.02  # a request that was just handed to SGLang is on its way for about as long
+_SEND_S = 0.02  # about the time that a request takes to reach SGLang's schedulers
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request from submission to its end."""
+    """State of a request from submission to its end."""
 
     request: Request
     arrival: int
     seed: int
-    """With a token's position, the counter of its random number; a signed 64-bit number."""
+    """Seed of the request: with a token's position it gives the counter of the token's random
+    number. A signed 64-bit number."""
     prompt: list[int]
     prompt_key: int
-    """Names the prompt's history; 0 where there are no drafts."""
+    """Key of the prompt's history; 0 without drafts."""
     tokens: list[int]
     logps: list[float]
     versions: list[int]
     flight: "_Flight | None" = None
     aborted: bool = False
     told: int = 0
-    """Response tokens that progress events have carried."""
+    """Number of response tokens that progress events have carried."""
 
     def take_off(self, flight: "_Flight") -> None:
-        """Be in SGLang from now on."""
+        """Mark the request as in flight in SGLang."""
         self.flight = flight
 
     def land(self) -> None:
-        """Be no longer in SGLang."""
+        """Mark the request as no longer in SGLang."""
         self.flight = None
 
     def grow(self, tokens: Sequence[int], logps: Sequence[float], version: int) -> None:
-        """Append the first of these tokens; there may be more log-probs than tokens."""
+        """Append these tokens and their log-probs. Extra log-probs at the end are ignored."""
         self.tokens += tokens
         self.logps += logps[: len(tokens)]
         self.versions += [version] * len(tokens)
 
     def tell(self) -> slice:
-        """The tokens that no progress event has carried. They are carried now."""
+        """Return the slice of tokens that no progress event has carried, and mark them as
+        carried."""
         new = slice(self.told, len(self.tokens))
         self.told = new.stop
         return new
 
     def abort(self) -> None:
-        """End as aborted where nothing else has ended it."""
+        """Mark the request as aborted; it ends so unless it finishes first."""
         self.aborted = True
 
     @property
@@ -109,7 +112,7 @@ class _Job:
 
     @property
     def group(self) -> tuple[str, tuple[int, ...]]:
-        """Requests that share a prefill."""
+        """Key of the requests that share a prefill."""
         return self.request.group, tuple(self.prompt)
 
 
@@ -118,62 +121,64 @@ class _Flight:
     """One stay of a request in SGLang."""
 
     rid: str
-    """SGLang's name of it; all have the same length, as it aborts by prefix."""
+    """SGLang's request id. All ids have the same length, because SGLang aborts by prefix."""
     base: int
-    """Tokens that the request had before."""
+    """Number of response tokens that the request had before this flight."""
     task: "asyncio.Task[None]" = field(init=False)
     retractions: int = 0
     begun: bool = False
-    """It has had a token, so the cache holds what its request has."""
+    """Whether it has produced a token, so that the cache holds the request's tokens."""
     deaf: bool = False
-    """What still comes is dropped: the weights behind it are void."""
+    """Whether further tokens are dropped, because their weights are no longer valid."""
     followers: list[_Job] = field(default_factory=list)
-    """They wait for the first token."""
+    """Requests of the same group that wait for this flight's first token."""
 
     def follow(self, task: "asyncio.Task[None]") -> None:
-        """Be followed through SGLang by this task."""
+        """Set the task that receives the flight's tokens."""
         self.task = task
 
     def begin(self) -> None:
-        """Have the first token."""
+        """Note that the first token has arrived."""
         self.begun = True
 
     def retract(self, retractions: int) -> int:
-        """Note how often SGLang has retracted it. Returns how often since the last time."""
+        """Record how often SGLang has retracted the request. Return the number of new
+        retractions."""
         more, self.retractions = retractions - self.retractions, max(retractions, self.retractions)
         return more
 
     def deafen(self) -> None:
-        """Drop what still comes."""
+        """Drop further tokens."""
         self.deaf = True
 
     def free_followers(self) -> list[_Job]:
-        """Let go of those that wait for the first token."""
+        """Return the waiting followers and clear the list."""
         followers, self.followers = self.followers, []
         return followers
 
 
 class SGLangEngine(InProcess):
-    """See `protocols.Engine`; beyond it:
+    """Engine on SGLang. In addition to `protocols.Engine`:
 
-    - SGLang works by itself; `poll` hands over what it has said. An engine decodes only while it is
-      loaded, awake and not paused; otherwise requests wait.
+    - SGLang decodes in the background; `poll` returns the events so far. The engine decodes only
+      while it is loaded, awake and not paused; otherwise requests wait.
     - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0. Tokens are
       those of the torch engine for the same seed, up to rounding.
-    - A pause in place keeps the cache until a request is aborted or the engine sleeps.
-    - Progress comes every `progress_s` with lengths that are up to `stream_interval` tokens old.
-      With `tell_tokens` it carries the new tokens. In Stats, `decode_steps` is the growth of the
-      request that grew most since the last report.
-    - A pause in place may last as long as it likes. With SGLang's overlapped scheduler it waits for
-      the token in work, which is handed over with the version that made it; the overlap itself
-      stays, and only the step after a pause goes without it.
-    - With `draft` decode steps check guesses of the next tokens: `worker.py`. A request has at most
-      `draft_width` tokens in a step, its last one and the guess; on a GPU always as many.
-      `draft_settings` are the fields of `DraftSettings`. SGLang's overlapped scheduler is off then.
+    - A pause in mode `in_place` keeps the cache until a request is aborted or the engine sleeps.
+    - Progress events are sent every `progress_s`, with lengths that are up to `stream_interval`
+      tokens old. With `tell_tokens` they carry the new tokens. In Stats, `decode_steps` is the
+      growth of the request that grew most since the last report.
+    - A pause in mode `in_place` may last any time. With SGLang's overlapped scheduler it waits for
+      the token in flight, which keeps the version that sampled it. Only the step after a pause runs
+      without overlap.
+    - With `draft`, decode steps verify guesses of the next tokens (`worker.py`). A request has at
+      most `draft_width` tokens in a step: its last one and the draft. On a GPU it always has that
+      many. `draft_settings` are the fields of `DraftSettings`. SGLang's overlapped scheduler is off
+      with drafts.
 
-    `cache_tokens` is SGLang's max_total_tokens; 0 leaves it to `memory_fraction`, its
-    mem_fraction_static. `sglang` are further arguments of its server; they win over ours.
-    `deadline_s` is of each call; `ChildEngine` takes it from the settings as well.
+    `cache_tokens` is SGLang's max_total_tokens; 0 leaves it to `memory_fraction`, SGLang's
+    mem_fraction_static. `sglang` has further arguments of its server, which override ours.
+    `deadline_s` is the deadline of each call; `ChildEngine` reads it from the settings as well.
     """
 
     def __init__(
@@ -211,7 +216,7 @@ class SGLangEngine(InProcess):
         kind, _, number = device.partition(":")
         self.hf = hf
         self.version = -1
-        """Of the weights; -1 before the first push."""
+        """Version of the weights; -1 before the first weight update."""
         self._shapes = expected(hf)
         self._seed = seed
         self._max_running = max_running
@@ -225,17 +230,17 @@ class SGLangEngine(InProcess):
         self._jobs: dict[RequestId, _Job] = {}
         self._waiting: list[tuple[tuple[int, int], _Job]] = []  # heap; ended jobs are skipped
         self._flying: dict[_Job, None] = {}
-        self._held = 0  # followers: they have a place, but no flight yet
+        self._held = 0  # followers: counted in max_running, but without a flight yet
         self._leaders: dict[tuple[str, tuple[int, ...]], _Job] = {}
         self._events: queue.SimpleQueue[AnyEvent] = queue.SimpleQueue()
         self._arrivals = self._flights = self._loads = 0
         self._loaded = False
         self._missing: set[str] | None = None  # of the load in progress
         self._next_version = 0
-        self._session = False  # SGLang's, around a push
+        self._session = False  # whether SGLang is in a weight-update session
         self._asleep: set[Tag] = set()
         self._paused = False
-        self._still = False  # flights are held inside SGLang
+        self._still = False  # flights are paused inside SGLang
         self._closed = False
         self._totals = _no_counts()
         self._grown: dict[RequestId, int] = {}
@@ -250,7 +255,7 @@ class SGLangEngine(InProcess):
             found = _draft_settings(draft_width, draft_settings, kind)
             drafts = {"draft": draft, "settings": found, "stream_interval": stream_interval}
         set_environment(kind, tp, drafts)
-        # SGLang keeps room in the cache for what two steps may add to a request.
+        # SGLang reserves cache for the tokens that two steps may add to a request.
         room = 2 * draft_width if self._drafts else 0
         arguments = {
             "device": kind,
@@ -260,10 +265,10 @@ class SGLangEngine(InProcess):
             "context_length": max_model_tokens + _SPARE + room,
             "max_running_requests": max_running,
             "random_seed": seed % 2**31,
-            "sampling_backend": "pytorch",  # ours takes its place, which wants no library
+            "sampling_backend": "pytorch",  # our sampler replaces it; this one needs no library
             "stream_interval": stream_interval,
             "enable_fp32_lm_head": fp32_head,
-            "sleep_on_idle": True,  # the learner works meanwhile
+            "sleep_on_idle": True,  # leave the CPU to the learner
             "tp_size": tp,
             "nnodes": nnodes,
             "node_rank": node_rank,
@@ -295,7 +300,7 @@ class SGLangEngine(InProcess):
             arguments |= {
                 "speculative_algorithm": ALGORITHM,
                 "speculative_num_draft_tokens": draft_width,
-                "speculative_ngram_max_bfs_breadth": 1,  # chains
+                "speculative_ngram_max_bfs_breadth": 1,  # drafts are chains
                 "disable_overlap_schedule": True,
             }
         arguments |= dict(sglang or {})
@@ -310,7 +315,8 @@ class SGLangEngine(InProcess):
     # ---- requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none with a ValueError that names the bad one."""
+        """Queue all requests. If one is invalid, queue none and raise a ValueError that names
+        it."""
         self._call(self._submit(requests), "submit")
 
     async def _submit(self, requests: Sequence[Request]) -> None:
@@ -331,7 +337,7 @@ class SGLangEngine(InProcess):
             job = _Job(
                 request=request,
                 arrival=self._arrivals,
-                # The sampler adds the position of the last known token: prompt and response.
+                # The sampler adds the last known token's position, counted from the prompt's start.
                 seed=_signed(key + (1 - len(prompt)) * GOLDEN),
                 prompt=prompt,
                 prompt_key=prompt_key(request.prompt) if self._drafts else 0,
@@ -345,7 +351,7 @@ class SGLangEngine(InProcess):
         self._admit()
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Stop requests; their partial samples come as `Aborted` events."""
+        """Stop requests; their partial samples are returned as `Aborted` events."""
         self._call(self._abort(ids), "abort")
 
     async def _abort(self, ids: Collection[RequestId]) -> None:
@@ -353,19 +359,19 @@ class SGLangEngine(InProcess):
         for job in jobs:
             job.abort()
         flying = [job for job in jobs if job.flight is not None]
-        # Held flights end only when SGLang goes on, and then all do: the others wait here again.
+        # Paused flights end only when SGLang resumes, which resumes all; so land all and requeue.
         if flying:
             await self._land(list(self._flying) if self._still else flying)
         for job in jobs:
-            if job.request.id in self._jobs:  # it was not in SGLang
+            if job.request.id in self._jobs:  # it was not in flight, so `_land` did not end it
                 self._end(job, "abort")
         self._admit()
         if jobs and not self._jobs:
             self._report()
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Events since the last call; waits up to `timeout_s` for the first one. EngineGoneError
-        when SGLang is gone."""
+        """Return the events since the last call; wait up to `timeout_s` for the first one. Raises
+        EngineGoneError if SGLang has failed."""
         self._server.check()
         events: list[AnyEvent] = []
         try:
@@ -378,14 +384,14 @@ class SGLangEngine(InProcess):
 
     @property
     def can_work(self) -> bool:
-        """May SGLang decode?"""
+        """Whether SGLang may decode now."""
         ready = self._loaded and self._missing is None and not self._paused and not self._closed
         return ready and not self._asleep
 
     # ---- pausing, weights, memory
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; see the protocol for the modes. Requests may still be submitted."""
+        """Stop decoding; `protocols.Engine` documents the modes. `submit` is still allowed."""
         if mode not in ("in_place", "recompute", "abort"):
             raise ValueError(f"pause mode {mode}: in_place, recompute or abort")
         self._call(self._pause(mode), "pause")
@@ -400,7 +406,7 @@ class SGLangEngine(InProcess):
             await self._hold()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume decoding after `pause`."""
         self._call(self._resume(), "resume")
 
     async def _resume(self) -> None:
@@ -408,7 +414,7 @@ class SGLangEngine(InProcess):
         await self._go_on()
 
     def begin_load(self, version: int) -> None:
-        """Start a push; a second call starts over."""
+        """Start a weight update; a second call starts over."""
         self._call(self._begin_load(version), "begin_load")
 
     async def _begin_load(self, version: int) -> None:
@@ -425,9 +431,14 @@ class SGLangEngine(InProcess):
         self._loaded = False
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """Hand a bucket to the schedulers. ValueError: unknown name, wrong shape, a number of
-        payloads that is not the tensor-parallel size. RuntimeError: the bytes are not those that
-        were sent; nothing of them is taken, and all weights must come again."""
+        """Pass a bucket to the schedulers, which load it into the model.
+
+        Raises:
+            ValueError: unknown name, wrong shape, or a number of payloads that is not the
+                tensor-parallel size.
+            RuntimeError: the bytes are not those that were sent. The bucket is not loaded, and all
+                weights must be sent again.
+        """
         if not self._leads:
             return
         if self._missing is None:
@@ -454,7 +465,7 @@ class SGLangEngine(InProcess):
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=weights.encode(bucket, payloads),
             load_format=weights.LOAD_FORMAT,
-            flush_cache=False,  # keys and values of old weights have keys of their own
+            flush_cache=False,  # the cache entries of each weight version have another extra_key
         )
         try:
             _must(await self._manager.update_weights_from_tensor(request, None))
@@ -465,7 +476,11 @@ class SGLangEngine(InProcess):
         self._missing.difference_update(meta.name for meta in bucket.tensors)
 
     def end_load(self) -> None:
-        """Tokens from now on are of the new version. RuntimeError naming missing tensors."""
+        """Finish a weight update: tokens from now on are of the new version.
+
+        Raises:
+            RuntimeError: tensors are missing; the message names them.
+        """
         self._call(self._end_load(), "end_load")
 
     async def _end_load(self) -> None:
@@ -511,7 +526,7 @@ class SGLangEngine(InProcess):
         )
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Take the memory again. Weights must be pushed before the engine decodes."""
+        """Allocate the memory again. The engine decodes only after the next weight update."""
         check_tags(tags)
         self._call(self._wake(tags), "wake")
 
@@ -528,20 +543,21 @@ class SGLangEngine(InProcess):
         await self._go_on()
 
     def relayout(self, tp: int) -> None:
-        """Only the size that it was started with is possible."""
+        """Accept only the tensor-parallel size that the engine was started with; raise ValueError
+        for others."""
         if tp != self._tp:
             raise ValueError(
                 f"tensor-parallel size {tp}: this engine was started with {self._tp} and keeps it"
             )
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Draft the answers to these prompts from these earlier ones, as soon as they are indexed.
-        Those to prompts that no request is here for are forgotten."""
+        """Draft from these earlier responses as soon as they are indexed. Remove the histories of
+        prompts without a request on this engine."""
         if self._drafts and histories:
             self._call(self._remember(histories), "remember")
 
     async def _remember(self, histories: Sequence[History]) -> None:
-        """In a file, as SGLang writes what is sent to its schedulers into its log."""
+        """Pass histories to the schedulers in a file, as SGLang logs the content of messages."""
         wanted = sorted({job.prompt_key for job in self._jobs.values()})
         file = Path(self._server.folder) / f"histories-{next(self._tellings)}"
         file.write_bytes(encode((tuple(histories), wanted)))
@@ -560,7 +576,8 @@ class SGLangEngine(InProcess):
         return self._server.manager
 
     def _call(self, work: Any, what: str) -> None:
-        """Run on the loop and wait. A rank that only lends its scheduler has nothing to do."""
+        """Run a coroutine on SGLang's loop and wait for it. Do nothing on a rank that does not lead
+        the engine."""
         if self._leads:
             self._server.call(work, what)
         else:
@@ -571,7 +588,7 @@ class SGLangEngine(InProcess):
         self._reporter = asyncio.create_task(self._report_forever())
 
     def _admit(self) -> None:
-        """Start waiting requests while there are places."""
+        """Start waiting requests while fewer than `max_running` are in flight."""
         while self.can_work and not self._still and self._waiting:
             if len(self._flying) + self._held >= self._max_running:
                 return
@@ -597,7 +614,7 @@ class SGLangEngine(InProcess):
         flight.follow(asyncio.create_task(self._fly(job, flight)))
 
     async def _fly(self, job: _Job, flight: _Flight) -> None:
-        """Follow one request through SGLang."""
+        """Submit a request to SGLang and receive its tokens until it ends there."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = job.request.sampling
@@ -612,7 +629,7 @@ class SGLangEngine(InProcess):
                 "min_p": sampling.min_p,
                 "max_new_tokens": sampling.max_tokens - len(job.tokens),
                 "stop_token_ids": list(sampling.stop_ids),
-                "ignore_eos": not sampling.stop_ids,  # else its model's own end tokens stop
+                "ignore_eos": not sampling.stop_ids,  # else the model's own end tokens stop it
                 "sampling_seed": job.seed,
                 "stream_interval": self._stream_interval,
                 **drafts,
@@ -632,7 +649,7 @@ class SGLangEngine(InProcess):
             self._server.fail(f"request {job.request.id}: {type(error).__name__}: {error}")
 
     def _take(self, job: _Job, flight: _Flight, out: Mapping[str, Any]) -> None:
-        """New tokens of a flight."""
+        """Append new tokens of a flight to its request."""
         if flight.deaf:
             return
         meta, ids = out["meta_info"], out["output_ids"]
@@ -666,15 +683,16 @@ class SGLangEngine(InProcess):
             self._emit(Preempted, id=job.request.id)
 
     def _up_to_stop(self, job: _Job, new: Sequence[int]) -> int:
-        """How many of these tokens are the response's: a draft may have more behind a stop token,
-        and SGLang keeps that where it aborts the request in this step."""
+        """Return how many of the new tokens belong to the response, up to its stop token. If SGLang
+        aborts the request in a step with drafts, it keeps accepted tokens after a stop token."""
         stops = job.request.sampling.stop_ids
         if job.tokens and job.tokens[-1] in stops:
             return 0
         return next((i for i, token in enumerate(new, 1) if token in stops), len(new))
 
     def _free_followers(self, job: _Job, flight: _Flight) -> None:
-        """The prefill of the group is done, or will not be: its other members go on."""
+        """Start the followers of a flight once the group's prefill is done, or requeue them if it
+        will not be done."""
         if self._leaders.get(job.group) is job:
             del self._leaders[job.group]
         followers = flight.free_followers()
@@ -699,7 +717,7 @@ class SGLangEngine(InProcess):
         if not self._flying and not self._still:
             self._totals["busy_s"] += time.monotonic() - self._busy_since
         self._free_followers(job, flight)
-        # Not what SGLang says: an aborted request gets one more token, which may be its last.
+        # Ignore SGLang's reason here: an aborted request gets one more token, which may end it.
         sampling = job.request.sampling
         if job.tokens and job.tokens[-1] in sampling.stop_ids:
             self._end(job, "stop")
@@ -716,8 +734,8 @@ class SGLangEngine(InProcess):
             self._report()
 
     async def _land(self, jobs: Sequence[_Job]) -> None:
-        """End these flights. When SGLang stands still they must be all that there are, and it goes
-        on, also without any: paused it would never get idle."""
+        """End these flights. If SGLang is paused, `jobs` must be all requests in flight. SGLang is
+        then resumed even if there are none, because it never gets idle while paused."""
         flights = [job.flight for job in jobs if job.flight is not None]
         for flight in flights:
             if not self._loaded:
@@ -728,17 +746,17 @@ class SGLangEngine(InProcess):
             await self._continue()
         while flights := [flight for flight in flights if not flight.task.done()]:
             for flight in flights:
-                if self._sent(flight):  # SGLang forgets an abort of what it does not know yet
+                if self._sent(flight):  # SGLang ignores an abort of a request not yet dispatched
                     self._manager.abort_request(flight.rid)
             await asyncio.wait([flight.task for flight in flights], timeout=_SEND_S)
 
     def _sent(self, flight: _Flight) -> bool:
-        """The schedulers know of it, or have known."""
+        """Return whether the flight was dispatched to the schedulers and is still registered."""
         state = self._manager.rid_to_state.get(flight.rid)
         return state is not None and state.dispatched
 
     async def _hold(self) -> None:
-        """Keep flights where they are; all tokens up to here have come when this returns."""
+        """Pause all flights inside SGLang. All tokens sampled so far have arrived on return."""
         if self._still or not self._flying:
             return
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -748,7 +766,7 @@ class SGLangEngine(InProcess):
             await asyncio.sleep(0)
         self._totals["busy_s"] += time.monotonic() - self._busy_since
         await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        for _ in range(2):  # answers and tokens come over two sockets
+        for _ in range(2):  # replies and tokens arrive over two sockets
             await self._round_trip()
         await asyncio.sleep(0)
 
@@ -766,7 +784,7 @@ class SGLangEngine(InProcess):
         self._admit()
 
     async def _round_trip(self) -> None:
-        """Wait until the schedulers have done all that was asked of them."""
+        """Wait until the schedulers have processed all earlier messages."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         await self._manager.update_weight_version(
@@ -774,8 +792,8 @@ class SGLangEngine(InProcess):
         )
 
     async def _idle(self) -> None:
-        """Wait until the schedulers have put their last batch away, which sleep asserts."""
-        await self._round_trip()  # or the first look comes too early, and the next a second later
+        """Wait until the schedulers have no batch left; SGLang's memory release asserts that."""
+        await self._round_trip()  # else flush_cache checks too early and again only a second later
         result = await self._manager.flush_cache(timeout_s=self._deadline_s)
         if not result.success:
             raise RuntimeError(f"SGLang did not get idle: {result.message}")
@@ -802,7 +820,7 @@ class SGLangEngine(InProcess):
         self._events.put(kind(rank=self._rank, time=time.monotonic(), **fields))
 
     def _tail(self, job: _Job) -> Partial:
-        """The response's tokens since the last report."""
+        """Return the response's tokens since the last report."""
         new = job.tell()
         return Partial(
             tokens=np.asarray(job.tokens[new], np.int32),
@@ -820,7 +838,7 @@ class SGLangEngine(InProcess):
             self._server.fail(f"progress: {type(error).__name__}: {error}")
 
     def _report(self) -> None:
-        """Progress and Stats."""
+        """Send Progress and Stats events."""
         now, running = time.monotonic(), list(self._flying)
         if running:
             self._totals["busy_s"] += now - self._busy_since
@@ -845,16 +863,16 @@ class SGLangEngine(InProcess):
 
 
 def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
-    """An engine from plain data, for `ChildEngine`: the contents of config.json and the keywords of
-    `SGLangEngine`. Its progress events carry the tokens, which should outlive it."""
+    """Build an engine for `ChildEngine` from the contents of config.json and the keywords of
+    `SGLangEngine`. Its progress events carry the tokens, so that they survive a failed child."""
     return SGLangEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
 
 
 def _draft_settings(width: int, settings: Mapping[str, Any] | None, device: str) -> dict[str, Any]:
-    """Fields of `DraftSettings`, for forwards that are at most `width` wide."""
+    """Return the fields of `DraftSettings` for forwards of at most `width` tokens per request."""
     s = DraftSettings(**(settings or {}))
     s = replace(s, window=min(s.window, width - 1), start=min(s.start, width - 1))
-    if device != "cpu":  # all forwards are as wide, whatever a gate says
+    if device != "cpu":  # CUDA graphs fix the width, so a gate would save nothing
         s = replace(s, gate=False)
     return asdict(s)
 
@@ -864,16 +882,16 @@ def _no_counts() -> dict[str, Any]:
 
 
 def _signed(number: int) -> int:
-    """The last 64 bits as a signed number."""
+    """Return the last 64 bits as a signed number."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def _cpu_tokens(max_running: int, max_model_tokens: int) -> int:
-    """On a CPU SGLang would take most of the memory for its cache."""
+    """Return the cache size on a CPU, where SGLang would take most of the memory by default."""
     return min(max_running * max_model_tokens, 2**16)
 
 
 def _must(result: tuple[bool, str]) -> None:
-    """SGLang says what went wrong instead of raising it."""
+    """Raise RuntimeError if SGLang has returned a failure."""
     if not result[0]:
         raise RuntimeError(result[1])

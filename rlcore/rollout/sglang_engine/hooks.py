@@ -1,4 +1,4 @@
-"""What we replace in SGLang, by its own registry."""
+"""Registration of our hooks in SGLang, through its own hook registry."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ _targets: list[str] = []
 
 
 def register(target: str, hook: Callable[..., Any], kind: Any) -> None:
-    """Have SGLang call `hook` at `target`, in the `kind` of its HookType."""
+    """Register `hook` for the SGLang function `target`. `kind`: SGLang's HookType."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     _targets.append(target)
@@ -15,7 +15,7 @@ def register(target: str, hook: Callable[..., Any], kind: Any) -> None:
 
 
 def missing() -> list[str]:
-    """Return what SGLang did not let us replace: it logs that and continues."""
+    """Return the targets that SGLang has not hooked; SGLang only logs such a failure."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return [target for target in _targets if target not in HookRegistry._patched]

@@ -1,17 +1,17 @@
-"""What a draft may see, as SGLang's kernels want to be told."""
+"""Attention mask of drafts, in the layout of SGLang's kernels."""
 
 import torch
 from torch import Tensor
 
 
 def chain_mask(lengths: Tensor, width: int, device: str | torch.device) -> Tensor:
-    """For every request [W, length + W] bool, one after the other. A token sees all that the cache
-    has, and of the draft itself and what stands before it.
+    """Build the causal mask of chain drafts: [W, length + W] bool per request, flattened and
+    concatenated. A token attends to the whole cache, to earlier draft tokens and to itself.
 
     Args:
         lengths: [N] tokens in the cache, on the host.
-        width: W
-        device: of the mask.
+        width: W, the last token and its draft.
+        device: device of the mask.
     """
     sizes = (lengths + width) * width
     begins = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))

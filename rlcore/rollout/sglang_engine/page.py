@@ -1,5 +1,6 @@
-"""What drafts did, from the scheduler that makes them to the engine: counters in a file that both
-map. They only grow; whoever reads asks for what is new."""
+"""Counters of decode steps and drafts, shared between the scheduler process, which adds to them,
+and the engine, which reads them. They are in a memory-mapped file and are never reset; a reader
+takes the difference since its last read."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 FILE = "drafts"
-"""In the engine's folder."""
+"""Name of the counter file in the engine's folder."""
 _COUNTS = (
     "decode_steps",
     "verify_steps",
@@ -19,33 +20,34 @@ _COUNTS = (
 _SECONDS = ("draft_s", "verify_s")
 _NAMES = (*_COUNTS, *_SECONDS, "knee")
 _SIZES = 24
-"""Sizes of batches that are told apart: 1, 2 to 3, 4 to 7, ..."""
+"""Number of batch-size classes: 1, 2 to 3, 4 to 7, ..."""
 
 
 class Page:
-    """One side of it; the numbers of `Stats` by its names."""
+    """Access of one process to the shared counters; names and units are those of `Stats`."""
 
     def __init__(self, folder: str, *, new: bool = False) -> None:
-        """`new` makes the file, which the other side then finds."""
+        """`new`: create the file; the other process opens it."""
         shape = (len(_NAMES) + 3 * _SIZES,)
         mode: Literal["w+", "r+"] = "w+" if new else "r+"
         self._numbers = np.memmap(Path(folder) / FILE, np.float64, mode, shape=shape)
         self._taken: np.ndarray = self._numbers.copy()
 
     def add(self, **numbers: float) -> None:
-        """To the counters of these names; `knee` is no counter and is set."""
+        """Add to the counters of these names. `knee` is not a counter: it is replaced."""
         for name, number in numbers.items():
             at = _NAMES.index(name)
             self._numbers[at] = number if name == "knee" else self._numbers[at] + number
 
     def step(self, running: int, gained: int, drafts: bool) -> None:
-        """A decode step gave `running` requests `gained` tokens."""
+        """Count a decode step that added `gained` tokens to `running` requests. `drafts`: whether
+        it could verify drafts."""
         at = len(_NAMES) + 3 * min(running.bit_length() - 1, _SIZES - 1)
         self._numbers[at : at + 3] += running, gained, running * drafts
         self.add(decode_steps=1)
 
     def take(self) -> dict[str, Any]:
-        """Fields of `Stats`: what has come since the last call."""
+        """Return the growth since the last call as fields of `Stats`."""
         now = np.array(self._numbers)
         new, self._taken = now - self._taken, now
         found: dict[str, Any] = {name: int(new[i]) for i, name in enumerate(_COUNTS)}

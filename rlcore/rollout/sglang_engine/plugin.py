@@ -1,8 +1,7 @@
-"""What we add to SGLang's processes, by its own plug-in interface: a sampler, a way to load
-buckets, what a pause needs, and drafts.
+"""Plug-in for SGLang's processes: adds our sampler, bucket loading, in-place pauses and drafting.
 
 SGLang finds it as the entry point `rlcore` of `sglang.srt.plugins` and calls it in every process.
-It does nothing in a process that is not ours.
+In SGLang processes that our engine did not start, it does nothing.
 """
 
 import os
@@ -14,7 +13,7 @@ from rlcore.rollout.sglang_engine.names import DRAFTS, OWNER, REMEMBER
 
 
 def install() -> None:
-    """Called by SGLang before anything else of it runs."""
+    """Install the hooks. SGLang calls this before its other code runs."""
     owner = os.environ.get(OWNER)
     if owner is None:
         return
@@ -28,7 +27,7 @@ def install() -> None:
     from sglang.srt.utils import kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
-    if os.getppid() != int(owner):  # it died while this process imported
+    if os.getppid() != int(owner):  # the parent exited while this process imported
         os._exit(1)
     from rlcore.rollout.sglang_engine import sampler, weights
     from rlcore.utils import listen
@@ -64,7 +63,7 @@ def install() -> None:
 
 
 def _draft() -> None:
-    """What drafts need beside the algorithm."""
+    """Install the scheduler method and, on a CPU, the attention that drafting needs."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookType
     from sglang.srt.utils import is_cpu
@@ -80,7 +79,7 @@ def _draft() -> None:
 
 
 def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:
-    """SGLang passes the seeds on only in its deterministic mode."""
+    """Pass the requests' seeds to the sampler. SGLang does so only in its deterministic mode."""
     import torch
 
     seeds = [req.sampling_params.sampling_seed or 0 for req in batch.reqs]
@@ -88,17 +87,19 @@ def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:
 
 
 def _tell(_: None, scheduler: Any, request: Any) -> None:
-    """A pause in place ends with all tokens told: the version that made them is the engine's now.
+    """Send all sampled tokens before an in-place pause takes effect, while the engine still has the
+    version that sampled them.
 
-    The overlapped scheduler has a batch in work, whose result it would take in after the pause; it
-    is taken in here. Tokens that wait for the next stream interval are sent, also those of requests
-    that were preempted. One without a token is left out, since SGLang counts a log-prob for it.
+    The overlapped scheduler has a batch in flight and would process its result after the pause; it
+    is processed here. Tokens that wait for the next stream interval are sent, also those of
+    preempted requests. Requests without a token are skipped, since SGLang counts a log-prob for
+    each.
     """
     if scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue:
         batch, result = scheduler.result_queue.popleft()
         scheduler.process_batch_result(batch, result)
-        scheduler.result_queue.append((batch, None))  # the scheduler wants to find one
-    scheduler.cur_batch_for_debug = None  # the watchdog would take a long pause for a stuck batch
+        scheduler.result_queue.append((batch, None))  # the scheduler expects one; `_once` skips it
+    scheduler.cur_batch_for_debug = None  # else the watchdog reports a long pause as a stuck batch
     reqs = [
         req
         for req in (*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue)
@@ -113,12 +114,12 @@ def _tell(_: None, scheduler: Any, request: Any) -> None:
 
 
 def _once(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
-    """A result that `_tell` has taken in is not taken in again."""
+    """Process a batch result, unless `_tell` has processed it already."""
     return original(scheduler, batch, result) if result is not None else None
 
 
 def _forget(result: Any, manager: Any, request: Any) -> None:
-    """Requests that wait in the scheduler while weights change may not find keys and values of the
-    old ones in its prefix cache. The engine gives new requests a new key itself."""
+    """Change the cache key of waiting requests after a weight update, so that they do not reuse the
+    prefix cache of the old weights. The engine gives later requests a new key itself."""
     for req in manager.scheduler.waiting_queue:
         req.extra_key = f"{req.extra_key}+"

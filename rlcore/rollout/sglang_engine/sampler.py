@@ -1,10 +1,10 @@
-"""The torch engine's sampler inside SGLang: same law, same random numbers, same log-probs.
+"""The torch engine's sampler inside SGLang: same distribution, random numbers and log-probs.
 
-SGLang's own returns log-probs from before its filters and numbers its random draws by a seed only
-in its deterministic mode, which needs other kernels. Here a token depends on the logits, the
-request's settings and its counter alone, and both engines draw the same one. So do decode steps
-that check drafts: SGLang's own check gives log-probs from before the filters, and on a CPU takes
-the likeliest token.
+SGLang's own sampler returns log-probs from before its filters. It seeds its random draws per
+request only in its deterministic mode, which needs other kernels. Here a token depends only on the
+logits, the request's settings and its counter, so both engines draw the same token. The same holds
+for decode steps that verify drafts: SGLang's own verification gives log-probs from before the
+filters, and on a CPU takes the most likely token.
 """
 
 from dataclasses import replace
@@ -16,11 +16,11 @@ from torch import Tensor
 from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
 
 NO_TOP_K = 1 << 30
-"""SGLang's top_k for all tokens; 1 is greedy."""
+"""Value of top_k by which SGLang keeps all tokens; its top_k 1 is greedy."""
 
 
 class Sampler(sampler.Sampler):
-    """Takes the place of SGLang's."""
+    """Replacement of SGLang's sampler."""
 
     def forward(
         self,
@@ -31,8 +31,8 @@ class Sampler(sampler.Sampler):
         token_ids_logprobs: list[list[int]],
         positions: Tensor,
     ) -> Tensor:
-        """Token ids [N]; their log-probs go into `logits_output`. `positions` [N] are those of the
-        last tokens that are known, counted from the start of the prompt."""
+        """Sample token ids [N] and write their log-probs to `logits_output`. `positions` [N] are
+        those of the last known tokens, counted from the start of the prompt."""
         if sampling_info.sampling_seed is None:
             raise RuntimeError("a request came without its seed: rlcore's plugin is not loaded")
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
@@ -44,13 +44,13 @@ class Sampler(sampler.Sampler):
 
 
 def create(backend: str | None = None) -> Sampler:
-    """In place of SGLang's `create_sampler`."""
+    """Create our sampler; replaces SGLang's `create_sampler`."""
     return Sampler()
 
 
 def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """What plain decoding draws behind the tokens at `positions` [N, W] of the requests, if those
-    are right: tokens [N, W] int64 and their log-probs, float32. Logits are [N * W, V]."""
+    """Sample the tokens after `positions` [N, W] as plain decoding would if the tokens up to there
+    are right. Return tokens [N, W] int64 and their log-probs, float32. Logits are [N * W, V]."""
     count, width = positions.shape
     counter = info.sampling_seed[:, None] + positions.to(torch.int64) * GOLDEN
     logits = logits_output.next_token_logits.float()
@@ -59,7 +59,7 @@ def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _settings(info, width: int = 1) -> Settings:
-    """`width`: rows of logits that each request has."""
+    """Convert SGLang's sampling settings. `width`: number of logits rows per request."""
 
     def rows_of(values: Tensor) -> Tensor:
         return values.repeat_interleave(width) if width > 1 else values

@@ -1,11 +1,12 @@
-"""SGLang's processes and its event loop: how they are started, called and watched.
+"""Start, calls and health checks of SGLang's processes and event loop.
 
-`sglang.Engine` is driven by asyncio, so it lives in a thread of its own here; everything else hands
-it coroutines and waits for them with a deadline. Its schedulers are processes; when one of them
-dies, `check` says so.
+`sglang.Engine` is driven by asyncio, so it runs in its own thread. Other threads pass it coroutines
+and wait for them with a deadline. Its schedulers are processes; if one of them exits, `check`
+raises an error.
 
-Each server has a folder for SGLang's sockets and holds a lock on a file in it, so that whoever
-starts next can tell the folders of the dead, also where process numbers say nothing.
+Each server has a folder for SGLang's sockets and holds a lock on a file in it. A later server
+removes folders without a lock, whose owners were killed. Unlike a process id, a lock identifies a
+running owner everywhere.
 """
 
 import asyncio
@@ -33,18 +34,18 @@ from rlcore.utils.errors import ConfigError
 T = TypeVar("T")
 
 _FOLDER = "rlcore-sglang-"
-_OWNER = "owner"  # the locked file
-_LOADS = Path("/dev/shm")  # noqa: S108 - where SGLang has them
-_MOST_PATH = 107  # bytes of a socket's path
-_WATCH_S = 0.2  # between two looks at the processes
+_OWNER = "owner"  # name of the locked file
+_LOADS = Path("/dev/shm")  # noqa: S108 - where SGLang writes its load statistics
+_MOST_PATH = 107  # longest path of a socket in bytes
+_WATCH_S = 0.2  # interval between checks of the processes
 _ANSWER_S = 0.001
-_START_S = 3600.0  # whoever starts us gives up earlier
+_START_S = 3600.0  # `ChildEngine` has a shorter deadline for the start
 _HERE = Path(__file__).parent
 
 
 class Server:
-    """One `sglang.Engine` and its processes. `manager` takes requests and control messages; it is
-    None where another rank of the engine does that."""
+    """One `sglang.Engine` and its processes. `manager` takes requests and control messages. It is
+    None on a rank that only adds schedulers to an engine led by another rank."""
 
     def __init__(self, arguments: Mapping[str, Any], config: Mapping[str, Any], deadline_s: float):
         self._deadline_s = deadline_s
@@ -53,7 +54,7 @@ class Server:
         self._watched = 0.0
         self.manager: Any = None
         self.cache_tokens = 0
-        """Of the KV cache; known where the manager is."""
+        """Size of the KV cache in tokens; 0 if `manager` is None."""
         self._engine: Any = None
         self._processes: list[Any] = []
         self._folder, self._lock = make_folder(config)
@@ -76,8 +77,12 @@ class Server:
             raise
 
     def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Run a coroutine on SGLang's loop. TimeoutError at the deadline, EngineGoneError when a
-        process of SGLang has died."""
+        """Run a coroutine on SGLang's loop and return its result.
+
+        Raises:
+            TimeoutError: the deadline is over.
+            EngineGoneError: a process of SGLang has exited.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return self._wait(future, what, self._deadline_s)
@@ -85,40 +90,44 @@ class Server:
             raise
         except Exception:
             future.cancel()
-            self.check(now=True)  # an error may be the first sign of a death
+            self.check(now=True)  # the error may be caused by a process that has exited
             raise
 
     def soon(self, function: Callable[[], None]) -> None:
-        """Run a function on the loop, without waiting."""
+        """Schedule a function on SGLang's loop and return at once."""
         self.loop.call_soon_threadsafe(function)
 
     @property
     def folder(self) -> str:
-        """Files of this engine; the schedulers know it as the model's path."""
+        """Folder with the files of this engine; the schedulers get it as the model path."""
         return self._folder
 
     async def everywhere(self, method: str, **parameters: Any) -> None:
-        """On the loop: call a method of every rank's scheduler, with plain values. RuntimeError
-        with what went wrong on the first rank."""
+        """Call a method of the scheduler on every rank, with plain values as arguments. This must
+        run on SGLang's loop.
+
+        Raises:
+            RuntimeError: the call failed on the first rank.
+        """
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
 
         socket = self._engine.send_to_rpc
-        while socket.poll(0):  # the answer to a call that was given up
+        while socket.poll(0):  # discard the answer to an earlier call that timed out
             sock_recv(socket)
         sock_send(socket, RpcReqInput(method=method, parameters=parameters))
-        while not socket.poll(0):  # SGLang's own call would hold up the loop
+        while not socket.poll(0):  # SGLang's own call would block the loop
             await asyncio.sleep(_ANSWER_S)
         answer = sock_recv(socket)
         if not answer.success:
             raise RuntimeError(f"SGLang's scheduler, {method}: {answer.message}")
 
     def fail(self, reason: str) -> None:
-        """What went wrong on the loop: the next `check` raises it."""
+        """Record a failure on the loop; the next `check` raises it."""
         self._failed = self._failed or reason
 
     def check(self, now: bool = False) -> None:
-        """EngineGoneError when SGLang has failed or one of its processes is gone; looks at them
-        now and then, or `now`."""
+        """Raise EngineGoneError if SGLang has failed or one of its processes has exited. The
+        processes are checked at most every _WATCH_S, or at once with `now`."""
         if self._failed:
             raise EngineGoneError(self._failed)
         if not now and time.monotonic() - self._watched < _WATCH_S:
@@ -149,7 +158,7 @@ class Server:
             try:
                 return future.result(_WATCH_S)
             except concurrent.futures.TimeoutError:
-                if future.done():  # it has timed out itself, or has ended just now
+                if future.done():  # the coroutine raised TimeoutError itself, or has just ended
                     return future.result()
             self.check()
             if time.monotonic() > end:
@@ -164,7 +173,7 @@ class Server:
             _name_loads(self._folder)
 
             class Engine(engine.Engine):
-                """Without the process that turns tokens into text."""
+                """SGLang's engine without the detokenizer process."""
 
                 @classmethod
                 def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list, list]:
@@ -177,8 +186,8 @@ class Server:
             if self.manager is not None:
                 (info, *_) = self._engine._scheduler_init_result.scheduler_infos
                 self.cache_tokens = info["max_total_num_tokens"]
-                self.manager._subprocess_watchdog.stop()  # it would end this process unheard
-            _unlink_loads(Path(self._folder))  # nobody reads them
+                self.manager._subprocess_watchdog.stop()  # it would kill this process silently
+            _unlink_loads(Path(self._folder))  # no process reads them
         except BaseException as error:
             ready.set_exception(RuntimeError(f"SGLang did not start: {error}"))
             return
@@ -186,7 +195,7 @@ class Server:
         self.loop.run_forever()
 
     def _watch_signal(self) -> None:
-        """A scheduler that raises sends SIGQUIT to its parent."""
+        """Handle SIGQUIT, which a failed scheduler sends to its parent."""
 
         def quit_handler(number: int, frame: Any) -> None:
             self.fail("a scheduler of SGLang failed; its trace is in the log")
@@ -196,9 +205,17 @@ class Server:
 
 
 def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = None) -> None:
-    """Of this process and those that SGLang starts from it. Call it before importing sglang.
-    `drafts` is what `worker.Worker` reads; without it there are none. ConfigError where CUDA lacks
-    what they need."""
+    """Set the environment of this process and of those that SGLang starts from it. Call this before
+    importing sglang.
+
+    Args:
+        device: "cpu" or "cuda".
+        ranks: tensor-parallel ranks of the engine.
+        drafts: settings that `worker.Worker` reads; None turns drafting off.
+
+    Raises:
+        ConfigError: the plug-in is not installed, or a CUDA library or compiler is missing.
+    """
     if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
         raise ConfigError(
             "SGLang does not find rlcore's plug-in: rlcore was installed before it had one, or not "
@@ -211,7 +228,7 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
         env[names.DRAFTS] = json.dumps(drafts)
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"
     env["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # ours has room for its own checks
+    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the engine adds _SPARE positions
     if env.get("SGLANG_PLUGINS"):
         env["SGLANG_PLUGINS"] += ",rlcore"
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
@@ -229,9 +246,15 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
 
 
 def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
-    """A folder for the model's config.json and SGLang's sockets, and the descriptor that keeps it
-    from being removed as one of a dead engine, which those are that are found here. ConfigError
-    where the sockets' paths would be too long."""
+    """Make a folder for the model's config.json and SGLang's sockets, after removing the folders
+    of killed engines.
+
+    Returns:
+        The folder, and the descriptor of its lock, which keeps other engines from removing it.
+
+    Raises:
+        ConfigError: the sockets' paths would be too long.
+    """
     base = Path(tempfile.gettempdir())
     room = _MOST_PATH - len(f"/{_FOLDER}01234567/tmp01234567")
     if len(os.fsencode(base)) > room:
@@ -243,26 +266,26 @@ def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
     lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.write(lock, f"{os.getpid()}\n".encode())
-    config = {**config, "eos_token_id": None}  # requests say themselves where they stop
+    config = {**config, "eos_token_id": None}  # requests carry their own stop tokens
     (folder / "config.json").write_text(json.dumps(config))
-    # Only now can it be found: one without a lock would be taken for one of the dead.
+    # Rename last: `sweep` of another engine would remove a folder without a lock.
     folder = folder.rename(folder.with_name(folder.name.removeprefix("new-")))
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     return str(folder), lock
 
 
 def sweep(base: Path) -> None:
-    """Remove what engines that were killed have left in `base`, and their shared memory."""
+    """Remove the folders of killed engines in `base`, and their shared memory."""
     for old in base.glob(f"{_FOLDER}*"):
         try:
             lock = os.open(old / _OWNER, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # it is being removed, or is another user's
+        except OSError:  # the folder is being removed, or belongs to another user
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(old)
         except BlockingIOError:
-            continue  # it lives
+            continue  # its engine is running
         finally:
             os.close(lock)
 
@@ -273,14 +296,13 @@ def _remove(folder: Path) -> None:
 
 
 def _unlink_loads(folder: Path) -> None:
-    """SGLang's load statistics: shared memory that would outlive a killed engine."""
+    """Remove SGLang's load statistics, shared memory that would outlive a killed engine."""
     for file in _LOADS.glob(f"sglang_loads_{folder.name}_*"):
         file.unlink(missing_ok=True)
 
 
 def _name_loads(folder: str) -> None:
-    """Let SGLang name its shared memory after the folder: by the name alone nobody could tell whose
-    it is."""
+    """Make SGLang name its shared memory after the folder, so that `sweep` can find its owner."""
     from sglang.srt import server_args
 
     make = server_args.PortArgs.init_new

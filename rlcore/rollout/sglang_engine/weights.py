@@ -1,8 +1,8 @@
-"""A bucket of weights on its way into SGLang's model: `encode` in the engine's process, `take` in
-every scheduler.
+"""Transfer of a bucket of weights into SGLang's model: `encode` runs in the engine's process,
+`take` in every scheduler.
 
-The scheduler opens the payload itself, so a bucket in shared memory is read where it lies, and
-checks it where it arrives. Ranks take a bucket together or not at all.
+The scheduler opens and checks the payload itself, so a bucket in shared memory is read in place.
+Either all ranks load a bucket or none does.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ LOAD_FORMAT = "rlcore"
 
 
 def encode(bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> list[bytes]:
-    """One message per tensor-parallel rank."""
+    """Encode a bucket as one message per tensor-parallel rank."""
     head = msgspec.msgpack.encode(bucket)
     return [MultiprocessingSerializer.serialize((head, bytes(payload))) for payload in payloads]
 
@@ -33,7 +33,8 @@ def take(
     named_tensors: Any,
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """Around SGLang's `WeightUpdater.update_weights_from_tensor`; (False, sentence) on failure."""
+    """Load a bucket; wraps SGLang's `WeightUpdater.update_weights_from_tensor`. Return (False,
+    reason) on failure."""
     if load_format != LOAD_FORMAT:
         return original(updater, named_tensors, load_format=load_format)
     head, payload = named_tensors
@@ -51,10 +52,10 @@ def take(
     if not (problem := _agreed(problem)):
         try:
             assert flat is not None
-            if torch.cuda.is_initialized():  # no step may still read what is overwritten
+            if torch.cuda.is_initialized():  # a running step may still read the old weights
                 torch.cuda.synchronize()
             updater.get_model().load_weights(unpack(bucket, flat))
-            if flat.is_cuda:  # it is the sender's again when this returns
+            if flat.is_cuda:  # the sender may reuse the memory once this returns
                 torch.cuda.synchronize(flat.device)
         except Exception as error:  # SGLang's loaders raise anything
             problem = f"{type(error).__name__}: {error}"
@@ -63,8 +64,8 @@ def take(
 
 
 def _fixed(updater: Any) -> str:
-    """Why this SGLang cannot take weights at all, as its own ways of loading ask first; the same on
-    all ranks."""
+    """Return why this SGLang cannot load weights at all, by the checks of its own loaders; "" if it
+    can. The result is the same on all ranks."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     try:
@@ -75,7 +76,8 @@ def _fixed(updater: Any) -> str:
 
 
 def _agreed(problem: str) -> str:
-    """The first rank's problem, the same on all; only rank 0 answers for the engine."""
+    """Return the problem of the first rank that has one; "" if none has. All ranks get the same
+    result, since only rank 0 replies for the engine."""
     group = get_parallel().tp_group
     if group.world_size == 1:
         return problem

@@ -1,15 +1,17 @@
-"""SGLang's decoding step where drafts are on: a speculative algorithm of our own.
+"""SGLang's decode step with drafts, as a speculative algorithm of our own.
 
-Every decode step is a verification: the last token of each request and its draft go through one
-forward, `sampler.verify` samples every position with the random number that plain decoding would
-use there, and tokens are taken up to and with the first that is not what the draft has. So the
-tokens are those of plain decoding; `torch_engine/engine.py` says why.
+Every decode step verifies drafts: the last token of each request and its draft go through one
+forward. `sampler.verify` samples every position with the random number that plain decoding would
+use there. Tokens are accepted up to and including the first that differs from the draft. So the
+tokens are those of plain decoding; `torch_engine/engine.py` explains why.
 
-Drafts are made on the first tensor-parallel rank and sent to the others, so all check the same.
-A draft is a chain and stands in the cache where its tokens would: what is accepted stays there.
+The first tensor-parallel rank makes the drafts and sends them to the others, so all verify the
+same. A draft is a chain, and its keys and values are written to the cache positions of its tokens,
+so accepted tokens need no copy.
 
-On a GPU all steps are `speculative_num_draft_tokens` wide, as CUDA graphs are captured for that. On
-a CPU a step is as wide as its longest draft, and one without drafts is plain decoding.
+On a GPU, all steps are `speculative_num_draft_tokens` wide, because CUDA graphs are captured for
+that width. On a CPU, a step is as wide as its longest draft plus one; without drafts it is plain
+decoding.
 
 Letters: N requests, W width of a step.
 """
@@ -38,7 +40,7 @@ from rlcore.utils.net import decode
 
 
 class Worker(BaseSpecWorker):
-    """Of each tensor-parallel rank."""
+    """Speculative worker of one tensor-parallel rank."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
@@ -59,11 +61,11 @@ class Worker(BaseSpecWorker):
 
     @property
     def draft_worker(self) -> None:
-        """There is no model that drafts."""
+        """None: there is no draft model."""
         return None
 
     def remember(self, path: str) -> None:
-        """Read histories from a file, and remove it."""
+        """Index the histories in a file, and remove the file."""
         if self._drafts is not None:
             file = Path(path)
             histories, wanted = decode(file.read_bytes(), tuple[tuple[History, ...], list[int]])
@@ -73,7 +75,7 @@ class Worker(BaseSpecWorker):
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
-        """A prefill, which samples one token of every request, or a decode step."""
+        """Run a prefill, which samples one token per request, or a decode step with drafts."""
         if batch.forward_mode.is_decode():
             return self._verify(batch)
         result = self.target_worker.forward_batch_generation(batch)
@@ -88,7 +90,7 @@ class Worker(BaseSpecWorker):
         width = int(sizes.max()) + 1 if self._is_cpu else self._width
         nodes = np.zeros((len(batch.reqs), width), np.int64)
         nodes[:, 0] = [req.output_ids[-1] for req in batch.reqs]
-        nodes[:, 1:] = drafts[:, : width - 1].clip(0)  # what follows a draft is never accepted
+        nodes[:, 1:] = drafts[:, : width - 1].clip(0)  # padding after a draft is never accepted
         tokens = torch.from_numpy(nodes).to(batch.device, non_blocking=True)
         column = torch.arange(width, device=batch.device)
         positions = batch.seq_lens[:, None] + column
@@ -108,7 +110,7 @@ class Worker(BaseSpecWorker):
         )
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         found, logps = sampler.verify(result.logits_output, batch.sampling_info, positions)
-        if self._group.world_size > 1:  # as SGLang does: a rank may differ in the last bit
+        if self._group.world_size > 1:  # as in SGLang: ranks may differ in the last bit
             found = self._group.broadcast(found, src=0)
         room = torch.from_numpy(sizes).to(batch.device, non_blocking=True)
         right = (found[:, :-1] == tokens[:, 1:]) & (column[1:] <= room[:, None])
@@ -125,7 +127,7 @@ class Worker(BaseSpecWorker):
         return result
 
     def _propose(self, batch: Any) -> np.ndarray:
-        """The same drafts [N, width - 1] on all ranks."""
+        """Return drafts [N, width - 1], the same on all ranks."""
         longest = self._width - 1
         if self._drafts is not None:
             drafts = self._drafts.propose(batch.reqs, longest)
@@ -139,5 +141,6 @@ class Worker(BaseSpecWorker):
 
 
 def remember(scheduler: Any, path: str) -> None:
-    """What `collective_rpc` calls on every rank: a method of SGLang's scheduler."""
+    """Pass histories to the worker. This becomes a method of SGLang's scheduler, called by RPC on
+    every rank."""
     scheduler.draft_worker.remember(path)

@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching in plain torch, for small models and as an oracle."""
+"""The embedded engine: continuous batching in plain torch, for small models and as a reference."""

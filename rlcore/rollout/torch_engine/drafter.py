@@ -1,9 +1,9 @@
-"""Drafts of the torch engine: for all rows of a batch by one call, from their own texts and from
-earlier responses (`rollout/histospec.py`).
+"""Drafting for the torch engine: one call drafts for all rows of a batch, from their own texts and
+from earlier responses (`rollout/histospec.py`).
 
-A draft is a guess of the next tokens. The engine samples every guessed position as it would have
-without the guess, with that position's own random number, and takes the guess as far as it is what
-it sampled: the tokens are those of plain decoding, whatever was guessed.
+A draft is a guess of the next tokens. The engine samples every drafted position as it would without
+the draft, with that position's own random number. It accepts the draft as far as it equals the
+sampled tokens. So the output is that of plain decoding, whatever the draft is.
 
 Letters: N rows, W longest draft.
 """
@@ -21,12 +21,13 @@ from rlcore.rollout.histospec import Draft, Index
 from rlcore.sched.histospec import Gate
 
 _KNEE = 1 << 20
-"""Of the forest: it divides this by `running`, so any cap can be asked for in the same call."""
+"""The `knee` given to the forest. The forest divides it by `running`, so that the choice of
+`running` sets any limit on draft lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """How a drafter drafts; `DraftConfig` says what each means."""
+    """Settings of a drafter; `DraftConfig` documents each."""
 
     window: int = DraftConfig.window
     start: int = DraftConfig.start
@@ -36,10 +37,11 @@ class DraftSettings:
     factor: float = DraftConfig.factor
     min_prob: float = DraftConfig.min_prob
     threads: int = 2
-    """That build an index."""
+    """Number of threads that build an index."""
     gate: bool = DraftConfig.gate
     wait: bool = False
-    """Nothing depends on the clock: an index is waited for. With `gate` off."""
+    """If true, wait for each index, so that drafts do not depend on timing. This needs `gate`
+    off."""
 
 
 class Row(Protocol):
@@ -50,7 +52,7 @@ class Row(Protocol):
 
 
 class Drafter:
-    """Of one engine. `seats` number its running requests; N of them make a batch."""
+    """Drafter of one engine. A seat is the fixed number of a running request; a batch has N."""
 
     def __init__(self, kind: Draft, settings: DraftSettings, num_seats: int) -> None:
         s = settings
@@ -72,7 +74,7 @@ class Drafter:
             self._index = Index(self._forest, rewards=kind == "history_reward", wait=s.wait)
         self._handle = np.full(num_seats, -1)
         self._fed = np.zeros(num_seats, np.int64)  # response tokens that the forest has seen
-        self._accepted = np.zeros(num_seats, np.int32)  # of the last draft, not told yet
+        self._accepted = np.zeros(num_seats, np.int32)  # last draft's, not yet in the forest
         self._had_histories = False
 
     def remember(self, histories: Sequence[History], wanted: Collection[int]) -> None:
@@ -87,15 +89,15 @@ class Drafter:
         tokens: np.ndarray,
         counts: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts [N, W] int32, -1 behind their ends, and their lengths [N] int32.
+        """Return drafts [N, W] int32, padded with -1, and their lengths [N] int32.
 
         Args:
-            seats: [N]
+            seats: [N] seats of the batch's requests.
             rows: the requests, in the same order.
             tokens, counts: responses by seat, and their lengths.
         """
         if self._index is not None and self._index.take_news():
-            self._close(np.flatnonzero(self._handle >= 0))  # they go on with the new index
+            self._close(np.flatnonzero(self._handle >= 0))  # reopened below in the new index
             if not self._had_histories:
                 self._had_histories = True
                 self.gate.renew()
@@ -120,11 +122,11 @@ class Drafter:
         return drafts, lengths
 
     def accepted(self, seats: np.ndarray, counts: np.ndarray) -> None:
-        """How many tokens of the last drafts were right, both [N]."""
+        """Record the number of accepted tokens of the last drafts, [N], by seat, [N]."""
         self._accepted[seats] = counts
 
     def leave(self, seats: np.ndarray) -> None:
-        """These seats' requests do not run any more."""
+        """Release the requests in these seats, which do not run any more."""
         self._close(seats[self._handle[seats] >= 0])
 
     def close(self) -> None:

@@ -1,18 +1,18 @@
-"""Continuous batching over `Model`: the `Engine` that runs wherever torch does.
+"""Continuous batching over `Model`: an `Engine` in plain torch.
 
 A request waits, then runs in a row of the decode batch, then ends. Rows are compact: row i owns
-cache slot i, and when rows end the last ones move into their places. Everything but a request's
-last token is prefilled; the last one goes through the decode step like any generated token, so that
-sampling happens in one place. Members of a group share a prefill: as long as one of them runs, the
+cache slot i, and when rows end the last ones move into their places. All tokens of a request but
+the last are prefilled. The last one goes through the decode step like a generated token, so that
+sampling happens in one place. Requests of a group share a prefill: while one of them runs, the
 others copy the prompt's keys and values from it.
 
-Everything per token is done for all rows at once; Python loops run over requests that start or end.
+Work per token is vectorised over all rows; Python loops run only over requests that start or end.
 
-With drafts (`drafter.py`) a decode step runs a row's last token and its draft through one forward
-and samples every position, each with its own random number. Sampled token i is what plain decoding
-would draw behind the tokens before it, if these are right; so tokens are taken up to and with the
-first that is not what the draft has. By induction they are the tokens of plain decoding, at any
-temperature and with any filter, and a draft d is taken with probability p(d).
+With drafts (`drafter.py`), a decode step runs a row's last token and its draft through one forward
+and samples every position, each with its own random number. If the draft tokens before position i
+are right, the sampled token i is the one that plain decoding would draw. So tokens are accepted up
+to and including the first that differs from the draft. By induction they are the tokens of plain
+decoding, at any temperature and with any filter, and a draft d is accepted with probability p(d).
 
 Own code instead of transformers' `generate`: sampling of a step takes .27 s, TRL's with it .91 s
 (`tools/results/README.md`).
@@ -60,47 +60,48 @@ from rlcore.utils.seed import derive
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}  # padded tokens of one prefill
-_IDLE_S = 0.002  # an inline engine with nothing to do gives the caller's thread back this soon
+_IDLE_S = 0.002  # longest sleep of an idle `poll`, so that the caller's thread is free again soon
 _SPAN = 64  # rows that share an attended length when lengths differ a lot
-_WASTE = 1.25  # attended columns over needed ones at which rows are sorted by length
+_WASTE = 1.25  # ratio of attended to needed columns from which rows are sorted by length
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request from submission to its end."""
+    """State of a request from submission to its end."""
 
     request: Request
     arrival: int
     key: int
-    """Key of the random numbers, a signed 64-bit number."""
+    """Key of the request's random numbers, a signed 64-bit number."""
     prompt: np.ndarray  # [P] int32
     prefix: bytes
-    """The prompt as bytes: with the group, it names the shared prefill."""
+    """The prompt as bytes; with the group, the key of the shared prefill."""
     prompt_key: int
-    """Names the prompt's history; 0 where there are no drafts."""
-    tokens: np.ndarray  # [R] int32, what it has while it does not run
+    """Key of the prompt's history; 0 without drafts."""
+    tokens: np.ndarray  # [R] int32, the response so far while the request does not run
     logps: np.ndarray
     versions: np.ndarray
     drafted: np.ndarray
     seat: int = -1
-    """Row of the per-request tables while it runs."""
+    """Index in the per-request tables (`_Seats`) while the request runs, else -1."""
     told: int = 0
-    """Response tokens that progress events have carried."""
+    """Number of response tokens that progress events have carried."""
 
     def sit(self, seat: int) -> None:
-        """Run, in this row of the per-request tables."""
+        """Mark the request as running in this seat of the per-request tables."""
         self.seat = seat
 
     def leave(
         self, tokens: np.ndarray, logps: np.ndarray, versions: np.ndarray, drafted: np.ndarray
     ) -> None:
-        """Run no longer; this is what it has."""
+        """Mark the request as not running, and store its response so far."""
         self.tokens, self.logps = tokens, logps
         self.versions, self.drafted = versions, drafted
         self.seat = -1
 
     def tell(self, count: int) -> slice:
-        """Of its `count` tokens those that no progress event has carried. They are carried now."""
+        """Return the slice of the `count` response tokens that no progress event has carried, and
+        mark them as carried."""
         new = slice(self.told, count)
         self.told = count
         return new
@@ -112,7 +113,8 @@ class _Job:
 
 @dataclass(slots=True)
 class _Seats:
-    """Tables of running requests, one fixed seat each; numpy, on the host."""
+    """Per-request tables of the running requests: numpy on the host, one fixed index (seat) per
+    request."""
 
     prompt: np.ndarray  # prompt tokens
     count: np.ndarray  # response tokens
@@ -155,7 +157,7 @@ class _Seats:
         )
 
     def take(self, job: _Job) -> None:
-        """Give a job a seat and fill in its tables."""
+        """Assign a free seat to the job and fill in its tables."""
         seat, sampling, count = self.free.pop(), job.request.sampling, len(job.tokens)
         job.sit(seat)
         self._widen(count + 1, len(sampling.stop_ids))
@@ -176,7 +178,7 @@ class _Seats:
         self.drafted[seat, :count] = job.drafted
 
     def leave(self, job: _Job) -> None:
-        """Take back the seat; the job keeps what was generated."""
+        """Free the job's seat and copy its response to the job."""
         seat, count = job.seat, self.count[job.seat]
         job.leave(
             tokens=self.tokens[seat, :count].copy(),
@@ -200,7 +202,7 @@ class _Seats:
     def write(
         self, seats: np.ndarray, tokens: np.ndarray, logps: np.ndarray, version: int
     ) -> np.ndarray:
-        """Append one token to each seat; returns which of them end with it, [N] bool."""
+        """Append one token to each seat. Return which responses end with it, [N] bool."""
         at = self.count[seats]
         self._widen(int(at.max()) + 1, 0)
         self.tokens[seats, at] = tokens
@@ -221,9 +223,12 @@ class _Seats:
         sizes: np.ndarray,
         version: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the first `sizes` tokens of each row, 1 or more, up to a stop token; all but the
-        last of them were drafted. `tokens` and `logps` are [N, S]. Returns which rows end, [N]
-        bool, and what each was given, [N]."""
+        """Append the first `sizes` (1 or more) tokens of each row, up to a stop token. All but the
+        last of them were drafted. `tokens` and `logps` are [N, S].
+
+        Returns:
+            Which responses end, [N] bool, and the number of tokens appended to each, [N].
+        """
         right = sizes - 1
         column = np.arange(tokens.shape[1])
         is_stop = (tokens[:, :, None] == self.stops[seats][:, None, :]).any(-1)
@@ -245,14 +250,14 @@ class _Seats:
 
 @dataclass(slots=True)
 class _Batch:
-    """What a decode step reads, on the device, while the same rows run."""
+    """Inputs of a decode step on the device, reused while the same rows run."""
 
     step: Step
     counter: torch.Tensor  # [N]
     settings: Settings
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Go on with these newest tokens [N], one of each row."""
+        """Advance by one position, with the newest token of each row, [N]."""
         self.step.advance(tokens[:, None])
         self.counter += GOLDEN
 
@@ -260,7 +265,7 @@ class _Batch:
 @final
 @dataclass(slots=True)
 class _Totals:
-    """Since the last report; `Stats` says what each is."""
+    """Counters since the last report; `Stats` documents each."""
 
     prefill_tokens: int = 0
     busy_s: float = 0.0
@@ -275,23 +280,23 @@ class _Totals:
     by_batch: list[list[int]] = field(default_factory=list)
 
     def prefill(self, num_tokens: int) -> None:
-        """A prefill of so many tokens."""
+        """Count a prefill of `num_tokens` tokens."""
         self.prefill_tokens += num_tokens
 
     def draft(self, seconds: float) -> None:
-        """Drafts were made."""
+        """Count the time for making drafts."""
         self.draft_s += seconds
 
     def verify(self, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens so many were accepted."""
+        """Count drafted and accepted tokens."""
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
 
     def step(
         self, running: int, gained: int, drafts: bool, *, busy_s: float, seconds: float
     ) -> None:
-        """A step gave `running` requests `gained` tokens; it took `busy_s`, of which `seconds` went
-        into decoding."""
+        """Count a step that added `gained` tokens to `running` requests. It took `busy_s`, of which
+        `seconds` were decoding."""
         self.busy_s += busy_s
         self.decode_steps += 1
         size = running.bit_length()
@@ -308,7 +313,7 @@ class _Totals:
             self.verify_s += seconds
 
     def take(self) -> dict[str, Any]:
-        """Everything as fields of `Stats`, and starts again."""
+        """Return the counters as fields of `Stats`, and reset them."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         found["by_batch"] = tuple((rows, tokens, on) for rows, tokens, on in self.by_batch)
         found["decode_tokens"] = sum(tokens for _, tokens, _ in self.by_batch)
@@ -317,23 +322,23 @@ class _Totals:
 
 
 class TorchEngine(InProcess):
-    """One replica on one device. See `protocols.Engine`; beyond it:
+    """Engine on one device. In addition to `protocols.Engine`:
 
-    - `poll` does the work: it runs steps until there are events or the time is over, at least one
-      step, and returns early when there is nothing to do.
-    - An engine decodes only while it is loaded, awake and not paused; otherwise requests wait.
+    - `poll` does the work. It runs at least one step, and more until there are events or the
+      timeout is over. If there is nothing to do, it returns early.
+    - The engine decodes only while it is loaded, awake and not paused; otherwise requests wait.
     - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0.
-    - Progress and Stats come every `progress_s`, and Stats once more when the last request ends.
+    - Progress and Stats events are sent every `progress_s`; Stats also when the last request ends.
 
-    `cache_tokens` bounds rows x longest row, 0 takes max_running full-length rows or what memory
-    allows. When the cache is full the latest request of the lowest priority is preempted and
+    `cache_tokens` limits rows x longest row; 0 takes max_running full-length rows or what memory
+    allows. If the cache is full, the latest request of the lowest priority is preempted and
     prefilled again later. `decode_floor_ms` makes every decode step last at least that long.
 
-    `quantize` rounds the projections of every push to a coarse grid, `quantize.py` says how; the
+    `quantize` rounds the projections of every weight update to a coarse grid (`quantize.py`); the
     log-probs are those of the rounded model. `draft` verifies guesses of the next tokens in one
-    forward; `draft_settings` are the fields of `DraftSettings`. With `tell_tokens` progress events
-    carry the new tokens. `fp32_head` computes final norm and logits in float32 in an engine of
-    bfloat16, and changes nothing in a wider one.
+    forward; `draft_settings` are the fields of `DraftSettings`. With `tell_tokens`, progress events
+    carry the new tokens. `fp32_head` computes the final norm and logits of a bfloat16 engine in
+    float32; it changes nothing for wider dtypes.
     """
 
     def __init__(
@@ -361,7 +366,7 @@ class TorchEngine(InProcess):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.hf = hf
         self.version = -1
-        """Of the weights; -1 before the first push."""
+        """Version of the weights; -1 before the first weight update."""
         self._device = torch.device(device)
         self._dtype = getattr(torch, dtype)
         self._seed = seed
@@ -384,8 +389,8 @@ class TorchEngine(InProcess):
         )
         self._model.allocate()
         self._budget = 0
-        """Tokens of cache that were free at the start, or at a wake since where there were fewer;
-        0: `cache_tokens` says how many."""
+        """Cache size in tokens if `cache_tokens` is 0: the smallest size that was free at the start
+        or at any wake. Otherwise 0."""
         self._cache: Cache | None = self._make_cache()
         self._seats = _Seats.make(max_running)
         self._jobs: dict[RequestId, _Job] = {}
@@ -404,13 +409,14 @@ class TorchEngine(InProcess):
         if draft != "none":
             self._drafter = Drafter(draft, DraftSettings(**(draft_settings or {})), max_running)
         self._totals = _Totals()
-        self._used = 0.0  # most of the cache since the last report, a share
+        self._used = 0.0  # largest share of the cache in use since the last report
         self._reported = clock()
 
     # ---- requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none with a ValueError that names the bad one."""
+        """Queue all requests. If one is invalid, queue none and raise a ValueError that names
+        it."""
         seen: set[RequestId] = set()
         for request in requests:
             if request.id in self._jobs or request.id in seen:
@@ -447,7 +453,7 @@ class TorchEngine(InProcess):
             heapq.heappush(self._waiting, (job.order, job))
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Stop requests; their partial samples come as `Aborted` events."""
+        """Stop requests; their partial samples are returned as `Aborted` events."""
         jobs = [self._jobs[i] for i in ids if i in self._jobs]
         self._unseat([job for job in jobs if job.seat >= 0])
         for job in jobs:
@@ -456,8 +462,8 @@ class TorchEngine(InProcess):
             self._report()
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Work until there are events, the time is over or there is nothing to do; at least one
-        step, so that a timeout of 0 makes progress too."""
+        """Run steps until there are events, the timeout is over or there is nothing to do. Run at
+        least one step, so that a timeout of 0 makes progress too."""
         end = self._clock() + timeout_s
         if not self._events:
             with self._own_threads():
@@ -470,14 +476,14 @@ class TorchEngine(InProcess):
 
     @property
     def can_work(self) -> bool:
-        """Would a step do something?"""
+        """Whether the engine is ready to decode and has requests."""
         ready = self._loaded and self._missing is None and not self._paused and not self._closed
         return ready and self._cache is not None and bool(self._jobs)
 
     # ---- pausing, weights, memory
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; see the protocol for the modes. Requests may still be submitted."""
+        """Stop decoding; `protocols.Engine` documents the modes. `submit` is still allowed."""
         self._paused = True
         if mode == "abort":
             self.abort(list(self._jobs))
@@ -487,11 +493,11 @@ class TorchEngine(InProcess):
             raise ValueError(f"pause mode {mode}: in_place, recompute or abort")
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume decoding after `pause`."""
         self._paused = False
 
     def begin_load(self, version: int) -> None:
-        """Start a push; a second call starts over."""
+        """Start a weight update; a second call starts over."""
         if not self._model.allocated:
             raise RuntimeError("the engine's weights are asleep; call wake(['weights']) first")
         self._missing = set(self._model.shapes)
@@ -499,9 +505,13 @@ class TorchEngine(InProcess):
         self._loaded = False
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """Copy the tensors of a bucket into place. ValueError: unknown name, wrong shape, short.
-        RuntimeError: the bytes are not those that were sent; nothing of them is taken, and all
-        weights must come again."""
+        """Copy the tensors of a bucket into the model.
+
+        Raises:
+            ValueError: unknown name, wrong shape or too few bytes.
+            RuntimeError: the bytes are not those that were sent. The bucket is not loaded, and all
+                weights must be sent again.
+        """
         if self._missing is None:
             raise RuntimeError("load_bucket outside of begin_load and end_load")
         if len(payloads) != 1:
@@ -516,7 +526,11 @@ class TorchEngine(InProcess):
                 self._missing.discard(name)
 
     def end_load(self) -> None:
-        """Tokens from now on are of the new version. RuntimeError naming missing tensors."""
+        """Finish a weight update: tokens from now on are of the new version.
+
+        Raises:
+            RuntimeError: tensors are missing; the message names them.
+        """
         if self._missing is None:
             raise RuntimeError("end_load without begin_load")
         if self._missing:
@@ -526,7 +540,7 @@ class TorchEngine(InProcess):
         self.version = self._next_version
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Free the weights or the cache. Rows of a paused engine are prefilled again later."""
+        """Free the weights or the cache. Requests of a paused engine are prefilled again later."""
         check_tags(tags)
         if self._rows and not self._paused:
             raise RuntimeError(f"{len(self._rows)} requests are running; pause the engine first")
@@ -540,7 +554,7 @@ class TorchEngine(InProcess):
         _return_memory(self._device)
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Take the memory again. Weights must be pushed before the engine decodes."""
+        """Allocate the memory again. The engine decodes only after the next weight update."""
         check_tags(tags)
         if "weights" in tags:
             self._model.allocate()
@@ -548,18 +562,18 @@ class TorchEngine(InProcess):
             self._cache = self._make_cache()
 
     def relayout(self, tp: int) -> None:
-        """Only 1 is possible."""
+        """Accept tensor-parallel size 1 only; raise ValueError for others."""
         if tp != 1:
             raise ValueError(f"tensor-parallel size {tp}: the torch engine has size 1")
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Draft the answers to these prompts from these earlier ones, as soon as they are indexed.
-        Those to prompts that no request is here for are forgotten."""
+        """Draft from these earlier responses as soon as they are indexed. Remove the histories of
+        prompts without a request on this engine."""
         if self._drafter is not None:
             self._drafter.remember(histories, {job.prompt_key for job in self._jobs.values()})
 
     def close(self) -> None:
-        """Free everything; requests are dropped without events."""
+        """Free all memory; requests are dropped without events."""
         if self._closed:
             return
         self._closed = True
@@ -574,7 +588,7 @@ class TorchEngine(InProcess):
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the KV cache holds now."""
+        """Size of the KV cache in bytes; 0 while the engine sleeps."""
         return self._cache.num_bytes if self._cache is not None else 0
 
     def _make_cache(self) -> Cache:
@@ -584,7 +598,7 @@ class TorchEngine(InProcess):
         if not budget:
             per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * self._dtype.itemsize
             budget = max(self._max_tokens, min(full, _free_bytes(self._device) // per_token))
-            # What is free at each wake changes; which rows share a forward should not.
+            # Free memory differs at each wake, but the batch composition must not depend on it.
             self._budget = budget = min(budget, self._budget or budget)
         return Cache(
             hf.num_layers,
@@ -601,7 +615,7 @@ class TorchEngine(InProcess):
 
     @contextmanager
     def _own_threads(self):
-        """This engine's number of threads, and the caller's again afterwards."""
+        """Set torch's number of threads to the engine's, and restore the caller's afterwards."""
         before = torch.get_num_threads()
         if before != self._threads:
             torch.set_num_threads(self._threads)
@@ -613,7 +627,8 @@ class TorchEngine(InProcess):
 
     @torch.inference_mode()
     def _step(self) -> bool:
-        """Start what may start, decode one token per row; False when there is nothing to do."""
+        """Start waiting requests and run one decode step. Return False if there is nothing to
+        do."""
         if not self.can_work:
             return False
         start = self._clock()
@@ -636,7 +651,7 @@ class TorchEngine(InProcess):
         return True
 
     def _longest(self) -> int:
-        """Tokens of the longest row."""
+        """Return the number of tokens of the longest row."""
         seats = self._row_seats()
         return int((self._seats.prompt[seats] + self._seats.count[seats]).max(initial=0))
 
@@ -644,7 +659,7 @@ class TorchEngine(InProcess):
         return np.fromiter((job.seat for job in self._rows), np.int64, len(self._rows))
 
     def _admit(self) -> None:
-        """Move waiting requests into rows while rows, cache and this step's prefill allow."""
+        """Move waiting requests into rows, limited by rows, cache and prefill tokens per step."""
         picked: list[_Job] = []
         cache = self._cache
         assert cache is not None
@@ -668,7 +683,7 @@ class TorchEngine(InProcess):
             self._start(picked, longest, cache)
 
     def _start(self, picked: list[_Job], longest: int, cache: Cache) -> None:
-        """Give rows to requests and fill the cache with all but their last tokens."""
+        """Add rows for the requests and prefill all but their last tokens."""
         leaders: list[_Job] = []
         followers: list[tuple[_Job, _Job]] = []
         for job in picked:
@@ -698,7 +713,8 @@ class TorchEngine(InProcess):
         self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
 
     def _fill(self, jobs: list[_Job], slot: int, starts: list[int], cache: Cache) -> None:
-        """Prefill rows from `slot` on: from `starts` to before the last token. Longest first."""
+        """Prefill the rows from `slot` on, each from its entry in `starts` up to the last token,
+        exclusive. Jobs are sorted longest first."""
         budget = _PREFILL_TOKENS.get(self._device.type, 2048)
         parts = [
             np.concatenate((job.prompt, job.tokens))[start:-1]
@@ -714,8 +730,8 @@ class TorchEngine(InProcess):
                 tokens[row, : len(part)] = part
             begin = np.array(starts[done : done + len(batch)])
             end = int((begin + [len(part) for part in batch]).max())
-            # Padding is written too: behind the row's end, where nothing looks before it is
-            # overwritten. There is a column more than `end`, for the token that is left out.
+            # Padding is written behind the row's end, where it is overwritten before it is read.
+            # The cache has one column more than `end`, for the token that is left out.
             positions = np.minimum(begin[:, None] + np.arange(width), end)
             step = Step(
                 tokens=torch.from_numpy(tokens).to(self._device),
@@ -729,7 +745,8 @@ class TorchEngine(InProcess):
             done += len(batch)
 
     def _make_room(self) -> None:
-        """See that every row can write its next token; preempt the last in order until it fits."""
+        """Reserve cache so that every row can write its next token. If the cache is too small,
+        preempt the last requests in order until it fits."""
         cache, longest = self._cache, self._longest()
         assert cache is not None
         lost: list[_Job] = []
@@ -743,12 +760,12 @@ class TorchEngine(InProcess):
             self._emit(Preempted, id=job.request.id)
         self._used = max(self._used, cache.share(len(self._rows), longest))
         if cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
-            # No new batch: that may sort rows, and their order would tell what ran here before.
+            # Keep the batch: a new one may sort rows, and row order must not depend on history.
             self._batch.step.forget_cache()
 
     def _decode(self) -> tuple[int, int]:
-        """One token for every row. Returns the tokens of the forward, and those that were gained,
-        as `_verify` does."""
+        """Decode one token for every row. Return the number of tokens in the forward and the number
+        of tokens gained, as `_verify` does."""
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
@@ -767,18 +784,19 @@ class TorchEngine(InProcess):
         return len(seats), len(seats)
 
     def _verify(self) -> tuple[int, int]:
-        """Draft, and take of every draft what plain decoding would have sampled, and one more."""
+        """Make drafts and run one forward over them. Append to every row the accepted draft tokens
+        and one more. Return the same two numbers as `_decode`."""
         drafter, table, cache = self._drafter, self._seats, self._cache
         assert drafter is not None and cache is not None
         seats = self._row_seats()
         lengths = table.prompt[seats] + table.count[seats]
-        if self._batch is None and self._sort_rows(lengths):  # rows came or went
+        if self._batch is None and self._sort_rows(lengths):  # rows were added or removed
             seats = self._row_seats()
             lengths = table.prompt[seats] + table.count[seats]
         begin = self._clock()
         drafts, sizes = drafter.propose(seats, self._rows, table.tokens, table.count)
         self._totals.draft(self._clock() - begin)
-        # Room for the drafts and the one more: in the response, and in the cache.
+        # The draft and one more token must fit into the response and into the cache.
         sizes = np.minimum(sizes, table.limit[seats] - table.count[seats] - 1)
         sizes = np.minimum(sizes, cache.longest(len(seats)) - lengths).astype(np.int64)
         if not sizes.any():
@@ -786,7 +804,7 @@ class TorchEngine(InProcess):
             return self._decode()
         ends = lengths + sizes
         cache.reserve(len(seats), int(ends.max()), len(seats))
-        self._batch = None  # the next plain step starts elsewhere
+        self._batch = None  # the next plain step starts at other positions
         column = np.arange(int(sizes.max()) + 1)  # [S]
         is_real = column <= sizes[:, None]  # [N, S]
         row, at = np.nonzero(is_real)  # [T]
@@ -818,14 +836,14 @@ class TorchEngine(InProcess):
         accepted = np.cumprod(right, axis=1).sum(1)
         done, gained = table.write_many(seats, found, found_logps, accepted + 1, self.version)
         drafter.accepted(seats, accepted)
-        # A stop token ends a response wherever it stands in the draft.
+        # A stop token inside the draft ends the response, so fewer tokens than accepted may count.
         self._totals.verify(int(sizes.sum()), int(np.minimum(gained, accepted).sum()))
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
         return len(row), int(gained.sum())
 
     def _check_finite(self, logps: np.ndarray, rows: np.ndarray) -> None:
-        """RuntimeError for log-probs that are not; `rows` says whose they are."""
+        """Raise RuntimeError if a log-prob is not finite. `rows`: the row of each log-prob."""
         if not np.isfinite(logps).all():
             bad = self._rows[rows[int(np.argmin(np.isfinite(logps)))]].request.id
             raise RuntimeError(f"request {bad}: the logits are not finite; check the weights")
@@ -837,7 +855,7 @@ class TorchEngine(InProcess):
             self._end(job, "stop" if stopped else "length")
 
     def _make_batch(self) -> _Batch:
-        """The decode step's inputs, after rows came or went."""
+        """Build the inputs of the decode step after rows were added or removed."""
         seats, table = self._row_seats(), self._seats
         lengths = table.prompt[seats] + table.count[seats]
         if self._sort_rows(lengths):
@@ -884,7 +902,8 @@ class TorchEngine(InProcess):
         )
 
     def _sort_rows(self, lengths: np.ndarray) -> bool:
-        """Sort rows by length when short ones pay too much for long ones; True when moved."""
+        """Sort rows by length if attention over short rows is padded too much. Return True if rows
+        were moved."""
         if len(lengths) <= _SPAN:
             return False
         order = np.argsort(-lengths, kind="stable")
@@ -899,7 +918,7 @@ class TorchEngine(InProcess):
     # ---- rows and events
 
     def _unseat(self, jobs: Collection[_Job]) -> None:
-        """Take jobs out of their rows and close the gaps with the last rows."""
+        """Remove jobs from their rows and fill the gaps with the last rows."""
         if not jobs:
             return
         self._batch = None
@@ -924,7 +943,8 @@ class TorchEngine(InProcess):
                 del self._groups[key]
 
     def _requeue(self, jobs: Collection[_Job]) -> None:
-        """Take jobs out of their rows; they wait, in their old place, to be prefilled again."""
+        """Remove jobs from their rows and queue them in their former order, to be prefilled
+        again."""
         self._unseat(jobs)
         for job in jobs:
             heapq.heappush(self._waiting, (job.order, job))
@@ -950,7 +970,7 @@ class TorchEngine(InProcess):
         self._events.append(kind(rank=self._rank, time=self._clock(), **fields))
 
     def _tail(self, job: _Job) -> Partial:
-        """The response's tokens since the last report."""
+        """Return the response's tokens since the last report."""
         table, seat = self._seats, job.seat
         new = job.tell(int(table.count[seat]))
         return Partial(
@@ -961,7 +981,7 @@ class TorchEngine(InProcess):
         )
 
     def _report(self) -> None:
-        """Progress and Stats at intervals, Stats when nothing is left."""
+        """Send Progress and Stats if `progress_s` is over or no request is left."""
         due = self._clock() - self._reported >= self._progress_s
         if not due and self._jobs:
             return
@@ -985,16 +1005,17 @@ class TorchEngine(InProcess):
 
 
 def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
-    """An engine from plain data, for `ChildEngine`: the contents of config.json and the keywords of
-    `TorchEngine`. Its progress events carry the tokens, which should outlive it."""
+    """Build an engine for `ChildEngine` from the contents of config.json and the keywords of
+    `TorchEngine`. Its progress events carry the tokens, so that they survive a failed child."""
     device = torch.device(options.get("device") or "cpu")
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # or what names no device would take memory of the first
+        torch.cuda.set_device(device)  # otherwise code without a device would use the first GPU
     return TorchEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
 
 
 def _spans(lengths: np.ndarray) -> list[Span]:
-    """Row ranges with the length that each attends to: one, unless several save a lot."""
+    """Split rows into ranges with the length that each attends to. Use one range unless several
+    save much attention work."""
     rows, longest = len(lengths), int(lengths.max())
     if rows <= _SPAN or rows * longest < _WASTE * _attended(lengths):
         return [(0, rows, longest)]
@@ -1004,14 +1025,15 @@ def _spans(lengths: np.ndarray) -> list[Span]:
 
 
 def _attended(lengths: np.ndarray) -> int:
-    """Columns that attention reads when every _SPAN rows have their own length."""
+    """Return the cache columns that attention reads in all rows, if each range of _SPAN rows
+    attends to its own longest row."""
     starts = np.arange(0, len(lengths), _SPAN)
     sizes = np.diff(np.append(starts, len(lengths)))
     return int((np.maximum.reduceat(lengths, starts) * sizes).sum())
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that a cache may take: what is free, less room for growth and activations."""
+    """Return the bytes that a cache may take: free memory less room for growth and activations."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
     with open("/proc/meminfo") as file:
@@ -1022,8 +1044,8 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _return_memory(device: torch.device) -> None:
-    """Hand freed memory to the system; the allocators would keep it."""
+    """Return freed memory to the system, which the allocators would keep."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
         trim(0)

@@ -1,10 +1,10 @@
-"""From logits to tokens: filters, inverse-CDF sampling and log-probs of what was sampled.
+"""Token sampling from logits: filters, inverse-CDF sampling and log-probs of the sampled tokens.
 
 Random numbers come from a counter-based generator: a hash of (request key + position), so a sample
 depends on nothing else in the batch. Log-probs are of the distribution that was sampled, after
 temperature and filters; greedy decoding samples a point mass, hence its log-probs are 0.
 
-Filters act one after the other: temperature, the `top_k` most likely tokens (ties by lower id), the
+Filters are applied in order: temperature, the `top_k` most likely tokens (ties by lower id), the
 smallest set of those whose renormalised mass reaches `top_p`, tokens at least `min_p` times as
 likely as the best.
 
@@ -23,26 +23,26 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 _BITS = 48
-_BLOCK = 512  # a large vocabulary is searched in blocks
+_BLOCK = 512  # block size of the search in a large vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How each row is sampled. All [N]; the filters are None where no row uses them."""
+    """Sampling settings per row, all [N]. The filters are None if no row uses them."""
 
     scale: Tensor
     """1 / temperature, 1 for greedy rows."""
     greedy: Tensor | None  # bool
-    filtered: Tensor | None  # int64, the rows with filters; the next three are about those
+    filtered: Tensor | None  # int64, the rows with filters; the next three have one entry for each
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     plain: bool = False
-    """Every scale is 1."""
+    """Whether every scale is 1."""
 
 
 def uniform(counter: Tensor) -> Tensor:
-    """[N] float64 in (0, 1) from int64 counters, by splitmix64's finaliser."""
+    """Map int64 counters to uniform numbers in (0, 1), [N] float64, with splitmix64's finaliser."""
     z = counter
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _MIX1
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _MIX2
@@ -51,8 +51,8 @@ def uniform(counter: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, counter: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Tokens [N] int64 and their log-probs [N] float64. Logits that are not finite give a log-prob
-    that is not finite, for the caller to refuse."""
+    """Sample tokens [N] int64 and return them with their log-probs [N] float64. If logits are not
+    finite, the log-prob is not finite, and the caller must check it."""
     best = logits.amax(-1, keepdim=True)
     shifted = logits - best
     if not settings.plain:
@@ -73,8 +73,8 @@ def sample(logits: Tensor, counter: Tensor, settings: Settings) -> tuple[Tensor,
 
 
 def inverse_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token whose cumulated weight exceeds u times the total, and the total [N] float64.
-    Sums are in float64, and a token of weight 0 is never taken."""
+    """Return the first token whose cumulative weight exceeds u times the total, and the total [N]
+    float64. Sums are in float64, and a token of weight 0 is never returned."""
     rows, vocab = weights.shape
     if vocab <= 8 * _BLOCK:
         return _search(weights, u)
@@ -97,8 +97,8 @@ def _search(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[N, V] bool: tokens that may be sampled. `top_k` 0 keeps all; weights are not normalised,
-    their largest is 1."""
+    """Return the tokens that may be sampled, [N, V] bool. `top_k` 0 keeps all. Weights are not
+    normalised; the largest of each row is 1."""
     ordered, index = weights.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
