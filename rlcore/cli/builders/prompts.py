@@ -28,7 +28,8 @@ def with_tasks(cfg: Config) -> Config:
 
 
 def is_chat(cfg: Config) -> bool:
-    """Return whether environments write chat turns of the user; generated tasks are plain text."""
+    """Return whether the chat template is used, so that environments write user messages. Without
+    it, as in generated tasks, they write plain text."""
     template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
     return template == "chat" or (template == "auto" and not tasks)
 
