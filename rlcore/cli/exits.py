@@ -30,7 +30,7 @@ def fail(error: Exception, file: Path | None = None) -> int:
 
 
 def sentence(error: Exception, file: Path) -> str:
-    """Shorten an error to its first line and name the file with the traceback."""
+    """Return the first line of an error, and the file with the traceback, as one sentence."""
     kind = type(error).__name__
     first = next(iter(str(error).splitlines()), "") or kind
     if not isinstance(error, RuntimeError | OSError | ValueError):  # the text alone is unclear

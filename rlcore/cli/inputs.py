@@ -1,8 +1,8 @@
 """What a run opens before its first step, checked for `--dry-run`. Each check is the run's own
 function, so its error is the same.
 
-Not checked: resources that another process holds (the run's folder, a port), checksums of
-checkpoints, and errors that appear only in a step, such as a failing reward.
+Not checked are resources that another process holds (the run's folder, a port), checksums of
+checkpoints, and errors that appear only in a step.
 """
 
 import contextlib

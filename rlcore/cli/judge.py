@@ -85,7 +85,7 @@ def make(cfg: JudgeConfig) -> tuple[float, int]:
             num_key_value_heads=2,
             head_dim=16,
             max_position_embeddings=256,
-            rope_theta=10000.0,  # type: ignore[call-arg]  # taken as rope_parameters
+            rope_theta=10000.0,  # type: ignore[call-arg]  # becomes rope_parameters
             initializer_range=0.05,
             tie_word_embeddings=True,
             eos_token_id=label_task.EOS,
@@ -128,8 +128,8 @@ def make(cfg: JudgeConfig) -> tuple[float, int]:
 
 
 def _pair(draw: random.Random) -> tuple[str, str]:
-    """Draw an answer and an end of a response: the same, one digit changed, another number, a part
-    of it, or a text that is no number."""
+    """Draw an answer and the end of a response. The end is the answer, the answer with one digit
+    changed, another number, a part of the answer, or a text that is no number."""
     answer = str(draw.randrange(10 ** draw.choice((1, 2, 2, 3))))
     kind = draw.choice(("same", "same", "digit", "digit", "number", "part", "junk"))
     if kind == "same":

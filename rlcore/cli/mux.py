@@ -167,7 +167,7 @@ def _arbiter(a: argparse.Namespace) -> int:
     return 0
 
 
-# ---- the rest
+# ---- add and status
 
 
 def _add(a: argparse.Namespace) -> int:

@@ -292,8 +292,8 @@ class Bench:
         return Prefill(tokens=tokens, seconds=float(np.median(seconds)))
 
     def _play(self, sequences: int, prompt: int, steps: int) -> list[AnyEvent]:
-        """Return all events of the engine until every sequence has ended. Prompts are random, so
-        that no two share a prefix."""
+        """Return all events of the engine until every sequence has ended. Prompts are random
+        and all different."""
         requests = []
         for _ in range(sequences):
             tokens = self._random.integers(0, self._vocab, prompt).astype(np.int32)

@@ -36,8 +36,8 @@ def parse(
 
     Args:
         sections: functions by selector that return the config class of a name, such as {"algo":
-            algos.config_class}. They are called in this order, each only if all keys of earlier
-            sections are valid, since such a function may import torch.
+            algos.config_class}. They are called in this order, since they may import torch. Each is
+            called only if all keys of earlier sections are valid.
         early: called before these functions, with the values of all other sections.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The asynchronous loop: the train ranks take the next batch while the others go on sampling. ROLL
-Flash, arXiv:2510.11345.
+"""The asynchronous loop: the train ranks take the next batch while the other ranks keep sampling.
+ROLL Flash, arXiv:2510.11345.
 
 A step trains policy version n on samples of which no token is older than n - alpha, then pauses the
 engines for the weight update. Unfinished requests keep their tokens and log-probs and continue

@@ -140,10 +140,10 @@ class Device:
         """Load these parts of the actor in the middle of a round, after `release_engine`."""
 
     def engine_is_back(self) -> None:
-        """Record that this rank's engine decodes again."""
+        """Undo the mark of `release_engine`: the engine decodes again, or the round is over."""
         self._has_left = False
 
-    # ---- engines that start
+    # ---- start of engines
 
     def wait_for_engines(self) -> None:
         """Wait for the engines that were started with the run (W).

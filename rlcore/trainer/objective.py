@@ -17,8 +17,8 @@ from rlcore.utils.errors import ConfigError
 
 
 class Objective:
-    """A `Loss`. In the first update of a rollout the old log-probs may be those of the training
-    pass itself, so the rollout correction is computed here and not before."""
+    """A `Loss` for the learner. The rollout correction is computed here and not before, since the
+    old log-probs of the first update may be those of the training pass itself."""
 
     def __init__(
         self,

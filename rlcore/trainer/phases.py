@@ -113,7 +113,8 @@ def resize_engines(run: Run) -> None:
     """If the next round has another engine size, replace the engines, without weights (C).
 
     Raises:
-        TimeoutError: an engine has not started within --cluster.timeout_s; says which ranks.
+        TimeoutError: an engine has not started within --cluster.timeout_s; the error names its
+            rank.
     """
     if not rules.changes_size(run.cfg) or run.step >= run.cfg.run.steps:
         return

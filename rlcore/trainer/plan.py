@@ -22,7 +22,7 @@ class Row:
     score: float
     """Value of the reward function."""
     reward: float
-    """The score after shaping by length."""
+    """Score after shaping by length."""
     num_tokens: int
     """Tokens of the response."""
     prompt_length: int
@@ -110,8 +110,8 @@ def rewards_of(
 
 
 def overlong(length: int, max_tokens: int, cfg: AlgoConfig) -> float:
-    """Return the penalty for the length of a response: 0 up to the last part of the budget, then
-    linear up to the full penalty at its end. DAPO, arXiv:2503.14476 equation 13."""
+    """Return the penalty for the length of a response. It is 0 up to the last part of the budget,
+    then linear up to the full penalty at its end. DAPO, arXiv:2503.14476 equation 13."""
     room = cfg.overlong_share * max_tokens
     if not room:
         return 0.0

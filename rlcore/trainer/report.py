@@ -180,9 +180,11 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
 
 
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
-    """Return details of the first `most` tokens of a response: text, log-prob of the sampler, and
-    [policy version, number of tokens] of each run of one version. If the engine drafts, add runs of
-    drafted and not drafted tokens."""
+    """Return texts, sampler log-probs and policy versions of the first `most` tokens of a response.
+
+    Versions are given as [version, number of tokens] for each run of equal ones. If the engine
+    drafts, runs of drafted and not drafted tokens are added.
+    """
     assert run.observers.pieces is not None
     versions = sample.versions[:most].tolist()
     drafted = {}
@@ -213,8 +215,8 @@ def evaluation(run: Run) -> None:
 
 
 def started(run: Run) -> None:
-    """Exclude the time before the first step from its timings, except that the start-up is listed
-    in its row, unless the evaluation before it already has it."""
+    """Exclude the time before the first step from its timings. Only the start-up is added to its
+    metrics, unless the row of the evaluation before it already has it."""
     if seconds := run.spans.take().get("start"):
         run.progress.add({"timing_s/start": seconds})
 
@@ -226,7 +228,7 @@ def step(run: Run) -> None:
     if run.observers.writer is None or run.observers.screen is None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
-    metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # phases do not overlap
+    metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # so that phases do not overlap
     metrics |= speeds(run, metrics) | idle(run, metrics)
     if run.observers.balance is not None:
         metrics |= run.observers.balance.metrics(metrics)

@@ -125,7 +125,7 @@ class Checkpoints:
                 intact; on every rank.
         """
         first, everyone = self.ranks.rank == 0, self.ranks.everyone
-        own = wanted_by(self.cfg, self.folder) if first else ""  # files as rank 0 sees them
+        own = wanted_by(self.cfg, self.folder) if first else ""  # rank 0's view of the disk decides
         wanted = collective.broadcast_text(own, everyone)
         if wanted == "fresh":
             return None
@@ -294,7 +294,7 @@ class Checkpoints:
             saved = state.get("sizes", {})
             if type(self.sizes).__name__ in saved:  # else another policy wrote it
                 self.sizes.restore(saved[type(self.sizes).__name__])
-        if self.library is not None and (path / HISTORIES).is_file():  # else written without
+        if self.library is not None and (path / HISTORIES).is_file():  # else saved without it
             self.library.load(path / HISTORIES)
         if self.ranks.rank == 0:
             self.set_later_aside(step)

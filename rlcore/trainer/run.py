@@ -50,19 +50,19 @@ class Run:
 
     @property
     def learner(self) -> Learner:
-        """The actor in training, on a rank that trains."""
+        """Actor in training, on a rank that trains."""
         learner = self.device.parts.learner
         assert learner is not None, "this rank only samples"
         return learner
 
     @property
     def critic(self) -> Learner | None:
-        """The value model, if the advantages need one."""
+        """Value model; None if the advantages need none."""
         return self.device.parts.critic
 
     @property
     def engine(self) -> Engine | None:
-        """This rank's engine, or its part of one over several ranks; None if it only trains."""
+        """Engine of this rank, or its part of one over several ranks; None if it only trains."""
         return self.device.parts.engine
 
     @property

@@ -1,4 +1,4 @@
-"""Tensor-parallel size of the rollout engines, and everything that follows from it.
+"""Tensor-parallel size of the rollout engines, and the objects that depend on it.
 
     1 engine over 2 ranks          2 engines over 1 rank each
     [ rank 0   rank 1 ]    <->     [ rank 0 ] [ rank 1 ]
@@ -52,6 +52,6 @@ class EngineSizes:
         self.now = self._sized(tp)
 
     def observe(self, kind: Kind, preemptions: int, cache_used: float) -> None:
-        """Tell the policy how a round of this kind went."""
+        """Report preemptions and cache use of a round of this kind to the policy."""
         if self.policy is not None:
             self.policy.after(kind, preemptions, cache_used)

@@ -147,7 +147,7 @@ class NodeRelease:
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
     ) -> None:
-        """Refuse: a released rank must not train."""
+        """Raise AssertionError, since a released rank must not train."""
         raise AssertionError("NodeRelease.train() called: a released rank must not train")
 
     def forget(self) -> None:

@@ -40,7 +40,7 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
 
-if TYPE_CHECKING:  # Redis is needed only where jobs share their nodes
+if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
     from rlcore.mux.ranks import RanksGate
 
 EvalSets = Sequence[tuple[str, Sequence[Prompt]]]

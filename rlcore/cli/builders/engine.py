@@ -163,7 +163,7 @@ def make_episodes(
     prompt_of: Callable[[GroupId], Prompt],
 ) -> EpisodeEngine:
     """Wrap the engine of a rank so that its responses are episodes of an environment. With
-    --debug.deterministic all episodes of a batch take their turns in lockstep."""
+    --debug.deterministic all episodes advance turn by turn in lockstep."""
     announce("env", f"{cfg.select.env}, {cfg.env.workers} processes")
     return EpisodeEngine(
         engine,

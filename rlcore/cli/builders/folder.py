@@ -1,4 +1,4 @@
-"""The folder of a run, its log, and the settings that it was started with."""
+"""Folder of a run, its log, and its saved settings."""
 
 import json
 from pathlib import Path

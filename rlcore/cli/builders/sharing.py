@@ -140,8 +140,8 @@ def nodes_by_pool(
     """Return the nodes of a job by pool, in the order of its ranks. `names` are the nodes of all
     ranks.
 
-    If every rank samples and trains, the first nodes by name belong to the train pool and the last
-    to the rollout pool, as many as in the profile; a single node belongs to both.
+    If every rank samples and trains, the nodes are sorted by name. The first ones, as many as in
+    the profile, belong to the train pool, the others to the rollout pool; a single node is in both.
     """
     split = len(names) - rollout_ranks
     if rollout_ranks:
@@ -184,8 +184,8 @@ def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Prof
 def on_step(
     cfg: Config, world: World, gate: "RanksGate | None"
 ) -> tuple[Callable[[dict[str, float]], None], ...]:
-    """Return the functions to call on rank 0 with the metrics of every step: those of the gate, or
-    of the profiler of a job that may share its nodes later. Collective."""
+    """Return the functions to call on rank 0 with the metrics of every step. They belong to the
+    gate, or to the profiler of a job that may share its nodes later. Collective."""
     if gate is not None:
         return (gate.see,) if world.rank == 0 else ()
     if cfg.select.mode != "sync" or not report.counts_nodes(cfg):
