@@ -11,13 +11,14 @@ from typing import Any
 from rlcore.cli import exits
 
 EVENTS = 6
-"""Last events of a rank that are shown."""
+"""Number of last events shown per rank."""
 ERRORS = 5
+"""Number of errors shown."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verdict, then where each suspect stood; `--stacks` all threads of all ranks. 2 where
-    there is no such run."""
+    """Print the verdict and the position of each suspect; with `--stacks` all threads of all ranks.
+    Return 2 if there is no such run."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -34,7 +35,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def examine(run: Path, stacks: bool = False) -> list[str]:
-    """What there is to say of a run, as lines."""
+    """Return the diagnosis of a run as lines."""
     from rlcore.utils import verdict
     from rlcore.utils.flight import FOLDER
     from rlcore.utils.gang import VERDICT
@@ -79,7 +80,7 @@ def _of_rank(record: Mapping[str, Any], stacks: bool) -> list[str]:
 
 
 def _state(run: Path) -> list[str]:
-    """How far the run is, and since when it has said nothing."""
+    """Return the last step of the run and the time since it was written."""
     from rlcore.metrics.sinks import METRICS, SUMMARY, read_metrics
 
     rows = read_metrics(run)
@@ -91,7 +92,7 @@ def _state(run: Path) -> list[str]:
 
 
 def _errors(run: Path) -> list[str]:
-    """The last errors in the ranks' logs."""
+    """Return the last error of each rank's log."""
     found = []
     for log in sorted((run / "logs").glob("rank*.log")):
         lines = log.read_text(errors="replace").splitlines()

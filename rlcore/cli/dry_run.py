@@ -14,24 +14,24 @@ from rlcore.hf.config import HFConfig, read_json
 from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # the command line should not pay for torch
+if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.inputs import Findings
     from rlcore.mcore.layout import Layout
     from rlcore.trainer.memory import Beside
 
 GPU_GB = 80.0
-"""Of a GPU where there is none to ask."""
+"""Assumed memory of a GPU in GB, if there is no GPU here."""
 
 
 def show(cfg: Config) -> int:
-    """Print the resolved configuration, batch arithmetic, layout, memory plan and what could not be
-    checked here. 2 where the run would be refused."""
+    """Print the resolved configuration, batch arithmetic, layout, memory plan and all checks that
+    were not possible here. Return 2 if the run would be refused."""
     from rlcore.cli import inputs
     from rlcore.cli.builders.model import with_layers, with_room
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
-    # recipes/common.sh tells the size of the real run
+    # recipes/common.sh sets the size of the real run
     per_node, world = int(os.environ.get("GPUS_PER_NODE", 1)), world_size()
     apart = cfg.cluster.rollout_ranks
     train_ranks = max(world - apart, 1)
@@ -44,12 +44,12 @@ def show(cfg: Config) -> int:
     found = inputs.Findings(elsewhere=is_elsewhere(cfg))
     roomy = cfg
     try:
-        if not bounds.broken(cfg.train, "train"):  # a size of 0 divides nothing
+        if not bounds.broken(cfg.train, "train"):  # a size of 0 would divide by zero
             layout = layout_of(cfg.train, train_ranks, 0)
     except ConfigError as e:
         problems.append(str(e))
     try:
-        if cfg.model.path:  # else a rule says it
+        if cfg.model.path:  # an empty path is already reported by a rule
             hf, where = model_of(cfg.model.path)
             notes.append(f"model        {where}")
             hf = with_layers(cfg, hf)
@@ -66,7 +66,7 @@ def show(cfg: Config) -> int:
     if follows_rules:
         inputs.check(cfg, hf, world, found)
         problems += found.problems
-        with contextlib.suppress(ConfigError):  # is among the problems
+        with contextlib.suppress(ConfigError):  # already among the problems
             roomy = with_room(cfg, hf) if hf is not None else cfg
     if roomy != cfg:
         notes.append(
@@ -125,8 +125,8 @@ def show(cfg: Config) -> int:
 
 
 def is_elsewhere(cfg: Config) -> bool:
-    """The run is planned for another machine, or its recipe makes the model first: the folder of
-    the model or of a judge is not here, and the recipe says its sizes."""
+    """Return whether the run is planned for another machine or its recipe makes the model first.
+    Then the folder of the model or of a judge is missing, and the recipe gives its sizes."""
     from rlcore.cli.builders.rewards import own_judges
 
     folders = {"MODEL_CONFIG": [cfg.model.path]}
@@ -138,7 +138,7 @@ def is_elsewhere(cfg: Config) -> bool:
 
 
 def expected(cfg: Config, hf: HFConfig, world: int) -> str:
-    """A sentence on the time of a step, by the simulator; or why there is none."""
+    """Return a sentence with the simulated time of a step, or the reason why there is none."""
     import torch
 
     from rlcore.sim import expect
@@ -161,7 +161,8 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
 
 
 def rank_map(layout: "Layout", world: int, per_node: int, tp: int) -> str:
-    """A sentence on which rank is what: `layout` is of the ranks that train, `tp` of an engine."""
+    """Return a sentence on how ranks are numbered. `layout` is that of the train ranks, `tp` that
+    of an engine."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
     stride, terms = 1, []
     for name, size in sizes.items():
@@ -178,7 +179,7 @@ def rank_map(layout: "Layout", world: int, per_node: int, tp: int) -> str:
 
 
 def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
-    """A sentence on how many ranks sample; or why there is none."""
+    """Return a sentence on how many ranks should sample, or the reason why there is none."""
     from rlcore.cli import splits
 
     folder = Path(cfg.run.dir) / (cfg.run.name or "run")
@@ -192,7 +193,11 @@ def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
 
 
 def judges(cfg: Config, found: "Findings") -> tuple["Beside", list[str]]:
-    """What judges on our own GPUs take, and lines about them. ConfigError where one is no model."""
+    """Return the memory of judges on the run's own GPUs, and lines about them.
+
+    Raises:
+        ConfigError: the folder of a judge is no model.
+    """
     from rlcore.cli.builders.rewards import beside, own_judges
     from rlcore.rewards.judge.residency import footprint
 
@@ -215,8 +220,15 @@ def judges(cfg: Config, found: "Findings") -> tuple["Beside", list[str]]:
 def model_of(
     path: str, variable: str = "MODEL_CONFIG", key: str = "--model.path"
 ) -> tuple[HFConfig, str]:
-    """A model's architecture and where it was read: its folder, else the file that the recipe
-    names in `variable`. ConfigError where there is neither, or what is there is no model."""
+    """Read a model's architecture from its folder, else from the file that the recipe names in the
+    environment variable `variable`.
+
+    Returns:
+        The architecture, and a text on where it was read.
+
+    Raises:
+        ConfigError: there is neither, or it is no model.
+    """
     facts = os.environ.get(variable, "")
     if Path(path).is_dir() or not facts:
         return HFConfig.from_folder(path, key), path
@@ -227,7 +239,7 @@ def model_of(
 
 
 def gpu_gb(cfg: Config) -> float:
-    """Memory of a GPU in GB that the plan must fit; 0: any."""
+    """Return the memory of a GPU in GB that the plan must fit; 0: any."""
     if cfg.cluster.gpu_gb is not None:
         return cfg.cluster.gpu_gb
     import torch
@@ -238,7 +250,7 @@ def gpu_gb(cfg: Config) -> float:
 
 
 def gpu_source(cfg: Config) -> str:
-    """Where that figure is from, if nobody gave it."""
+    """Return the origin of the GPU's memory size; "" if --cluster.gpu_gb gives it."""
     import torch
 
     if cfg.cluster.gpu_gb is not None:

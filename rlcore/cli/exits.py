@@ -11,8 +11,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def guard(body: Callable[[], int]) -> int:
-    """Return the exit code of `body`: 2 and the sentence of a `ConfigError`; 1, a sentence and the
-    traceback's file for any other exception."""
+    """Run `body` and return its exit code. On a `ConfigError` print it and return 2. On any other
+    exception print a sentence that names the traceback's file and return 1."""
     try:
         return body()
     except ConfigError as error:
@@ -23,23 +23,23 @@ def guard(body: Callable[[], int]) -> int:
 
 
 def fail(error: Exception, file: Path | None = None) -> int:
-    """Append the traceback to `file`, a new temporary one if None or not writable; print a sentence
-    that names it. Returns 1."""
+    """Append the traceback to `file`, or to a new temporary file if that is None or not writable.
+    Print a sentence that names it, and return 1."""
     print(sentence(error, keep(error, file)), file=sys.stderr)
     return 1
 
 
 def sentence(error: Exception, file: Path) -> str:
-    """Shorten an error to its first line and name the file with the traceback."""
+    """Return the first line of an error, and the file with the traceback, as one sentence."""
     kind = type(error).__name__
     first = next(iter(str(error).splitlines()), "") or kind
-    if not isinstance(error, RuntimeError | OSError | ValueError):  # its text alone says little
+    if not isinstance(error, RuntimeError | OSError | ValueError):  # the text alone is unclear
         first = kind if first == kind else f"{kind}: {first}"
     return f"{first} (traceback: {file})"
 
 
 def keep(error: Exception, file: Path | None = None) -> Path:
-    """Append the traceback to `file`, or to a temporary one; return which."""
+    """Append the traceback to `file`, or to a temporary one. Return the path written to."""
     text = "".join(traceback.format_exception(error))
     if file is not None:
         try:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the arithmetic for these keys; NODES and GPUS_PER_NODE are the size of the world. 2
-    where the keys make no configuration."""
+    """Print the arithmetic for these keys. The environment variables NODES and GPUS_PER_NODE give
+    the size of the world. Return 2 if the keys are invalid."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -37,13 +37,13 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def world_size() -> int:
-    """Of the run that recipes/common.sh would start."""
+    """Return the number of ranks that recipes/common.sh would start."""
     nodes, per_node = (int(os.environ.get(name, 1)) for name in ("NODES", "GPUS_PER_NODE"))
     return nodes * per_node
 
 
 def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
-    """A line a unit: prompts, responses, tokens, updates, and what one rank has of them."""
+    """Return one line per unit: prompts, responses, tokens, updates, and the share of one rank."""
     prompts, samples = cfg.data.prompts_per_step, cfg.rollout.samples_per_prompt
     total = prompts * samples
     per_update = cfg.train.samples_per_update or total

@@ -1,8 +1,8 @@
 """What a run opens before its first step, checked for `--dry-run`. Each check is the run's own
-function, and so is its sentence.
+function, so its error is the same.
 
-Not looked at: what another process has at the moment (the run's folder, a port), checksums of
-checkpoints, and what only a step shows, such as a reward that fails.
+Not checked are resources that another process holds (the run's folder, a port), checksums of
+checkpoints, and errors that appear only in a step.
 """
 
 import contextlib
@@ -47,18 +47,18 @@ from rlcore.utils.errors import ConfigError
 
 @dataclass
 class Findings:
-    """What is wrong with a run's inputs, and what could not be checked."""
+    """Errors in the inputs of a run, and checks that were not possible."""
 
     elsewhere: bool
-    """The run is planned for another machine: what is not here may be there."""
+    """Whether the run is planned for another machine, which may have what is missing here."""
     problems: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
-    """By setting, such as `--data.train FILE`: the sentence that the run would end with here."""
+    """Error of each setting that cannot be checked here. Keys are such as `--data.train FILE`."""
 
     @contextlib.contextmanager
     def check(self, setting: str, *, may_lack: bool = False) -> Iterator[None]:
-        """Collect the ConfigError of the block: `setting` is refused, or unchecked where this
-        machine `may_lack` what it needs."""
+        """Collect the ConfigError of the block. `setting` counts as refused, or as unchecked if
+        this machine `may_lack` what it needs."""
         try:
             yield
         except ConfigError as error:
@@ -68,12 +68,12 @@ class Findings:
                 self.problems += str(error).splitlines()
 
     def may_lack(self, path: str) -> bool:
-        """The file or folder is not here and may be where the run is."""
+        """Return whether the file or folder is missing here and may exist where the run is."""
         return self.elsewhere and not Path(path).exists()
 
 
 class _NoTokenizer:
-    """Reads rows where the tokenizer is not here: prompts have no tokens, so none is too long."""
+    """Substitute for a missing tokenizer. Prompts have no tokens, so none is too long."""
 
     def encode(self, text: str) -> list[int]:
         return []
@@ -83,8 +83,12 @@ class _NoTokenizer:
 
 
 def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) -> None:
-    """Add to `found` what the run would refuse between its rules and its first step. `cfg` breaks
-    no rule. `hf`: of the model, None where its sizes are not known."""
+    """Add to `found` all errors that the run would raise between its rules and its first step.
+
+    Args:
+        cfg: a configuration that breaks no rule.
+        hf: architecture of the model; None if it is not known.
+    """
     model = f"--model.path {cfg.model.path}"
     if found.may_lack(cfg.model.path):
         with found.check(model, may_lack=True):
@@ -105,17 +109,17 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     if hf is not None:
         sizes(cfg, hf, world_size, found)
         weights(cfg, hf, found)
-        with contextlib.suppress(ConfigError):  # `sizes` has it
+        with contextlib.suppress(ConfigError):  # `sizes` has reported it
             cfg = with_room(cfg, hf)
     data(cfg, tokenizer(cfg, hf, found), found)
 
 
 def machine(cfg: Config, world_size: int, found: Findings) -> None:
-    """Packages, CPU cores, the network and the folder of runs."""
+    """Check packages, CPU cores, the network and the folder of runs."""
     c = cfg.cluster
     with found.check("the CPU cores", may_lack=found.elsewhere):
         world.check_cores(c.rollout_cores, c.train_cores)
-    if c.interface and world_size > 1:  # nodes may differ from the one that plans
+    if c.interface and world_size > 1:  # the run's nodes may differ from this one
         with found.check(f"--cluster.interface {c.interface}", may_lack=True):
             listening_host("", c.interface)
     with found.check(f"--rollout.engine {cfg.rollout.engine}", may_lack=found.elsewhere):
@@ -131,7 +135,8 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
 
 
 def folder_error(folder: Path) -> OSError | None:
-    """Why a folder cannot be made; nothing is made to find out."""
+    """Return the error that making a folder would raise, without making it; None if it can be
+    made."""
     at = folder
     while not at.exists() and at != at.parent:
         at = at.parent
@@ -146,7 +151,7 @@ def folder_error(folder: Path) -> OSError | None:
 
 
 def judges(cfg: Config, found: Findings) -> None:
-    """Rubrics, keys of servers, and folders of judges of our own."""
+    """Check rubrics, API keys of judge servers, and model folders of the run's own judges."""
     own = own_judges(cfg)
     for key, section in judge_sections(cfg).items():
         file = section.rubric
@@ -162,7 +167,7 @@ def judges(cfg: Config, found: Findings) -> None:
 
 
 def judge(section: JudgeRewardConfig) -> None:
-    """What a judge's process does before it reads weights. ConfigError as there."""
+    """Check a judge as its process does before it reads weights. Raise the same ConfigError."""
     hf = HFConfig.from_folder(section.model, "--reward.model")
     tokens = load_tokenizer(section.model, key="--reward.model")
     if section.method == "prefill":
@@ -172,7 +177,7 @@ def judge(section: JudgeRewardConfig) -> None:
 
 
 def saved(cfg: Config, found: Findings) -> None:
-    """What earlier runs have left: a checkpoint, a log to replay."""
+    """Check files of earlier runs: the checkpoint to resume, the log to replay."""
     setting = f"--run.resume {cfg.run.resume}"
     with found.check(setting, may_lack=found.may_lack(cfg.run.resume)):
         resume.check(cfg, run_folder(cfg))
@@ -185,11 +190,11 @@ def saved(cfg: Config, found: Findings) -> None:
 
 
 def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
-    """Settings that do not fit the model or the number of ranks."""
+    """Check settings against the model and the number of ranks."""
     try:
         layout_of(cfg.train, max(world_size - cfg.cluster.rollout_ranks, 1), 0)
     except ConfigError:
-        return  # the dry run has said it
+        return  # the dry run has reported it
     plain = replace(cfg.train, spec="local", apex=False)
     with found.check("--train"):
         check_learner(hf, cfg.model, plain)
@@ -217,7 +222,7 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
 
 
 def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
-    """Names and shapes of the start weights, of actor and critic."""
+    """Check names and shapes of the start weights of actor and critic."""
     if cfg.model.random_init:
         return
     folders = {"--model.path": cfg.model.path}
@@ -232,18 +237,18 @@ def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
 
 
 def tokenizer(cfg: Config, hf: HFConfig | None, found: Findings) -> Tokenizer | None:
-    """The tokenizer; None where there is none here."""
+    """Load the tokenizer. Return None if it is missing or broken here."""
     folder = cfg.model.tokenizer or cfg.model.path
     if f"--model.path {folder}" in found.unchecked or (hf is None and not cfg.model.tokenizer):
-        return None  # has been said
+        return None  # already reported
     with found.check(f"--model.tokenizer {folder}", may_lack=found.may_lack(folder)):
         return load_tokenizer(folder, eos_ids=hf.eos_ids if hf is not None else ())
     return None
 
 
 def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
-    """The first usable row of every file; all rows where one bad row, or their number, can end the
-    run."""
+    """Check the first usable row of every file. If one bad row, or too few rows, can end the run,
+    check all rows."""
     cfg = with_tasks(cfg)
     if counts_rows(cfg) and tokens is not None:
         sources = (*cfg.data.train, *cfg.data.val)
@@ -266,7 +271,7 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
                 if key == "train":
                     of = replace(one, train=some)
                     rows = prompts.load(of, "train", tokens or _NoTokenizer(), cfg.run.seed)
-                    rows[0]  # of a task: its characters are ones that the tokenizer has
+                    rows[0]  # raises if the tokenizer lacks characters of a generated task
                 else:
                     of = replace(one, val=some)
                     prompts.load(of, "val", tokens or _NoTokenizer(), cfg.run.seed)

@@ -1,8 +1,8 @@
 """`python -m rlcore judge --out FOLDER --seed N`: make a tiny judge for the task `label`.
 
-A Qwen3 model of 0.1 M weights with a tokenizer of 34 characters and a rubric of its own: the answer
-and what stands behind the response's last `>`, side by side. It is distilled from the rule that the
-two are equal; `--steps 0` leaves its weights random, which is enough to see all parts at work.
+The judge is a Qwen3 model of 0.1 M weights with a tokenizer of 34 characters. Its rubric shows the
+answer beside the text after the response's last `>`. It is trained to tell whether the two are
+equal. With `--steps 0` its weights stay random, which is enough to exercise all parts.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.cli import exits
 
-if TYPE_CHECKING:  # the command line should not pay for torch
+if TYPE_CHECKING:  # importing torch would slow down the command line
     from torch import Tensor
 
 GOOD, BAD, FILL, WIDTH = "*", "-", "+", 4
@@ -43,8 +43,9 @@ class JudgeConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 if the folder is there, 1 if the judge has not learned the rule in `--steps`. Three
-    training batches in a row decide; the fresh one that is printed may fall below the target."""
+    """Make the judge. Return 0 if its folder is complete, 1 if it has not learned the rule in
+    `--steps`. The last three training batches decide; the printed agreement is of a fresh batch and
+    may be below the target."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -64,8 +65,8 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def make(cfg: JudgeConfig) -> tuple[float, int]:
-    """Train and write the folder; the share of fresh verdicts that agree with the rule, and the
-    steps that it took."""
+    """Train the judge and write its folder. Return the share of verdicts on a fresh batch that
+    agree with the rule, and the number of steps."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -84,7 +85,7 @@ def make(cfg: JudgeConfig) -> tuple[float, int]:
             num_key_value_heads=2,
             head_dim=16,
             max_position_embeddings=256,
-            rope_theta=10000.0,  # type: ignore[call-arg]  # taken as rope_parameters
+            rope_theta=10000.0,  # type: ignore[call-arg]  # becomes rope_parameters
             initializer_range=0.05,
             tie_word_embeddings=True,
             eos_token_id=label_task.EOS,
@@ -127,8 +128,8 @@ def make(cfg: JudgeConfig) -> tuple[float, int]:
 
 
 def _pair(draw: random.Random) -> tuple[str, str]:
-    """An answer and what a response may end in: the same, one digit changed, another number, a part
-    of it, or something that is no number."""
+    """Draw an answer and the end of a response. The end is the answer, the answer with one digit
+    changed, another number, a part of the answer, or a text that is no number."""
     answer = str(draw.randrange(10 ** draw.choice((1, 2, 2, 3))))
     kind = draw.choice(("same", "same", "digit", "digit", "number", "part", "junk"))
     if kind == "same":

@@ -5,8 +5,8 @@
     python -m rlcore mux status [--json]
     python -m rlcore mux down
 
-`up` may be given again: it starts what does not run. All that is known is in --dir, so jobs go on
-where they were after a crash of the server or the arbiter.
+`up` can be repeated: it starts only what does not run. All state is in --dir, so jobs continue
+after a crash of Redis or the arbiter.
 """
 
 import argparse
@@ -40,7 +40,8 @@ START_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 2 on a bad argument, 1 where a process cannot be started or reached."""
+    """Run one mux command. Return 2 on a bad argument, 1 if a process cannot be started or
+    reached."""
     p = argparse.ArgumentParser(
         prog="python -m rlcore mux",
         description=__doc__,
@@ -117,7 +118,7 @@ def _up(a: argparse.Namespace) -> int:
 
 
 def _configure(folder: Path, about: dict[str, Any]) -> None:
-    """Redis as a store that loses nothing it has acknowledged."""
+    """Write the Redis configuration: a store that loses no acknowledged write, and its users."""
     (folder / "users.acl").touch(mode=0o600)
     password = about["password"]
     text = (folder / "users.acl").read_text()
@@ -166,7 +167,7 @@ def _arbiter(a: argparse.Namespace) -> int:
     return 0
 
 
-# ---- the rest
+# ---- add and status
 
 
 def _add(a: argparse.Namespace) -> int:
@@ -194,13 +195,13 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _nodes(group: dict[str, Any], pool: str) -> str:
-    """The nodes of a group, by name where a job has said one."""
+    """Return the nodes of a group in one pool, by name if known, else by number."""
     names = {number: name for name, number in group["names"][pool].items()}
     return ", ".join(names.get(n, str(n)) for n in group[pool])
 
 
 def show(found: dict[str, Any]) -> list[str]:
-    """A status as lines."""
+    """Return a status as lines of text."""
     lines = [] if found["arbiter"] else ["no arbiter is at work: `mux up` starts one"]
     lines.append(
         ", ".join(f"{pool}: {n['used']} of {n['of']} nodes" for pool, n in found["nodes"].items())
@@ -278,7 +279,7 @@ def _answers(about: dict[str, Any]) -> bool:
 
 
 def _is_ours(pid: int, name: str) -> bool:
-    """The process that we started, and not another one that has its number now."""
+    """Return whether the process is the one that we started, and not a later one with its pid."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

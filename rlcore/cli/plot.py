@@ -9,8 +9,9 @@ from rlcore.utils.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """One run: `<run>/curve.png` and `<run>/detail.png`, or `--out FILE.png` and `FILE-detail.png`.
-    Several: `compare.png` beside the first, or `--out FILE`."""
+    """Draw the pictures. For one run write `<run>/curve.png` and `<run>/detail.png`, or `--out
+    FILE.png` and `FILE-detail.png`. For several write `compare.png` beside the first, or `--out
+    FILE`."""
     return exits.guard(lambda: _main(argv))
 
 

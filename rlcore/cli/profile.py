@@ -2,13 +2,12 @@
 
     python -m rlcore profile --model.path MODEL --rollout.engine sglang --tp 1 2 --out profile.json
 
-Writes the table that `rlcore/sim/profile.py` describes and says with which `--rollout.tp` a run
-should start. Further keys are those of `rlcore train`: the engine is started as a run would start
-it, with random weights, one size after the other.
+Writes the table that `rlcore/sim/profile.py` describes and prints the best `--rollout.tp` for a
+run. Other keys are those of `rlcore train`. The engine is started as a run would start it, with
+random weights, one size after the other.
 
-A decode step is timed between the moment at which all sequences have tokens and their end, which
-comes for all of them at once; a prefill from the request to its only token. Every row is the median
-of three.
+A decode step is timed from the moment at which all sequences have tokens until all end together. A
+prefill is timed from the request to its only token. Every row is the median of three measurements.
 """
 
 import argparse
@@ -28,24 +27,24 @@ from rlcore.sim import profile
 from rlcore.sim.profile import Decode, Layout, Prefill
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # torch takes seconds that --help should not pay
+if TYPE_CHECKING:  # importing torch would slow down --help
     from rlcore.cli.world import World
     from rlcore.config.schema import Config
     from rlcore.hf.config import HFConfig
     from rlcore.rollout.child import ChildEngine
 
 LEAST_S = 0.3
-"""A decode step is the mean of as many as take this long, up to --steps of them."""
+"""Seconds that the timed decode steps must take together, unless --steps limits their number."""
 FEWEST = 16
-"""Steps at least."""
+"""Minimum number of decode steps."""
 REPEATS = 3
-"""Of every row, which is their median."""
+"""Number of measurements per row; the row is their median."""
 REPORT_S = 0.02
-"""Interval of the engine's reports."""
+"""Seconds between two reports of the engine."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 2 where the command line cannot work, 1 where an engine fails."""
+    """Measure engines. Return 2 if the command line is invalid, 1 if an engine fails."""
     p = argparse.ArgumentParser(
         prog="python -m rlcore profile",
         description=__doc__,
@@ -67,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Measure, print, write."""
+    """Measure all sizes, print the rows, and write the table. Return the exit code."""
     from rlcore.cli import settings
 
     cfg = settings.parse(rest)
@@ -126,7 +125,7 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def rows_of(layout: Layout, *, heading: bool) -> list[str]:
-    """The table for people."""
+    """Return the rows of one size as text."""
     lines = ["  tp  sequences  context  ms/step  tokens/s/rank"] if heading else []
     for r in layout.decode:
         rate = r.sequences / r.step_s / layout.tp
@@ -152,17 +151,20 @@ def measure(
     contexts: Sequence[int],
     steps: int,
 ) -> Layout:
-    """An engine of one size. Rows that its cache has no room for are left out; ConfigError where
-    that leaves none."""
+    """Measure an engine of one size. Rows that do not fit its cache are left out.
+
+    Raises:
+        ConfigError: no row is left.
+    """
     start = time.monotonic()
     most = min(hf.max_positions, max(contexts) + steps)
     engine = start_engine(cfg, hf, here, tp, max(batches) * tp, most)
     try:
-        engine.begin_load(0)  # it waits for the start
+        engine.begin_load(0)  # returns when the engine has started
         start_s = time.monotonic() - start
         load_random(engine, hf, tp, cfg.run.seed)
         bench = Bench(engine, hf.vocab_size, most, cfg.rollout.deadline_s)
-        bench.decode(1, 1, FEWEST)  # warm, and the reports have said how large the cache is
+        bench.decode(1, 1, FEWEST)  # warm-up; its reports also give the size of the cache
         decode = []
         for context in contexts:
             for batch in sorted(set(batches)):
@@ -179,7 +181,8 @@ def measure(
 def start_engine(
     cfg: "Config", hf: "HFConfig", here: "World", tp: int, max_running: int, max_model_tokens: int
 ) -> "ChildEngine":
-    """In a child process and over the first `tp` ranks of this node, on its way up."""
+    """Start an engine in a child process over the first `tp` ranks of this node. Return without
+    waiting for it."""
     from rlcore.cli.builders.engine import SGLANG_ENGINE, TORCH_ENGINE, engine_settings
     from rlcore.cli.builders.sizes import with_tp
     from rlcore.rollout.child import ChildEngine
@@ -203,7 +206,7 @@ def start_engine(
 
 
 def load_random(engine: "ChildEngine", hf: "HFConfig", tp: int, seed: int) -> None:
-    """Weights of which only the sizes matter."""
+    """Load random weights, since only their sizes matter."""
     import torch
 
     from rlcore.hf.names import expected
@@ -225,7 +228,7 @@ def load_random(engine: "ChildEngine", hf: "HFConfig", tp: int, seed: int) -> No
 
 
 class Bench:
-    """Sends requests and times what comes back."""
+    """Sends requests to an engine and times its events."""
 
     def __init__(self, engine: Any, vocab_size: int, most: int, deadline_s: float) -> None:
         self._engine, self._vocab, self._most = engine, vocab_size, most
@@ -235,17 +238,17 @@ class Bench:
         self.cache_tokens = 0
 
     def row(self, sequences: int, context: int, steps: int) -> Decode | None:
-        """One row of the table; None where the engine does not decode so many side by side: its
-        cache has no room, or it keeps room for what running ones may become."""
+        """Measure one row of the table. Return None if the engine does not decode so many sequences
+        at once, since its cache is full or reserved for growing sequences."""
         count, enough = min(FEWEST, steps), min(steps, max(2 * context, FEWEST))
         rows: list[Decode] = []
-        short: Decode | None = None  # of half as many steps, too few to be timed well
+        short: Decode | None = None  # last result with half as many steps, too short to be precise
         while len(rows) < REPEATS:
             prompt = max(1, min(context - count // 2, self._most - count))
             if sequences * (prompt + count) > self.cache_tokens:
                 if short is None:
                     break
-                count, enough = count // 2, 0  # more have no room
+                count, enough = count // 2, 0  # more steps do not fit the cache
                 continue
             seconds, found = self.decode(sequences, prompt, count)
             if found is not None and (seconds >= LEAST_S or 2 * count > enough):
@@ -260,8 +263,11 @@ class Bench:
         return sorted(rows, key=lambda row: row.step_s)[len(rows) // 2]
 
     def decode(self, sequences: int, prompt: int, steps: int) -> tuple[float, Decode | None]:
-        """Let so many sequences grow from `prompt` by `steps` tokens: the seconds that were timed,
-        and the row; None where they were not all at work at one time."""
+        """Decode `steps` tokens after prompts of `prompt` tokens.
+
+        Returns:
+            The timed seconds, and the row; None if the sequences were never all decoded at once.
+        """
         events = self._play(sequences, prompt, steps)
         begun = [
             e
@@ -277,7 +283,7 @@ class Bench:
         return seconds, Decode(sequences=sequences, context=context, step_s=step_s)
 
     def prefill(self, tokens: int) -> Prefill:
-        """One prompt to its first token."""
+        """Measure a prefill: one prompt to its first token."""
         seconds = []
         for _ in range(REPEATS):
             start = time.monotonic()
@@ -286,7 +292,8 @@ class Bench:
         return Prefill(tokens=tokens, seconds=float(np.median(seconds)))
 
     def _play(self, sequences: int, prompt: int, steps: int) -> list[AnyEvent]:
-        """All that the engine says until every sequence has ended. Prompts are all different."""
+        """Return all events of the engine until every sequence has ended. Prompts are random
+        and all different."""
         requests = []
         for _ in range(sequences):
             tokens = self._random.integers(0, self._vocab, prompt).astype(np.int32)

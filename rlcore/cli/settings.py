@@ -9,9 +9,13 @@ from rlcore.envs import registry as envs
 from rlcore.rewards import registry
 
 SECTIONS = {"reward": registry.config_class, "env": envs.config_class, "algo": algos.config_class}
-"""An algorithm's module imports torch, so it comes last."""
+"""Config class of each section by the selector's value. `algo` is last, since it imports torch."""
 
 
 def parse(argv: Sequence[str], early: Callable[[Config], None] | None = None) -> Config:
-    """The configuration that the command line describes. ConfigError in one sentence."""
+    """Parse the command line into a configuration. `early` is called before torch is imported.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
     return resolve.parse(argv, SECTIONS, early)

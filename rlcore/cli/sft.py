@@ -1,8 +1,8 @@
 """`python -m rlcore sft --out FOLDER --seed N`: make the tiny model and warm-start it.
 
-The result is a Hugging Face folder (Qwen3 architecture, a tokenizer of the task's characters) that
-solves the generated task `label`, or that of `--task`, about half of the time, so that there is
-something to raise. A folder that is complete is left as it is.
+The result is a Hugging Face folder (Qwen3 architecture, tokenizer of the task's characters). The
+model solves the generated task of `--task` (default `label`) about half of the time, so that RL can
+improve it. A complete folder is left as it is.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from rlcore.cli import exits
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # the command line should not pay for torch
+if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.world import World
     from rlcore.config.schema import Config
 
@@ -51,7 +51,7 @@ class SFTConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 when the folder is there."""
+    """Make and warm-start the model. Return 0 if its folder is complete."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -66,7 +66,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def run(cfg: SFTConfig) -> int:
-    """Train and save, on every rank of the world."""
+    """Train and save, on every rank of the world. Return the exit code."""
     from rlcore.cli import world
     from rlcore.cli.builders import folder
     from rlcore.cli.train import failed
@@ -88,7 +88,7 @@ def run(cfg: SFTConfig) -> int:
     finally:
         if here.gang is not None:
             here.gang.close()
-    world.leave(here)  # past it nobody reads the start folder
+    world.leave(here)  # afterwards no rank reads the start folder
     if here.rank == 0:
         shutil.rmtree(start)
         if accuracy < cfg.target:
@@ -101,7 +101,7 @@ def run(cfg: SFTConfig) -> int:
 
 
 def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -> float:
-    """Make the model in `start`, train it, write it to `cfg.out`; returns the probe's accuracy."""
+    """Make the model in `start`, train it, and write it to `cfg.out`. Return the probe accuracy."""
     from rlcore.cli import builders
     from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import load_tokenizer
@@ -126,7 +126,7 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
         def demonstrations(index: int) -> sft_loop.Demonstration:
             row = task.make("train", cfg.seed, index)
             response = [*tokenizer.encode(row.demonstration), tokenizer.eos_ids[0]]
-            said = [c in turns for c in row.demonstration]  # a token for each character
+            said = [c in turns for c in row.demonstration]  # one token per character
             return sft_loop.Demonstration(tokenizer.encode(row.prompt), response, [*said, True])
 
         accuracy = sft_loop.train(
@@ -148,7 +148,7 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
 
 
 def settings_of(cfg: SFTConfig, start: Path) -> "Config":
-    """The run's configuration: the folder beside the model keeps its metrics."""
+    """Return the configuration of the training run, whose folder is beside the model's."""
     from rlcore.cli.settings import parse
     from rlcore.config.schema import (
         CheckpointConfig,
@@ -160,7 +160,7 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
         TrainConfig,
     )
 
-    # Programs are compared with the demonstration: a sandbox for every probe would take minutes.
+    # Programs are compared with the demonstration, since a sandbox per probe would take minutes.
     marker = ["--reward.after", ">"] if cfg.task == "label" else []
     lake = ["--env", "frozenlake", "--env.turn_tokens", "1"] if cfg.task == "frozenlake" else []
     base = parse(["--reward", "exact", *marker, *lake])
@@ -191,7 +191,7 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
 
 
 def write_start(cfg: SFTConfig, folder: Path) -> None:
-    """config.json and tokenizer of the tiny model; its weights come from the seed."""
+    """Write config.json and tokenizer of the tiny model. Its weights are drawn from the seed."""
     from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import make_char_tokenizer
 

@@ -29,7 +29,7 @@ DATA = Path(os.environ.get("RLCORE_DATA", "../shared/data"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 2 on a bad argument."""
+    """Run one simulation. Return 2 on a bad argument, 1 on a failure."""
     p = argparse.ArgumentParser(
         prog="python -m rlcore sim",
         description=__doc__,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     return exits.guard(lambda: commands[a.system](a))
 
 
-# ---- a cluster of one's own
+# ---- the user's own cluster
 
 
 def _add_run(p: argparse.ArgumentParser) -> None:
@@ -167,7 +167,7 @@ def _splits(a: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what papers say
+# ---- reproductions of papers
 
 
 def _add_papers(p: argparse.ArgumentParser) -> None:
@@ -195,7 +195,7 @@ def _papers(a: argparse.Namespace) -> int:
 
 
 def _show(made: table.Made, a: argparse.Namespace, begin: float) -> int:
-    """A table on the screen, and in the files that were asked for."""
+    """Print a table, and write it to --json and --picture if given."""
     print("\n".join(table.show(made)))
     print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")
     if a.json:
@@ -232,7 +232,7 @@ def _rollmux(a: argparse.Namespace) -> int:
         head = {"what": made.title, "rounds": count, "seed": a.seed, "notes": made.notes}
         _write(a.json, head | {"rows": made.rows})
     if a.picture and found.lines:
-        is_step = "hours" in found.axes  # a bill, until it changes
+        is_step = "hours" in found.axes  # cost per hour is constant between changes
         report.curves(
             found.lines, a.picture, made.title, found.axes, is_log=found.is_log, is_step=is_step
         )

@@ -14,7 +14,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def possible(cfg: Config, world: int, per_node: int) -> list[int]:
-    """Numbers of ranks that could sample: whole engines, and whole model replicas for the rest."""
+    """Return the possible numbers of sampling ranks. They form whole engines, and the other ranks
+    whole model replicas."""
     from rlcore.mcore.layout import layout_of
 
     found = []
@@ -30,7 +31,7 @@ def possible(cfg: Config, world: int, per_node: int) -> list[int]:
 
 
 def planner(cfg: Config, world: int, per_node: int) -> Balance:
-    """Of a run."""
+    """Return the planner of splits for a run."""
     return Balance(
         ranks=world,
         rollout=cfg.cluster.rollout_ranks,
@@ -43,8 +44,8 @@ def planner(cfg: Config, world: int, per_node: int) -> Balance:
 
 
 def by_last_steps(plan: Balance, cfg: Config, folder: Path, world: int) -> str:
-    """A sentence from the steps that the run in `folder` has behind it, if they were of this split;
-    "" where there are none."""
+    """Return a sentence on splits from the last steps of the run in `folder`; "" if there are none
+    or they had another split."""
     file = folder / "config.json"
     if not file.is_file():
         return ""
@@ -56,14 +57,18 @@ def by_last_steps(plan: Balance, cfg: Config, folder: Path, world: int) -> str:
 
 
 def _ranks(row: dict[str, float]) -> int:
-    """Of the world that made it."""
+    """Return the number of ranks of the run that wrote this row of metrics."""
     rate = row.get("perf/throughput", 0.0) * row.get("timing_s/step", 0.0)
     return round(row.get("perf/total_num_tokens", 0.0) / rate) if rate else 0
 
 
 def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier: Path) -> str:
-    """A sentence from the data sheet of the GPU and what lengths are known; the plan then knows
-    what a request adds to a decode step. ValueError where the simulator knows no such run."""
+    """Return a sentence on splits from the GPU's data sheet and the known response lengths. Also
+    set the plan's cost of a request in a decode step.
+
+    Raises:
+        ValueError: the simulator does not support this run.
+    """
     import torch
 
     from rlcore.sim import expect

@@ -10,7 +10,7 @@ from rlcore.utils.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write `<run>/trace.json`, or `--out FILE`, from what `--log.trace` made."""
+    """Merge the traces of all ranks (`--log.trace`) into `<run>/trace.json`, or `--out FILE`."""
     return exits.guard(lambda: _main(argv))
 
 

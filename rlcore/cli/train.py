@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from rlcore.cli import exits
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # the command line should not pay for torch
+if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.world import World
     from rlcore.config.schema import Config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 when the run is done, 1 when it failed, 2 when it is refused."""
+    """Run one rank. Return 0 if the run is done, 1 if it failed, 2 if its settings are refused."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -39,7 +39,11 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _check_early(cfg: "Config") -> None:
-    """Refuse what is known without torch: ranges, and a model that is not there."""
+    """Check what needs no torch: ranges of keys, and that the model folder exists.
+
+    Raises:
+        ConfigError: a value is out of range, or the model folder cannot be read.
+    """
     from rlcore.config import rules
     from rlcore.hf.config import HFConfig
 
@@ -50,12 +54,12 @@ def _check_early(cfg: "Config") -> None:
 
 
 def run(cfg: "Config") -> int:
-    """Join the world, build, train, leave."""
+    """Join the world, build the run, train, and leave. Return the exit code."""
     from rlcore.rewards.judge import mps
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
-    daemon = mps.of_run(cfg.reward)  # CUDA looks for it once, when it starts in a process
+    daemon = mps.of_run(cfg.reward)  # before CUDA starts, which looks for the daemon only then
     try:
         return _run(cfg)
     finally:
@@ -71,7 +75,7 @@ def _run(cfg: "Config") -> int:
     try:
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
         here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface)
-    except ConfigError as e:  # every rank finds it
+    except ConfigError as e:  # raised on every rank
         if rank == "0":
             print(e, file=sys.stderr)
         return 2
@@ -93,14 +97,14 @@ def _train(cfg: "Config", here: "World") -> int:
     try:
         open_folder(cfg, here)
         built = builders.run(cfg, here)
-    except ConfigError as e:  # every rank finds it
+    except ConfigError as e:  # raised on every rank
         return failed(cfg, here, e, alarm=False)
     except Exception as e:
         return failed(cfg, here, e)
     try:
         loops = {"sync": sync_loop, "stream": stream_loop, "async": async_loop}
         sync_loop.train(built, loops[cfg.select.mode].one_step)
-        # an engine over several ranks is in use until its first has done
+        # an engine over several ranks is in use until its first rank is done
         collective.barrier(here.everyone)
     except Exception as e:
         return failed(cfg, here, e)
@@ -111,9 +115,11 @@ def _train(cfg: "Config", here: "World") -> int:
 
 
 def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -> int:
-    """Say why the run ends, in one sentence and once: the rank that fails first knows the reason,
-    the others see only that it has exited. The traceback goes to the rank's log file. With `alarm`
-    the other ranks are told. Returns the exit code: 2 for a `ConfigError`, else 1."""
+    """Log why the run ends, in one sentence, and the traceback in the rank's log file.
+
+    Only the rank that fails first prints it, since the others see only that this rank has exited.
+    With `alarm` the other ranks are notified. Return the exit code: 2 for a `ConfigError`, else 1.
+    """
     from rlcore.cli.builders.folder import run_folder
     from rlcore.utils.log import log
 

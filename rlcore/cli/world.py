@@ -23,32 +23,32 @@ from rlcore.utils.sealed import SealedStore, share_secret
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among the others."""
+    """Position of this process in the run, and its connections to the other ranks."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     store: Any
-    """torchrun's key-value store under a prefix of this start; None in a world of one."""
+    """torchrun's key-value store, with a prefix of this start; None in a world of one."""
     rollout_ranks: int = 0
-    """The last so many ranks sample and the others train; 0: all do both."""
+    """Number of ranks at the end that only sample, while the others only train; 0: all do both."""
     everyone: dist.ProcessGroup | None = None
-    """Of all ranks, where the default group is that of this rank's role."""
+    """Group of all ranks, if the default group has only the ranks of this rank's role."""
     gang: Gang | None = None
-    """Signs of life of all ranks, and the flight record of this one."""
+    """Heartbeats of all ranks, and the flight record of this one."""
     secret: bytes = b""
-    """Known to this run's ranks alone; empty in a world of one."""
+    """Secret that only this run's ranks know; empty in a world of one."""
 
     @property
     def sealed(self) -> SealedStore:
-        """The store, with values that only this run's ranks can write."""
+        """Store whose values only this run's ranks can write."""
         return SealedStore(self.store, self.secret)
 
     @property
     def train_ranks(self) -> int:
-        """The first so many ranks train. So they are numbered alike in the world and among
-        themselves, as Megatron numbers them."""
+        """Number of ranks that train. They come first, so that their global ranks equal Megatron's
+        ranks."""
         return self.size - self.rollout_ranks
 
     @property
@@ -60,23 +60,27 @@ class World:
         return not self.rollout_ranks or not self.trains
 
     def phase(self, name: str) -> None:
-        """The flight record's, before there are `Spans`."""
+        """Set the phase of the flight record, before there are `Spans`."""
         if self.gang is not None:
             self.gang.flight.phase(name)
 
     def fails_first(self) -> bool:
-        """True for the first rank that asks."""
+        """Return True on the first rank that calls it, False on all others."""
         if self.store is None:
             return True
         try:
             return self.store.add("failed", 1) == 1
-        except dist.DistError:  # the store went with the rank that held it: that one was first
+        except dist.DistError:  # the rank that hosts the store has exited, so it failed first
             return False
 
 
 def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
-    """Keep this rank, and all that it starts, on the CPU cores of its role; without any they run
-    where they like. Before anything is started. ConfigError where there is no such core."""
+    """Bind this rank and its child processes to the CPU cores of its role. If none are given, do
+    nothing. Call it before anything is started.
+
+    Raises:
+        ConfigError: this process may not use one of the cores.
+    """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_cores(rollout_cores, train_cores)
     if cores := rollout_cores if rank >= size - rollout_ranks else train_cores:
@@ -84,7 +88,7 @@ def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[
 
 
 def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
-    """ConfigError where this process may not use one of these CPU cores."""
+    """Raise ConfigError if this process may not use one of these CPU cores."""
     allowed = os.sched_getaffinity(0)
     for key, cores in (("rollout_cores", rollout_cores), ("train_cores", train_cores)):
         if not allowed.issuperset(cores):
@@ -95,26 +99,28 @@ def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> Non
 
 
 def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = "") -> World:
-    """Make the default process group (NCCL and gloo with GPUs, gloo without): of all ranks, or,
-    where the last `rollout_ranks` only sample, of those that train and of those that sample.
-    Without torchrun a world of one.
+    """Make the default process group (NCCL and gloo with GPUs, gloo without).
+
+    It has all ranks. If the last `rollout_ranks` only sample, ranks that train and ranks that
+    sample have one group each. Without torchrun the world has one rank.
 
     Args:
-        folder: of the run, for flight records; the run's secret is shared beside it.
-        interface: to listen on; empty: the loopback on one node, torch's choice on several.
+        folder: the run's folder, for flight records; the run's secret is shared beside it.
+        interface: network interface to listen on; empty: the loopback on one node, torch's choice
+            on several.
 
     Raises:
         ConfigError: no rank would train, or the ranks do not share the folder's disk.
-        TimeoutError: some ranks have not come; the sentence names them.
+        TimeoutError: some ranks have not joined; the error names them.
     """
     has_cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
     if has_cuda:
-        # Megatron orders its kernels by it, and CUDA reads it when the first context is made.
+        # Megatron relies on it for kernel order, and CUDA reads it at the first context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
-    # torch then remembers the last collectives of every process group, for the flight record
+    # makes torch keep the last collectives of every process group, for the flight record
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if interface:
         listen.address_of(interface)
@@ -137,11 +143,11 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
     flight = Flight(rank, size, folder)
     gang = _gang(flight, None)
-    first, count, everyone = 0, size, None  # of the ranks of this one's role
+    first, count, everyone = 0, size, None  # first rank and number of ranks of this rank's role
     try:
         known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
         gang.met(known)
-        # ranks that are started again must not read the addresses of those that died
+        # a new prefix, so that restarted ranks do not read addresses of exited ones
         start = f"rlcore/{meeting}"
         secret = share_secret(
             folder.with_name(f".{folder.name}.{meeting}.secret"),
@@ -174,7 +180,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
 
 
 def _is_one_node() -> bool:
-    """Tell whether all ranks are on this node."""
+    """Return whether all ranks are on this node."""
     size = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", size) == size
 
@@ -185,7 +191,7 @@ def _gang(flight: Flight, store: Any) -> Gang:
 
 
 def _store(rank: int, timeout_s: float) -> dist.TCPStore:
-    """torchrun's store, without waiting for anybody: who is missing is said by `meet`."""
+    """Connect to torchrun's store without waiting for other ranks; `meet` reports missing ones."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -206,7 +212,7 @@ def _store(rank: int, timeout_s: float) -> dist.TCPStore:
 
 
 def make_hub(world: World, interface: str) -> Hub:
-    """Inboxes for this world."""
+    """Return the message hub of this world."""
     if world.size == 1:
         return LocalHub()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -215,7 +221,8 @@ def make_hub(world: World, interface: str) -> Hub:
 
 
 def leave(world: World) -> None:
-    """Wait for the others, then close the process group: without it a run may abort at exit."""
+    """Wait for all ranks, then destroy the process group. Otherwise the process may abort at
+    exit."""
     if dist.is_initialized():
         collective.barrier(world.everyone)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Dotted paths on the command line: the thing behind one, and the section of its module."""
+"""Dotted paths on the command line: import of the named object and of its module's section."""
 
 import importlib
 import inspect
@@ -11,8 +11,12 @@ Section = TypeVar("Section")
 
 
 def find(option: str, name: str) -> tuple[ModuleType, Any]:
-    """The module, and the thing in it that the dotted path `name` names (the module itself,
-    perhaps). `option` is for sentences, such as `--reward`. ConfigError where there is none."""
+    """Import the object that the dotted path `name` names, which may be a module. Return its module
+    and the object. `option` is the key for error texts, such as `--reward`.
+
+    Raises:
+        ConfigError: there is no such module or attribute, or the import fails.
+    """
     module = _import(option, name, name)
     if module is not None:
         return module, module
@@ -26,8 +30,11 @@ def find(option: str, name: str) -> tuple[ModuleType, Any]:
 
 
 def section(option: str, name: str, module: ModuleType, base: type[Section]) -> type[Section]:
-    """The subclass of `base` that `module` defines, or `base`. ValueError where there are
-    several."""
+    """Return the subclass of `base` that `module` defines, or `base` if there is none.
+
+    Raises:
+        ConfigError: there are several.
+    """
     own = [
         c
         for c in vars(module).values()
@@ -42,7 +49,8 @@ def section(option: str, name: str, module: ModuleType, base: type[Section]) -> 
 
 
 def _import(option: str, name: str, path: str) -> ModuleType | None:
-    """The module at `path`, None where there is none; its own errors are told in one sentence."""
+    """Import the module at `path`. Return None if there is none. Errors in the module become a
+    ConfigError of one sentence."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
 """Command line to `Config`: selectors first, nearest-name errors, JSON out.
 
-The selectors `--algo`, `--reward`, `--env`, `--mode`, `--schedule` choose a section's class; then
-every key is looked up in the schema and its words become a value of the field's type. Every error
-is one sentence. The last occurrence of a key wins, so that recipes can be overridden by "$@". tyro
+The selectors `--algo`, `--reward`, `--env`, `--mode`, `--schedule` choose the class of a section.
+Then every key is looked up in the schema and its words become a value of the field's type. Every
+error is one sentence. The last occurrence of a key wins, so that "$@" can override a recipe. tyro
 writes the text of `--help`.
 """
 
@@ -22,7 +22,7 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 ADDRESS = "mux.url"
-"""May hold a password."""
+"""Key whose value may contain a password."""
 SELECTORS = tuple(f.name for f in dataclasses.fields(SelectConfig))
 _SECTIONS = tuple(f.name.rstrip("_") for f in dataclasses.fields(Config))
 
@@ -32,13 +32,16 @@ def parse(
     sections: dict[str, Callable[[str], type]],
     early: Callable[[Config], None] | None = None,
 ) -> Config:
-    """The configuration that `argv` describes. ConfigError in one sentence on a bad key or value.
+    """Parse `argv` into a configuration.
 
     Args:
-        sections: by selector the function that turns its name into the section's config class, such
-            as {"algo": algos.config_class}. Called in this order, each when all keys of the
-            sections before are right, since such a function may import torch.
-        early: called before these, with the values of all other sections.
+        sections: functions by selector that return the config class of a name, such as {"algo":
+            algos.config_class}. They are called in this order, since they may import torch. Each is
+            called only if all keys of earlier sections are valid.
+        early: called before these functions, with the values of all other sections.
+
+    Raises:
+        ConfigError: a key or value is wrong; the error is one sentence.
     """
     argv = _split_equals(argv)
     chosen, rest = _take_selectors(argv)
@@ -53,11 +56,12 @@ def parse(
     for name, resolve in sections.items():
         cfg = dataclasses.replace(cfg, **{name: resolve(getattr(select, name))()})
         cfg = _given(cfg, [c for c in chunks if _section(c) == name])
-    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # of no section: raises
+    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # unknown keys: raises
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every key of the configuration with its value, without passwords: {"run.seed": 0, ...}."""
+    """Return all keys of the configuration with their values, such as {"run.seed": 0}, without
+    passwords."""
     flat: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value, name = getattr(config, f.name), prefix + f.name.rstrip("_")
@@ -67,7 +71,7 @@ def keys(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def to_json(config: Config) -> str:
-    """The resolved configuration, one section an object, without passwords."""
+    """Return the resolved configuration as JSON, one object per section, without passwords."""
     sections = dataclasses.asdict(config)
     section, key = ADDRESS.split(".")
     sections[section][key] = hide(sections[section][key])
@@ -75,7 +79,7 @@ def to_json(config: Config) -> str:
 
 
 def save(config: Config, path: Path) -> None:
-    """Write the resolved configuration."""
+    """Write the resolved configuration as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(config) + "\n")
 
@@ -123,8 +127,8 @@ def _allowed(value: str, allowed: Sequence[str]) -> str:
 
 
 def _for_each(chunks: list[list[str]], default: Config) -> list[list[str]]:
-    """Where a section is made of sections (a sum of rewards), a key without the name of one is of
-    all that have it: `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5`, ..."""
+    """If a section consists of sections (a sum of rewards), expand keys that do not name one of
+    them: `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5` and so on."""
     known = _types(default)
     out: list[list[str]] = []
     for option, *words in chunks:
@@ -140,13 +144,13 @@ def _for_each(chunks: list[list[str]], default: Config) -> list[list[str]]:
 
 
 def _positive(key: str) -> str:
-    """`train.no_sp` is about `train.sp`."""
+    """Return the positive form of a negated key: `train.sp` for `train.no_sp`."""
     section, _, name = key.rpartition(".")
     return f"{section}.{name.removeprefix('no_')}"
 
 
 def _chunks(argv: list[str]) -> list[list[str]]:
-    """Every key with its values."""
+    """Group the words into keys with their values."""
     chunks: list[list[str]] = []
     for a in argv:
         if a.startswith("--"):
@@ -159,7 +163,7 @@ def _chunks(argv: list[str]) -> list[list[str]]:
 
 
 def _given(cfg: Config, chunks: list[list[str]]) -> Config:
-    """`cfg` with the values of these keys."""
+    """Set the values of these keys in `cfg`."""
     return _with(cfg, _values(_for_each(chunks, cfg), cfg))
 
 
@@ -168,7 +172,7 @@ def _section(chunk: list[str]) -> str:
 
 
 def _values(chunks: list[list[str]], default: Config) -> dict[str, Any]:
-    """The value of every key that is given; of several occurrences the last one's."""
+    """Return the value of every given key; the last occurrence of a key wins."""
     known = _types(default)
     last = {_key(chunk[0], known): chunk for chunk in chunks}
     found = {}
@@ -180,7 +184,7 @@ def _values(chunks: list[list[str]], default: Config) -> dict[str, Any]:
 
 
 def _types(section: Any, prefix: str = "") -> dict[str, Any]:
-    """The type of every key."""
+    """Return the type of every key."""
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(type(section))
     for f in dataclasses.fields(section):
@@ -191,22 +195,25 @@ def _types(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _key(option: str, known: dict[str, Any]) -> str:
-    """The key that a word such as `--train.sp` or `--train.no_sp` names."""
+    """Return the key of an option such as `--train.sp` or `--train.no_sp`."""
     name = option[2:].replace("-", "_")
     if name in known:
         return name
     if known.get(_positive(name)) is bool:
         return _positive(name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not near:  # a right key in a wrong section
+    if not near:  # the key may exist in another section
         near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     hint = f"; did you mean --{near[0]}?" if near else "; see --help"
     raise ConfigError(f"{option}: there is no such key{hint}")
 
 
 def _value(kind: Any, chunk: list[str]) -> Any:
-    """The value of type `kind` that the words after an option spell. ConfigError in one sentence
-    where they spell none."""
+    """Parse the words after an option into a value of type `kind`.
+
+    Raises:
+        ConfigError: they are no such value.
+    """
     option, *words = chunk
     given = hide(" ".join(word or "''" for word in chunk))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -265,7 +272,7 @@ def _wanted(kind: Any) -> str:
 
 
 def _with(section: Any, values: dict[str, Any]) -> Any:
-    """A section with other values, by keys such as `math.timeout_s`."""
+    """Replace values of a section by keys such as `math.timeout_s`."""
     changes: dict[str, Any] = {}
     for f in dataclasses.fields(section):
         name, value = f.name.rstrip("_"), getattr(section, f.name)
@@ -278,8 +285,8 @@ def _with(section: Any, values: dict[str, Any]) -> Any:
 
 
 def help_text(default: Config) -> str:
-    """Every key with its type, default and meaning."""
-    import tyro  # half a second that only `--help` should pay
+    """Return the text of `--help`: every key with its type, default and meaning."""
+    import tyro  # takes half a second, and only `--help` needs it
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):

@@ -1,5 +1,6 @@
-"""Settings that cannot work together, found before anything starts. One sentence each: key, value,
-what is allowed, what to do. What a key may be by itself is stated at its field (`utils/bounds.py`).
+"""Rules on combinations of settings, checked before anything starts. Each error is one sentence:
+key, value, what is allowed, what to do. The range of a single key is stated at its field
+(`utils/bounds.py`).
 """
 
 from dataclasses import fields
@@ -23,7 +24,7 @@ from rlcore.utils.errors import ConfigError
 
 
 def broken(cfg: Config) -> list[str]:
-    """Every rule that the configuration breaks; empty when it can run."""
+    """Return an error for every rule that the configuration breaks; empty if it can run."""
     return [
         *of_batch(cfg),
         *_data(cfg),
@@ -42,12 +43,12 @@ def broken(cfg: Config) -> list[str]:
 
 
 def of_batch(cfg: Config) -> list[str]:
-    """Those of `broken` without which a batch has no arithmetic."""
+    """Return the errors of `broken` that concern the arithmetic of a batch."""
     return [*ranges(cfg), *_batch(cfg), *_schedule(cfg)]
 
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
-    """What `broken` cannot know: rules that need the number of ranks."""
+    """Return the errors of rules that need the number of ranks, which `broken` does not know."""
     out, site = [], cfg.sync.ranks_per_site
     sizes = [("rollout.tp", cfg.rollout.tp), ("rollout.max_tp", cfg.rollout.max_tp or 1)]
     for key, tp in [*sizes, *(("debug.rollout_tp", tp) for tp in cfg.debug.rollout_tp)]:
@@ -79,7 +80,7 @@ def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
 
 
 def of_roles(rollout_ranks: int, world_size: int) -> str:
-    """One sentence where nobody would be left to train; "" where somebody is."""
+    """Return an error if no rank would be left to train, "" otherwise."""
     if not rollout_ranks or rollout_ranks < world_size:
         return ""
     return (
@@ -89,14 +90,15 @@ def of_roles(rollout_ranks: int, world_size: int) -> str:
 
 
 def route(cfg: Config) -> Literal["gather", "intranode", "two_stage"]:
-    """The way of the weights that --sync.route stands for."""
+    """Resolve --sync.route to a route of weight updates."""
     if cfg.sync.route != "auto":
         return cfg.sync.route
     return "two_stage" if cfg.cluster.rollout_ranks else "gather"
 
 
 def warnings(cfg: Config) -> list[str]:
-    """What has no effect, or not the one that it seems to have; the run goes on."""
+    """Return warnings about settings that have no effect, or another effect than it seems. The run
+    continues."""
     a, r, out = cfg.algo, cfg.rollout, []
     cut = [k for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(r, k) != off]
     if cut and (a.rollout_is != "none" or a.rollout_rs or a.bypass_mode):
@@ -162,21 +164,21 @@ def warnings(cfg: Config) -> list[str]:
 
 
 def check(cfg: Config) -> None:
-    """ConfigError with the broken rules, one a line."""
+    """Raise ConfigError with all broken rules, one per line, if there are any."""
     found = broken(cfg)
     if found:
         raise ConfigError("\n".join(found))
 
 
 def ranges(cfg: Config) -> list[str]:
-    """Every key that is out of the range stated at its field."""
+    """Return an error for every key that is out of the range stated at its field."""
     sections = {f.name.rstrip("_"): getattr(cfg, f.name) for f in fields(cfg) if f.name != "reward"}
     sections |= reward_sections(cfg.reward)
     return [line for key, section in sections.items() for line in bounds.broken(section, key)]
 
 
 def _idle(section: Any, usual: Any, key: str, needed: str) -> list[str]:
-    """Every key of a section that was changed while what it is for is off."""
+    """Return an error for every changed key of a section whose feature `needed` is off."""
     return [
         f"--{key}.{f.name}: has no effect without {needed}"
         for f in fields(section)
@@ -196,7 +198,11 @@ def _data(cfg: Config) -> list[str]:
 
 
 def quotas(cfg: Config) -> dict[str, int]:
-    """`--tail.quotas` by source. ConfigError where one is no `source=prompts`."""
+    """Parse `--tail.quotas` into prompts by source.
+
+    Raises:
+        ConfigError: one of them is not `source=prompts`.
+    """
     found = {}
     for text in cfg.tail.quotas:
         source, equals, number = text.rpartition("=")
@@ -264,11 +270,12 @@ def _replay(cfg: Config) -> list[str]:
 
 
 STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo")
-"""Estimators of a group alone: the others may need all samples of a step."""
+"""Estimators that need only the samples of one group; others may need all samples of a step."""
 
 
 def _stream(cfg: Config) -> list[str]:
-    """What needs all samples of a step before the first gradient has no place in --mode stream."""
+    """Check --mode stream, which excludes all settings that need every sample of a step before the
+    first gradient."""
     a, s, out = cfg.algo, cfg.stream, []
     if cfg.select.mode != "stream":
         return _idle(s, StreamConfig(), "stream", "--mode stream")
@@ -327,11 +334,11 @@ def _batch(cfg: Config) -> list[str]:
 
 
 BY_GROUP = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
-"""Estimators that need other answers to the same prompt."""
+"""Estimators that need several responses to the same prompt."""
 
 
 def _algo(cfg: Config) -> list[str]:
-    from rlcore.algos import correction  # imports torch, which is not needed for a range
+    from rlcore.algos import correction  # imports torch, which `ranges` does not need
 
     algo = cfg.algo
     out = [*algo.problems(), *correction.problems(algo)]
@@ -425,7 +432,7 @@ def _histopipe(cfg: Config) -> list[str]:
 
 
 FROM_HISTORY = ("history", "history_reward")
-"""Kinds of drafts that come from earlier epochs."""
+"""Values of --rollout.draft that use responses of earlier epochs."""
 
 
 def _draft(cfg: Config) -> list[str]:
@@ -453,7 +460,7 @@ def _draft(cfg: Config) -> list[str]:
 
 
 def changes_size(cfg: Config) -> bool:
-    """The rollout engines may change their size between steps."""
+    """Return whether the rollout engines may change their size between steps."""
     return cfg.rollout.adaptive_tp or bool(cfg.debug.rollout_tp)
 
 
@@ -481,7 +488,7 @@ def _sizes(cfg: Config) -> list[str]:
 
 
 def _roles(cfg: Config) -> list[str]:
-    """What ranks that only sample rule out."""
+    """Check settings that conflict with ranks that only sample."""
     if not cfg.cluster.rollout_ranks:
         return []
     key, out = f"--cluster.rollout_ranks {cfg.cluster.rollout_ranks}", []
@@ -504,7 +511,7 @@ def _roles(cfg: Config) -> list[str]:
 
 
 def _async(cfg: Config) -> list[str]:
-    """What --mode async needs, and what has no place in it."""
+    """Check settings that --mode async needs or excludes."""
     if cfg.select.mode != "async":
         out = _idle(cfg.async_, AsyncConfig(), "async", "--mode async")
         if cfg.debug.record:
@@ -547,7 +554,7 @@ def _async(cfg: Config) -> list[str]:
 
 
 def _mux(cfg: Config) -> list[str]:
-    """What a job among others needs, and what has no place in it."""
+    """Check settings that a job on shared nodes (--mux.url) needs or excludes."""
     found, out = cfg.mux, []
     for key in ("rollout_cores", "train_cores"):
         cores = getattr(cfg.cluster, key)
@@ -563,7 +570,7 @@ def _mux(cfg: Config) -> list[str]:
             f"--mode {cfg.select.mode}: with --mux.url rollout and training take turns with those "
             "of other jobs, one after the other; take --mode sync"
         )
-    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else refused anyway
+    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else `_roles` refuses it
         out.append(
             "--mux.url: engines of a changing size are started between the turns of a job, where "
             "others have its nodes; leave out rollout.adaptive_tp and debug.rollout_tp"
@@ -589,7 +596,7 @@ def _mux(cfg: Config) -> list[str]:
 
 
 def _env(cfg: Config) -> list[str]:
-    """What environments need, and what has no place beside them."""
+    """Check settings that environments need or exclude."""
     env, out = cfg.env, []
     if not cfg.select.env:
         if cfg.debug.env_barrier:

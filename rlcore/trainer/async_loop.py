@@ -1,11 +1,11 @@
-"""The asynchronous loop: the train ranks take the next batch while the others go on sampling. ROLL
-Flash, arXiv:2510.11345.
+"""The asynchronous loop: the train ranks take the next batch while the other ranks keep sampling.
+ROLL Flash, arXiv:2510.11345.
 
-A step trains policy version n on samples of which no token is older than n - alpha, then stops the
-engines for as long as a push takes. What is under way keeps its tokens and their log-probs and goes
-on under the new weights. With alpha 0 nothing is under way then: the step is that of the
-synchronous loop. `sync_loop.train` is the frame of both; lines marked C are collective over the
-train ranks, W over all.
+A step trains policy version n on samples of which no token is older than n - alpha, then pauses the
+engines for the weight update. Unfinished requests keep their tokens and log-probs and continue
+under the new weights. With alpha 0 no request is unfinished then, so the step equals that of the
+synchronous loop. Both loops run inside `sync_loop.train`. Lines marked C are collective over the
+train ranks, W over all ranks.
 """
 
 from rlcore.records import Batch, Group, HoldMode
@@ -15,7 +15,7 @@ from rlcore.trainer.run import Run
 
 
 def one_step(run: Run) -> None:
-    """On a rank that trains: one update. On a rank that samples: from one push to the next."""
+    """Run one update on a rank that trains; sample until the next weight update on the others."""
     groups: tuple[Group, ...] = ()
     stats: dict[str, float] = {}
     todo: Plan | None = None
@@ -35,8 +35,11 @@ def one_step(run: Run) -> None:
 
 
 def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], Plan]:
-    """One batch from the buffer, everything that is learned from it, and the halt of the engines:
-    groups, counters, plan."""
+    """Take one batch from the buffer, train on it, and pause the engines.
+
+    Returns:
+        The groups of the batch, the counters, and the plan.
+    """
     spans, flow = run.spans, run.flow
     assert flow is not None
     with spans.phase("gen"):
@@ -56,8 +59,8 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], Plan]:
 
 
 def hold_mode(run: Run) -> HoldMode:
-    """What becomes of requests in the push that follows. Before an evaluation and a checkpoint the
-    engines let go of them: the first needs idle engines, the second all tokens."""
+    """Return how requests are held during the next weight update. Before an evaluation and a
+    checkpoint they are released: the first needs idle engines, the second all tokens."""
     if sync_loop.evaluates(run) or sync_loop.saves(run):
         return "release"
     return run.cfg.async_.update

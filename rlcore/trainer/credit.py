@@ -1,7 +1,7 @@
-"""From rewards to the advantage of every token: the KL penalty, the estimator, whitening.
+"""Advantages of all tokens from rewards: KL penalty, estimator, whitening.
 
-Estimators with one number per response need the rewards of whole groups, which every rank knows
-from the plan; those per token work on this rank's batches. Sums over ranks make both global.
+Estimators with one number per response need the rewards of whole groups, which every rank takes
+from the plan. Estimators per token work on this rank's batches. Sums over ranks make both global.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from rlcore.utils.log import log
 
 
 def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, float]) -> list[Batch]:
-    """The batches of this rank with advantages, and with returns where a critic learns them.
-    `baselines` are the greedy rewards by group id (remax). Collective."""
+    """Add advantages to this rank's batches, and returns if a critic is trained. `baselines` are
+    the greedy rewards by group id (remax). Collective."""
     cfg = run.cfg.algo
     penalties = kl_penalties(run, plan, batches) if cfg.kl_reward_coef else None
     if algos.estimator(run.algo, cfg) in returns.TOKEN:
@@ -39,8 +39,8 @@ def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, floa
 def split_baselines(
     run: Run, groups: Sequence[Group]
 ) -> tuple[tuple[Group, ...], dict[str, float]]:
-    """The groups to train, and the rewards of the greedy answers to their prompts by group id,
-    shaped as theirs are."""
+    """Split the groups into those to train and greedy baselines. The baselines are returned as
+    rewards by group id, shaped by length as those of the trained groups."""
     cfg, greedy = run.cfg, {}
     for g in (g for g in groups if is_baseline(g.id)):
         lost = overlong(g.lengths[0], cfg.rollout.max_tokens, cfg.algo)
@@ -57,8 +57,8 @@ def _rows(run: Run, plan: Plan, update: int):
 def by_response(
     run: Run, plan: Plan, batches: list[Batch], penalties: list[Tensor] | None = None
 ) -> list[Batch]:
-    """One advantage for all tokens of a response; the KL penalty is summed over them. A function
-    `advantages(groups, cfg)` in the algorithm's module takes the estimator's place."""
+    """Compute one advantage per response; the KL penalty is summed over its tokens. If the
+    algorithm's module has a function `advantages(groups, cfg)`, it replaces the estimator."""
     lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
     trained = plan.owners().keys()
     groups = [
@@ -93,7 +93,7 @@ def _by_token(
     penalties: list[Tensor] | None,
     baselines: dict[str, float],
 ) -> list[Batch]:
-    """Returns of every token; whitened over the step where the estimator does."""
+    """Compute advantages and returns of every token; if the estimator whitens, over the step."""
     cfg, out = run.cfg.algo, []
     for u, batch in enumerate(batches):
         rows = _rows(run, plan, u)
@@ -117,7 +117,8 @@ def _by_token(
 
 
 def explained(run: Run, batches: list[Batch]) -> float:
-    """Share of the returns' variance that the critic told before this step. Collective."""
+    """Return the share of the returns' variance that the critic's old values explain.
+    Collective."""
     sums = torch.zeros(5, dtype=torch.float64)
     if run.ranks.leads_replica:
         for b in batches:
@@ -126,10 +127,10 @@ def explained(run: Run, batches: list[Batch]) -> float:
 
 
 def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
-    """[T] of every batch: what each token loses for leaving the reference; also the metrics and
-    the turn of the adaptive controller. Collective."""
+    """Return the KL penalty [T] of every batch, add its metrics, and update the adaptive
+    controller. Collective."""
     cfg = run.cfg.algo
-    coefficient = cfg.kl_reward_coef * run.kl.scale  # before this step's answer to it
+    coefficient = cfg.kl_reward_coef * run.kl.scale  # read before `run.kl.update` changes it
     kind = cfg.kl_reward_type
     found = [kl.estimate(kind, made(b.logp_old), made(b.logp_ref)) for b in batches]
     means = torch.zeros(2, dtype=torch.float64)
@@ -143,7 +144,7 @@ def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
     run.progress.add(
         {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
     )
-    if run.trains_actor:  # until then the KL is 0 and says nothing
+    if run.trains_actor:  # before, the actor equals the reference and the KL is 0
         run.kl.update(mean, int(count))
     return [coefficient * values for values in found]
 
@@ -151,7 +152,7 @@ def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
 def _sums_by_row(
     run: Run, plan: Plan, batches: list[Batch], values: list[Tensor]
 ) -> dict[str, float]:
-    """Sums over the trained tokens of every row, of all ranks, by id. Collective."""
+    """Sum the values over the trained tokens of every row of all ranks, by row id. Collective."""
     ids = [r.id for update in plan.updates for part in update for r in part]
     place = {id: i for i, id in enumerate(ids)}
     sums = [0.0] * len(ids)
@@ -164,8 +165,8 @@ def _sums_by_row(
 
 
 def spread(name: str, parts: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Mean, largest and smallest value over the masked tokens of all ranks. Collective. Ranks that
-    hold the same tokens count them equally often."""
+    """Return mean, maximum and minimum over the masked tokens of all ranks. Collective. Every token
+    is held by equally many ranks, so the mean is not biased."""
     values = torch.cat([v[m].double() for v, m in parts]) if parts else torch.zeros(0)
     some = values.numel() > 0
     total, count = collective.reduce_floats([float(values.sum()), float(values.numel())])

@@ -1,10 +1,10 @@
-"""The owner of one rank's accelerator: it decides which of engine and learner is on it.
+"""The owner of one rank's accelerator: it decides whether engine, learner or both are on it.
 
-The loops name what happens next; a `Device` moves what that needs. Three strategies:
+The loops announce the next phase; a `Device` moves the memory that the phase needs. Strategies:
 
     Device          engine and learner both stay on the accelerator, or the rank has only one
-    OffloadDevice   --train.offload: they have it one after the other
-    SharedDevice    --mux.url: other jobs use it in between (shared_device.py)
+    OffloadDevice   --train.offload: engine and learner use it one after the other
+    SharedDevice    --mux.url: other jobs use it between phases (shared_device.py)
 
     state            on the accelerator with OffloadDevice
     build            learner; the engine sleeps
@@ -14,8 +14,8 @@ The loops name what happens next; a `Device` moves what that needs. Three strate
     save             learner: weights, optimizer; engine: weights
     away             nothing (SharedDevice between two permits)
 
-If an engine fails, its requests go to other engines; it is started again before the next push. C:
-collective over the ranks of the default group; W: over all ranks.
+If an engine fails, its requests move to other engines; it is restarted before the next weight
+update. C: collective over the ranks of the default group; W: over all ranks.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ NEXT: dict[State, tuple[State, ...]] = {
     "save": ("generate", "away"),
     "away": ("generate", "train", "update_weights", "save", "away"),
 }
-"""States that may follow each state. A repair pushes weights in the middle of `generate`."""
+"""States that may follow each state. A repair updates the weights in the middle of `generate`."""
 ALL: tuple[Tag, ...] = ("weights", "kv_cache")
 LOOK_S = 1.0
-"""Seconds between two rounds of asking which engines are still starting."""
+"""Seconds between two polls of the engines that are still starting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What one rank can have on its accelerator, and what its owner needs to move it."""
+    """Engine, learner and critic of one rank, and what a `Device` needs to move them."""
 
     ranks: Ranks
     engine: Engine | None
@@ -61,105 +61,108 @@ class Parts:
     critic: Learner | None = None
     channel: WeightChannel
     restart_engine: Callable[[], None]
-    """Starts this rank's failed engine again and discards its pending events."""
+    """Restarts this rank's failed engine and discards its pending events."""
     sizes: EngineSizes
     memory: Residency | None = None
-    """Measures at every switch between engine and learner."""
+    """Measures the memory at every switch between engine and learner; None: no check."""
     progress: Progress
     spans: Spans
     timeout_s: float
-    """Deadline of an engine's start (--cluster.timeout_s)."""
+    """Seconds that an engine may take to start (--cluster.timeout_s)."""
 
     @property
     def learners(self) -> list[Learner]:
-        """Every model in training."""
+        """Models in training on this rank: actor and critic."""
         return [model for model in (self.learner, self.critic) if model is not None]
 
 
 class Device:
-    """Both parts stay: nothing moves between the phases."""
+    """Strategy that keeps engine and learner on the accelerator in all phases."""
 
     is_shared = False
-    """Other jobs use the accelerator too."""
+    """Whether other jobs use the accelerator too."""
     makes_room = False
-    """An engine that starts needs the learner's memory, and sleeps until the next push."""
+    """Whether a starting engine needs the learner's memory, so that the learner is offloaded first
+    and the engine sleeps until the next weight update."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.state: State = "build"
         self._has_left = False
-        """The engine gave its memory away in the middle of this round."""
+        """Whether the engine has released its memory in the middle of this round."""
 
-    # ---- what the loops say
+    # ---- called by the loops
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A rollout and the training on it."""
+        """Enclose a rollout and the training on it."""
         yield
 
     @contextmanager
     def generate(self, phase: Literal["rollout", "eval"] = "rollout") -> Iterator[None]:
-        """The engine decodes."""
+        """Enclose a phase in which the engine decodes."""
         self._enter("generate")
         yield
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        """The learner computes; before the block ends its weights are pushed."""
+        """Enclose a phase in which the learner computes. Its weights are sent to the engines before
+        the block ends."""
         self._enter("train")
         yield
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
-        """These parts of the learner are read. Ends with the engine ready to decode."""
+        """Enclose a phase that reads these parts of the learner. Afterwards the engine can
+        decode."""
         self._enter("save")
         yield
         self._enter("generate")
 
     def update_weights(self, version: int) -> None:
-        """Push the learner's weights to every engine (W); start failed engines again first."""
+        """Restart failed engines, then send the learner's weights to every engine (W)."""
         self._enter("update_weights")
         self._restart_failed()
         self._push(self.parts.engine, version)
         self._enter("generate")
 
     def repair(self) -> None:
-        """No engine is left in the middle of a round: start all of them again with the weights of
+        """If no engine is left in the middle of a round, restart all of them with the weights of
         the round (W)."""
         self.update_weights(self.parts.progress.version)
 
     def release_engine(self) -> None:
-        """In the middle of a round, this rank's engine has nothing left to do: its memory is the
-        learner's. If it fails during this, the next push starts it again."""
+        """Give the memory of this rank's engine to the learner, since the engine has no work left
+        in this round. If the engine fails during the call, the next weight update restarts it."""
         self._has_left = True
 
     def load_learner(self, parts: Collection[Part]) -> None:
-        """In the middle of a round, after `release_engine`: bring these parts of the actor back."""
+        """Load these parts of the actor in the middle of a round, after `release_engine`."""
 
     def engine_is_back(self) -> None:
-        """All engines decode again in this round."""
+        """Undo the mark of `release_engine`: the engine decodes again, or the round is over."""
         self._has_left = False
 
-    # ---- engines that start
+    # ---- start of engines
 
     def wait_for_engines(self) -> None:
         """Wait for the engines that were started with the run (W).
 
         Raises:
-            ValueError: this rank's engine refuses its settings, so another start would not help.
-            TimeoutError: an engine has not started in time; says which ranks.
+            ValueError: this rank's engine refuses its settings, so a restart would not help.
+            TimeoutError: an engine has not started in time; the error names its rank.
         """
         self._wait_for_starts("the engines")
         engine = self.parts.engine
         if engine is not None and engine.failure:
-            with contextlib.suppress(RuntimeError):  # a crash: the push starts the engine again
+            with contextlib.suppress(RuntimeError):  # a crash: the weight update restarts it
                 engine.abort(())
 
     def resize_engines(self, tp: int) -> None:
         """Replace all engines by engines of tensor-parallel size `tp`, without weights (C).
 
         Raises:
-            TimeoutError: an engine has not started in time; says which ranks.
+            TimeoutError: an engine has not started in time; the error names its rank.
         """
         p = self.parts
         if p.ranks.rank == 0:
@@ -178,8 +181,8 @@ class Device:
             self._switch_engine("sleep", ALL)
 
     def _wait_for_starts(self, engines: str) -> None:
-        """Wait until every engine has started or one has failed (W), so a rank that only trains
-        waits too."""
+        """Wait until every engine has started or one has failed (W). Ranks that only train wait
+        too."""
         p = self.parts
         end = time.monotonic() + p.timeout_s
         while True:
@@ -199,7 +202,7 @@ class Device:
                 )
             p.spans.alive()
 
-    # ---- for the strategies
+    # ---- used by the strategies
 
     def _enter(self, state: State) -> None:
         assert state in NEXT[self.state], f"device: {self.state} -> {state}"
@@ -213,10 +216,12 @@ class Device:
         self._has_left = False
 
     def _restart_failed(self, *, here: bool = True) -> None:
-        """Start this rank's engine again if it has failed (`here`: this rank's is meant). An engine
-        over several ranks is started again on all of them (C). An engine that starts takes all
-        memory that it may have, so with `makes_room` the learner leaves first and the engine sleeps
-        until it gets weights."""
+        """Restart this rank's engine if it has failed, unless `here` is false.
+
+        An engine over several ranks is restarted on all of them (C). A starting engine reserves all
+        memory that it may use. So with `makes_room` the learner is offloaded first, and the engine
+        sleeps until it gets weights.
+        """
         p, ranks = self.parts, self.parts.sizes.now.engine_ranks
         why = p.engine.failure if here and p.engine is not None else ""
         anywhere = bool(why)
@@ -238,10 +243,10 @@ class Device:
     def _switch_engine(
         self, way: Literal["sleep", "wake"], tags: Collection[Tag], *, here: bool = True
     ) -> None:
-        """Send this rank's engine to sleep or wake it, unless it has failed or is not meant.
+        """Send this rank's engine to sleep or wake it, unless it has failed or `here` is false.
 
-        Only the first rank of an engine over several ranks calls it, for the memory of all of them:
-        every rank has freed its own memory before, and none continues until the call is done (C).
+        If an engine spans several ranks, its first rank makes the call for the memory of all. Every
+        rank has freed its own memory before, and none continues until the call returns (C).
         """
         spread = len(self.parts.sizes.now.engine_ranks) > 1
         if spread:
@@ -253,7 +258,7 @@ class Device:
 
     def _ask_engine(self, what: str, call: Callable[[Engine], None]) -> None:
         """Call this rank's engine, unless it has failed. If it fails during the call, treat it as
-        already failed: the round that follows is told."""
+        already failed; the next round is notified."""
         engine = self.parts.engine
         if engine is None or engine.failure:
             return
@@ -266,15 +271,15 @@ class Device:
 
 
 class OffloadDevice(Device):
-    """Engine and learner have the accelerator one after the other. Every switch is measured against
-    the memory plan, and fails if something is left on the accelerator."""
+    """Strategy in which engine and learner use the accelerator one after the other. Every switch is
+    measured against the memory plan, and fails if something is left on the accelerator."""
 
     makes_room = True
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        """The engine sleeps, then the learner comes back."""
-        if self.state == "build":  # the learner is there, and the engine sleeps
+        """Send the engine to sleep, then load the learner."""
+        if self.state == "build":  # the learner is already loaded, and the engine sleeps
             self._enter("train")
             yield
             return
@@ -287,8 +292,8 @@ class OffloadDevice(Device):
         yield
 
     def update_weights(self, version: int) -> None:
-        """Only the weights that are pushed stay beside the engine's; then the learner leaves and
-        the cache takes what is left."""
+        """Keep only the actor's weights beside the engine's and send them. Then offload the learner
+        and wake the engine's KV cache."""
         p = self.parts
         self._enter("update_weights")
         self._restart_failed()
@@ -306,7 +311,7 @@ class OffloadDevice(Device):
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
-        """The learner's parts come back; the engine keeps its weights and gives up its cache."""
+        """Load these parts of the learner. The engine keeps its weights and releases its cache."""
         self._enter("save")
         with self.parts.spans.phase("save"):
             self._switch_engine("sleep", ["kv_cache"])
@@ -333,12 +338,12 @@ class OffloadDevice(Device):
         self._enter("generate")
 
     def _must_be_free(self, phase: Literal["hand_over", "push"]) -> None:
-        """RuntimeError if what `phase` brings has no room."""
+        """Raise RuntimeError if the memory that `phase` loads does not fit."""
         if self.parts.memory is not None:
             self.parts.memory.before(phase, self.parts.learners)
 
     def _measure(self, phase: str) -> None:
-        """RuntimeError if more is on the device than the plan has at the start of `phase`."""
+        """Raise RuntimeError if the device holds more than planned at the start of `phase`."""
         if self.parts.memory is not None:
             self.parts.memory.check(phase, self.parts.learners)
             self.parts.progress.add(self.parts.memory.take())

@@ -1,5 +1,5 @@
-"""What is learned from the samples of a step: log-probs and values before it, advantages, then the
-optimizer steps of critic and actor. Lines marked C are collective over the train ranks."""
+"""Training on the samples of a step: log-probs and values, advantages, then the optimizer steps of
+critic and actor. Lines marked C are collective over the train ranks."""
 
 from functools import partial
 
@@ -13,7 +13,8 @@ from rlcore.utils import collective
 
 
 def all_models(run: Run, todo: Plan, batches: list[Batch], baselines: dict[str, float]) -> None:
-    """Everything before the updates, then the updates of critic and actor."""
+    """Compute log-probs, values and advantages, then update critic and actor. `baselines` are the
+    greedy rewards by group id (remax)."""
     cfg, spans = run.cfg, run.spans
     with spans.phase("old_log_prob"):
         batches = phases.old_logprobs(run, batches)  # C
@@ -38,7 +39,7 @@ def all_models(run: Run, todo: Plan, batches: list[Batch], baselines: dict[str, 
 def update_actor(
     run: Run, todo: Plan, batches: list[Batch], correction_mean: float, kl_scale: float
 ) -> None:
-    """The optimizer steps of this rollout."""
+    """Run the actor's optimizer steps on this rollout."""
     objective = make_objective(run, correction_mean, kl_scale)
     for epoch in range(run.cfg.train.epochs):
         if epoch == 1:
@@ -52,7 +53,7 @@ def update_actor(
 
 
 def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objective:
-    """The loss of this step."""
+    """Return the loss of this step."""
     return Objective(
         run.algo,
         run.cfg.algo,
@@ -64,29 +65,29 @@ def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objecti
 
 
 def step_actor(run: Run, todo: Plan, update: int, objective: Objective) -> None:
-    """The optimizer step on what was accumulated. Collective."""
+    """Run one optimizer step on the accumulated gradients. Collective."""
     n = phases.normaliser(run, todo, update)
     if objective.rejects:
         n = reduce.normaliser(run.cfg.algo.loss_agg_mode, *run.learner.kept())
     if n:
         report.add_update(run, run.learner.apply(n), "actor")
-    else:  # all is rejected: Adam would go on along its momentum
+    else:  # all tokens are rejected: a step would only follow Adam's momentum
         run.learner.discard()
         report.skip_update(run, "actor")
 
 
 def conclude(run: Run, todo: Plan, objective: Objective, kl_scale: float) -> None:
-    """Metrics of the whole step, and the answer to its KL. Collective."""
+    """Add the metrics of the whole step, and update the adaptive KL controller. Collective."""
     cfg = run.cfg
     run.progress.add(objective.mismatch(collective.reduce_floats))
     if cfg.algo.kl_coef and "actor/kl_loss" in run.progress.metrics:
         run.progress.add({"actor/kl_loss_coeff": cfg.algo.kl_coef * kl_scale})
-        if not cfg.algo.kl_reward_coef:  # whose KL has had its answer already
+        if not cfg.algo.kl_reward_coef:  # the KL penalty has already updated the controller
             run.kl.update(run.progress.metrics["actor/kl_loss"], sum(len(p) for p in todo.groups))
 
 
 def update_critic(run: Run, todo: Plan, batches: list[Batch]) -> None:
-    """The same for the value model; its loss is always a mean over tokens."""
+    """Run the critic's optimizer steps on this rollout. Its loss is always a mean over tokens."""
     assert run.critic is not None
     cfg = run.cfg
     loss = partial(value.loss, clip=cfg.critic.clip_value)

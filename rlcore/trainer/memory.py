@@ -1,22 +1,22 @@
-"""The memory plan of one rank, and the check that holds a run to it.
+"""The memory plan of one rank, and the check of a run against it.
 
-`make` is arithmetic from configuration, model and layout: bytes of every part in every phase. What
-is allocated once (weights, gradients, optimizer states, a cache of given size) is exact up to
-padding; what a computation takes meanwhile is an estimate and says so. `Residency` measures at each
-switch of the device between engine and learner.
+`make` computes the bytes of every part in every phase from configuration, model and layout. Memory
+that is allocated once (weights, gradients, optimizer states, a cache of given size) is exact up to
+padding. Temporary memory of a computation is an estimate and marked as such. `Residency` measures
+at each switch of the device between engine and learner.
 
-With --train.offload the device goes from hand to hand:
+With --train.offload the phases hold:
 
     generate    engine: weights, cache
     hand_over   engine asleep -> learner: weights, gradients, optimizer
     log_probs   + reference weights, one layer's activations, logits
     backward    + activations, logits
-    step        + what Adam makes of the moments
-    push        learner: weights alone; engine: weights; buckets. Then the learner goes, the cache
-                comes
+    step        + Adam's temporary tensors
+    push        learner: weights alone; engine: weights; buckets. Then the learner is offloaded and
+                the cache is allocated
     save        learner: weights, optimizer; engine: weights
 
-Without it everything stays and every phase adds its own.
+Without --train.offload all persistent parts stay, and every phase adds its temporary memory.
 """
 
 import math
@@ -37,37 +37,37 @@ from rlcore.protocols import PARTS, Learner, Part
 GB = 1e9
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 TRAINER_CONTEXT = 1_500_000_000
-"""Of a training process, by estimate: CUDA context, NCCL's buffers, cuBLAS' workspaces."""
+"""Bytes of a training process (estimate): CUDA context, NCCL buffers, cuBLAS workspaces."""
 ENGINE_CONTEXT = 2_000_000_000
-"""Of an engine's process, by estimate: the same and CUDA graphs, which stay while it sleeps."""
+"""Bytes of an engine process (estimate): as above plus CUDA graphs. They stay while it sleeps."""
 PREFILL_TOKENS = {"torch": 16384, "sglang": 8192}
 BUNDLE_BYTES = 256 * 2**20
-"""What `export` gathers at a time, unless one tensor is larger."""
+"""Bytes that `export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20
-"""Padding of small parts and counters; a measured part may be this and 2 % above the plan."""
+"""Bytes allowed for padding and counters: a measurement may exceed the plan by this plus 2 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One part of a phase."""
+    """Memory of one part during a phase."""
 
     part: str
     num_bytes: int
     is_estimate: bool = False
     comes_later: bool = False
-    """Taken during the phase and not yet at the switch into it."""
+    """Whether it is allocated during the phase and not yet at its start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Of one rank."""
+    """Memory of one rank in every phase."""
 
     rank: int
     phases: dict[str, tuple[Item, ...]]
     learner: dict[str, int]
-    """Bytes of the learner's own state that a phase has on the device, a critic's included."""
+    """Bytes of learner and critic state on the device, by phase."""
     host: tuple[Item, ...]
-    """What waits in host memory."""
+    """Parts that are kept in host memory."""
     problems: tuple[str, ...] = ()
 
     def total(self, phase: str) -> int:
@@ -75,30 +75,31 @@ class Plan:
 
     @property
     def worst(self) -> str:
-        """The phase that takes most."""
+        """Name of the phase that takes most memory."""
         return max(self.phases, key=self.total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
-    """What others than engine and learner take: a judge."""
+    """Memory of processes other than engine and learner, such as a judge."""
 
     always: tuple[Item, ...] = ()
-    """In every phase; there before the learner's turn begins."""
+    """Parts in every phase; they are allocated before the learner is loaded."""
     generate: tuple[Item, ...] = ()
-    """While the engine samples."""
+    """Parts while the engine samples."""
     host: tuple[Item, ...] = ()
+    """Parts in host memory."""
 
 
 NOBODY = Beside()
 
 
-# ---- what a model takes
+# ---- memory of a model
 
 
 def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int]:
-    """Parameters on this rank: those that tensor parallelism shards or everybody has, and those of
-    its experts."""
+    """Return the numbers of parameters on this rank: dense ones (sharded by tensor parallelism or
+    replicated), and those of its experts."""
     dense, experts = 0, 0.0
     for name, shape in layer_shapes(hf).items():
         count = math.prod(shape)
@@ -120,17 +121,17 @@ def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int
         if head == "value":
             dense += hf.hidden_size
         elif not (hf.tie_word_embeddings and layout.is_first_stage):
-            dense += vocabulary  # of a tied model a copy
+            dense += vocabulary  # a tied model keeps a copy on the last stage
     return dense, round(experts * layers)
 
 
 def state_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, head: str = "lm"
 ) -> dict[Part, int]:
-    """What training holds on this rank after its first step."""
+    """Return the bytes of the training state on this rank after its first step."""
     dense, experts = parameters(hf, layout, head)
     size = ITEMSIZE[model.dtype]
-    # Two moments of the main parameters, which are the model's own unless it is in bfloat16.
+    # Two moments; a bfloat16 model also has float32 main parameters.
     states = 12 if size == 2 else 2 * size
     owners = layout.dp * layout.cp if train.distributed_optimizer else 1
     expert_owners = layout.edp if train.distributed_optimizer else 1
@@ -142,13 +143,13 @@ def state_bytes(
 
 
 def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
-    """Numbers that one layer keeps for backward, of `tokens` tokens per rank; an estimate."""
+    """Estimate how many values one layer keeps for backward, for `tokens` tokens per rank."""
     tp = train.tp
     whole = 1 / tp if train.sp and tp > 1 else 1.0
     queries, keys = hf.num_heads * hf.head_dim / tp, hf.num_kv_heads * hf.head_dim / tp
     # Inputs and outputs of two norms; q, k, v before and after the rotation; attention's output.
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
-    if hf.num_experts:  # sent and received rows, both halves of the gate, their product, the answer
+    if hf.num_experts:  # sent and received rows, both halves of the gate, their product, the output
         kept += hf.experts_per_token * whole * (3 * hf.hidden_size + 3 * hf.moe_intermediate_size)
     else:
         kept += 3 * hf.intermediate_size / tp
@@ -158,7 +159,7 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
 def activation_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
 ) -> int:
-    """Of the micro-batches that are under way on this rank in the update; an estimate."""
+    """Estimate the bytes of activations of all micro-batches in flight on this rank."""
     whole = 1 / train.tp if train.sp and train.tp > 1 else 1.0
     one = layer_activations(hf, train, tokens)
     kept = one if train.recompute != "full" else int(tokens * hf.hidden_size * whole)
@@ -166,21 +167,21 @@ def activation_bytes(
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
     layers = hf.num_layers // layout.pp
-    # Beside what is kept, one layer is being worked on: its values and their gradients.
+    # Besides, the layer that is being computed needs its values and their gradients.
     return int(ITEMSIZE[model.dtype] * (kept * layers * under_way + 2 * one))
 
 
 def logits_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
 ) -> int:
-    """Of the output layer, whose gradient is written over the logits; an estimate."""
+    """Estimate the bytes of the logits; their gradient is written in place."""
     if not layout.is_last_stage:
         return 0
     rows = min(train.head_chunk_tokens or tokens, tokens)
     return rows * -(-hf.vocab_size // train.tp) * ITEMSIZE[model.dtype]
 
 
-# ---- what the engine takes
+# ---- memory of an engine
 
 
 def engine_dtype(cfg: Config) -> str:
@@ -188,7 +189,7 @@ def engine_dtype(cfg: Config) -> str:
 
 
 def engine_weight_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Of one rank of an engine."""
+    """Return the bytes of the weights on one rank of an engine."""
     size = ITEMSIZE[engine_dtype(cfg)]
     total = size * num_parameters(hf)
     if cfg.rollout.fp32_lm_head and cfg.rollout.engine == "torch":  # SGLang makes no copy
@@ -197,18 +198,18 @@ def engine_weight_bytes(cfg: Config, hf: HFConfig) -> int:
 
 
 def longest(cfg: Config, hf: HFConfig) -> int:
-    """Tokens of the longest sequence."""
+    """Return the tokens of the longest sequence."""
     return min(hf.max_positions, cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
 
 
 def token_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Of one token in one rank's part of the KV cache."""
+    """Return the bytes of one token in one rank's part of the KV cache."""
     heads = -(-hf.num_kv_heads // cfg.rollout.tp)
     return 2 * hf.num_layers * heads * hf.head_dim * ITEMSIZE[engine_dtype(cfg)]
 
 
 def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
-    """What the engine lets its KV cache take, on a GPU that it has to itself when it starts."""
+    """Return the bytes of the engine's KV cache, given that it starts on an otherwise empty GPU."""
     r, weights = cfg.rollout, engine_weight_bytes(cfg, hf)
     if r.cache_tokens:
         return r.cache_tokens * token_bytes(cfg, hf)
@@ -219,7 +220,7 @@ def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
 
 
 def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Of a prefill and of a decode step's logits; an estimate."""
+    """Estimate the temporary bytes of a prefill and of a decode step's logits."""
     r, size = cfg.rollout, ITEMSIZE[engine_dtype(cfg)]
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
@@ -228,16 +229,16 @@ def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
 
 
 def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Of the largest bucket of a push: a tensor is never cut, nor is any larger than the
-    embedding."""
+    """Return the bytes of the largest bucket of a weight update. Tensors are never split, and none
+    is larger than the embedding."""
     embedding = hf.vocab_size * hf.hidden_size * ITEMSIZE[cfg.model.dtype]
     return max(cfg.sync.bucket_mb * 2**20, embedding)
 
 
 def push_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Of a push, beside the weights of both; an estimate."""
+    """Estimate the bytes of a weight update beside the weights of learner and engine."""
     bucket = bucket_bytes(cfg, hf)
-    if rules.route(cfg) == "gather":  # the parts, what is made of them, and the bucket
+    if rules.route(cfg) == "gather":  # the gathered shards, the full tensors, and the bucket
         return 2 * max(bucket, BUNDLE_BYTES) + bucket
     return 2 * bucket
 
@@ -255,11 +256,12 @@ def make(
     beside: Beside = NOBODY,
     has_engine: bool = True,
 ) -> Plan:
-    """The plan of `layout.rank`. `gpu_bytes` is the memory of a GPU, 0 where it does not matter;
-    without `cuda` it is that of a run on the CPU, whose learner stays in part; without an engine it
-    is that of a rank that only trains.
+    """Make the plan of `layout.rank`. Its `problems` do not depend on the size of the GPU.
 
-    `problems` says what cannot work whatever the size of the GPU is.
+    Args:
+        gpu_bytes: memory of a GPU; 0: any.
+        cuda: False for a run on the CPU, where an offload moves only the gradients.
+        has_engine: False for a rank that only trains.
     """
     train = cfg.train
     tokens = -(-max(train.tokens_per_micro_batch, longest(cfg, hf)) // train.cp)
@@ -267,7 +269,7 @@ def make(
     if algos.estimator(algos.module(cfg.select.algo), cfg.algo) == "gae":
         states["critic"] = state_bytes(hf, cfg.model, train, layout, head="value")
 
-    # What nobody moves; on the CPU an offload takes the gradients alone.
+    # Parts that stay on the device; on the CPU an offload moves only the gradients.
     stay: set[Part] = set() if cuda else {"weights", "optimizer"}
     stay = stay if train.offload else set(PARTS)
 
@@ -282,7 +284,7 @@ def make(
             if part in present[name]
         ]
 
-    grows = cfg.rollout.engine == "torch"  # SGLang takes it all when it wakes
+    grows = cfg.rollout.engine == "torch"  # SGLang allocates the whole cache when it wakes
     cache = Item("KV cache", cache_bytes(cfg, hf, gpu_bytes), comes_later=grows)
     weights = Item("engine weights", engine_weight_bytes(cfg, hf))
     contexts = TRAINER_CONTEXT + (ENGINE_CONTEXT if has_engine else 0)
@@ -370,7 +372,7 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
 def make_sampler(
     cfg: Config, hf: HFConfig, rank: int, *, gpu_bytes: float, beside: Beside = NOBODY
 ) -> Plan:
-    """The plan of a rank that only samples."""
+    """Make the plan of a rank that only samples."""
     cache = cache_bytes(cfg, hf, gpu_bytes)
     work = Item("engine's work", engine_work_bytes(cfg, hf), True, True)
     weights, held = Item("engine weights", engine_weight_bytes(cfg, hf)), Item("KV cache", cache)
@@ -395,7 +397,8 @@ def worst_of(
     beside: Beside = NOBODY,
     has_engine: bool = True,
 ) -> Plan:
-    """The plan of the train rank that takes most; they differ by their pipeline stage alone."""
+    """Make the plan of the train rank that needs most memory. Ranks differ only by their pipeline
+    stage."""
     first = layout_of(cfg.train, world_size, 0)
     stage = world_size // first.pp
     ranks = [layout_of(cfg.train, world_size, p * stage) for p in range(first.pp)]
@@ -406,11 +409,11 @@ def worst_of(
     return max(plans, key=lambda plan: plan.total(plan.worst))
 
 
-# ---- words
+# ---- text
 
 
 def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
-    """The plan for people: GB of every part in every phase."""
+    """Return the plan as a text table: GB of every part in every phase."""
     order = [i.part for name in ("hand_over", *plan.phases) for i in plan.phases.get(name, ())]
     parts = list(dict.fromkeys([p for p in order if p != "contexts"] + order))
     guessed = {i.part for items in plan.phases.values() for i in items if i.is_estimate}
@@ -440,7 +443,8 @@ def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
 
 
 def too_large(plan: Plan, gpu_bytes: float) -> str:
-    """One sentence where a phase does not fit: which, its largest parts, what to change."""
+    """If a phase does not fit, return a sentence with its name, its largest parts and the keys to
+    change; "" otherwise."""
     phase = plan.worst
     if not gpu_bytes or plan.total(phase) <= gpu_bytes:
         return ""
@@ -448,7 +452,7 @@ def too_large(plan: Plan, gpu_bytes: float) -> str:
     named = ", ".join(f"{item.part} {_gb(item.num_bytes)}" for item in largest)
     hints = dict.fromkeys(_remedy(item.part) for item in largest)
     shared = any(item.part == "engine weights" for item in plan.phases["generate"])
-    if shared and plan.learner["generate"]:  # nobody leaves
+    if shared and plan.learner["generate"]:  # the learner stays while the engine samples
         hints = {"turn train.offload on": None} | hints
     return (
         f"--cluster.gpu_gb {gpu_bytes / GB:g}: phase {phase} takes {_gb(plan.total(phase))} GB on "
@@ -480,11 +484,11 @@ def _gb(num_bytes: float) -> str:
 
 
 _THERE = ("contexts", "judge")
-"""Parts that are on the device whoever's turn it is."""
+"""Parts that are on the device in every phase."""
 
 
 class Residency:
-    """Holds one rank to its plan."""
+    """Checks the memory of one rank against its plan."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self._device = plan, device
@@ -492,15 +496,15 @@ class Residency:
         self._engine_sleeps = False
 
     def follow(self, plan: Plan) -> None:
-        """Hold the rank to another plan from now on."""
+        """Check the rank against another plan from now on."""
         self.plan = plan
 
     def before(self, phase: Literal["hand_over", "push"], learners: Sequence[Learner]) -> None:
-        """The device was cleared for the learner's turn (hand_over) or for the engine's weights
-        (push): is there room for them? On the CPU there is nothing to ask.
+        """Check that the device has room for the learner (hand_over) or for the engine's weights
+        (push). On the CPU nothing is checked.
 
         Raises:
-            RuntimeError: something else has not left.
+            RuntimeError: other allocations were not freed.
         """
         if self._device.type != "cuda":
             return
@@ -513,10 +517,10 @@ class Residency:
         self._must_fit(most, coming - _resident(learners))
 
     def check(self, phase: str, learners: Sequence[Learner]) -> None:
-        """Everything that `phase` starts with is in place: measure it.
+        """Measure the memory when everything that `phase` starts with is loaded.
 
         Raises:
-            RuntimeError: the learner holds more than is planned, or the rest has no room.
+            RuntimeError: the learner holds more than planned, or later parts do not fit.
         """
         own = _resident(learners)
         planned = self.plan.learner[phase]
@@ -534,13 +538,13 @@ class Residency:
             self._must_fit(phase, later)
 
     def take(self) -> dict[str, float]:
-        """What was measured since the last call, by metric name."""
+        """Return the measurements since the last call, by metric name."""
         found, self._found = self._found, {}
         return found
 
     def _taken(self) -> int:
-        """Bytes of the device that nobody can have, whoever took them: what torch keeps free in
-        this process is free for this process."""
+        """Return the bytes of the device that this process cannot allocate. Memory that torch keeps
+        reserved but unused in this process counts as free."""
         free, total = torch.cuda.mem_get_info(self._device)
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return total - free - idle

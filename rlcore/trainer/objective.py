@@ -1,5 +1,5 @@
-"""The loss that the learner is given: rollout correction and rejection, the algorithm of the
-recipe, KL to the reference, entropy, aggregation. `policy` says the same to the fused op."""
+"""The loss that the learner minimises: rollout correction and rejection, the recipe's algorithm, KL
+to the reference, entropy, aggregation. `policy` expresses the same loss for the fused op."""
 
 import math
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from rlcore.utils.errors import ConfigError
 
 
 class Objective:
-    """A `Loss`. Where nobody recomputed old log-probs they are the learner's own of this very pass
-    (the first update of a rollout), so the correction is made here and not before."""
+    """A `Loss` for the learner. The rollout correction is computed here and not before, since the
+    old log-probs of the first update may be those of the training pass itself."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Objective:
     ) -> None:
         """
         Args:
-            max_tokens: longest response, the divisor of seq-mean-token-sum-norm.
-            version: of the weights that this step trains; staleness counts from it.
-            correction_mean: what the weights are divided by, see rollout_is_batch_normalize.
-            kl_scale: factor of the KL's coefficient, from the adaptive controller.
+            max_tokens: length of the longest response, the divisor of seq-mean-token-sum-norm.
+            version: version of the weights that this step trains; staleness is relative to it.
+            correction_mean: divisor of the correction weights, see rollout_is_batch_normalize.
+            kl_scale: factor on the KL coefficient, from the adaptive controller.
         """
         self._algo, self._cfg = algo, cfg
         self._max_tokens, self._version = max_tokens, version
@@ -46,11 +46,11 @@ class Objective:
 
     @property
     def rejects(self) -> bool:
-        """Tokens may leave the batch and its denominators: ask the learner what it `kept`."""
+        """Whether tokens may be rejected. Then the denominators come from `learner.kept()`."""
         return bool(self._cfg.rollout_rs) or self._cfg.drops_tokens
 
     def stop_watching(self) -> None:
-        """Measure no mismatch from now on: it is that of the first epoch."""
+        """Stop measuring the mismatch, which is reported for the first epoch only."""
         self._watches = False
 
     def __call__(self, x: LossInputs) -> LossOutput:
@@ -77,7 +77,7 @@ class Objective:
             total = total - cfg.entropy_coef * x.entropy
         if cfg.kl_coef:
             assert x.logp_ref is not None
-            # Outside the mask the two may be far apart, and exp of that has no gradient but NaN.
+            # Outside the mask the difference may be large, and its exp would make gradients NaN.
             ref = torch.where(trained, x.logp_ref, x.logp.detach())
             divergence = kl.estimate(cfg.kl_type, x.logp, ref)
             total = total + cfg.kl_coef * self._kl_scale * divergence
@@ -93,14 +93,14 @@ class Objective:
         return LossOutput(per_token=total * weight, metrics=metrics, mask=keep)
 
     def policy(self, x: LossInputs, *, old_is_own: bool) -> tuple[PolicyInputs, PolicySpec]:
-        """This objective for `ops.policy.policy_loss`: the same loss and the same gradient.
+        """Return inputs for `ops.policy.policy_loss` that give the same loss and gradient.
 
         Args:
-            x: all but log-probs and entropies, which nobody knows yet: of theirs the dtype counts.
-            old_is_own: so are the old log-probs, which are those of the same pass.
+            x: loss inputs. Log-probs and entropies are not computed yet; only their dtype is read.
+            old_is_own: whether the old log-probs are those of the same pass.
 
         Raises:
-            ConfigError: the settings cannot be said so.
+            ConfigError: the fused op does not support the settings.
         """
         cfg = self._cfg
         name = self._algo.__name__.removeprefix("rlcore.algos.")
@@ -111,7 +111,7 @@ class Objective:
         old = None if old_is_own else x.logp_old
         weighed = cfg.rollout_is != "none" and not cfg.bypass_mode
         given = PolicyInputs(
-            # A factor of the clipped loss that is not negative may as well be the advantage's.
+            # A non-negative factor of the clipped loss can be moved into the advantage.
             advantage=x.advantage if weighed else x.advantage * x.correction,
             weight=torch.where(x.mask, weight, 0.0),
             logp_sampler=x.logp_sampler,
@@ -138,7 +138,8 @@ class Objective:
         return given, spec
 
     def _corrected(self, x: LossInputs) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-        """The inputs with weights and the mask that rejection leaves, that mask, and log w [T]."""
+        """Return the inputs with correction weights and reduced mask, the mask of tokens that are
+        not rejected, and log w [T]."""
         cfg = self._cfg
         learner = x.logp_old
         if cfg.bypass_mode:
@@ -153,9 +154,9 @@ class Objective:
         return replace(x, mask=x.mask & keep), keep, log_w
 
     def mismatch(self, reduce_floats: Callable[..., list[float]]) -> dict[str, float]:
-        """`rollout_corr/*` and staleness over all ranks and micro-batches since the start.
-        Collective. Ranks that hold the same tokens (tensor and context parallel) count them twice,
-        which no mean notices."""
+        """Return `rollout_corr/*` and staleness over all ranks and micro-batches since the start.
+        Collective. Ranks with the same tokens (tensor and context parallel) count them several
+        times, which does not change a mean."""
         total = mismatch.Sums.total(self._sums)
         added = reduce_floats(total.added.tolist(), "sum")
         highest = reduce_floats(total.highest.tolist(), "max")

@@ -1,4 +1,4 @@
-"""The phases of a step around the update: batches, log-probs and values before it, the size of the
+"""Phases of a step around the update: batches, log-probs and values before it, the size of the
 engines after it. C: collective over the train ranks; W: over all ranks."""
 
 from collections.abc import Mapping
@@ -18,8 +18,11 @@ from rlcore.utils import collective
 
 
 def batches(run: Run, plan: Plan, samples: Mapping[str, Sample]) -> list[Batch]:
-    """This data-parallel rank's batch of every update. ValueError where a sample holds what no
-    loss can work with."""
+    """Pack this data-parallel rank's batch of every update.
+
+    Raises:
+        ValueError: a sample holds values that a loss cannot use.
+    """
     out = []
     for update in plan.updates:
         rows = update[run.ranks.dp_rank]
@@ -31,21 +34,25 @@ def batches(run: Run, plan: Plan, samples: Mapping[str, Sample]) -> list[Batch]:
 
 
 def made(value: Tensor | None) -> Tensor:
-    """Return a tensor of a batch that a phase before this one has made."""
+    """Return a tensor of a batch that an earlier phase must have computed."""
     assert value is not None, "an earlier phase makes it"
     return value
 
 
 def normaliser(run: Run, plan: Plan, update: int) -> float:
-    """N of the update over all ranks; every rank knows it from the plan."""
+    """Return the divisor N of the update over all ranks, which every rank computes from the
+    plan."""
     lengths = plan.lengths(update)
     return reduce.normaliser(run.cfg.algo.loss_agg_mode, sum(lengths), len(lengths))
 
 
 def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
-    """Log-probs of the learner before the first update. The first update trains with the weights
-    that are being asked about, so unless it comes round again, or somebody needs to know before,
-    its own log-probs are the old ones and nothing is computed for it."""
+    """Compute the learner's log-probs under the weights before the first update.
+
+    The first update trains with exactly these weights, so its own log-probs serve as the old ones
+    and its batch is skipped. If there are several epochs, or an earlier phase needs the log-probs,
+    they are computed for it too.
+    """
     cfg = run.cfg.algo
     if cfg.bypass_mode:
         return [b.with_(logp_old=b.logp_sampler) for b in batches]
@@ -62,19 +69,20 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
 
 
 def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
-    """Log-probs of the start weights."""
+    """Compute the log-probs of the start weights (the KL reference)."""
     with run.learner.reference():
         return [b.with_(logp_ref=run.learner.logprobs(b, "reference")) for b in batches]
 
 
 def old_values(run: Run, batches: list[Batch]) -> list[Batch]:
-    """What the critic expects before its first update."""
+    """Compute the critic's values before its first update."""
     assert run.critic is not None
     return [b.with_(value_old=run.critic.values(b)) for b in batches]
 
 
 def correction_mean(run: Run, batches: list[Batch]) -> float:
-    """What the rollout-correction weights of this step are divided by. Collective."""
+    """Return the mean by which the rollout-correction weights of this step are divided.
+    Collective."""
     cfg = run.cfg.algo
     if not cfg.rollout_is_batch_normalize or cfg.rollout_is == "none":
         return 1.0
@@ -89,8 +97,8 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
 
 
 def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:
-    """Tell the policy of the engines' sizes how a round of training went, and report its figures
-    (W). `kind` and `stats` are known to rank 0."""
+    """Report a training round to the policy of engine sizes, and add its metrics (W). Only rank 0
+    reads `kind` and `stats`."""
     used = [run.rollout.agent.cache_used]
     (used_most,) = collective.reduce_floats(used, "max", run.ranks.everyone)
     sizes = run.device.parts.sizes
@@ -102,10 +110,11 @@ def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:
 
 
 def resize_engines(run: Run) -> None:
-    """Give the engines the size of the next round, without weights, if it changes (C).
+    """If the next round has another engine size, replace the engines, without weights (C).
 
     Raises:
-        TimeoutError: an engine has not started within --cluster.timeout_s; says which ranks.
+        TimeoutError: an engine has not started within --cluster.timeout_s; the error names its
+            rank.
     """
     if not rules.changes_size(run.cfg) or run.step >= run.cfg.run.steps:
         return

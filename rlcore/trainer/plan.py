@@ -1,5 +1,4 @@
-"""Which sample is trained in which update on which data-parallel rank. Pure and the same on every
-rank.
+"""Assignment of samples to updates and data-parallel ranks: pure functions, the same on every rank.
 
 The rows of an update do not depend on the number of ranks; only their distribution does.
 """
@@ -21,18 +20,18 @@ class Row:
     id: str
     owner: int
     score: float
-    """What the reward function gave."""
+    """Value of the reward function."""
     reward: float
-    """The score after shaping by length."""
+    """Score after shaping by length."""
     num_tokens: int
-    """Of the response."""
+    """Tokens of the response."""
     prompt_length: int
     num_observed: int = 0
-    """Tokens of the response that an environment gave."""
+    """Tokens of the response that an environment inserted."""
 
     @property
     def num_trained(self) -> int:
-        """Tokens of the response that the policy sampled."""
+        """Number of response tokens that the policy sampled."""
         return self.num_tokens - self.num_observed
 
 
@@ -42,27 +41,28 @@ class Plan:
     """[update][data-parallel rank] -> rows."""
     num_equal_groups: int
     groups: tuple[tuple[Row, ...], ...] = ()
-    """The groups that are trained, in order, with all their rows: those that are left out of the
-    updates too, since they count in the baseline of the others."""
+    """Groups in training, in order, with all their rows. Rows that no update trains are included,
+    since they count in the baseline of their group."""
 
     def lengths(self, update: int) -> list[int]:
-        """Trained tokens of every row of the update, over all ranks."""
+        """Return the trained tokens of every row of the update, over all ranks."""
         return [r.num_trained for part in self.updates[update] for r in part]
 
     def loads(self, num_ranks: int) -> list[int]:
-        """Tokens of prompts and responses that each data-parallel rank trains, over all updates."""
+        """Return the tokens of prompts and responses of each data-parallel rank over all
+        updates."""
         return [
             sum(r.num_tokens + r.prompt_length for u in self.updates for r in u[d])
             for d in range(num_ranks)
         ]
 
     def owners(self) -> dict[str, int]:
-        """The rank that holds each sample."""
+        """Return the rank that holds each sample."""
         return {r.id: r.owner for update in self.updates for part in update for r in part}
 
     def destination(self, replicas: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
-        """The global ranks that train each sample; `replicas[d]` are those of data-parallel rank
-        d."""
+        """Return the global ranks that train each sample. `replicas[d]` are the global ranks of
+        data-parallel rank d."""
         return {
             r.id: replicas[d]
             for update in self.updates
@@ -71,7 +71,7 @@ class Plan:
         }
 
     def placed(self, dp_ranks: Sequence[int], num_ranks: int) -> "Plan":
-        """This plan over ranks 0, 1, ... on the data-parallel ranks `dp_ranks` out of
+        """Move the rows of ranks 0, 1, ... to the data-parallel ranks `dp_ranks` out of
         `num_ranks`."""
         updates = []
         for parts in self.updates:
@@ -83,7 +83,7 @@ class Plan:
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """Plans of the same updates and ranks as one."""
+    """Merge plans that have the same updates and ranks into one."""
     updates = tuple(
         tuple(tuple(row for part in parts for row in part) for parts in zip(*of_all, strict=True))
         for of_all in zip(*(p.updates for p in plans), strict=True)
@@ -95,8 +95,8 @@ def joined(plans: Sequence[Plan]) -> Plan:
 def rewards_of(
     groups: Sequence[Group], cfg: AlgoConfig, max_tokens: int, shuffle_seed: int | None
 ) -> list[list[tuple[float, float]]]:
-    """(score, shaped reward) of every sample, by group; with a seed, shuffled over all samples of
-    the step (the control run)."""
+    """Return (score, shaped reward) of every sample, by group. With a seed, shuffle the pairs over
+    all samples of the step (control run)."""
     pairs = [
         [(s, s - overlong(n, max_tokens, cfg)) for s, n in zip(g.scores, g.lengths, strict=True)]
         for g in groups
@@ -110,8 +110,8 @@ def rewards_of(
 
 
 def overlong(length: int, max_tokens: int, cfg: AlgoConfig) -> float:
-    """Reward that a response loses for its length: 0 up to the last part of the budget, then
-    linear up to the penalty at its end. DAPO, arXiv:2503.14476 equation 13."""
+    """Return the penalty for the length of a response. It is 0 up to the last part of the budget,
+    then linear up to the full penalty at its end. DAPO, arXiv:2503.14476 equation 13."""
     room = cfg.overlong_share * max_tokens
     if not room:
         return 0.0
@@ -128,9 +128,15 @@ def make(
     max_tokens: int = 1,
     shuffle_rewards: bool = False,
 ) -> Plan:
-    """Failed episodes left out, rewards shaped, groups of equal scores and truncated rows dropped
-    if asked, rows shuffled by `seed`, cut into `num_updates` parts of equal size and spread over
-    `num_ranks` by length. `max_tokens` is the longest response."""
+    """Make the plan of a step.
+
+    Failed episodes are left out and rewards are shaped by length. If configured, groups of equal
+    scores and truncated rows are dropped. The remaining rows are shuffled by `seed`, cut into
+    `num_updates` parts of equal size and balanced over `num_ranks` by length.
+
+    Args:
+        max_tokens: length of the longest response.
+    """
     rows: list[Row] = []
     kept: list[tuple[Row, ...]] = []
     equal = 0

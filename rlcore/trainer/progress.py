@@ -1,4 +1,4 @@
-"""Small parts of a run: its ranks, the data on rank 0, how far it is, and where it reports."""
+"""Small parts of a run: its ranks, its data on rank 0, its progress, and its observers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from rlcore.sched.roles import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This rank among the others."""
+    """Position of this rank in the run."""
 
     rank: int
     size: int
     """Number of ranks of the run."""
     replicas: Sequence[Sequence[int]]
-    """Global ranks of every data-parallel rank's model replica."""
+    """Global ranks of the model replica of each data-parallel rank."""
     dp_rank: int
-    """-1 on a rank that only samples."""
+    """Data-parallel rank; -1 on a rank that only samples."""
     everyone: ProcessGroup | None = None
-    """Group of all ranks, if the default group has only the ranks that train or that sample."""
+    """Group of all ranks; None if the default group already contains them all."""
 
     @property
     def trains(self) -> bool:
@@ -34,7 +34,7 @@ class Ranks:
 
     @property
     def leads_replica(self) -> bool:
-        """Whether this is the first rank of its model replica: it alone counts its samples."""
+        """Whether this is the first rank of its model replica. Only this one counts its samples."""
         return self.replicas[self.dp_rank][0] == self.rank
 
 
@@ -48,7 +48,7 @@ class DataOrder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """Prompts of a run; empty on all ranks but 0, which hands the prompts out."""
+    """Prompts of a run, on rank 0, which distributes them; empty on the other ranks."""
 
     order: DataOrder | None = None
     source: Source | None = None
@@ -56,21 +56,21 @@ class Data:
 
 
 class Progress:
-    """How far a run is: steps done, version of the engines' weights, metrics of the open step."""
+    """Progress of a run: current step, version of the engines' weights, metrics of the step."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Steps done, or under way."""
+        """Number of the current or last step; 0 before the first one."""
         self.version = 0
-        """Version of the weights that the engines have."""
+        """Version of the engines' weights."""
         self.metrics: dict[str, float] = {}
         """Metrics of the current step so far."""
         self.stops = False
-        """All ranks know that this step is the last one of this process."""
+        """Whether this step is the last one of this process; the same on all ranks."""
         self._skipped: dict[str, int] = {}
 
     def begin(self, step: int) -> None:
-        """Go to this step: the next one, or one that a checkpoint restored."""
+        """Set the current step to the next one, or to the one of a checkpoint."""
         self.step = step
 
     def pushed(self, version: int) -> None:
@@ -86,24 +86,24 @@ class Progress:
         self.metrics.update(metrics)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of the step and begin with none."""
+        """Return the metrics of the step and clear them."""
         found, self.metrics = self.metrics, {}
         return found
 
     def skipped(self, model: str, is_skipped: bool) -> int:
-        """Note whether an update of `model` was skipped; return how many were in a row."""
+        """Record whether an update of `model` was skipped. Return how many in a row were."""
         self._skipped[model] = self._skipped.get(model, 0) + 1 if is_skipped else 0
         return self._skipped[model]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
-    """Where the metrics of a run go; empty on all ranks but 0."""
+    """Receivers of the metrics of a run, on rank 0; empty on the other ranks."""
 
     writer: MetricsWriter | None = None
     screen: Screen | None = None
     balance: Balance | None = None
-    """Proposes how many ranks sample, with --mode async."""
+    """Proposes the number of ranks that sample, with --mode async."""
     on_step: Sequence[Callable[[dict[str, float]], None]] = ()
     """Called with the metrics of every step."""
     pieces: Callable[[Sequence[int]], list[str]] | None = None

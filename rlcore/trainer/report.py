@@ -1,5 +1,4 @@
-"""What a step tells the user: metrics of the samples, the step line, rollouts, the end of the
-run."""
+"""Output of a step for the user: sample metrics, the step line, rollouts, and the run's summary."""
 
 import itertools
 import math
@@ -26,8 +25,8 @@ from rlcore.utils.log import log
 
 
 def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
-    """Collect the metrics of one optimizer step of `model` (actor, critic): means over the updates,
-    the last learning rate, the sum of skipped updates."""
+    """Add the metrics of one optimizer step of `model` (actor, critic). Kept are means over the
+    updates, the last learning rate, and the number of skipped updates."""
     so_far = run.progress.metrics
     n = so_far.get(f"{model}/updates", 0.0)
     for name, value in metrics.items():
@@ -43,10 +42,10 @@ def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
 
 
 def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
-    """Count the updates of `model` in a row that were not finite.
+    """Count consecutive updates of `model` whose loss or gradient was not finite.
 
     Raises:
-        RuntimeError: on every rank, after `train.max_skipped`.
+        RuntimeError: there were `train.max_skipped` of them; on every rank.
     """
     in_a_row = run.progress.skipped(model, bool(metrics[f"{model}/skipped"]))
     most = run.cfg.train.max_skipped
@@ -59,13 +58,13 @@ def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
 
 
 def skip_update(run: Run, model: str) -> None:
-    """Count an update that was left out before it had any figures."""
+    """Count an update that was skipped without metrics, since all its tokens were rejected."""
     name = f"{model}/skipped"
     run.progress.add({name: run.progress.metrics.get(name, 0.0) + 1})
 
 
 def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, float]:
-    """Scores, lengths and rewards of a step's samples."""
+    """Return metrics of scores, lengths and rewards of a step's samples."""
     cfg = run.cfg
     scores = [s for g in groups for s in g.scores]
     lengths = [n for g in groups for n in g.lengths]
@@ -103,7 +102,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
 
 
 def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
-    """`spec/*` from the counters of all engines, where they draft."""
+    """If drafting is on, return `spec/*` from the counters of all engines."""
     if run.cfg.rollout.draft == "none" or not totals["decode_steps"]:
         return {}
     t = totals
@@ -135,7 +134,7 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 
 def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
-    """`env/*` from the counters of all ranks, where responses are episodes."""
+    """If responses are episodes, return `env/*` from the counters of all ranks."""
     if not run.cfg.select.env:
         return {}
     return {
@@ -149,7 +148,7 @@ def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
-    """Some samples of the step for people to read: those whose responses rank 0 has read."""
+    """Write some samples of the step to the rollout log, out of those that rank 0 has decoded."""
     if run.observers.writer is None or run.cfg.log.rollouts == 0:
         return
     agent = run.rollout.agent
@@ -181,9 +180,11 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
 
 
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
-    """What is known of the first `most` tokens of a response: text, log-prob of the sampler, and
-    [policy version, number of tokens] of each stretch of one version; likewise, where the engine
-    drafts, which were guessed before they were sampled."""
+    """Return texts, sampler log-probs and policy versions of the first `most` tokens of a response.
+
+    Versions are given as [version, number of tokens] for each run of equal ones. If the engine
+    drafts, runs of drafted and not drafted tokens are added.
+    """
     assert run.observers.pieces is not None
     versions = sample.versions[:most].tolist()
     drafted = {}
@@ -197,12 +198,12 @@ def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
 
 
 def _stretches(values: list[int]) -> list[list[int]]:
-    """[value, how often in a row]."""
+    """Return [value, length] of each run of equal values."""
     return [[v, len(list(same))] for v, same in itertools.groupby(values)]
 
 
 def evaluation(run: Run) -> None:
-    """The evaluation before the first step, as step 0."""
+    """Report the evaluation before the first step, as step 0."""
     pending = run.progress.take()
     timings = run.spans.take()
     if run.observers.writer is None or run.observers.screen is None:
@@ -214,20 +215,20 @@ def evaluation(run: Run) -> None:
 
 
 def started(run: Run) -> None:
-    """Leave the seconds before the first step out of it. The start-up goes to its row, unless an
-    evaluation has written it."""
+    """Exclude the time before the first step from its timings. Only the start-up is added to its
+    metrics, unless the row of the evaluation before it already has it."""
     if seconds := run.spans.take().get("start"):
         run.progress.add({"timing_s/start": seconds})
 
 
 def step(run: Run) -> None:
-    """Write the step's metrics and print its line."""
+    """Write the metrics of the step and print its line."""
     metrics = run.progress.take()
     timings = run.spans.take()
     if run.observers.writer is None or run.observers.screen is None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
-    metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # phases do not overlap
+    metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # so that phases do not overlap
     metrics |= speeds(run, metrics) | idle(run, metrics)
     if run.observers.balance is not None:
         metrics |= run.observers.balance.metrics(metrics)
@@ -246,11 +247,11 @@ def step(run: Run) -> None:
 
 
 def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
-    """Rates of the step."""
+    """Return rates of the step: samples and tokens per second, and memory."""
     seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
     samples *= run.cfg.rollout.samples_per_prompt
     sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
-    gen_s = m["timing_s/gen"] if run.flow is None else seconds  # beside training, not before it
+    gen_s = m["timing_s/gen"] if run.flow is None else seconds  # async: sampling takes all the step
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
@@ -259,7 +260,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         "timing_per_token_ms/gen": 1000 * gen_s / sampled,
         "perf/cpu_memory_gb": memory_gb(),
     }
-    if trained and "timing_s/update_actor" in m:  # a critic may be learning alone
+    if trained and "timing_s/update_actor" in m:  # absent while only the critic trains
         out["perf/train_tokens_per_s"] = trained / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
     if torch.cuda.is_available():
@@ -269,7 +270,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
 
 
 def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
-    """Where some ranks sample and others train: how long either wait for the other."""
+    """If some ranks sample and others train, return the share of the step that each side waits."""
     engines = run.cfg.cluster.rollout_ranks // run.cfg.rollout.tp
     if not engines:
         return {}
@@ -281,20 +282,23 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
 
 
 def counts_nodes(cfg: Config) -> bool:
-    """Whether the memory of nodes is of interest to a run that has its nodes alone: some of its
-    ranks sample and others train, or it is profiled for sharing them."""
+    """Return whether a run with nodes of its own reports their memory: it has rollout ranks, or is
+    profiled for sharing nodes later."""
     return bool(cfg.cluster.rollout_ranks or cfg.debug.full_length)
 
 
 def of_nodes(run: Run) -> dict[str, float]:
-    """Host memory of a node's ranks of either kind, of the node that has most, where it is of
-    interest; a rank that samples and trains is of both. Pages that several processes share count
-    several times. Collective over all ranks."""
+    """If memory of nodes is reported, return the largest host memory per node of ranks that sample
+    and of ranks that train.
+
+    A rank that does both counts in both. Memory shared by several processes counts several times.
+    Collective over all ranks.
+    """
     if not (counts_nodes(run.cfg) or run.device.is_shared):
         return {}
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", run.ranks.size))
     nodes = math.ceil(run.ranks.size / per_node)
-    sizes = [0.0] * (2 * nodes)  # by node: of those that sample, of those that train
+    sizes = [0.0] * (2 * nodes)  # per node: ranks that sample, ranks that train
     found = memory_gb()
     if run.engine is not None:
         sizes[2 * (run.ranks.rank // per_node)] = found
@@ -305,24 +309,24 @@ def of_nodes(run: Run) -> dict[str, float]:
 
 
 def memory_gb() -> float:
-    """Resident memory of this process and its children."""
+    """Return the resident memory of this process and its children in GB."""
     me = psutil.Process(os.getpid())
     total = me.memory_info().rss
     for child in me.children(recursive=True):
         try:
             total += child.memory_info().rss
         except psutil.NoSuchProcess:
-            continue  # ended between the listing and the look
+            continue  # the child exited after it was listed
     return total / 1e9
 
 
 UNFINISHED = "RLCORE_UNFINISHED"
-"""Environment: a file to make where a run was told to end before its last step and has saved. The
-exit code is 0, so job.sbatch would not know that it has to be queued again."""
+"""Environment variable: a file that the run creates if it was stopped before its last step and has
+saved. The exit code is 0 then, so job.sbatch needs the file to queue the job again."""
 
 
 def interrupted(run: Run) -> None:
-    """A run that was told to end has saved."""
+    """Report that the run was stopped early and has saved."""
     if run.ranks.rank == 0:
         if file := os.environ.get(UNFINISHED):
             Path(file).touch()
@@ -334,14 +338,14 @@ def interrupted(run: Run) -> None:
 
 
 def end(run: Run) -> None:
-    """The table, the picture and summary.json."""
+    """Print the final table, draw the picture, and write summary.json."""
     if run.observers.writer is None or run.observers.screen is None:
         return
     further = {"perf/max_rss_gb_rank0": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
     summary = run.observers.writer.summary(further)
     picture = None
     if run.cfg.log.picture:
-        from rlcore.metrics import plots  # matplotlib: only now
+        from rlcore.metrics import plots  # imports matplotlib, which is slow
 
         picture = plots.curve(run.folder)
     run.observers.screen.end(summary, run.folder, picture)

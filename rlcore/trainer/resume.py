@@ -1,11 +1,11 @@
-"""Checkpoints: the learner's own plus everything else that is state. Written aside, then renamed,
-so a kill at any moment leaves the previous one whole.
+"""Checkpoints: the learner's checkpoint plus all other state of a run. A checkpoint is written to a
+temporary folder and then renamed, so a kill at any moment leaves the previous one intact.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
 
-The manifest is the seal (`trainer/seal.py`): a run goes on from the newest checkpoint that is as it
-was written.
+The manifest is the seal (`trainer/seal.py`): a run resumes from the newest checkpoint whose files
+match it.
 """
 
 import errno
@@ -37,7 +37,7 @@ from rlcore.utils.log import log
 FORMAT = 3
 RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
 HISTORIES = "histories.npz"
-"""Earlier responses, where engines draft from them."""
+"""File of earlier responses, present if engines draft from them."""
 
 
 def folder_of(run_folder: Path) -> Path:
@@ -45,14 +45,14 @@ def folder_of(run_folder: Path) -> Path:
 
 
 def found(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first; which of them are whole `choose` finds out."""
+    """Return the checkpoint folders of a run, newest first. `choose` finds out which are intact."""
     folders = (p for p in folder_of(run_folder).glob("step_*") if p.is_dir() and p.suffix == "")
     return sorted(folders, reverse=True)
 
 
 def wanted_by(cfg: Config, run_folder: Path) -> str:
-    """--run.resume, which is of the first start alone: where Slurm or torchrun has started the run
-    again, `fresh` and a path would undo what it has saved since, every time."""
+    """Return --run.resume. If Slurm or torchrun has restarted the run and it has checkpoints,
+    return `auto`, since `fresh` or a path would discard them at every restart."""
     counts = (os.environ.get(name, "0") for name in RESTARTS)
     if any(count not in ("", "0") for count in counts) and found(run_folder):
         return "auto"
@@ -60,8 +60,11 @@ def wanted_by(cfg: Config, run_folder: Path) -> str:
 
 
 def check(cfg: Config, run_folder: Path) -> None:
-    """Look for the checkpoint to start from, by the names and sizes of files. ConfigError where
-    `choose` would raise one; a wrong checksum is found there alone."""
+    """Look for the checkpoint to start from, by names and sizes of files only.
+
+    Raises:
+        ConfigError: `choose` would raise it too. Wrong checksums are found only there.
+    """
     wanted = wanted_by(cfg, run_folder)
     if wanted not in ("auto", "fresh") and (fault := seal.look(Path(wanted))[0]):
         raise ConfigError(_no_checkpoint(wanted, fault))
@@ -82,8 +85,8 @@ def _none_whole(run_folder: Path, num: int) -> str:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Rename the folder of an older run to the first free `<name>.old<k>` and return that; nothing
-    is deleted. None where there is no older run."""
+    """Rename the folder of an older run to the first free `<name>.old<k>` and return the new path.
+    Nothing is deleted. Return None if there is no older run."""
     if not any(folder.glob("*.jsonl")) and not folder_of(folder).exists():
         return None
     k = 1
@@ -95,11 +98,11 @@ def move_aside(folder: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Everything of a run that is state, on one rank, and where it is kept."""
+    """Writer and reader of one rank's checkpoints, with all objects that hold state."""
 
     cfg: Config
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     ranks: Ranks
     learner: Learner | None
     critic: Learner | None = None
@@ -109,16 +112,20 @@ class Checkpoints:
     library: Library | None = None
     """Earlier responses that engines draft from, on rank 0."""
     deadlines: AdaptiveTimeout | None = None
-    """Deadlines of rewards that adapt to prompts."""
+    """Reward deadlines that adapt to prompts."""
     sizes: Sizes | None = None
-    """Policy of the engines' sizes, on rank 0."""
+    """Policy of engine sizes, on rank 0."""
 
     def choose(self) -> Path | None:
-        """Return the checkpoint to start from, as --run.resume says; the same on every rank. A
-        damaged one is named and passed over. ConfigError on every rank if a path is no checkpoint,
-        or none of the run's is whole."""
+        """Return the checkpoint to start from according to --run.resume, the same on every rank.
+        Damaged checkpoints are logged and skipped.
+
+        Raises:
+            ConfigError: the given path is no intact checkpoint, or no checkpoint of the run is
+                intact; on every rank.
+        """
         first, everyone = self.ranks.rank == 0, self.ranks.everyone
-        own = wanted_by(self.cfg, self.folder) if first else ""  # files as rank 0 sees them
+        own = wanted_by(self.cfg, self.folder) if first else ""  # rank 0's view of the disk decides
         wanted = collective.broadcast_text(own, everyone)
         if wanted == "fresh":
             return None
@@ -141,15 +148,15 @@ class Checkpoints:
         return None
 
     def save(self, progress: Progress, writer: MetricsWriter | None) -> None:
-        """Write a checkpoint of the step just done. Collective over all ranks. If it cannot be
-        written, the checkpoints that exist stay, and the run ends in one sentence, or logs it and
-        continues, as --checkpoint.on_error says.
+        """Write a checkpoint of the step just done. Collective over all ranks. If that fails,
+        existing checkpoints stay, and --checkpoint.on_error decides whether the run ends.
 
         Args:
-            writer: of the metrics, which are on disk before the checkpoint counts, on rank 0.
+            writer: metrics writer on rank 0; metrics are on disk before the checkpoint is valid.
 
         Raises:
-            RuntimeError: it could not be written, and the run shall end or has nothing left to do.
+            RuntimeError: the checkpoint was not written, and the run shall end or this was its
+                last step.
         """
         step = progress.step
         final = folder_of(self.folder) / f"step_{step:06d}"
@@ -176,8 +183,8 @@ class Checkpoints:
             self._failed(progress, what, error)
 
     def _write(self, step: int, aside: Path) -> str:
-        """Write all parts into the folder `aside`; return on every rank why not, "" if all is
-        there."""
+        """Write all parts into the folder `aside`. Return the error on every rank, or "" if there
+        is none."""
         error = ""
         try:
             if self.ranks.rank == 0:
@@ -206,7 +213,8 @@ class Checkpoints:
         return self._any(error)
 
     def _any(self, error: str) -> str:
-        """Return this rank's reason, or which rank has one; "" if none has. Collective."""
+        """Return this rank's error, or a sentence that names a failed rank, or "" if no rank has
+        failed. Collective."""
         mine = float(self.ranks.rank + 1 if error else 0)
         last = int(collective.reduce_floats([mine], "max", self.ranks.everyone)[0]) - 1
         return (error or f"rank {last} failed, see its log") if last >= 0 else ""
@@ -243,8 +251,8 @@ class Checkpoints:
         return state
 
     def prune(self) -> None:
-        """Keep the newest `checkpoint.keep`. If one cannot be deleted, since another program reads
-        it, try again with the next checkpoint."""
+        """Keep the newest `checkpoint.keep` checkpoints. If another program reads an older one, so
+        that it cannot be deleted, try again after the next save."""
         keep = self.cfg.checkpoint.keep
         for old in found(self.folder)[keep:] if keep else []:
             try:
@@ -253,8 +261,8 @@ class Checkpoints:
                 log.warning("an old checkpoint cannot be deleted: %s", _reason(e))
 
     def load(self, path: Path, progress: Progress) -> None:
-        """Restore everything. Collective over the train ranks; a rank that only samples takes the
-        step."""
+        """Restore all state. Collective over the train ranks. A rank that only samples restores the
+        step and its part of the sample buffer."""
         state = json.loads((path / "state.json").read_text())
         if state["format"] != FORMAT:
             raise ConfigError(
@@ -264,7 +272,7 @@ class Checkpoints:
             )
         step = state["step"]
         progress.begin(step)
-        if self.flow is not None and (path / FLOW).is_dir():  # else all wanted is started anew
+        if self.flow is not None and (path / FLOW).is_dir():  # else all requests start anew
             self.flow.load(path / FLOW)
         if self.learner is None:
             return
@@ -284,9 +292,9 @@ class Checkpoints:
             self.data.source.restore(state["source"], self.data.order.state()["num_rows"])
         if self.sizes is not None:
             saved = state.get("sizes", {})
-            if type(self.sizes).__name__ in saved:  # else it was written by another policy
+            if type(self.sizes).__name__ in saved:  # else another policy wrote it
                 self.sizes.restore(saved[type(self.sizes).__name__])
-        if self.library is not None and (path / HISTORIES).is_file():  # else written without
+        if self.library is not None and (path / HISTORIES).is_file():  # else saved without it
             self.library.load(path / HISTORIES)
         if self.ranks.rank == 0:
             self.set_later_aside(step)
@@ -297,24 +305,28 @@ class Checkpoints:
                 )
 
     def set_later_aside(self, step: int) -> None:
-        """After going back to an earlier step, rename the checkpoints of later ones to `.old<k>`,
-        or `auto` would take them and `prune` would take the new ones for older. Metrics and
-        rollouts, which are cut back to this step, are copied."""
+        """After a return to an earlier step, rename the checkpoints of later steps to `.old<k>`.
+        Otherwise `auto` would choose them and `prune` would delete new ones as older. Metrics and
+        rollouts, which are truncated to this step, are copied first."""
         later = [p for p in found(self.folder) if int(p.name.removeprefix("step_")) > step]
         if not later:
             return
         k = 1
         while any(p.with_name(f"{p.name}.old{k}").exists() for p in later):
             k += 1
-        for path in self.folder.glob("*.jsonl"):  # first: after a kill the later ones are found
+        for path in self.folder.glob("*.jsonl"):  # first, so that a kill in between is repeatable
             shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
         for path in later:
             path.rename(path.with_name(f"{path.name}.old{k}"))
         log.warning("%d checkpoints of later steps are set aside as *.old%d", len(later), k)
 
     def export_hf(self, hf: HFConfig) -> None:
-        """Write the weights as a Hugging Face folder, `<run>/hf`. Collective. RuntimeError on every
-        rank in one sentence if it cannot be written; the checkpoints hold the same weights."""
+        """Write the weights as a Hugging Face folder, `<run>/hf`. Collective.
+
+        Raises:
+            RuntimeError: it could not be written; on every rank. The checkpoints hold the same
+                weights.
+        """
         if self.learner is None:
             return
         target, error, first = self.folder / "hf", "", self.ranks.rank == 0

@@ -1,4 +1,4 @@
-"""What a loop works with: the parts of one rank of a run. Built by `cli/builders/`."""
+"""The parts of one rank of a run, as the training loops use them. Built by `cli/builders/`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from rlcore.utils.spans import Spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One rank of one run."""
+    """All parts of one rank of a run."""
 
     cfg: Config
     hf: HFConfig
@@ -29,12 +29,12 @@ class Run:
     ranks: Ranks
     algo: ModuleType
     kl: AdaptiveController
-    """Scales the coefficients of the KL."""
+    """Adaptive controller that scales the KL coefficients."""
     device: Device
     """Owns engine, learner and critic."""
     rollout: Rollout
     flow: Flow | None = None
-    """Sampling beside training, with --mode async."""
+    """Asynchronous sampling, with --mode async."""
     sampling: Sampling
     data: Data
     progress: Progress
@@ -42,41 +42,41 @@ class Run:
     observers: Observers
     checkpoints: Checkpoints
     stop_requested: Callable[[], bool] = lambda: False
-    """This rank got a SIGTERM."""
+    """Returns whether this rank has received a SIGTERM."""
     on_done: Callable[[], None] = lambda: None
-    """Called when nothing is left to do or to save."""
+    """Called when all steps and saves are done."""
     close: Callable[[], None] = lambda: None
-    """Ends what was started, last first. Safe to call twice."""
+    """Stops all parts in reverse order of their start. Idempotent."""
 
     @property
     def learner(self) -> Learner:
-        """The actor in training, on a rank that trains."""
+        """Actor in training, on a rank that trains."""
         learner = self.device.parts.learner
         assert learner is not None, "this rank only samples"
         return learner
 
     @property
     def critic(self) -> Learner | None:
-        """The value model, if the advantages need one."""
+        """Value model; None if the advantages need none."""
         return self.device.parts.critic
 
     @property
     def engine(self) -> Engine | None:
-        """This rank's engine, or its part of one over several ranks; None if it only trains."""
+        """Engine of this rank, or its part of one over several ranks; None if it only trains."""
         return self.device.parts.engine
 
     @property
     def step(self) -> int:
-        """Steps done, or under way."""
+        """Number of the current or last step; 0 before the first one."""
         return self.progress.step
 
     @property
     def trains_actor(self) -> bool:
-        """Whether the critic is past its first steps, in which it learns alone."""
+        """Whether the actor is trained in this step. In the first steps only the critic is."""
         return self.critic is None or self.step > self.cfg.critic.warmup_steps
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps per rollout and epoch."""
+        """Number of optimizer steps per rollout and epoch."""
         total = self.cfg.data.prompts_per_step * self.cfg.rollout.samples_per_prompt
         return total // (self.cfg.train.samples_per_update or total)

@@ -1,5 +1,5 @@
-"""The seal of a checkpoint: size and checksum of each of its files, written last. What has no seal
-was not finished; what differs from it is damaged. All ranks share the reading."""
+"""The seal of a checkpoint: size and checksum of each of its files, written last. A folder without
+a seal is incomplete; a file that differs from it is damaged. All ranks share the reading."""
 
 import json
 import os
@@ -14,8 +14,8 @@ UNREADABLE = -1.0
 
 
 def write(folder: Path, group: collective.Group) -> str:
-    """Seal a folder that is complete. Collective; every rank sees the folder. On every rank the
-    reason where it cannot be, else ""."""
+    """Seal a complete folder, which every rank must see. Return the error on every rank, or "" if
+    there is none. Collective."""
     error, sizes = "", {}
     if collective.is_first(group):
         try:
@@ -38,8 +38,11 @@ def write(folder: Path, group: collective.Group) -> str:
 
 
 def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
-    """What is wrong with a sealed folder by the names and sizes of its files, "" for nothing, and
-    the seals. Reads no contents."""
+    """Check a sealed folder by names and sizes of its files, without reading their contents.
+
+    Returns:
+        The fault, "" if there is none, and the seals: [size, checksum] by file name.
+    """
     seals: dict[str, list[int]] = {}
     try:
         seals = json.loads((folder / MANIFEST).read_text())["files"]
@@ -51,8 +54,8 @@ def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def fault(folder: Path, group: collective.Group) -> str:
-    """What is wrong with a sealed folder, on every rank; "" where all is as it was written.
-    Collective."""
+    """Check a sealed folder with checksums. Return its fault on every rank, or "" if all files are
+    as they were written. Collective."""
     found, seals = look(folder) if collective.is_first(group) else ("", {})
     found, seals = json.loads(collective.broadcast_text(json.dumps([found, seals]), group))
     if found:
@@ -80,7 +83,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _checksums(folder: Path, names: list[str], group: collective.Group) -> list[float]:
-    """CRC-32 of each file, of which this rank reads its share."""
+    """Return the CRC-32 of each file, or UNREADABLE. Each rank reads a share. Collective."""
     rank, size = collective.place(group)
     mine = [_checksum(folder / n) if i % size == rank else 0.0 for i, n in enumerate(names)]
     totals = collective.reduce_floats(mine, group=group)
@@ -94,7 +97,7 @@ def _checksum(path: Path) -> float:
             while chunk := file.read(CHUNK_BYTES):
                 found = zlib.crc32(chunk, found)
     except OSError:
-        return UNREADABLE  # all ranks hear of it
+        return UNREADABLE  # the sum over ranks notifies all of them
     return float(found)
 
 
@@ -106,7 +109,7 @@ def _write_through(path: Path, text: str) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Its entries are on the disk too."""
+    """Flush the entries of a folder to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,8 +1,8 @@
 """Supervised warm start of the tiny model, on generated demonstrations, through the same learner.
 
-The learning rate decays linearly; sampled accuracy on a probe set, disjoint from training and from
-the held-out set, is measured every few steps, and the loop ends when it reaches the target. A
-decayed rate and close probes keep the end near the target.
+The learning rate decays linearly. Every few steps the sampled accuracy is measured on a probe set,
+disjoint from training and held-out set; the loop ends when it reaches the target. The decayed rate
+and frequent probes keep the final accuracy near the target.
 """
 
 from collections.abc import Callable
@@ -19,21 +19,21 @@ from rlcore.utils import collective
 
 
 class Demonstration(NamedTuple):
-    """A row to learn from."""
+    """One demonstration: prompt and response as token ids."""
 
     prompt: list[int]
     response: list[int]
-    """With the end of sequence."""
+    """Tokens of the response, including the end of sequence."""
     said: list[bool]
-    """Of the response: what the policy is to say; the rest is an environment's."""
+    """Whether each response token is the policy's; the others are from an environment."""
 
 
 Demonstrations = Callable[[int], Demonstration]
-"""By index."""
+"""Function that returns the demonstration of an index."""
 
 
 def nll(x: LossInputs) -> LossOutput:
-    """Negative log-likelihood of the demonstration."""
+    """Compute the negative log-likelihood of the demonstration."""
     return LossOutput(per_token=-x.logp, metrics={"actor/sft_nll": -x.logp.detach()})
 
 
@@ -46,7 +46,8 @@ def train(
     probe_from: int,
     target: float,
 ) -> float:
-    """Train until the probe's accuracy reaches `target` or the steps are used up; returns it."""
+    """Train until the probe accuracy reaches `target` or all steps are done. Return the last
+    measured accuracy."""
     accuracy = 0.0
     for step in range(1, run.cfg.run.steps + 1):
         run.progress.begin(step)
@@ -80,7 +81,7 @@ def train(
 
 
 def probe(run: Run) -> float:
-    """Sampled accuracy on the probe set; the same on every rank."""
+    """Return the sampled accuracy on the probe set, the same on every rank."""
     found = evaluate.evaluate(run, f"p{run.step}", 1.0, 1)
     run.progress.add(found)
     name = run.data.eval_sets[0][0] if run.data.eval_sets else ""
@@ -89,7 +90,7 @@ def probe(run: Run) -> float:
 
 
 def batch_of(rows: list[Demonstration]) -> Batch:
-    """Demonstrations as if they had been sampled."""
+    """Pack demonstrations into a batch, as if they had been sampled."""
     samples = []
     for i, (prompt, response, said) in enumerate(rows):
         n = len(response)

@@ -1,6 +1,6 @@
 """The owner of an accelerator that jobs share (--mux.url): it waits for a permit before each phase.
 
-See `device.py` for the states and for what the loops say.
+See `device.py` for the states and for the calls of the loops.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,35 +14,39 @@ from rlcore.trainer.device import ALL, Device, Parts, State
 
 
 class SharedDevice(Device):
-    """Jobs share their nodes (--mux.url): each phase waits for its permit, loads what it needs from
-    host memory, and leaves the accelerator empty. Processes and communicators stay alive.
+    """Strategy for jobs that share their nodes (--mux.url). Each phase waits for its permit, loads
+    what it needs from host memory, and leaves the accelerator empty. Processes and communicators
+    stay alive.
 
-        rollout, eval   engine: weights, from the shelf where the last push left them, and cache
+        rollout, eval   engine: cache and weights; the weights come from the shelf, a host cache
         train, save     learner: weights, optimizer, gradients
 
-    A push is part of the training and ends on the shelf, so no phase needs the nodes of both. If
-    every rank samples and trains, a whole step has one permit, and engine and learner are loaded
-    and stored within it.
+    A weight update is part of the training and writes to the shelf, so no phase needs the nodes of
+    both. If every rank samples and trains, a whole step has one permit, and engine and learner are
+    loaded and stored within it.
     """
 
     is_shared = True
     makes_room = True
 
     def __init__(self, parts: Parts, gate: PhaseGate, shelf: Shelf | None, *, colocated: bool):
-        """`shelf`: the weights while the engine is away, on a rank that samples; `colocated`: every
-        rank samples and trains."""
+        """
+        Args:
+            shelf: host copy of the engine's weights; None on a rank that only trains.
+            colocated: every rank samples and trains.
+        """
         super().__init__(parts)
         self._gate, self._shelf, self._colocated = gate, shelf, colocated
 
     def leave(self) -> None:
-        """Take everything off the accelerator at the end of the start-up."""
+        """Move everything off the accelerator at the end of the start-up."""
         for resident in (EngineState(self), LearnerState(self)):
             resident.store()
         self._enter("away")
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One permit for a rollout and its training, if every rank does both."""
+        """If every rank samples and trains, hold one permit for a rollout and its training."""
         if not self._colocated:
             yield
             return
@@ -51,32 +55,32 @@ class SharedDevice(Device):
 
     @contextmanager
     def generate(self, phase: Literal["rollout", "eval"] = "rollout") -> Iterator[None]:
-        """Between load and store of the engine."""
+        """Load the engine, run the phase, and store the engine."""
         with self._permit(phase, EngineState(self)), self._on_device("generate"):
             yield
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        """Between load and store of the learner."""
+        """Load the learner, run the training, and store the learner."""
         with self._permit("train", LearnerState(self)), self._on_device("train"):
             yield
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
-        """Between load and store of the learner."""
+        """Load the learner, save, and store the learner."""
         with self._permit("save", LearnerState(self)), self._on_device("save"):
             yield
 
     def update_weights(self, version: int) -> None:
-        """Push to the shelf; the engine takes the weights when it comes back."""
+        """Send the weights to the shelf; the engine loads them at its next phase."""
         self._push(self._shelf, version)
 
     def repair(self) -> None:
-        """The learner is away, and its weights are on the shelf."""
+        """Restart the engines with the weights on the shelf, since the learner is offloaded."""
         EngineState(self).load()
 
     def release_engine(self) -> None:
-        """The tail of a rollout leaves this node to another job (mux/tail.py)."""
+        """Release this node to another job during the tail of a rollout (mux/tail.py)."""
         super().release_engine()
         self._ask_engine("sleep", lambda engine: engine.sleep(ALL))
 
@@ -88,8 +92,8 @@ class SharedDevice(Device):
 
     @contextmanager
     def _permit(self, name: str, resident: "EngineState | LearnerState | None") -> Iterator[None]:
-        """A phase of the gate (W); waiting for it and leaving it are the span of the permit. An
-        error of the gate is the same sentence on every rank."""
+        """Hold the gate's permit for one phase (W). The time to wait for it and to give it back is
+        one span. An error of the gate is the same sentence on every rank."""
         span = partial(self.parts.spans.phase, name if name in ("eval", "save") else "turn")
         with ExitStack() as stack:
             with span():
@@ -100,14 +104,14 @@ class SharedDevice(Device):
 
 
 class EngineState:
-    """What a rollout needs on the accelerator; nothing on a rank that only trains."""
+    """Memory that a rollout needs on the accelerator; nothing on a rank that only trains."""
 
     def __init__(self, device: SharedDevice) -> None:
         self._device = device
 
     def load(self) -> None:
-        """Wake the engine, started again if it has failed, with the weights of the last push. In
-        the middle of a rollout that has left this node there is nothing to wake."""
+        """Restart the engine if it has failed, and wake it with the weights of the last update. If
+        the rollout has released this node, do nothing."""
         device = self._device
         shelf, here = device._shelf, not device._has_left
         device._restart_failed(here=here)
@@ -118,34 +122,34 @@ class EngineState:
         device._switch_engine("wake", ["kv_cache"], here=here)
 
     def store(self) -> None:
-        """The engine sleeps; its weights stay on the shelf."""
+        """Send the engine to sleep; its weights stay on the shelf."""
         device = self._device
         device._switch_engine("sleep", ALL, here=not device._has_left)
         device.engine_is_back()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the engine's weights on the shelf."""
         return self._device._shelf.num_bytes if self._device._shelf is not None else 0
 
 
 class LearnerState:
-    """What a training needs on the accelerator; nothing on a rank that only samples."""
+    """Memory that training needs on the accelerator; nothing on a rank that only samples."""
 
     def __init__(self, device: SharedDevice) -> None:
         self._learners = device.parts.learners
 
     def load(self) -> None:
-        """Bring actor and critic back."""
+        """Load actor and critic."""
         for learner in self._learners:
             learner.onload()
 
     def store(self) -> None:
-        """Move both to host memory."""
+        """Move actor and critic to host memory."""
         for learner in self._learners:
             learner.offload()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, optimizer and gradients."""
+        """Bytes of weights, optimizer and gradients of actor and critic."""
         return sum(sum(learner.resident_bytes().values()) for learner in self._learners)

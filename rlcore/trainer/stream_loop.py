@@ -1,10 +1,10 @@
-"""The stream trainer: the synchronous loop, except that some ranks train what is complete while the
-others still decode. RollPacker, arXiv 2509.21009; `sched/stream.py` decides who and when.
+"""The stream trainer: the synchronous loop, except that some ranks train complete groups while the
+other ranks still decode. RollPacker, arXiv 2509.21009; `sched/stream.py` chooses ranks and times.
 
-Strictly on-policy as the other: all samples are from the weights of the step, gradients are sums
-until the one reduction and the one optimizer step at its end, and those are divided by the count of
-the whole step. So nothing that needs all samples before the first gradient can be asked for
-(`config/rules.py`).
+Strictly on-policy, as the synchronous loop: all samples come from the weights of the step.
+Gradients are accumulated as sums; one reduction and one optimizer step at the end divide them by
+the count of the whole step. `config/rules.py` refuses options that need all samples before the
+first gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from rlcore.trainer.objective import Objective
 
 NEEDED: tuple[Part, ...] = ("weights", "gradients")
-"""Parts of a learner that accumulate: the optimizer's come at the end."""
+"""Parts of the learner that accumulation needs. The optimizer's states are loaded at the end."""
 
 
 class Stream:
-    """What one rank has trained of a step before its end; the `Streamer` of the step's round."""
+    """Gradients that one rank accumulates before a rollout ends; the `Streamer` of its round."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -39,13 +39,14 @@ class Stream:
         self.batches: list[Batch] = []
 
     def engine_leaves(self) -> None:
-        """With --train.offload the engine goes to sleep."""
+        """Release the engine's memory; with --train.offload the engine goes to sleep."""
         self._run.device.release_engine()
 
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
     ) -> None:
-        """Accumulate this rank's share of the groups: local to the ranks of `dp_ranks`."""
+        """Accumulate gradients on this rank's share of the groups, which are spread over the
+        data-parallel ranks `dp_ranks`. Only these ranks take part."""
         run = self._run
         with run.spans.phase("stream"):
             run.device.load_learner(NEEDED)
@@ -55,14 +56,15 @@ class Stream:
             self.batches.append(batch)
 
     def loss(self) -> "Objective":
-        """Return the loss of the step, one for all of it: it collects the metrics."""
+        """Return the loss of the step. One object serves the whole step, since it also collects the
+        metrics."""
         if self.objective is None:
             self.objective = learn.make_objective(self._run, 1.0, self._run.kl.scale)
         return self.objective
 
     def forget(self) -> None:
-        """Discard what was accumulated: all engines start again with the weights of the round, and
-        no gradient survives a push."""
+        """Discard the accumulated gradients, since no gradient survives a weight update. All
+        engines start again with the weights of the round."""
         if self.batches:
             self._run.learner.discard()
         self.objective, self.batches = None, []
@@ -70,8 +72,8 @@ class Stream:
 
 
 def one_step(run: Run) -> None:
-    """One rollout and the training on it, a part of which is done before the rollout ends. Lines
-    marked C are collective over the train ranks."""
+    """Run one rollout and train on it, partly before the rollout ends. Lines marked C are
+    collective over the train ranks."""
     spans, device, stream = run.spans, run.device, Stream(run)
     with device.generate(), spans.phase("gen"):
         end = next_groups(run, stream)
@@ -105,13 +107,13 @@ def one_step(run: Run) -> None:
         with spans.phase("sync"):
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
-    if run.ranks.rank == 0:  # the others took their seconds before
+    if run.ranks.rank == 0:  # tokens trained during the rollout took no time of this phase
         run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 
 def _with_all(run: Run, todo: plans.Plan, batches: list[Batch]) -> list[Batch]:
-    """With log-probs of the reference if they are needed, and advantages. The old log-probs are
-    the learner's own of the very pass that trains: there is one update."""
+    """Add reference log-probs, if needed, and advantages to the batches. There is one update, so
+    the old log-probs are those of the training pass itself."""
     if run.cfg.algo.needs_reference:
         with run.spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)

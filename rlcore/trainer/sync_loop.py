@@ -1,9 +1,9 @@
-"""The synchronous loop: rollout, reward, log-probs, update, push. Strictly on-policy.
+"""The synchronous loop: rollout, reward, log-probs, update, weight update. Strictly on-policy.
 
-Every rank runs this program; C: collective over the train ranks, W: over all ranks. With
---cluster.rollout_ranks some ranks have an engine and no learner and the others a learner and no
-engine: each skips what it has nothing for, the steps are the same. `device.py` moves engine and
-learner on and off the accelerator, and waits for permits where jobs share their nodes (--mux.url).
+Every rank runs this program. Lines marked C are collective over the train ranks, W over all ranks.
+With --cluster.rollout_ranks a rank has either an engine or a learner and skips the phases of the
+other. `device.py` moves engine and learner on and off the accelerator; with --mux.url it also waits
+for a permit before each phase.
 """
 
 import os
@@ -20,12 +20,14 @@ from rlcore.utils import collective
 from rlcore.utils import seed as seeds
 
 WRITTEN: tuple[Part, ...] = ("weights", "optimizer")
-"""Parts of a learner that a checkpoint holds."""
+"""Parts of the learner's state that a checkpoint stores."""
 
 
 def train(run: Run, one_step: Callable[[Run], None]) -> None:
-    """From the step that was restored to `--run.steps`, then the last evaluation and checkpoint.
-    `one_step` is one rollout and the training on it."""
+    """Run the steps from the restored one to `--run.steps`, with evaluations and checkpoints.
+
+    `one_step` runs one rollout and the training on it.
+    """
     cfg = run.cfg
     with run.spans.phase("start"):
         run.device.wait_for_engines()  # W
@@ -37,7 +39,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             evaluate.run(run)
         report.evaluation(run)
     report.started(run)
-    early = cfg.select.mode == "async"  # its engines let go of all requests before they save
+    early = cfg.select.mode == "async"  # to release all requests before the last step's save
     while run.step < cfg.run.steps and not run.progress.stops:
         run.progress.begin(run.step + 1)
         with run.spans.phase("step"):
@@ -64,7 +66,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
 
 
 def sync_stop_request(run: Run, asks: bool) -> None:
-    """If it `asks`: stop after this step if any rank was told to."""
+    """If `asks` is true and any rank has a stop request, end the run after this step (W)."""
     if not asks or run.progress.stops:
         return
     if collective.any_rank(run.stop_requested(), run.ranks.everyone):
@@ -72,13 +74,13 @@ def sync_stop_request(run: Run, asks: bool) -> None:
 
 
 def evaluates(run: Run) -> bool:
-    """Whether an evaluation follows this step."""
+    """Return whether an evaluation follows this step."""
     cfg = run.cfg.eval
     return _is_due(run, cfg.every, cfg.at_end)
 
 
 def saves(run: Run) -> bool:
-    """Whether a checkpoint follows this step."""
+    """Return whether a checkpoint follows this step."""
     cfg = run.cfg.checkpoint
     return run.progress.stops or _is_due(run, cfg.every, cfg.at_end)
 
@@ -89,7 +91,7 @@ def _is_due(run: Run, every: int, at_end: bool) -> bool:
 
 
 def one_step(run: Run) -> None:
-    """One rollout and the training on it."""
+    """Run one rollout, train on it, and update the engines' weights."""
     spans, device = run.spans, run.device
     with device.step():
         with device.generate(), spans.phase("gen"):
@@ -112,13 +114,13 @@ def one_step(run: Run) -> None:
 
 
 def learn_histories(run: Run) -> None:
-    """Keep the responses of this step as draft source of the next epoch."""
+    """Store the responses of this step as draft source for the next epoch."""
     if run.cfg.rollout.draft in rules.FROM_HISTORY:
         run.rollout.learn_histories()
 
 
 def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.Plan:
-    """Which sample of this step is trained where, over `num_ranks` data-parallel ranks."""
+    """Assign the samples of this step to updates and to `num_ranks` data-parallel ranks."""
     cfg = run.cfg
     return plan.make(
         groups,
@@ -132,20 +134,20 @@ def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.Plan:
 
 
 class NodeRelease:
-    """Streamer of a rank whose node the tail of a rollout may leave (`--mux.tail_nodes`,
-    mux/tail.py): the engine goes and nothing is trained."""
+    """Streamer that releases this rank's node during the tail of a rollout (`--mux.tail_nodes`,
+    mux/tail.py). The engine sleeps and nothing is trained."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def engine_leaves(self) -> None:
-        """Send the engine to sleep; the node is another job's until the rollout is over."""
+        """Send the engine to sleep; another job has the node until the rollout is over."""
         self._run.device.release_engine()
 
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
     ) -> None:
-        """Refuse: a released rank must not train."""
+        """Raise AssertionError, since a released rank must not train."""
         raise AssertionError("NodeRelease.train() called: a released rank must not train")
 
     def forget(self) -> None:
@@ -153,13 +155,12 @@ class NodeRelease:
 
 
 def callbacks(run: Run, streamer: Streamer | None = None) -> RoundCallbacks:
-    """What the ranks do together in the middle of a round."""
+    """Return the callbacks that all ranks run together in the middle of a round."""
     return RoundCallbacks(repair=run.device.repair, streamer=streamer)
 
 
 def next_groups(run: Run, streamer: Streamer | None = None) -> EndRound:
-    """Have the engines sample the source's next round until it is over. Only rank 0 has the
-    source."""
+    """Run the next round of the prompt source on all engines. Only rank 0 has the source."""
     source, here = run.data.source, callbacks(run, streamer)
     if source is None:
         end = run.rollout.run([], callbacks=here)
@@ -175,14 +176,14 @@ def next_groups(run: Run, streamer: Streamer | None = None) -> EndRound:
 
 
 def show_samples(run: Run, groups: Sequence[Group], samples: Mapping[RequestId, Sample]) -> None:
-    """Let rank 0 show what it trains, if it does not sample itself."""
+    """If rank 0 has no engine, decode the samples that it trains, so that they can be shown."""
     if run.ranks.rank == 0 and run.engine is None:
         run.rollout.read([g.id for g in groups], samples.values())
 
 
 def barrier_before_push(run: Run) -> None:
-    """Have ranks that only sample wait until the others have trained, however long that takes, as
-    long as rank 0 gives signs of life."""
+    """Make ranks that only sample wait for the training, without a limit while rank 0 sends
+    heartbeats."""
     if run.ranks.everyone is None:
         return
     if run.ranks.trains:
@@ -195,7 +196,7 @@ def barrier_before_push(run: Run) -> None:
 def rollout_metrics(
     run: Run, groups: tuple[Group, ...], stats: Mapping[str, float], todo: plan.Plan
 ) -> None:
-    """Add what is known of the samples of this step and of the engines (W)."""
+    """Add the metrics of this step's samples and of the engines (W)."""
     counts = engine_counts(run)
     if run.ranks.rank == 0:
         run.progress.add(report.of_groups(run, groups, todo) | dict(stats) | counts)
@@ -203,7 +204,7 @@ def rollout_metrics(
 
 
 def engine_counts(run: Run) -> dict[str, float]:
-    """What all engines did in this step, and the memory of nodes (W)."""
+    """Sum the counters of all engines in this step, and add the memory of nodes (W)."""
     counts = run.rollout.agent.counts
     sums = collective.reduce_floats(list(counts.values()), group=run.ranks.everyone)
     totals = dict(zip(counts, sums, strict=True))

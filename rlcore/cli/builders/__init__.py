@@ -3,7 +3,7 @@
 folder      the run's folder and log          rollout     agent, rounds, asynchronous rollout
 model       architecture and lengths          sizes       tensor-parallel sizes of the engines
 prompts     data, on rank 0                   learner     actor and critic
-rewards     reward service, judges            weights     way of the weights to the engines
+rewards     reward service, judges            weights     channel for weight updates
 engine      torch or SGLang, environments     devices     memory plan, owner of the accelerator
 observers   metrics, alarms, traces           sharing     nodes shared with other jobs
 """
@@ -40,18 +40,21 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
 
-if TYPE_CHECKING:  # Redis is needed only where jobs share their nodes
+if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
     from rlcore.mux.ranks import RanksGate
 
 EvalSets = Sequence[tuple[str, Sequence[Prompt]]]
 
 
 def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
-    """Return one rank's `Run`, restored from its newest checkpoint if there is one. ConfigError if
-    the configuration cannot work; what was started is ended then.
+    """Build one rank's `Run` and restore it from the newest checkpoint, if there is one. After an
+    error, everything that was started is stopped.
 
     Args:
-        eval_sets: validation sets in place of the configured ones, on rank 0.
+        eval_sets: validation sets that replace the configured ones, on rank 0.
+
+    Raises:
+        ConfigError: the configuration cannot work.
     """
     began, spans, progress, closing = time.monotonic(), Spans(), Progress(), ExitStack()
     try:
@@ -79,8 +82,8 @@ def _run(
     progress: Progress,
     closing: ExitStack,
 ) -> Run:
-    """Build a run. What takes long to start (engine, reward processes) starts first and gets ready
-    while the learner is built; what may be wrong in the data is found before that."""
+    """Build a run. Engine and reward processes start first, since they are slow and get ready while
+    the learner is built. The data is loaded before the learner, so that its errors come early."""
     cfg = prompts.with_tasks(cfg)
     if world.rollout_ranks:  # engine and learner do not share a device
         cfg = replace(cfg, train=replace(cfg.train, offload=False))
@@ -103,10 +106,10 @@ def _run(
         data = prompts.load_data(model.with_room(cfg, start.hf), side.tokenizer, eval_sets)
 
     world.phase("start: learner")
-    if cfg.train.offload:  # the learner is built where the engine will be; the first push wakes it
+    if cfg.train.offload:  # makes room for the learner; the first weight update wakes the engine
         assert side.engine is not None
         side.engine.sleep(["weights", "kv_cache"])
-        collective.barrier()  # it is asleep on all its ranks when its first has said so
+        collective.barrier()  # an engine over several ranks sleeps only after its first rank's call
     flow = rollout.make_flow(start, side, data.source) if cfg.select.mode == "async" else None
     models = learner.make_models(start)
     ranks = models.ranks(world)

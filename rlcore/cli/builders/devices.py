@@ -1,4 +1,4 @@
-"""Owner of a rank's accelerator, and the memory plan that it is held to."""
+"""Owner of a rank's accelerator, and the memory plan that it is checked against."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import log
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # Redis is for those that share their nodes
+if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
     from rlcore.mux.ranks import RanksGate
 
 
@@ -28,7 +28,7 @@ def ranks_per_node(world: World) -> int:
 
 
 def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, int]:
-    """Of this rank, and the bytes of its GPU; 0 where there is none."""
+    """Make the memory plan of this rank. Return it and the bytes of its GPU, 0 without a GPU."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
@@ -43,7 +43,11 @@ def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, i
 
 
 def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
-    """Holds this rank to its memory plan. ConfigError where that cannot work."""
+    """Return the check of this rank against its memory plan.
+
+    Raises:
+        ConfigError: the plan cannot work, or the settings do not fit the number of ranks.
+    """
     if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
         raise ConfigError("\n".join(problems))
     plan, gpu_bytes = memory_plan(cfg, hf, world)

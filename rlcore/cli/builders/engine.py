@@ -1,4 +1,4 @@
-"""Engine of a rank, of torch or SGLang, with or without environments."""
+"""The rollout engine of a rank (torch or SGLang), with or without environments."""
 
 import importlib.util
 import itertools
@@ -29,8 +29,11 @@ SGLANG_ENGINE = "rlcore.rollout.sglang_engine.engine:build"
 
 
 def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
-    """This rank's sampler, or its share of one over --rollout.tp ranks. ConfigError where SGLang is
-    asked for and not installed."""
+    """Start this rank's engine, or its share of an engine over --rollout.tp ranks.
+
+    Raises:
+        ConfigError: SGLang is configured but not installed.
+    """
     r = cfg.rollout
     if r.engine == "sglang":
         return _sglang_engine(cfg, hf, world)
@@ -52,8 +55,8 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
 
 
 def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
-    """What the engine of --rollout.engine is built of, as plain data. An engine over several ranks
-    needs each one's place besides."""
+    """Return the settings of the engine as plain data. An engine over several ranks also needs the
+    position of each rank."""
     r = cfg.rollout
     settings = {
         "config": hf.to_dict(),
@@ -87,7 +90,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
 
 
 def check_engine(cfg: Config) -> None:
-    """ConfigError where SGLang is asked for and not installed."""
+    """Raise ConfigError if SGLang is configured but not installed."""
     if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
@@ -96,8 +99,8 @@ def check_engine(cfg: Config) -> None:
 
 
 def draft_settings(cfg: Config) -> dict[str, Any]:
-    """How an engine drafts. With --debug.deterministic nothing of it depends on the clock: an index
-    of histories is waited for, and drafts are always on."""
+    """Return the settings of drafting. With --debug.deterministic nothing depends on timing: the
+    engine waits for an index of histories, and drafts are always on."""
     names = ("window", "start", "growth", "min_match", "max_match", "factor", "min_prob")
     steady = cfg.debug.deterministic
     return {name: getattr(cfg.draft, name) for name in names} | {
@@ -107,12 +110,12 @@ def draft_settings(cfg: Config) -> dict[str, Any]:
 
 
 def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
-    """SGLang ends the process that it lives in when a part of it dies, hence always a child."""
+    """Start SGLang in a child process, since it ends its process if one of its parts fails."""
     plain = engine_settings(cfg, hf, world)
     where = "CUDA" if world.device.type == "cuda" else "CPU"
     tp = f"tp {cfg.rollout.tp}" + (" and others" if rules.changes_size(cfg) else "")
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
-    sizes, starts, sized = 0, itertools.count(), cfg  # how often the size was set, starts since
+    sizes, starts, sized = 0, itertools.count(), cfg  # number of resizes, starts since the last one
 
     def resize(tp: int) -> None:
         nonlocal sizes, starts, sized
@@ -144,7 +147,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
 
 
 def _value(text: str) -> Any:
-    """A value of --rollout.sglang: a number, true, false, a list, or else a text."""
+    """Parse a value of --rollout.sglang: a number, true, false, a list, or else a text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -159,8 +162,8 @@ def make_episodes(
     decode: Callable[[Sequence[int]], str],
     prompt_of: Callable[[GroupId], Prompt],
 ) -> EpisodeEngine:
-    """The engine of a rank whose responses are episodes. With --debug.deterministic they take
-    their turns together."""
+    """Wrap the engine of a rank so that its responses are episodes of an environment. With
+    --debug.deterministic all episodes advance turn by turn in lockstep."""
     announce("env", f"{cfg.select.env}, {cfg.env.workers} processes")
     return EpisodeEngine(
         engine,

@@ -1,4 +1,4 @@
-"""The folder of a run, its log, and the settings that it was started with."""
+"""Folder of a run, its log, and its saved settings."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,14 @@ def run_folder(cfg: Config) -> Path:
 
 
 def open_folder(cfg: Config, world: World) -> None:
-    """Make the run's folder and log to it. An older run that this one does not go on with gives way
-    first, or its log would go on in the folder that it is moved to. Collective. ConfigError where
-    the folder cannot be made."""
+    """Make the run's folder and start its log. Collective.
+
+    An older run that is not resumed is moved aside first, so that no log file of this run is opened
+    in the folder that moves.
+
+    Raises:
+        ConfigError: the folder cannot be made, or another run uses it.
+    """
     folder, aside = run_folder(cfg), None
     log.setup(world.rank)
     if world.rank == 0:
@@ -46,7 +51,7 @@ def open_folder(cfg: Config, world: World) -> None:
 
 
 def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
-    """What to raise where the run's folder cannot be made."""
+    """Return the error to raise if the run's folder cannot be made."""
     return ConfigError(
         f"--run.dir {cfg.run.dir}: the folder {run_folder(cfg)} cannot be made "
         f"({error.strerror}: {error.filename}); choose another"
@@ -54,7 +59,7 @@ def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
 
 
 def tell_changes(cfg: Config, file: Path) -> None:
-    """Warn where a resumed run has other settings than `file` says that it had."""
+    """Warn if the settings of a resumed run differ from those saved in `file`."""
     if not file.is_file():
         return
     old, new = json.loads(file.read_text()), json.loads(resolve.to_json(cfg))
@@ -70,7 +75,7 @@ def tell_changes(cfg: Config, file: Path) -> None:
 
 
 def save_settings(cfg: Config, folder: Path, *, goes_on: bool) -> None:
-    """Write `config.json`. If the run `goes_on` from its own checkpoint, warn of other settings."""
+    """Write `config.json`. If the run resumes its own checkpoint (`goes_on`), warn of changes."""
     if goes_on:
         tell_changes(cfg, folder / "config.json")
     resolve.save(cfg, folder / "config.json")

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def wants(cfg: Config) -> str:
-    """The estimator of the advantages."""
+    """Return the name of the advantage estimator."""
     return algos.estimator(algos.module(cfg.select.algo), cfg.algo)
 
 
 def total_updates(cfg: Config, alone: int = 0) -> int:
-    """Optimizer steps of the whole run, but for `alone` rounds at its start."""
+    """Return the optimizer steps of the whole run without those of its first `alone` steps."""
     samples = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
     rounds = max(cfg.run.steps - alone, 0)
     return rounds * cfg.train.epochs * (samples // (cfg.train.samples_per_update or samples))
 
 
 def make_learner(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
-    """The Megatron learner. Imported here: Megatron takes seconds that --help should not pay."""
+    """Build the Megatron learner. Megatron is imported here, since that would slow down --help."""
     from rlcore.mcore.learner import MegatronLearner
 
     return MegatronLearner(
@@ -46,7 +46,7 @@ def make_learner(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
 
 
 def make_critic(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
-    """The value model, laid out as the learner is."""
+    """Build the value model, with the parallel layout of the learner."""
     from rlcore.mcore.learner import MegatronLearner
 
     c = cfg.critic
@@ -73,14 +73,14 @@ def make_critic(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """The models in training on one rank; none on a rank that only samples."""
+    """Models in training on one rank; none on a rank that only samples."""
 
     learner: "MegatronLearner | None" = None
     critic: "MegatronLearner | None" = None
     replicas: Sequence[Sequence[int]]
 
     def ranks(self, world: World) -> Ranks:
-        """Return this rank's place among the others."""
+        """Return the position of this rank in the run."""
         return Ranks(
             rank=world.rank,
             size=world.size,

@@ -11,12 +11,16 @@ from rlcore.utils.log import announce
 
 
 def model_config(cfg: Config) -> HFConfig:
-    """The start model's architecture, with --model.num_layers applied."""
+    """Read the start model's architecture, with --model.num_layers applied."""
     return with_layers(cfg, HFConfig.from_folder(cfg.model.path))
 
 
 def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
-    """The architecture with --model.num_layers applied. ConfigError where weights are loaded."""
+    """Apply --model.num_layers to the architecture.
+
+    Raises:
+        ConfigError: it is set although weights are loaded.
+    """
     if cfg.model.num_layers:
         if not cfg.model.random_init:
             raise ConfigError(
@@ -28,8 +32,12 @@ def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
 
 
 def with_room(cfg: Config, hf: HFConfig) -> Config:
-    """Prompts may be as long as the model's positions allow besides an answer: the engine would
-    refuse longer ones in the middle of the run. ConfigError where an answer alone takes all."""
+    """Limit prompts so that the longest prompt and response fit the model's positions. Otherwise
+    the engine would refuse a long prompt in the middle of the run.
+
+    Raises:
+        ConfigError: the longest response alone takes all positions.
+    """
     room = hf.max_positions - cfg.rollout.max_tokens
     if room < 1:
         raise ConfigError(
@@ -43,7 +51,7 @@ def with_room(cfg: Config, hf: HFConfig) -> Config:
 
 
 def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
-    """How training samples are drawn."""
+    """Return the sampling parameters of training."""
     r = cfg.rollout
     stops = tuple(dict.fromkeys([*tokenizer.eos_ids, *r.stop_ids]))
     return Sampling(
@@ -57,5 +65,5 @@ def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
 
 
 def max_model_tokens(cfg: Config, hf: HFConfig) -> int:
-    """The longest prompt with the longest response."""
+    """Return the tokens of the longest prompt with the longest response."""
     return min(hf.max_positions, cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)

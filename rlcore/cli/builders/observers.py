@@ -26,7 +26,11 @@ from rlcore.utils.log import announce
 
 
 def make_sinks(cfg: Config) -> list[Sink]:
-    """Where metrics go besides the run's folder. ConfigError where one cannot work."""
+    """Return the receivers of metrics besides the run's folder.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
     sinks: list[Sink] = []
     if port := cfg.log.prometheus_port:
         sinks.append(Prometheus(cfg.log.prometheus_host, port, run_folder(cfg).name))
@@ -37,11 +41,13 @@ def make_sinks(cfg: Config) -> list[Sink]:
 
 
 def watch(start: Start, screen: Screen | None, heartbeat: Heartbeat) -> Callable[[str], None]:
-    """Listener of the phases: the screen shows them, the flight record has them, ranks that only
-    sample hear that rank 0 goes on, and a watchdog raises the alarm where this rank stands still.
-    Under gloo the rank then ends, since Megatron's gradient reduction waits there without a
-    deadline; NCCL ends its waits itself. Rounds of sampling, and waits for rank 0, have a verdict
-    of their own."""
+    """Return the listener of phases. It updates screen, flight record and watchdog, and sends a
+    heartbeat to ranks that only sample.
+
+    If a phase hangs, the watchdog raises the alarm. Under gloo it also ends the process, since
+    Megatron's gradient reduction has no timeout there; NCCL has its own. Rounds of sampling and
+    waits for rank 0 are not watched: they detect hangs themselves.
+    """
     cfg, world = start.cfg, start.world
     ends, gang = world.size > 1 and world.device.type == "cpu", world.gang
 
@@ -73,8 +79,8 @@ def watch(start: Start, screen: Screen | None, heartbeat: Heartbeat) -> Callable
 
 
 def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
-    """Who proposes how many ranks sample. Says what the last steps of this run, or the data sheet,
-    say of that."""
+    """Return the planner that proposes how many ranks sample. Announce its proposal from the last
+    steps of this run or from the GPU's data sheet."""
     plan = splits.planner(cfg, world.size, ranks_per_node(world))
     folder, said = run_folder(cfg), ""
     if world.device.type == "cuda":
@@ -88,7 +94,7 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
 
 
 def of_agent(start: Start) -> list[Callable[[AnyCommand | AnyEvent], None]]:
-    """Return what is called with the commands and events of this rank's agent: the trace, with
+    """Return the observers of the commands and events of this rank's agent: the trace, with
     --log.trace, and the flight record. Collective."""
     found: list[Callable[[AnyCommand | AnyEvent], None]] = []
     cfg, world, progress = start.cfg, start.world, start.progress
@@ -111,8 +117,8 @@ def make_observers(
     pieces: Callable[[Sequence[int]], list[str]],
     on_step: Sequence[Callable[[dict[str, float]], None]],
 ) -> Observers:
-    """Return where the metrics go, on rank 0. After the checkpoint is loaded: the files are cut
-    back to its step."""
+    """Return the receivers of metrics, on rank 0. Call it after the checkpoint is loaded, since the
+    files are truncated to its step."""
     cfg, step = start.cfg, start.progress.step
     balance = make_balance(cfg, start.hf, start.world) if cfg.select.mode == "async" else None
     writer = MetricsWriter(
@@ -126,7 +132,8 @@ def make_observers(
 
 
 def signals(start: Start) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Return whether this rank got a SIGTERM, and what to call when nothing is left to do."""
+    """Return two functions: one tells whether this rank has received a SIGTERM, the other must be
+    called when the run is done."""
     gang, progress = start.world.gang, start.progress
     if gang is None:
         return (lambda: False), (lambda: None)

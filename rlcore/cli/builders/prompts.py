@@ -18,7 +18,7 @@ from rlcore.utils.log import announce
 
 
 def with_tasks(cfg: Config) -> Config:
-    """With the prompts of an environment that makes its own."""
+    """If the environment generates its own prompts, set them as training and validation data."""
     task = cfg.env.TASK
     if not task or (cfg.data.train, cfg.data.val) == ((task,), (task,)):
         return cfg
@@ -28,13 +28,14 @@ def with_tasks(cfg: Config) -> Config:
 
 
 def is_chat(cfg: Config) -> bool:
-    """Environments speak as the user of a chat; generated tasks as plain text."""
+    """Return whether the chat template is used, so that environments write user messages. Without
+    it, as in generated tasks, they write plain text."""
     template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
     return template == "chat" or (template == "auto" and not tasks)
 
 
 def counts_rows(cfg: Config) -> bool:
-    """One bad row, or too few rows, can end the run."""
+    """Return whether one bad row, or too few rows, can end the run."""
     return cfg.data.bad_rows == "refuse" or cfg.select.schedule == "tail_batching"
 
 
@@ -43,7 +44,7 @@ def load_data(
     tokenizer: Tokenizer,
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] | None = None,
 ) -> Data:
-    """Return prompts, their order, and the validation sets (`eval_sets` takes their place)."""
+    """Load prompts, their order, and the validation sets, or `eval_sets` instead of these."""
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
     order = EpochSampler(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
     if eval_sets is None:
@@ -57,7 +58,7 @@ def load_data(
 def make_source(
     cfg: Config, sampler: EpochSampler, prompt_of: Callable[[int], Prompt]
 ) -> EpochOrder | TailBatching:
-    """The source of --schedule. `prompt_of`: the prompt of a row."""
+    """Return the prompt source of --schedule. `prompt_of` returns the prompt of a row."""
     sizes = {
         "num_prompts": cfg.data.prompts_per_step,
         "num_samples": cfg.rollout.samples_per_prompt,

@@ -15,9 +15,9 @@ from rlcore.trainer import memory
 
 
 def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
-    """Deadlines of rewards that adapt to prompts, where they shall."""
+    """Return reward deadlines that adapt to prompts; None if no reward has adaptive_timeout."""
     for r in reward_sections(cfg.reward).values():
-        if r.adaptive_timeout:  # one of a sum at most
+        if r.adaptive_timeout:  # a rule allows one per sum of rewards
             return AdaptiveTimeout(r.timeout_least_s, r.timeout_s, r.timeout_factor)
     return None
 
@@ -25,7 +25,7 @@ def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
 def make_scorer(
     cfg: Config, world: World, deadlines: AdaptiveTimeout | None
 ) -> RewardService | None:
-    """The rank's rewards; None where environments alone score."""
+    """Return the reward service of a rank; None if only the environment scores."""
     if cfg.select.env and envs.resolve(cfg.select.env).scored_by == "env":
         return None
     return RewardService(
@@ -38,24 +38,24 @@ def make_scorer(
 
 
 def judges_of(cfg: Config) -> list[tuple[JudgeRewardConfig, HFConfig]]:
-    """Judges on our own devices, with their architectures."""
+    """Return the judges that run on the run's own GPUs, with their architectures."""
     own = own_judges(cfg).values()
     return [(section, HFConfig.from_folder(section.model, "--reward.model")) for section in own]
 
 
 def judge_sections(cfg: Config) -> dict[str, JudgeRewardConfig]:
-    """Sections of judges, by key."""
+    """Return the sections of all judges, by key."""
     sections = reward_sections(cfg.reward).items()
     return {k: s for k, s in sections if isinstance(s, JudgeRewardConfig)}
 
 
 def own_judges(cfg: Config) -> dict[str, JudgeRewardConfig]:
-    """Sections of judges on our own devices, by key."""
+    """Return the sections of judges that run on the run's own GPUs, by key."""
     return {k: s for k, s in judge_sections(cfg).items() if not s.url}
 
 
 def beside(judges: Sequence[tuple[JudgeRewardConfig, HFConfig]]) -> memory.Beside:
-    """What judges take on each GPU, for the memory plan."""
+    """Return the memory that judges take on each GPU, for the memory plan."""
     found = [footprint(section, hf) for section, hf in judges]
     if not found:
         return memory.NOBODY

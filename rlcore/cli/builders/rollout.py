@@ -1,4 +1,4 @@
-"""Sampling side of a rank: engine, rewards, agent, rounds; asynchronous sampling."""
+"""Rollout parts of a rank: engine, rewards, agent, rounds; asynchronous sampling."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,25 +37,25 @@ from rlcore.trainer.sizes import EngineSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSide:
-    """What samples and scores on one rank."""
+    """Parts of one rank that sample and score."""
 
     tokenizer: Tokenizer
     sampling: Sampling
     engine: Engine | None
     """None on a rank that only trains."""
     in_child: bool
-    """The engine is in a process of its own."""
+    """Whether the engine runs in a process of its own."""
     hub: Hub
     agent: Agent
     rollout: Rollout
     deadlines: AdaptiveTimeout | None
-    """Deadlines of rewards, where they adapt to prompts."""
+    """Reward deadlines that adapt to prompts."""
     screen: Screen | None
-    """On rank 0."""
+    """Terminal output, on rank 0."""
 
 
 def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
-    """Start engine and rewards of a rank, and connect it with the other ranks."""
+    """Start engine and rewards of a rank, and connect it to the other ranks."""
     cfg, world = start.cfg, start.world
     folder = cfg.model.tokenizer or cfg.model.path
     tokenizer = load_tokenizer(folder, eos_ids=start.hf.eos_ids)
@@ -114,8 +114,8 @@ def _make_sampler(
     deadlines: AdaptiveTimeout | None,
     agent: Callable[[], Agent],
 ) -> tuple[Scorer, Engine, bool]:
-    """Return rewards and engine of a rank that samples, and whether the engine is in a process of
-    its own. `agent`: knows the prompts of a round, once there is one."""
+    """Return rewards and engine of a rank that samples, and whether the engine runs in a process of
+    its own. `agent` returns the agent, which is made later and has the prompts of a round."""
     cfg, world = start.cfg, start.world
     rewards = make_scorer(cfg, world, deadlines)
     engine = make_engine(cfg, start.hf, world)
@@ -131,7 +131,7 @@ def _make_sampler(
 
 
 def _make_rounds(start: Start) -> Rounds:
-    """Return the log of rounds, and what replays one."""
+    """Return the log of rounds, which also replays one with --debug.replay."""
     debug, replay = start.cfg.debug, None
     if debug.replay and start.cfg.select.mode != "async":
         replay = Log(Path(debug.replay))
@@ -144,14 +144,15 @@ def _make_rounds(start: Start) -> Rounds:
 
 
 def _make_library(cfg: Config) -> Library | None:
-    """Return the store of earlier responses, if engines draft from them."""
+    """Return the store of earlier responses; None if engines do not draft from them."""
     if cfg.rollout.draft not in rules.FROM_HISTORY:
         return None
     return Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
 
 
 def make_flow(start: Start, side: SamplingSide, source: Source | None) -> Flow:
-    """Return this rank's part of `--mode async`. `source`: on rank 0, which has the controller."""
+    """Return this rank's part of `--mode async`. Rank 0, which has the controller, gives the prompt
+    `source`."""
     cfg, world, sampling = start.cfg, start.world, side.sampling
     controller, log_ = None, None
     samplers = range(world.train_ranks, world.size)

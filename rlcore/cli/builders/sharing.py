@@ -18,25 +18,25 @@ from rlcore.trainer import report
 from rlcore.utils import collective
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # Redis is for those that share their nodes
+if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
     from rlcore.mux.gate import Gate, NoGate
     from rlcore.mux.ranks import RanksGate
 
 
 BOTH = ("rollout", "train")
 POOLS = {"start": BOTH, "eval": ("rollout",), "save": ("train",)}
-"""That a phase uses where it is not named after its pool."""
+"""Pools of each phase that is not named after its pool."""
 POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "eval", "save"), BOTH)
-"""Where every rank samples and trains."""
+"""Pools of each phase if every rank samples and trains."""
 
 
 NODE, ROLLOUT_NODE = "RLCORE_NODE", "RLCORE_ROLLOUT_NODE"
-"""In the environment: what a node is called, where host names do not tell nodes apart; the second
-is for ranks that only sample."""
+"""Environment variables with the node's name, if host names do not distinguish nodes. The second
+one is for ranks that only sample."""
 
 
 def check_mux(cfg: Config) -> None:
-    """ConfigError where a job with --mux.url has a judge of its own, which never leaves its GPU."""
+    """Raise ConfigError if a job with --mux.url runs its own judge, which never leaves its GPU."""
     if cfg.mux.url and own_judges(cfg):
         raise ConfigError(
             "--mux.url: a judge of the run's own stays on the nodes between its phases; give "
@@ -50,12 +50,15 @@ def make_gate(
     alive: Callable[[], None],
     tell: Callable[[dict[str, float]], None],
 ) -> "RanksGate | None":
-    """Return this rank's gate in the cluster of --mux.url; None for a job that is alone, or decides
-    to be. Collective. ConfigError on every rank if what is asked for is not possible.
+    """Return this rank's gate in the cluster of --mux.url; None if the job has its nodes alone.
+    Collective.
 
     Args:
         alive: called while all ranks wait for a permit.
         tell: called on rank 0 with the metrics of every phase.
+
+    Raises:
+        ConfigError: the settings cannot work; on every rank.
     """
     mux = cfg.mux
     if not mux.url:
@@ -104,7 +107,11 @@ def make_gate(
 
 
 def address_of(url: str) -> str:
-    """--mux.url, where it is not given itself. ConfigError where the environment lacks it."""
+    """Resolve --mux.url, which may name an environment variable as `env:NAME`.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
     if not url.startswith("env:"):
         return url
     if not (found := os.environ.get(url.removeprefix("env:"), "")):
@@ -116,12 +123,12 @@ def address_of(url: str) -> str:
 
 
 def node_name(cfg: Config, world: World) -> str:
-    """Of the node that this rank is on. Jobs whose ranks say the same name share a node; without
-    GPUs its cores may be nodes (`--cluster.rollout_cores`)."""
+    """Return the name of this rank's node. Jobs whose ranks have the same name share a node.
+    Without GPUs, sets of its cores may be nodes (`--cluster.rollout_cores`)."""
     name = os.environ.get(NODE) or socket.gethostname()
     if not world.trains:
         name = os.environ.get(ROLLOUT_NODE) or name
-    if world.device.type != "cpu":  # jobs of other cores take the same GPUs
+    if world.device.type != "cpu":  # jobs on other cores would still use the same GPUs
         return name
     cores = cfg.cluster.train_cores if world.trains else cfg.cluster.rollout_cores
     return f"{name} core {'+'.join(map(str, sorted(cores)))}" if cores else name
@@ -130,22 +137,25 @@ def node_name(cfg: Config, world: World) -> str:
 def nodes_by_pool(
     names: Sequence[str], rollout_ranks: int, profile: Profile
 ) -> dict[str, list[str]]:
-    """The nodes that a job samples and trains on, in the order of its ranks, whose nodes `names`
-    are. Where every rank does both, the first nodes by name count to the train pool and the last to
-    the rollout pool, as many as the profile says, and a single one to both."""
+    """Return the nodes of a job by pool, in the order of its ranks. `names` are the nodes of all
+    ranks.
+
+    If every rank samples and trains, the nodes are sorted by name. The first ones, as many as in
+    the profile, belong to the train pool, the others to the rollout pool; a single node is in both.
+    """
     split = len(names) - rollout_ranks
     if rollout_ranks:
         return {
             "rollout": list(dict.fromkeys(names[split:])),
             "train": list(dict.fromkeys(names[:split])),
         }
-    nodes = sorted(set(names))  # or jobs on the same nodes, in another order, would not meet
+    nodes = sorted(set(names))  # so that jobs with another order of nodes get the same pools
     apart = profile.train_nodes if len(nodes) > 1 else 0
     return {"rollout": nodes[apart:], "train": nodes[: apart or 1]}
 
 
 def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
-    """The engines, of one rank each, on every rollout node."""
+    """Return the engines, of one rank each, on every rollout node."""
     found: dict[str, list[int]] = {}
     split = len(names) - rollout_ranks
     for rank, name in enumerate(names):
@@ -155,9 +165,9 @@ def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
 
 
 def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Profiler:
-    """Writes what other jobs' schedulers have to know of this one, whose ranks are on the nodes
-    `names`. Where every rank does both, half of the nodes are taken to be of either pool, and a
-    single one to have both in it."""
+    """Return the profiler that writes this job's profile for the scheduler of shared nodes. `names`
+    are the nodes of all ranks. If every rank samples and trains, half of the nodes count to each
+    pool; a single node counts to both."""
     split = len(names) - rollout_ranks
     rollout, train = len(set(names[split:])), len(set(names[:split]))
     if not rollout_ranks:
@@ -174,8 +184,8 @@ def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Prof
 def on_step(
     cfg: Config, world: World, gate: "RanksGate | None"
 ) -> tuple[Callable[[dict[str, float]], None], ...]:
-    """Return what is called on rank 0 with the metrics of every step: the gate, or a profiler for
-    jobs that may share their nodes later. Collective."""
+    """Return the functions to call on rank 0 with the metrics of every step. They belong to the
+    gate, or to the profiler of a job that may share its nodes later. Collective."""
     if gate is not None:
         return (gate.see,) if world.rank == 0 else ()
     if cfg.select.mode != "sync" or not report.counts_nodes(cfg):

@@ -1,4 +1,4 @@
-"""Tensor-parallel sizes that the engines may have, and what follows from each."""
+"""Tensor-parallel sizes that the engines may have, and the objects that depend on them."""
 
 import sys
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from rlcore.utils.log import announce
 
 
 def engine_ranks(cfg: Config, rank: int) -> range:
-    """The ranks that the engine of `rank` spans; the first of them takes its requests."""
+    """Return the ranks of the engine of `rank`; the first of them receives its requests."""
     first = rank - rank % cfg.rollout.tp
     return range(first, first + cfg.rollout.tp)
 
 
 def with_tp(cfg: Config, tp: int) -> Config:
-    """With engines of another size: all of them together hold and decode as much."""
+    """Set another engine size, such that all engines together hold and decode as much."""
     r = cfg.rollout
     changed = replace(
         r,
@@ -45,8 +45,12 @@ def with_tp(cfg: Config, tp: int) -> Config:
 def make_elastic(
     cfg: Config, hf: HFConfig, world: World, lengths: Lengths | None = None
 ) -> StreamWindow | None:
-    """Who trains in the middle of a round, with --mode stream. ConfigError where all ranks are one
-    engine or one model replica. `lengths`: what is known of responses."""
+    """Return the policy of ranks that train in the middle of a round, with --mode stream. `lengths`
+    has the known response lengths.
+
+    Raises:
+        ConfigError: all ranks form one engine or one model replica.
+    """
     if cfg.select.mode != "stream":
         return None
     layouts = [layout_of(cfg.train, world.size, rank) for rank in range(world.size)]
@@ -68,11 +72,13 @@ def make_elastic(
 
 
 def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) -> EngineSizes:
-    """Return the size of the engines, and what has to follow when it changes. ConfigError if a size
-    that was asked for is not possible.
+    """Return the size of the engines and the objects that depend on it.
 
     Args:
-        tail: decides on rank 0 which nodes the tail of a rollout leaves (--mux.tail_nodes).
+        tail: decides on rank 0 which nodes the tail of a rollout releases (--mux.tail_nodes).
+
+    Raises:
+        ConfigError: a configured size is not possible.
     """
 
     lengths = Lengths()
@@ -85,7 +91,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
             except ConfigError:
                 if tp == cfg.rollout.tp:
                     raise
-                elastic = None  # one engine over all ranks: none is left to train meanwhile
+                elastic = None  # one engine over all ranks: no rank can train during the rollout
         return Sized(
             tp=tp,
             engine_ranks=engine_ranks(here, world.rank) if world.samples else (),
@@ -99,8 +105,11 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
 
 
 def size_policy(cfg: Config, hf: HFConfig, world: World) -> Sizes | None:
-    """Return the policy that chooses the size of every round; None if it does not change.
-    ConfigError if a size that was asked for is not possible."""
+    """Return the policy that chooses the size of every round; None if the size is fixed.
+
+    Raises:
+        ConfigError: a configured size is not possible.
+    """
     if not rules.changes_size(cfg):
         return None
 
@@ -135,8 +144,8 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> Sizes | None:
 def make_controller(
     cfg: Config, world_size: int, stop: Stop, elastic: Elastic | None = None
 ) -> Controller:
-    """The controller of one round, which `stop` ends, over the engines of all ranks or of the last
-    --cluster.rollout_ranks."""
+    """Return the controller of one round, over the engines of all ranks or of the last
+    --cluster.rollout_ranks. `stop` decides when the round ends."""
     tp, apart = cfg.rollout.tp, cfg.cluster.rollout_ranks
     leaders = range(world_size - apart if apart else 0, world_size, tp)
     return Controller(
@@ -152,12 +161,11 @@ def make_controller(
 
 
 def make_place(cfg: Config) -> LeastLoaded:
-    """Where requests go; of `histopipe`, those of an evaluation.
+    """Return the router of requests to engines; with `histopipe` it serves only evaluations.
 
-    Without --rollout.queue everything goes out at once and what has no room waits in the engines.
-    Where the controller fills replicas as they get free, the clock decides which requests are
-    decoded side by side, the log-probs differ in their last bits, and a resumed run is not the same
-    bit by bit.
+    Without --rollout.queue all requests are sent at once and wait inside the engines. With it the
+    controller fills engines as they become free, so batch composition depends on timing. Log-probs
+    then differ in their last bits, and a resumed run is not bit-exact.
     """
     r = cfg.rollout
     most = cfg.env.max_running if cfg.select.env else r.max_running
@@ -165,7 +173,7 @@ def make_place(cfg: Config) -> LeastLoaded:
 
 
 def make_pipe(cfg: Config, leaders: Sequence[int]) -> Pipe:
-    """Where requests go by what the epoch before says of their lengths."""
+    """Return the router that places requests by their lengths in the previous epoch."""
     return Pipe(
         replicas=leaders,
         batch=cfg.data.prompts_per_step,

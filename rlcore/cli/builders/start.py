@@ -1,4 +1,4 @@
-"""What every builder of a run is given."""
+"""Common input of all builders of a run."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,18 +14,18 @@ from rlcore.utils.spans import Spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A run that is being built, on one rank."""
+    """A run under construction, on one rank."""
 
     cfg: Config
     world: World
     hf: HFConfig
     """Architecture of the model in training."""
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     spans: Spans
     progress: Progress
     closing: ExitStack
-    """Ends what was started, last first."""
+    """Stops all parts in reverse order of their start."""
 
     @property
     def is_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""Way of the weights from learner to engine."""
+"""Channel for weight updates from learner to engine."""
 
 import os
 
@@ -15,7 +15,7 @@ from rlcore.utils.log import announce
 def make_weight_channel(
     cfg: Config, world: World, *, in_child: bool, to_shelf: bool
 ) -> WeightChannel:
-    """The way of the weights from the learner to this rank's engine, or to its shelf."""
+    """Return the channel from the learner to this rank's engine, or to its shelf (host cache)."""
     cuda = world.device.type == "cuda"
     transport: Transport = "shm" if in_child else "bytes"
     if cfg.rollout.engine == "sglang" and cuda:
@@ -38,7 +38,7 @@ def make_weight_channel(
 
 
 def make_peers(cfg: Config, world: World) -> Peers:
-    """All ranks, whatever default group each is in."""
+    """Return the transport between all ranks, whichever default group each is in."""
     if world.everyone is None:
         return Peers(timeout_s=cfg.cluster.timeout_s)
     return Peers(world.rank, world.size, world.store, timeout_s=cfg.cluster.timeout_s)
