@@ -3,8 +3,8 @@
 A row of `--data.train` has the path of a game (`game.tw-pddl`) in its field `game`; its prompt is
 the text before the first room. The score is 1 if the task is done.
 
-The package is used only through `Game`; the contract test replaces it with a stub. It has not been
-run here with the real package.
+The package is used only through `Game`; the contract test replaces it with a stub. This environment
+has not been run with the real package.
 """
 
 import importlib.util

@@ -40,7 +40,8 @@ class Blackjack(gymnasium.Env[str, str]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Deal the first hand. `options["game"]` is the seed of the cards whose first hand the
-        prompt shows. Without it, `seed` deals and the hand is returned as the observation."""
+        prompt shows. Without it, `seed` is the seed of the cards, and the hand is returned as the
+        observation."""
         super().reset(seed=seed)
         game = (options or {}).get("game")
         seen, _ = self._table.reset(seed=seed if game is None else int(game))

@@ -1,9 +1,9 @@
 """Conversion of observations to the tokens that are appended between turns of the policy.
 
-A conversation is never tokenized again: sampled tokens stay unchanged, and an observation is
-appended to them. It stands between the tokens that end the assistant's message and those that begin
-the next one. These are read from the chat template for every observation, in a conversation of two
-turns, so that no template is reproduced here.
+A conversation is never tokenized again: sampled tokens stay unchanged, and observations are
+appended. The chat template adds tokens that end the assistant's message and begin its next one.
+They are read from the template for every observation, in a conversation of two turns, so that no
+template is reproduced here.
 """
 
 from collections.abc import Mapping, Sequence

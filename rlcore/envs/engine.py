@@ -58,8 +58,8 @@ _BUSY_S = 0.004
 _CLOSE_S = 20.0
 _FULL_ERRORS = 5
 _MOST_RESTARTS = 16
-"""Number of restarts of an episode that do not count as failures because another episode crashed
-its process."""
+"""Number of restarts that an episode may need because of other episodes' crashes. Further restarts
+count as its own failures."""
 _MOST_FAILURES = 16
 """Number of failed attempts that end the run if no episode has succeeded yet."""
 
@@ -361,7 +361,7 @@ class EpisodeEngine:
         episode.play(task)
 
     def _check(self, task: asyncio.Task) -> None:
-        """Report an unexpected error of an episode's task; poll raises it."""
+        """Report an unexpected error of an episode's task, so that poll raises it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("an episode failed", exc_info=error)
             self._fail(f"--env {self._name}: an episode failed: {error!r}")

@@ -3,8 +3,8 @@
 An environment that raises or times out, or whose process fails, fails its episode with `EnvError`.
 After a time-out the process takes no more environments, and is stopped when the others in it are
 closed. If a process fails, the episodes with a call in progress may have caused it; the others are
-innocent. An episode under suspicion gets a process of its own for its next attempt, so that a
-second crash affects no other episode.
+innocent. An episode that may have caused a failure gets a process of its own for its next attempt,
+so a second crash affects no other episode.
 
 Own code instead of gymnasium's AsyncVectorEnv: no episode waits for the step of another one, 2.33x
 faster where steps take N(10, 10) s (`tools/results/env.json`).

@@ -1,12 +1,12 @@
 """Software tasks in the style of SWE-bench: shell commands in a container, then its tests.
 
 Optional: needs docker. A row of `--data.train` has the fields `image`, `tests` (a command that
-exits with 0 if the task is done) and optionally `workdir`; the prompt is the issue. If a turn has a
+exits with 0 if the task is done) and optionally `workdir`. The prompt is the issue. If a turn has a
 fenced block of bash, the block is run and its output is the observation. If a turn has a line
 `submit`, the episode ends and the tests are its score.
 
-Containers are used only through `Workspace`; the contract test replaces them with a stub. It has
-not been run here with docker.
+Containers are used only through `Workspace`; the contract test replaces them with a stub. This
+environment has not been run with docker.
 
 Own calls of the docker command instead of the package docker: saves the dependency.
 """

@@ -28,9 +28,9 @@ class Call(Struct, frozen=True, kw_only=True):
     prompt: Prompt | None = None
     episode: str = ""
     text: str = ""
-    """Of the turn."""
+    """Text of the turn."""
     tokens: tuple[int, ...] = ()
-    """Of the turn."""
+    """Token ids of the turn."""
 
 
 class Reply(Struct, frozen=True, kw_only=True):

@@ -59,7 +59,7 @@ def _start(start: Start, channel: Channel) -> Any:
 
 def _run(job: Job, reward: Any, run_seed: int) -> Reply:
     """Score one sample. Any exception of the function becomes the reply's error. `random` is seeded
-    by the sample alone, so scores do not depend on earlier samples of this process."""
+    by run seed and sample id, so a score does not depend on earlier samples of this process."""
     pid = os.getpid()
     random.seed(seed.derive(run_seed, "reward", job.sample.id))
     retire, begin = False, time.monotonic()

@@ -2,8 +2,8 @@
 
 A row may have tests of two kinds, or both:
     Python, one statement each, as in MBPP: `assert add(2, 3) == 5`. The program defines what they
-        call; the tests run in a process that the program cannot reach (sandbox/README.md);
-    cases of stdin and stdout: the program is a script, and its output is compared word by word.
+        call. The tests run in a process that the program cannot reach (sandbox/README.md);
+    cases of stdin and stdout. The program is a script, and its output is compared word by word.
 
 Each of the `--reward.workers` slots has its own sandbox and a thread that waits for it.
 """

@@ -8,8 +8,8 @@ runs in one of two ways:
     `score(sample, prompt, text) -> float | RewardResult`. The pool handles deadlines and crashes,
     and kills the processes that a sample leaves behind. It spares the ids in `processes`, an
     optional attribute of the object.
-`serve`: by a `Runner` in the rank's process that does the work elsewhere: in its own worker slots,
-    in one process of its own, or on another machine. The runner enforces its own deadlines.
+`serve`: by a `Runner` in the rank's process. The runner does the work elsewhere: in its own worker
+    slots, in one process of its own, or on another machine. It enforces its own deadlines.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Pool of child processes that score samples with functions: math, exact, user code.
 
-One thread owns the children. A function that loops, raises, exits, forks or exhausts memory affects
-only its own sample: the child is replaced, and the samples queued behind it go to another child.
+One thread owns the children. A function that loops, raises, exits, forks or exhausts memory fails
+only its own sample. The pool replaces the child and gives the samples queued behind to another one.
 
-Children are tied to the thread that starts them (PR_SET_PDEATHSIG works by thread). The thread
+PR_SET_PDEATHSIG ties a child to the thread that started it, not to the process. The thread
 therefore runs as long as the pool.
 
 Own code instead of `concurrent.futures`, where the failure of one child breaks the whole pool.

@@ -1,8 +1,8 @@
-"""The reward service: scores the samples of a rank during the rollout, by one reward or a weighted
-sum of several.
+"""Reward service: scores the samples of a rank during the rollout, by one reward or a weighted sum
+of several.
 
 The caller submits samples and polls for scores, so it never blocks on a score. Each reward has a
-runner (kind.py) that does the work in other processes. A failure affects only its own sample: the
+runner (kind.py) that does the work in other processes. A failure affects only its own sample. The
 sample scores `on_error`, its result carries the error, and the failure is counted by its reason.
 """
 
@@ -33,7 +33,7 @@ _FULL_ERRORS = 5
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Open:
-    """A pending sample, with the results so far by their position in the sum."""
+    """Pending sample, with the results so far by their position in the sum."""
 
     id: RequestId
     since: float
@@ -44,7 +44,7 @@ class _Open:
 
 class RewardService:
     """Reward service of one rank; see the module docstring. `submit`, `poll` and `cancel` are
-    called from one thread. No method except `poll`, up to its timeout, and `close` blocks."""
+    called from one thread. Only `poll` (up to `timeout_s`) and `close` may block."""
 
     def __init__(
         self,
@@ -268,8 +268,8 @@ class RewardService:
         )
 
     def _tell(self, part: int, id: str, result: RewardResult, printed: str, count: int) -> None:
-        """Log a failed sample. After `_FULL_ERRORS` errors of one kind, log only at powers of
-        two."""
+        """Log a failed sample. After `_FULL_ERRORS` errors of one kind, log only if their count is
+        a power of two."""
         if count > _FULL_ERRORS and count & (count - 1):
             return
         nth = f" ({count} samples so far)" if count > _FULL_ERRORS else ""

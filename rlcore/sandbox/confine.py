@@ -134,8 +134,8 @@ def adopt_orphans() -> None:
 
 
 class PidNamespaces:
-    """Gives the next child its own pid namespace. The child is process 1 there, so all its
-    descendants are killed when it exits. Needs CAP_SYS_ADMIN, and a process with one thread."""
+    """Handle that gives the next child its own pid namespace. The child is process 1 there, so all
+    its descendants are killed when it exits. Needs CAP_SYS_ADMIN, and a process with one thread."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)

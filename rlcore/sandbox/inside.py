@@ -209,7 +209,7 @@ class Zygote:
             if name.isdigit():
                 try:
                     fd = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self._proc)
-                except OSError:  # it has just ended
+                except OSError:  # it has just exited
                     continue
                 try:
                     fields = os.read(fd, 4096).rpartition(b") ")[2].split()
@@ -247,7 +247,7 @@ def _child(settings: Settings, order: Order, fds: list[int], filter: bytes) -> N
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # closed by the program, or the reader has gone
+            except (OSError, ValueError):  # closed by the program or by the reader
                 continue
         os._exit(status & 0xFF)
 
@@ -256,7 +256,7 @@ def _arrange(fds: list[int]) -> str:
     """Move the descriptors to their numbers, close all others, and read the source."""
     with open(fds[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "surrogatepass")
-    spare = [os.dup(fd) for fd in fds[1:]]  # dup returns numbers above the targets, as fds are
+    spare = [os.dup(fd) for fd in fds[1:]]  # above the target numbers, as fds are
     for place, fd in enumerate(spare):
         os.dup2(fd, place)
     confine.close_from(len(spare))

@@ -121,8 +121,8 @@ def spread(num_layers: int) -> list[int]:
     """Return the layers in the order in which they are evicted. For any number of evicted layers
     the evicted ones are spread evenly, and the next eviction moves no other layer.
 
-    Differs from RollPacker, where the first layers stay and all others stream: there a copy
-    overlaps with one layer's computation, here also with that of the resident layers before it.
+    Differs from RollPacker, where the first layers stay and all others stream. There a copy
+    overlaps with one layer's computation; here also with that of the resident layers before it.
     """
     bits = max(1, (num_layers - 1).bit_length())
     return sorted(range(num_layers), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
