@@ -236,8 +236,8 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Deny the file system outside of these folders, TCP, and signals to other programs, as far as
-    the kernel's Landlock supports it. https://docs.kernel.org/userspace-api/landlock.html"""
+    """Deny TCP, signals to other programs, and all files outside of these folders, as far as the
+    kernel's Landlock supports it. https://docs.kernel.org/userspace-api/landlock.html"""
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network = 3 if version >= 4 else 0
