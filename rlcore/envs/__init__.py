@@ -1,1 +1,1 @@
-"""Environments: episodes of several turns in the place of responses. README.md has the whole."""
+"""Environments: multi-turn episodes instead of single responses. See README.md."""

@@ -1,10 +1,10 @@
-"""ALFWorld's households as text. Optional: needs the package alfworld and its games.
+"""ALFWorld's household tasks as text. Optional: needs the package alfworld and its games.
 
-A row of `--data.train` has the path of a game (`game.tw-pddl`) in its field `game`, and as its
-prompt what is to be said before the first room. The score is 1 where the task is done.
+A row of `--data.train` has the path of a game (`game.tw-pddl`) in its field `game`; its prompt is
+the text before the first room. The score is 1 if the task is done.
 
-The package is asked for one game through `Game`; the contract test has a stub in its place. With
-the real one this has not been run here.
+The package is used only through `Game`; the contract test replaces it with a stub. This environment
+has not been run with the real package.
 """
 
 import importlib.util
@@ -20,20 +20,20 @@ from rlcore.envs.kind import Kind
 
 
 class Game(Protocol):
-    """One game, from its start."""
+    """Interface of one game."""
 
     def reset(self) -> tuple[str, Sequence[str]]:
-        """What there is to see, and the commands that can be given."""
+        """Start the game. Returns the observation and the admissible commands."""
 
     def step(self, command: str) -> tuple[str, bool, bool, Sequence[str]]:
-        """What there is to see then, over, won, commands."""
+        """Run a command. Returns observation, over, won, admissible commands."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlfworldConfig(EnvConfig):
-    """Of --env alfworld."""
+    """Section of `--env alfworld`."""
 
     max_turns: int = 50
     show_commands: bool = True
@@ -41,7 +41,8 @@ class AlfworldConfig(EnvConfig):
 
 
 class Alfworld(gymnasium.Env[str, str]):
-    """The command is what follows the last `action:` of a turn, else its last line."""
+    """Environment over one ALFWorld game. The command is the text after the last `action:` of a
+    turn, or else its last line."""
 
     observation_space = action_space = Text(max_length=1 << 20, min_length=0)
 
@@ -52,7 +53,7 @@ class Alfworld(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """The first room. ValueError for a row without a game."""
+        """Start the game and return its first room. Raises ValueError if the row has no game."""
         super().reset(seed=seed)
         path = (options or {}).get("game")
         if not path:
@@ -62,13 +63,13 @@ class Alfworld(gymnasium.Env[str, str]):
         return self._shown(*self._game.reset()), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """One command; what the game does not know it answers itself."""
+        """Run one command; the game itself answers an unknown one."""
         assert self._game is not None, "reset comes first"
         seen, over, won, commands = self._game.step(command_of(action))
         return self._shown(seen, commands), float(won), over, False, {"success": float(won)}
 
     def close(self) -> None:
-        """End the game."""
+        """Close the game."""
         if self._game is not None:
             self._game.close()
             self._game = None
@@ -79,14 +80,14 @@ class Alfworld(gymnasium.Env[str, str]):
 
 
 def command_of(text: str) -> str:
-    """`Think. Action: Go to desk 1` is `go to desk 1`."""
+    """Extract the command of a turn: `Think. Action: Go to desk 1` becomes `go to desk 1`."""
     _, found, after = text.lower().rpartition("action:")
     lines = (after if found else text.lower()).strip().splitlines() or [""]
     return (lines[0] if found else lines[-1]).strip().rstrip(".")
 
 
 class TextWorldGame:
-    """A game of the package, alone in its batch."""
+    """`Game` of the package alfworld, in a batch of one."""
 
     def __init__(self, path: str) -> None:
         import textworld
@@ -103,17 +104,17 @@ class TextWorldGame:
         self._env = textworld.gym.make(name)
 
     def reset(self) -> tuple[str, Sequence[str]]:
-        """As `Game`'s."""
+        """See `Game`."""
         seen, infos = self._env.reset()
         return seen[0], infos["admissible_commands"][0]
 
     def step(self, command: str) -> tuple[str, bool, bool, Sequence[str]]:
-        """As `Game`'s."""
+        """See `Game`."""
         seen, _, over, infos = self._env.step([command])
         return seen[0], bool(over[0]), bool(infos["won"][0]), infos["admissible_commands"][0]
 
     def close(self) -> None:
-        """As `Game`'s."""
+        """See `Game`."""
         self._env.close()
 
 

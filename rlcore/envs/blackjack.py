@@ -1,4 +1,4 @@
-"""gymnasium's Blackjack as text: the hand after every card, hit or stick a turn.
+"""gymnasium's Blackjack as text. An observation is the hand after a card; a turn is hit or stick.
 
 The prompt is the first hand (`rlcore/data/cards_task.py`); the score is 1 for a win, 0 for a draw,
 -1 for a loss.
@@ -21,14 +21,14 @@ _ACTION = re.compile(r"\b(hit|stick|stand|h|s)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class BlackjackConfig(EnvConfig):
-    """Of --env blackjack."""
+    """Section of `--env blackjack`."""
 
     TASK: ClassVar[str] = cards_task.NAME
 
 
 class Blackjack(gymnasium.Env[str, str]):
-    """The last hit or stick in a turn, or its first letter, is the action; a turn without one
-    changes nothing."""
+    """Blackjack environment. The last hit or stick in a turn, or its first letter, is the action; a
+    turn without one changes nothing."""
 
     observation_space = Text(max_length=1 << 8, min_length=0, charset=cards_task.CHARS)
     action_space = Text(max_length=1 << 20, min_length=0)
@@ -39,16 +39,17 @@ class Blackjack(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """`options["game"]` is the seed of the cards, whose first hand the prompt shows; without
-        one `seed` is, and the hand is to be read."""
+        """Deal the first hand. `options["game"]` is the seed of the cards whose first hand the
+        prompt shows. Without it, `seed` is the seed of the cards, and the hand is returned as the
+        observation."""
         super().reset(seed=seed)
         game = (options or {}).get("game")
         seen, _ = self._table.reset(seed=seed if game is None else int(game))
         return cards_task.hand(seen) if game is None else "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """A card, or the dealer's. The info says whether it was an action (`valid`) and, at the
-        end, whether it was a win (`success`)."""
+        """Play one action. The info says whether the turn had one (`valid`) and, at the end,
+        whether the game is won (`success`)."""
         found = _ACTION.findall(action)
         if not found:
             seen = cards_task.hand(self._table._get_obs())

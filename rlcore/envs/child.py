@@ -1,9 +1,9 @@
-"""The process that runs environments: calls in, one reply each, as they are done.
+"""Child process that runs environments: receives calls and sends one reply per call.
 
     python -m rlcore.envs.child FD PARENT
 
-Started by `pool.Pool` only; it dies with its parent. Every environment has a thread while it works,
-so that one that waits keeps nobody. No torch here: it must start fast.
+Only `pool.Pool` starts it; it exits with its parent. Each call runs in its own thread, so a waiting
+environment delays no other. It does not import torch, so that it starts fast.
 """
 
 import os
@@ -31,7 +31,7 @@ _THREADS = 4096
 
 @dataclass(slots=True)
 class _Place:
-    """Of an environment; its calls come one after the other."""
+    """Slot of one environment. Calls of one environment run one after another."""
 
     env: TextEnv | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -40,7 +40,8 @@ class _Place:
     def reset(
         self, make: Callable[[], TextEnv], seed: int, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Make the environment and begin. RuntimeError where it was closed before."""
+        """Create the environment and reset it. Raises RuntimeError if the slot was closed
+        before."""
         with self.lock:
             if self.is_closed:
                 raise RuntimeError("it was closed before it began")
@@ -48,7 +49,8 @@ class _Place:
             return self.env.reset(seed=seed, options=options)
 
     def close(self) -> None:
-        """Close the environment, after the step that it may be at; it is not made later either."""
+        """Close the environment after its current step. An environment that is not created yet is
+        never created."""
         with self.lock:
             self.is_closed = True
             if self.env is not None:
@@ -59,8 +61,8 @@ _CLOSED = _Place(is_closed=True)
 
 
 class Host:
-    """The environments of this process, by their keys. Calls of one environment come one after the
-    other; those of different ones run beside each other."""
+    """Environments of this process, by key. Calls of one environment run one after another; those
+    of different environments run concurrently."""
 
     def __init__(self, kind: Kind, config: Any, channel: Channel) -> None:
         self._kind, self._config, self._channel = kind, config, channel
@@ -69,14 +71,14 @@ class Host:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="env")
 
     def take(self, call: Call) -> None:
-        """Do it in a thread. An environment has its place before it is made: it may be closed
-        meanwhile."""
+        """Run a call in a thread. The slot exists before the environment does, so that it can be
+        closed meanwhile."""
         if call.what == "reset":
             self._envs[call.key] = _Place()
         self._threads.submit(self._run, call)
 
     def send(self, reply: Reply) -> None:
-        """Whole replies, whoever sends."""
+        """Send a reply. The lock keeps replies of different threads apart."""
         data = frame(reply)
         with self._lock:
             self._channel.send(data)
@@ -133,12 +135,13 @@ def main() -> None:
 
 
 def _start(start: Start, channel: Channel) -> Host:
-    """Load the environment and say so; what cannot be loaded is the end of this process."""
+    """Load the environment and report it to the parent. Exits the process if it cannot be
+    loaded."""
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.env)
         host = Host(kind, msgspec.convert(start.config, kind.config), channel)
-        kind.make(host._config).close()  # what is missing is found now
+        kind.make(host._config).close()  # finds missing dependencies now
     except BaseException as error:
         traceback.print_exc()
         channel.send(frame(Reply(number=READY, error=sentence(error))))

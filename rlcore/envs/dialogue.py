@@ -1,9 +1,9 @@
-"""What the policy reads between its turns, as tokens to append.
+"""Conversion of observations to the tokens that are appended between turns of the policy.
 
-A conversation is never tokenised again: what was sampled stays as it was sampled, and what an
-environment shows comes after it, between the tokens that end the assistant's message and begin its
-next one. These are read off the chat template once for every observation, in a conversation of two
-turns, so that no template has to be reproduced here.
+A conversation is never tokenized again: sampled tokens stay unchanged, and observations are
+appended. The chat template adds tokens that end the assistant's message and begin its next one.
+They are read from the template for every observation, in a conversation of two turns, so that no
+template is reproduced here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from rlcore.envs.pool import EnvError
 from rlcore.utils.errors import ConfigError
 
 _TURN = "\u2766turn\u2766"
-"""Stands for the assistant's turn in the template."""
+"""Placeholder for the assistant's turn in the template."""
 
 
 class Texts(Protocol):
-    """What this needs of a tokenizer; `hf.tokenizer.Tokenizer` is one."""
+    """Tokenizer methods used here; `hf.tokenizer.Tokenizer` has them."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -28,18 +28,20 @@ class Texts(Protocol):
 
 
 class Dialogue:
-    """How observations become tokens."""
+    """Converter from observations to tokens."""
 
     def __init__(self, tokenizer: Texts, *, is_chat: bool, num_tokens: int = 2**31) -> None:
-        """`is_chat`: an observation is a message of the user; else it is taken as it is.
-        `num_tokens`: of the model's vocabulary."""
+        """Store the settings. `is_chat`: an observation is a user message; otherwise it is used
+        unchanged. `num_tokens`: size of the model's vocabulary."""
         self._tokenizer, self._is_chat, self._num_tokens = tokenizer, is_chat, num_tokens
 
     def observation(self, seen: Seen, last: int) -> list[int]:
-        """Tokens to append behind a turn that ended with the token `last`. An end that was sampled
-        already is not repeated. Token ids are taken as they are, text of the environment can hold
-        no special token. ValueError where the template does not show the turn as it is; EnvError
-        for ids that the model does not have."""
+        """Return the tokens to append after a turn that ended with the token `last`.
+
+        An end token that was already sampled is not repeated. Token ids are used unchanged; text of
+        the environment cannot contain special tokens. Raises ValueError if the template does not
+        show the turn unchanged, and EnvError for ids outside of the vocabulary.
+        """
         if not isinstance(seen, str):
             if strange := [i for i in seen if not 0 <= i < self._num_tokens]:
                 raise EnvError(

@@ -1,9 +1,10 @@
-"""An engine whose responses are episodes: `Engine` outside, environments and another engine inside.
+"""Engine whose responses are episodes: it implements `Engine` over environments and an inner
+engine.
 
-The controller and its agents know nothing of environments: a request is an episode, and its sample
-has all turns and observations. Inside, every episode is an asyncio task (`episode.py`) in a thread
-of its own loop; turns go to the inner engine as requests, so that an episode that waits for its
-environment takes no decode slot. The inner engine is called from the caller's thread alone.
+The controller and the rollout workers know nothing of environments: a request is an episode, and
+its sample has all turns and observations. Each episode is an asyncio task (`episode.py`) in the
+event loop of a separate thread. Turns go to the inner engine as requests, so an episode that waits
+for its environment takes no decode slot. Only the caller's thread calls the inner engine.
 
     caller's thread   submit, abort, poll --- turns ---> inner engine
                           |          ^
@@ -11,8 +12,8 @@ environment takes no decode slot. The inner engine is called from the caller's t
                           v          |
     loop's thread     one task an episode <--- frames ---> processes of environments (`pool.py`)
 
-What this keeps of an episode that the engine lets go of (abort, a push with release, its death) is
-nothing: it begins anew elsewhere, as its environment cannot move.
+If the inner engine releases an episode (abort, a weight update with release, or a failure), nothing
+of it is kept. It restarts from the prompt on another engine, because its environment cannot move.
 """
 
 import asyncio
@@ -53,69 +54,70 @@ from rlcore.utils.log import log
 from rlcore.utils.seed import derive
 
 _BUSY_S = 0.004
-"""The inner engine is left this often for turns that have come meanwhile."""
+"""Longest poll of the inner engine, in seconds, while episodes may ask for new turns."""
 _CLOSE_S = 20.0
 _FULL_ERRORS = 5
 _MOST_RESTARTS = 16
-"""Times that an episode is begun anew since its process died of another one."""
+"""Number of restarts that an episode may need because of other episodes' crashes. Further restarts
+count as its own failures."""
 _MOST_FAILURES = 16
-"""Attempts that may fail before the first episode of the run ends well."""
+"""Number of failed attempts that end the run if no episode has succeeded yet."""
 
 
 class Outcome(NamedTuple):
-    """What an episode has come to, for its reward."""
+    """Outcome of an episode, for its reward."""
 
     score: float
     text: str
-    """Of its last turn."""
+    """Text of the last turn."""
     details: dict[str, float]
     error: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """An episode from submission to its end; fields are the loop's unless said."""
+    """Episode from submission to end. The loop's thread owns all fields, unless noted."""
 
     request: Request
     prompt: Prompt
     so_far: Transcript
     task: asyncio.Task | None = None
     turn: RequestId = ""
-    """Of the caller's thread: the request that the inner engine has for it."""
+    """Id of the turn that the inner engine is generating. Owned by the caller's thread."""
     length: int = 0
-    """Of the caller's thread: tokens that there are at the end of the last turn."""
+    """Number of tokens at the end of the last turn. Owned by the caller's thread."""
     is_aborted: bool = False
-    """Of the caller's thread."""
+    """Whether the episode is aborted. Owned by the caller's thread."""
 
     def play(self, task: asyncio.Task) -> None:
-        """Be played by this task. On the loop."""
+        """Record the task that plays the episode. Called in the loop's thread."""
         self.task = task
 
     def attempt(self) -> Transcript:
-        """Begin anew, with nothing said. On the loop."""
+        """Start a new attempt with an empty transcript. Called in the loop's thread."""
         self.so_far = Transcript(self.request.id, self.so_far.prompt)
         return self.so_far
 
     def ask(self, turn: RequestId) -> None:
-        """Wait for a turn of the inner engine. In the caller's thread."""
+        """Record the turn that the inner engine generates. Called in the caller's thread."""
         self.turn = turn
 
     def end_turn(self) -> None:
-        """Wait for no turn. In the caller's thread."""
+        """Clear the turn in progress. Called in the caller's thread."""
         self.turn = ""
 
     def lengthen(self, turn: Sample) -> int:
-        """Count the tokens of a turn. Returns how many there are then. In the caller's thread."""
+        """Add the tokens of a turn and return the new length. Called in the caller's thread."""
         self.length = len(self.so_far.tokens) + len(turn.tokens)
         return self.length
 
     def abort(self) -> None:
-        """Take no further turns. In the caller's thread."""
+        """Mark the episode as aborted. Called in the caller's thread."""
         self.is_aborted = True
 
 
 class EpisodeEngine:
-    """See the module. `protocols.Engine`."""
+    """`protocols.Engine` whose responses are episodes; see the module docstring."""
 
     def __init__(
         self,
@@ -131,32 +133,33 @@ class EpisodeEngine:
         barrier: bool = False,
         log_file: Path | None = None,
     ) -> None:
-        """
+        """Start the loop's thread.
+
         Args:
-            name: the selector of `kind`.
-            prompt_of: the row behind a group, asked when its requests are submitted.
-            seed: an environment is reset with a seed that is derived from this and its row: all of
-                a group begin alike.
-            barrier: all episodes take their turns together.
+            name: selector of `kind`.
+            prompt_of: returns the row of a group; called when its requests are submitted.
+            seed: base of the environments' seeds. An environment's seed is derived from this and
+                its row, so all episodes of a group begin alike.
+            barrier: submit the turns of all episodes together.
         """
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
         self._seed, self._barrier = seed, barrier
         self.outcomes: dict[RequestId, Outcome] = {}
-        """Of finished episodes, until somebody takes them."""
-        # the caller's
+        """Outcomes of finished episodes, until the scorer takes them."""
+        # used by the caller's thread only
         self._episodes: dict[RequestId, _Episode] = {}
         self._turns: dict[RequestId, _Episode] = {}
         self._held: list[tuple[_Episode, Request]] = []
-        """Turns that wait for the others, with `barrier`."""
+        """With `barrier`: turns that wait for the turns of the other episodes."""
         self._closed = False
-        # shared, under the lock
+        # shared, guarded by the lock
         self._changed = threading.Condition()
         self._asked: deque[tuple[_Episode, Request]] = deque()
         self._ended: deque[tuple[_Episode, Sample, Outcome]] = deque()
         self._counts: defaultdict[str, float] = defaultdict(int)
         self._failure = ""
-        # the loop's
+        # used by the loop's thread only
         self._waiting: dict[_Episode, asyncio.Future[Sample]] = {}
         self._errors: Counter[str] = Counter()
         self._ended_well = False
@@ -172,7 +175,7 @@ class EpisodeEngine:
     # ---- requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin episodes. What they had as parts of others (`Request.resume`) is not used."""
+        """Start episodes. Partial responses from other engines (`Request.resume`) are ignored."""
         for request in requests:
             if request.id in self._episodes:
                 raise ValueError(f"request {request.id}: is already here; ids are used once")
@@ -186,7 +189,7 @@ class EpisodeEngine:
             self._loop.call_soon_threadsafe(self._begin, episode)
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Stop episodes; each comes back as `Aborted` with an empty sample."""
+        """Abort episodes; each is returned as `Aborted` with an empty sample."""
         turns = []
         for episode in [self._episodes[i] for i in ids if i in self._episodes]:
             episode.abort()
@@ -197,8 +200,8 @@ class EpisodeEngine:
             self._inner.abort(turns)
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Events of episodes; `Progress` whenever one has had a turn. RuntimeError where no
-        environment can run."""
+        """Return the events of episodes, with `Progress` after every turn. Raises RuntimeError if
+        no environment can run."""
         self._hand_over()
         if self._turns:
             waits = len(self._turns) < len(self._episodes)
@@ -227,7 +230,7 @@ class EpisodeEngine:
     # ---- the caller's thread
 
     def _hand_over(self) -> None:
-        """Turns that episodes have asked for go to the inner engine."""
+        """Submit the turns that episodes have requested to the inner engine."""
         with self._changed:
             asked, self._asked = list(self._asked), deque()
         self._held += [(e, r) for e, r in asked if not e.is_aborted]
@@ -272,14 +275,14 @@ class EpisodeEngine:
         return [event]
 
     def _turn_ended(self, turn: RequestId, sample: Sample | None) -> list[AnyEvent]:
-        """The inner engine is through with it; without a sample it was aborted."""
+        """Handle the end of a turn. `sample` is None if the inner engine aborted it."""
         episode = self._turns.pop(turn, None)
         if episode is None:
             return []
         episode.end_turn()
         if episode.is_aborted:
-            return []  # it is gone when the next poll looks
-        if sample is None:  # not by us: the engine lets go of everything
+            return []  # the next poll reports it as aborted
+        if sample is None:  # not requested here: the engine releases all requests
             episode.abort()
             self._loop.call_soon_threadsafe(self._cancel, episode)
             return []
@@ -288,7 +291,7 @@ class EpisodeEngine:
         return [Progress(ids=(episode.request.id,), lengths=(length,))]
 
     def _aborted(self) -> list[AnyEvent]:
-        """Those of which the inner engine has nothing any more."""
+        """Report the aborted episodes that have no turn left in the inner engine."""
         gone = [e for e in self._episodes.values() if e.is_aborted and not e.turn]
         out: list[AnyEvent] = []
         for episode in gone:
@@ -319,9 +322,9 @@ class EpisodeEngine:
         return out
 
     def _drop_all(self) -> None:
-        """The inner engine has nothing any more."""
+        """Drop all episodes after the inner engine has lost its requests."""
         for episode in self._episodes.values():
-            episode.abort()  # its task may just be asking for another turn
+            episode.abort()  # its task may be requesting another turn
             self._loop.call_soon_threadsafe(self._cancel, episode)
         self._episodes.clear()
         self._turns.clear()
@@ -335,7 +338,7 @@ class EpisodeEngine:
     def _main(self, log_file: Path | None, started: threading.Event) -> None:
         try:
             asyncio.run(self._run(log_file, started))
-        except Exception as error:  # a thread's end must not be silent: poll raises it
+        except Exception as error:  # a failed thread must not be silent: poll raises the error
             log.exception("env %s: its thread failed", self._name)
             self._fail(f"--env {self._name}: its thread failed: {error!r}")
         finally:
@@ -358,7 +361,7 @@ class EpisodeEngine:
         episode.play(task)
 
     def _check(self, task: asyncio.Task) -> None:
-        """An error of ours must not be silent: poll raises it."""
+        """Report an unexpected error of an episode's task, so that poll raises it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("an episode failed", exc_info=error)
             self._fail(f"--env {self._name}: an episode failed: {error!r}")
@@ -378,7 +381,7 @@ class EpisodeEngine:
             future.set_result(sample)
 
     async def _live(self, episode: _Episode) -> None:
-        """An episode with all its attempts."""
+        """Run an episode with all its attempts."""
         failures = 0
         async with self._slots:
             for attempt in itertools.count():
@@ -465,7 +468,7 @@ class EpisodeEngine:
     # ---- the rest of an engine
 
     def pause(self, mode: PauseMode) -> None:
-        """Environments go on, turns do not."""
+        """Pause the inner engine; environments continue."""
         if mode == "abort":
             self.abort(list(self._episodes))
         self._inner.pause(mode)
@@ -496,15 +499,15 @@ class EpisodeEngine:
 
     @property
     def failure(self) -> str:
-        """Why the inner engine has failed; empty while it works."""
+        """Error of the inner engine; empty while it works."""
         return self._inner.failure
 
     def fail(self, reason: str) -> None:
-        """End the inner engine; its `Down` comes by `poll`."""
+        """Make the inner engine fail; its `Down` event follows by `poll`."""
         self._inner.fail(reason)
 
     def restart(self) -> None:
-        """Start the inner engine again, without episodes."""
+        """Restart the inner engine without episodes."""
         self._drop_all()
         self._inner.restart()
 
@@ -512,7 +515,7 @@ class EpisodeEngine:
         return self._inner.is_starting(timeout_s)
 
     def close(self) -> None:
-        """End the inner engine, the episodes and their environments. Safe to call twice."""
+        """Stop the inner engine, the episodes and their environments. Idempotent."""
         if self._closed:
             return
         self._closed = True

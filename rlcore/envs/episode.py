@@ -1,9 +1,10 @@
-"""One episode: an environment and a policy in turns, as a coroutine. ROLL Flash's EnvManager.
+"""One episode as a coroutine: an environment and a policy take turns, as in ROLL Flash's
+EnvManager.
 
-    prompt, [what reset shows], turn, observation, turn, observation, ..., turn
+    prompt, [observation of reset], turn, observation, turn, observation, ..., turn
 
-Tokens are only ever appended. What the policy sampled has its log-prob and policy version, what the
-environment showed has the version -1 and is not trained.
+Tokens are only appended. Sampled tokens have a log-prob and a policy version. Observed tokens have
+version -1 and are not trained.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,11 +20,11 @@ from rlcore.envs.pool import Place
 from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling, turn_of
 
 Policy = Callable[[Request], Awaitable[Sample]]
-"""Samples one turn."""
+"""Function that samples one turn."""
 
 
 class Limits(NamedTuple):
-    """Of an episode; `EnvConfig` says what each is."""
+    """Limits of an episode; see `EnvConfig` for their meaning."""
 
     max_turns: int
     turn_tokens: int
@@ -31,7 +32,7 @@ class Limits(NamedTuple):
 
 @dataclass(slots=True)
 class Transcript:
-    """The tokens of an episode so far, and what it has come to."""
+    """Tokens of an episode so far, with its score and statistics."""
 
     id: RequestId
     prompt: np.ndarray  # [P] int32
@@ -41,15 +42,15 @@ class Transcript:
     num_turns: int = 0
     score: float = 0.0
     text: str = ""
-    """Of the last turn."""
+    """Text of the last turn."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Of the environment's last info."""
+    """Numbers of the environment's last info."""
     env_s: float = 0.0
     num_calls: int = 0
 
     @property
     def last(self) -> int:
-        """The newest token."""
+        """Last token of the episode, or of the prompt if there is none."""
         return self.tokens[-1] if self.tokens else int(self.prompt[-1])
 
     @property
@@ -57,7 +58,7 @@ class Transcript:
         return sum(v >= 0 for v in self.versions)
 
     def sampled(self, turn: Sample, text: str) -> None:
-        """The policy had a turn, which says `text`."""
+        """Append a turn of the policy; `text` is its decoded text."""
         self.tokens += turn.tokens.tolist()
         self.logps += turn.logps.tolist()
         self.versions += turn.versions.tolist()
@@ -65,13 +66,13 @@ class Transcript:
         self.text = text
 
     def observed(self, tokens: list[int]) -> None:
-        """The environment showed this."""
+        """Append an observation of the environment."""
         self.tokens += tokens
         self.logps += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
     def answered(self, step: Step) -> None:
-        """The environment has answered a call."""
+        """Add the result of a call to the environment."""
         self.env_s += step.seconds
         self.num_calls += 1
         self.score += step.reward
@@ -79,11 +80,11 @@ class Transcript:
             self.numbers = step.numbers
 
     def context(self) -> np.ndarray:
-        """[P + R] all that the policy reads."""
+        """Return [P + R], prompt and response tokens: the input of the policy."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
 
     def sample(self, finish: Finish) -> Sample:
-        """The episode as one response."""
+        """Return the episode as one response."""
         return Sample(
             id=self.id,
             prompt=self.prompt,
@@ -107,8 +108,8 @@ async def play(
     seed: int,
     name: RequestId,
 ) -> Finish:
-    """Play an episode to its end, which `so_far` then has. `name` is that of its first turn: the
-    sampler's random numbers hang on it. Returns `length` where a limit cut it. Raises EnvError."""
+    """Play an episode to its end and record it in `so_far`. `name` is the base of the turn ids,
+    which seed the sampling. Returns `length` if a limit ended it, else `stop`. Raises EnvError."""
 
     def room() -> int:
         return sampling.max_tokens - len(so_far.tokens)

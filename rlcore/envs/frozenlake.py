@@ -1,4 +1,5 @@
-"""gymnasium's FrozenLake as text: the board after every move, one of left, down, right, up a turn.
+"""gymnasium's FrozenLake as text. An observation is the board after a move; a turn is one of left,
+down, right, up.
 
 The prompt is the first board (`rlcore/data/lake_task.py`); the score is 1 at the goal.
 """
@@ -21,7 +22,7 @@ _EMPTY = ("SF", "FG")
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenLakeConfig(EnvConfig):
-    """Of --env frozenlake."""
+    """Section of `--env frozenlake`."""
 
     TASK: ClassVar[str] = lake_task.NAME
     max_turns: int = 10
@@ -30,8 +31,8 @@ class FrozenLakeConfig(EnvConfig):
 
 
 class FrozenLake(gymnasium.Env[str, str]):
-    """The last word of a turn that is a direction, or the letter of one, is the move; a turn
-    without one moves nothing."""
+    """FrozenLake environment. The last direction in a turn, as a word or its first letter, is the
+    move; a turn without one moves nothing."""
 
     observation_space = Text(max_length=1 << 12, charset=lake_task.CHARS)
     action_space = Text(max_length=1 << 20, min_length=0)
@@ -44,8 +45,9 @@ class FrozenLake(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """`options["desc"]` is the map, which the prompt shows; without one there is a small one to
-        be read. ValueError for a map that is none."""
+        """Start a game. `options["desc"]` is the map that the prompt shows; without it a small
+        default map is used and returned as the observation. Raises ValueError if the map is
+        invalid."""
         super().reset(seed=seed)
         given = (options or {}).get("desc")
         self._desc = list(given or _EMPTY)
@@ -56,7 +58,8 @@ class FrozenLake(gymnasium.Env[str, str]):
         return "" if given else self._board(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """One move. The info says whether it was one (`valid`), and `success` at the end."""
+        """Make one move. The info says whether the turn had one (`valid`), and `success` at the
+        end."""
         assert self._lake is not None, "reset comes first"
         found = _ACTION.findall(action)
         if not found:

@@ -1,9 +1,9 @@
-"""What a kind of environment is: its section, and how one is made.
+"""Interface of an environment kind: its config section, and how an environment is created.
 
-A module of `envs/` has one `KIND`, and `registry.ENVS` names the module. An environment has
-gymnasium's interface, on text: `step` gets what the policy wrote in its turn, `reset` and `step`
-give what it reads next, as text or as token ids. It runs in a process of its own (child.py), where
-it may block, raise, crash or loop: that costs its episode.
+Each environment module in `envs/` defines one `KIND`; `registry.ENVS` names the module. An
+environment has gymnasium's interface, on text: `step` takes the text that the policy wrote in its
+turn. `reset` and `step` return the next observation, as text or as token ids. It runs in a child
+process (child.py), where it may block, raise, crash or loop: this fails only its episode.
 """
 
 import math
@@ -13,43 +13,43 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from rlcore.config.schema import EnvConfig
 
 Seen = str | Sequence[int]
-"""What an environment shows: text, or token ids that are taken as they are."""
+"""Observation: text, or token ids that are used unchanged."""
 _MOST_NUMBERS, _NAME_CHARS = 16, 40
 
 
 @runtime_checkable
 class TextEnv(Protocol):
-    """gymnasium's interface, of one episode."""
+    """gymnasium's interface on text, for one episode."""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Seen, dict[str, Any]]:
-        """Begin. `options` have the row of the data as `prompt`, `answer` and its other fields, and
-        the episode's name as `episode`. The policy has read the prompt; what is returned comes
-        after it, and is mostly empty."""
+        """Begin the episode. `options` has the row of the data as `prompt`, `answer` and its other
+        fields, and the episode's name as `episode`. The policy has read the prompt; the returned
+        observation follows it and is mostly empty."""
 
     def step(self, action: Any) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
-        """`action` is the text of the turn without special tokens, or, where the class says
-        `wants_tokens = True`, its token ids. Numbers of the last `info` of an episode are shown as
+        """Take one turn. `action` is its text without special tokens, or its token ids if the class
+        sets `wants_tokens = True`. Numbers in the last `info` of an episode are shown as
         `env/<name>`."""
 
     def close(self) -> None:
-        """The episode is over."""
+        """Close the environment at the end of the episode."""
 
 
 class Kind(NamedTuple):
-    """See the module."""
+    """Environment kind; see the module docstring."""
 
     config: type[EnvConfig]
     make: Callable[[Any], TextEnv]
-    """From the section to an environment, for every episode."""
+    """Function from the section to a new environment, called for every episode."""
     scored_by: Literal["env", "reward"] = "env"
-    """`env`: an episode scores the sum of the environment's rewards. `reward`: that, and what
-    `--reward` gives for the text of the last turn."""
+    """Source of an episode's score. `env`: the sum of the environment's rewards. `reward`: that sum
+    plus the score of `--reward` for the text of the last turn."""
 
 
 class Step(NamedTuple):
-    """What an environment answered, checked."""
+    """Checked result of a call to an environment."""
 
     seen: Seen
     reward: float
@@ -59,8 +59,8 @@ class Step(NamedTuple):
 
 
 def checked(seen: Any, reward: Any, info: Any) -> tuple[str | list[int], float, dict[str, float]]:
-    """Observation, reward and the numbers of an info. TypeError or ValueError in one sentence for
-    what is none."""
+    """Check an observation, a reward and the numbers of an info. Raises TypeError or ValueError if
+    one is invalid."""
     if not isinstance(seen, str):
         if not isinstance(seen, Sequence) and not hasattr(seen, "tolist"):
             raise TypeError(

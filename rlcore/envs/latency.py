@@ -1,8 +1,8 @@
-"""An environment that takes its time, for experiments: every step lasts max(0, N(mean, std)), some
-last longer (fail-slow), some for ever (fail-stop). ROLL Flash's simulated latency.
+"""Environment with simulated latency, for experiments, as in ROLL Flash. Every step takes max(0,
+N(mean, std)) seconds; some steps take longer (fail-slow), some never end (fail-stop).
 
-It goes around the rows of any data set: the turns before the last are answered with a text, the
-last one is scored by `--reward`.
+It works with the rows of any data set. Turns before the last get a fixed answer; `--reward` scores
+the last turn.
 """
 
 import time
@@ -22,7 +22,7 @@ _FOR_EVER_S = 1e7
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyConfig(EnvConfig):
-    """Of --env latency."""
+    """Section of `--env latency`."""
 
     turns: Annotated[int, at_least(1)] = 4
     """Of an episode."""
@@ -37,14 +37,14 @@ class LatencyConfig(EnvConfig):
     """What a step shows."""
 
     def problems(self) -> list[str]:
-        """As `EnvConfig.problems`."""
+        """See `EnvConfig.problems`."""
         if self.turns <= self.max_turns:
             return []
         return [f"--env.turns {self.turns}: must be at most env.max_turns {self.max_turns}"]
 
 
 class Latency(gymnasium.Env[str, str]):
-    """The times of an episode hang on its seed and its name alone."""
+    """Environment that sleeps. Its latencies depend only on the episode's seed and name."""
 
     observation_space = action_space = Text(max_length=1 << 20, min_length=0)
 
@@ -55,21 +55,21 @@ class Latency(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Takes no time."""
+        """Start an episode without delay."""
         super().reset(seed=seed)
         self._random = rng(seed or 0, "latency", (options or {}).get("episode", ""))
         self._left = self._config.turns
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Sleeps."""
+        """Sleep, then return the fixed answer."""
         seconds = self.next_s()
         time.sleep(seconds)
         self._left -= 1
         return self._config.answer, 0.0, self._left == 0, False, {"latency_s": seconds}
 
     def next_s(self) -> float:
-        """How long the next step lasts."""
+        """Return the seconds that the next step takes."""
         c, random = self._config, self._random
         seconds = max(0.0, random.gauss(c.mean_s, c.std_s))
         if random.random() < c.fail_slow:

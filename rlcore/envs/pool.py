@@ -1,10 +1,10 @@
-"""The processes that run a rank's environments, seen from an event loop.
+"""Pool of the child processes that run a rank's environments, used from an event loop.
 
-An environment that raises, or does not answer in time, or whose process dies, fails its episode:
-`EnvError` says why. A process in which one did not answer takes no more of them, and is ended when
-the others there are over. When a process dies, those that it was at work for may be to blame, and
-the others are not. Who may be to blame gets a process of its own the next time, so that what kills
-its process twice kills nobody else.
+An environment that raises or times out, or whose process fails, fails its episode with `EnvError`.
+After a time-out the process takes no more environments, and is stopped when the others in it are
+closed. If a process fails, the episodes with a call in progress may have caused it; the others are
+innocent. An episode that may have caused a failure gets a process of its own for its next attempt,
+so a second crash affects no other episode.
 
 Own code instead of gymnasium's AsyncVectorEnv: no episode waits for the step of another one, 2.33x
 faster where steps take N(10, 10) s (`tools/results/env.json`).
@@ -31,30 +31,32 @@ from rlcore.utils.net import frame
 
 Reason = Literal["timeout", "crash", "error"]
 _MOST_FAILED_STARTS = 3
-_OWN_PER_WORKER = 4  # processes of one episode, at a time
+_OWN_PER_WORKER = 4  # limit of single-episode processes per worker
 
 
 class EnvError(Exception):
-    """An environment failed its episode."""
+    """Failure of an environment, which fails its episode."""
 
     def __init__(self, reason: Reason, text: str, *, is_innocent: bool = False) -> None:
-        """`is_innocent`: its process died while it asked nothing of it."""
+        """Record the reason. `is_innocent`: the process failed while it worked on no call of this
+        episode."""
         super().__init__(text)
         self.reason: Reason = reason
         self.is_innocent = is_innocent
 
 
 class LoopSelector:
-    """Pipes of children in an asyncio loop: as much of a selector as `GuardedChild` needs."""
+    """Selector over an asyncio loop, as far as `GuardedChild` needs one for the pipes of
+    children."""
 
     def __init__(self, ready: Callable[[Any, str, int], None]) -> None:
-        """`ready` hears of what is registered: its data, and which events are there."""
+        """Bind to the running loop. `ready` is called with the registered data and the events."""
         self._loop = asyncio.get_running_loop()
         self._ready = ready
         self._keys: dict[int, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """As a selector's."""
+        """See `selectors.BaseSelector`."""
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
         whose, stream = data
@@ -64,49 +66,49 @@ class LoopSelector:
             self._loop.add_writer(fd, self._ready, whose, stream, selectors.EVENT_WRITE)
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """As a selector's."""
+        """See `selectors.BaseSelector`."""
         self.unregister(fileobj)
         self.register(fileobj, events, data)
 
     def unregister(self, fileobj: Any) -> None:
-        """As a selector's."""
+        """See `selectors.BaseSelector`."""
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         del self._keys[fd]
         self._loop.remove_reader(fd)
         self._loop.remove_writer(fd)
 
     def get_key(self, fileobj: Any) -> selectors.SelectorKey:
-        """As a selector's."""
+        """See `selectors.BaseSelector`."""
         return self._keys[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
 
 
 class _Process(GuardedChild):
-    """One child, and what it was asked."""
+    """Child process with its pending calls."""
 
     def __init__(
         self, selector: LoopSelector, start: bytearray, sink: Callable[[bytes], None], is_own: bool
     ) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # is looked at
+        self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # mark as read
         self.calls: dict[int, asyncio.Future[Reply]] = {}
         self.num_envs = 0
         self.is_own = is_own
-        """Of one episode."""
+        """Whether it serves a single episode."""
         self.is_open = True
-        """Takes more environments."""
+        """Whether it accepts more environments."""
         self.is_dead = False
         super().__init__(selector, start, sink, "rlcore.envs.child")
 
     def enter(self) -> None:
-        """Take an environment more."""
+        """Count one more environment."""
         self.num_envs += 1
 
     def leave(self) -> None:
-        """Have an environment less."""
+        """Count one environment less."""
         self.num_envs -= 1
 
     def retire(self) -> None:
-        """Take no more environments."""
+        """Accept no more environments."""
         self.is_open = False
 
     def end(self, exiting: bool = False) -> int | None:
@@ -116,17 +118,17 @@ class _Process(GuardedChild):
 
 
 class Place:
-    """One environment in its process."""
+    """Slot of one environment in its process."""
 
     def __init__(self, pool: "Pool", process: _Process, key: int) -> None:
         self._pool, self._process, self._key = pool, process, key
 
     async def reset(self, seed: int, prompt: Prompt, episode: str) -> Step:
-        """Make the environment and begin. Raises EnvError."""
+        """Create the environment and reset it. Raises EnvError."""
         return await self._ask(what="reset", seed=seed, prompt=prompt, episode=episode)
 
     async def step(self, text: str, tokens: tuple[int, ...]) -> Step:
-        """A turn of the policy. Raises EnvError."""
+        """Pass a turn of the policy to the environment. Raises EnvError."""
         return await self._ask(what="step", text=text, tokens=tokens)
 
     async def _ask(self, **what: Any) -> Step:
@@ -134,12 +136,12 @@ class Place:
         return Step(reply.seen, reply.reward, reply.is_over, reply.numbers, reply.seconds)
 
     def close(self) -> None:
-        """The episode is over, whatever it is at."""
+        """Close the environment, even during a call."""
         self._pool.leave(self._process, self._key)
 
 
 class Pool:
-    """Lives in one event loop, and every method belongs there."""
+    """Pool of environment processes. All methods are called in one event loop."""
 
     def __init__(
         self,
@@ -149,7 +151,8 @@ class Pool:
         log_file: Path | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        """`env` is the selector; what environments print goes to `log_file`, up to 4 MiB."""
+        """Start the processes. `env` is the selector. Output of environments goes to `log_file`, up
+        to 4 MiB."""
         self.name, self._config = env, config
         self._start_timeout_s = start_timeout_s
         self._log = CappedLog(log_file, "env")
@@ -167,13 +170,13 @@ class Pool:
         self._failed_starts, self._failed_at = 0, 0.0
         self._closing = False
         self.failure = ""
-        """Why no environment can run at all."""
+        """Error if no environment can run at all; else empty."""
         for _ in range(config.workers):
             self._add(is_own=False)
 
     async def open(self, *, alone: bool = False) -> Place:
-        """A place for an environment, in the process that has the fewest, or in one of its own.
-        Raises EnvError where the process does not start."""
+        """Reserve a slot for an environment in the process with the fewest environments, or with
+        `alone` in a new process. Raises EnvError if the process does not start."""
         if alone:
             await self._own.acquire()
         try:
@@ -186,7 +189,7 @@ class Pool:
         self._numbers += 1
         place = Place(self, process, self._numbers)
         try:
-            # not wait_for: in Python 3.11 a task that is cancelled as its future is done goes on
+            # not wait_for: in Python 3.11 it may swallow a cancellation if the future is done
             async with asyncio.timeout(self._start_timeout_s):
                 await asyncio.shield(process.ready)
         except BaseException as error:
@@ -199,7 +202,7 @@ class Pool:
         return place
 
     async def ask(self, process: _Process, **what: Any) -> Reply:
-        """One call and its answer. Raises EnvError."""
+        """Send a call and wait for its reply. Raises EnvError."""
         if process.is_dead:
             raise EnvError("crash", "its process had died", is_innocent=True)
         self._numbers += 1
@@ -223,7 +226,8 @@ class Pool:
         return reply
 
     def leave(self, process: _Process, key: int) -> None:
-        """An environment is not needed any more."""
+        """Release an environment. If its process is empty and accepts no others, stop the
+        process."""
         process.leave()
         if process.is_own:
             self._own.release()
@@ -234,7 +238,7 @@ class Pool:
             self._end(process, "")
 
     def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         self._closing = True
         for process in list(self._processes):
             self._end(process, "closed")
@@ -255,7 +259,7 @@ class Pool:
         return process
 
     def _serve(self, process: _Process, what: str, events: int) -> None:
-        if process.is_dead:  # it ended earlier in this turn of the loop
+        if process.is_dead:  # it failed earlier in this iteration of the loop
             return
         if what == "output":
             process.read_output()
@@ -283,11 +287,12 @@ class Pool:
                 process.ready.set_result(None)
             return
         future = process.calls.get(reply.number)
-        if future is not None and not future.done():  # else it was too late
+        if future is not None and not future.done():  # otherwise the reply came too late
             future.set_result(reply)
 
     def _end(self, process: _Process, reason: str, exiting: bool = False) -> None:
-        """End a process; what it was asked fails. Without a reason it is its exit status."""
+        """Stop a process and fail its pending calls. If `reason` is empty, the exit status is the
+        reason."""
         if process.is_dead:
             return
         self._processes.remove(process)
@@ -303,8 +308,8 @@ class Pool:
                 future.set_exception(EnvError("crash", reason))
 
     def _failed_start(self, process: _Process, reason: str) -> None:
-        """It ended before it was ready: try again, but not for ever. Processes that were started
-        side by side and end together, as when all are killed, count once."""
+        """Count a process that failed before it was ready; give up after three in a row. Processes
+        that started together and fail together count once."""
         if process.started > self._failed_at:
             self._failed_starts, self._failed_at = self._failed_starts + 1, time.monotonic()
         sentence = f"--env {self.name}: a process failed before its first episode: {reason}"

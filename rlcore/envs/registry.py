@@ -1,4 +1,4 @@
-"""Names to kinds of environments: `--env NAME`, or a dotted path to a module, a class or a KIND.
+"""Registry of environment kinds: `--env NAME`, or a dotted path to a module, a class or a KIND.
 
 A subclass of `EnvConfig` in the module of a class (at most one) becomes the section `--env.*`.
 """
@@ -21,11 +21,11 @@ ENVS: dict[str, str] = {
     "swe": "rlcore.envs.swe",
     "tools": "rlcore.envs.tools",
 }
-"""Modules, imported when they are asked for; each has its `KIND`."""
+"""Modules of the built-in environments, imported on first use. Each defines a `KIND`."""
 
 
 def resolve(name: str) -> Kind:
-    """The kind behind a name. ConfigError in one sentence where there is none."""
+    """Return the environment kind of a name. Raises ConfigError if there is none."""
     if name in ENVS:
         return importlib.import_module(ENVS[name]).KIND
     if "." not in name:
@@ -46,7 +46,8 @@ def resolve(name: str) -> Kind:
 
 
 def config_class(name: str) -> type[EnvConfig]:
-    """The class of the section `--env.*`; without an environment the base, for its defaults."""
+    """Return the class of the section `--env.*`. Without an environment it is the base class, for
+    its defaults."""
     return resolve(name).config if name else EnvConfig
 
 

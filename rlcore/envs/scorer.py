@@ -1,4 +1,5 @@
-"""Scores of episodes: what environments gave, and where the kind says so, a reward besides."""
+"""Scorer of episodes: the sum of the environment's rewards, plus a reward's score if the kind asks
+for one."""
 
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -12,33 +13,35 @@ from rlcore.records import Prompt, RequestId, RewardResult, Sample
 
 
 class Service(Scorer, Protocol):
-    """A reward service, which is closed with this."""
+    """Reward service that the scorer closes."""
 
     def close(self) -> None: ...
 
 
 class EnvScorer:
-    """The reward service of a run with environments. A failed episode scores 0 and says why."""
+    """Reward service of a run with environments. A failed episode scores 0 and carries its
+    error."""
 
     def __init__(self, outcomes: dict[RequestId, Outcome], service: Service | None) -> None:
-        """`outcomes` are those of the rank's engine; each is taken out here. `service` scores the
-        text of the last turn; None: environments alone score."""
+        """Wrap a reward service. `outcomes` belongs to the rank's engine; the scorer removes each
+        outcome. `service` scores the text of the last turn; None: only the environments score."""
         self._outcomes, self._service = outcomes, service
         self._done: deque[tuple[RequestId, RewardResult]] = deque()
         self._open: dict[RequestId, Outcome] = {}
 
     @property
     def num_pending(self) -> int:
-        """Episodes that were submitted and that `poll` has not returned."""
+        """Number of episodes that were submitted and not yet returned by `poll`."""
         return len(self._done) + len(self._open)
 
     @property
     def room(self) -> int:
-        """Episodes that `submit` takes now."""
+        """Number of episodes that `submit` accepts now."""
         return self._service.room if self._service is not None else 1
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None:
-        """As a reward service's; `text`, of all turns, is not what is scored."""
+        """See `RewardService.submit`. `text` has all turns and is not scored; the text of the last
+        turn is."""
         outcome = self._outcomes.pop(id)
         if outcome.error or self._service is None:
             result = RewardResult(score=outcome.score, details=outcome.details, error=outcome.error)
@@ -48,7 +51,7 @@ class EnvScorer:
         self._service.submit(id, sample, prompt, outcome.text)
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:
-        """As a reward service's."""
+        """See `RewardService.poll`."""
         out = list(self._done)
         self._done.clear()
         if self._service is None:
@@ -68,7 +71,7 @@ class EnvScorer:
         return out
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """As a reward service's."""
+        """See `RewardService.cancel`."""
         gone = set(ids)
         self._done = deque((id, result) for id, result in self._done if id not in gone)
         for id in gone:
@@ -78,11 +81,11 @@ class EnvScorer:
             self._service.cancel(gone)
 
     def learn(self, anchors: Mapping[str, float]) -> None:
-        """As a reward service's."""
+        """See `RewardService.learn`."""
         if self._service is not None:
             self._service.learn(anchors)
 
     def close(self) -> None:
-        """End the reward service."""
+        """Close the reward service."""
         if self._service is not None:
             self._service.close()

@@ -1,4 +1,4 @@
-"""One turn, and that is the answer: what a run without an environment does, as an environment."""
+"""Environment with a single turn: the same task as a run without an environment."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ _ANY = Text(max_length=1 << 20, min_length=0)
 
 
 class SingleTurn(gymnasium.Env[str, str]):
-    """Over after the first turn, which `--reward` scores."""
+    """Environment that ends after the first turn, which `--reward` scores."""
 
     observation_space = action_space = _ANY
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """The prompt is all that there is to read."""
+        """Start an episode; the prompt is the only input."""
         super().reset(seed=seed)
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """The answer."""
+        """End the episode."""
         return "", 0.0, True, False, {}
 
 

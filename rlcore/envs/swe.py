@@ -1,12 +1,12 @@
-"""Software tasks in the manner of SWE-bench: shell commands in a container, then its tests.
+"""Software tasks in the style of SWE-bench: shell commands in a container, then its tests.
 
-Optional: needs docker. A row of `--data.train` has the fields `image`, `tests` (a command that ends
-with 0 where the task is done) and, if it likes, `workdir`; the prompt is the issue. A turn with a
-fenced block of bash has it run and is shown what it printed; a turn with a line `submit` ends the
-episode, and the tests are its score.
+Optional: needs docker. A row of `--data.train` has the fields `image`, `tests` (a command that
+exits with 0 if the task is done) and optionally `workdir`. The prompt is the issue. If a turn has a
+fenced block of bash, the block is run and its output is the observation. If a turn has a line
+`submit`, the episode ends and the tests are its score.
 
-Containers are asked for through `Workspace`; the contract test has a stub in its place. With docker
-this has not been run here.
+Containers are used only through `Workspace`; the contract test replaces them with a stub. This
+environment has not been run with docker.
 
 Own calls of the docker command instead of the package docker: saves the dependency.
 """
@@ -27,12 +27,12 @@ from rlcore.utils.bounds import above, at_least
 
 _BLOCK = re.compile(r"```(?:bash|sh)[^\n]*\n(.*?)```", re.DOTALL)
 _SUBMIT = re.compile(r"^\s*submit\s*$", re.MULTILINE | re.IGNORECASE)
-_TIMED_OUT = 124  # of `timeout`
+_TIMED_OUT = 124  # exit status of the command `timeout`
 _GRACE_S = 10.0
 
 
 class Task(NamedTuple):
-    """What a row asks for."""
+    """Task of one row."""
 
     image: str
     tests: str
@@ -40,17 +40,17 @@ class Task(NamedTuple):
 
 
 class Workspace(Protocol):
-    """A machine of one episode."""
+    """Interface of the container of one episode."""
 
     def run(self, command: str, timeout_s: float) -> tuple[int, str]:
-        """Exit status and what was printed; 124 where it took longer."""
+        """Run a command. Returns exit status and output; the status is 124 after a time-out."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweConfig(EnvConfig):
-    """Of --env swe."""
+    """Section of `--env swe`."""
 
     max_turns: int = 40
     timeout_s: float = 900.0
@@ -64,7 +64,7 @@ class SweConfig(EnvConfig):
     """Of `docker run`."""
 
     def problems(self) -> list[str]:
-        """As `EnvConfig.problems`."""
+        """See `EnvConfig.problems`."""
         return [
             f"--env.{key} {getattr(self, key):g}: must be below env.timeout_s {self.timeout_s:g}"
             for key in ("command_s", "tests_s")
@@ -73,7 +73,7 @@ class SweConfig(EnvConfig):
 
 
 class Swe(gymnasium.Env[str, str]):
-    """One workspace an episode."""
+    """Software-task environment with one workspace per episode."""
 
     observation_space = action_space = Text(max_length=1 << 20, min_length=0)
 
@@ -85,7 +85,8 @@ class Swe(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Starts the workspace; the prompt is the issue. ValueError for a row that is no task."""
+        """Start the workspace; the prompt is the issue. Raises ValueError if the row lacks a
+        field."""
         super().reset(seed=seed)
         row = options or {}
         for field in ("image", "tests"):
@@ -97,7 +98,7 @@ class Swe(gymnasium.Env[str, str]):
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """A command and what it printed, or the tests."""
+        """Run the turn's command and return its output, or run the tests."""
         assert self._workspace is not None, "reset comes first"
         blocks = _BLOCK.findall(action)
         if blocks:
@@ -111,7 +112,7 @@ class Swe(gymnasium.Env[str, str]):
         return "", done, True, False, {"success": done}
 
     def close(self) -> None:
-        """End the workspace."""
+        """Close the workspace."""
         if self._workspace is not None:
             self._workspace.close()
             self._workspace = None
@@ -127,14 +128,14 @@ class Swe(gymnasium.Env[str, str]):
 
 
 class Container:
-    """A container of docker, which waits for commands and goes with its episode."""
+    """Docker container of one episode; it waits for commands."""
 
     def __init__(self, task: Task, args: tuple[str, ...]) -> None:
         words = ["run", "--detach", "--rm", "--init", *args, "--workdir", task.workdir]
         self._id = self._docker([*words, task.image, "sleep", "infinity"], 300.0).strip()
 
     def run(self, command: str, timeout_s: float) -> tuple[int, str]:
-        """As `Workspace`'s."""
+        """See `Workspace`."""
         words = ["exec", self._id, "timeout", "-k", "5", f"{timeout_s:g}", "bash", "-c", command]
         done = subprocess.run(
             ["docker", *words],
@@ -147,7 +148,7 @@ class Container:
         return done.returncode, done.stdout.decode("utf-8", "replace")
 
     def close(self) -> None:
-        """As `Workspace`'s."""
+        """See `Workspace`."""
         self._docker(["rm", "--force", self._id], 60.0)
 
     def _docker(self, words: list[str], timeout_s: float) -> str:

@@ -4,7 +4,8 @@
     environment   <result>161.64</result>
     policy        ... so the answer is 161.64
 
-A turn with a call is answered; the first without one is the answer, and `--reward` scores it.
+A turn with a tool call gets its result. The first turn without one is the final answer, which
+`--reward` scores.
 
 Own calculator instead of the package simpleeval: a few lines on `ast` save the dependency.
 """
@@ -59,7 +60,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolsConfig(EnvConfig):
-    """Of --env tools."""
+    """Section of `--env tools`."""
 
     max_turns: int = 8
     tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
@@ -72,7 +73,7 @@ class ToolsConfig(EnvConfig):
     """Refuse to run programs where this machine has no namespaces for them."""
 
     def problems(self) -> list[str]:
-        """As `EnvConfig.problems`."""
+        """See `EnvConfig.problems`."""
         out = []
         if not self.tools or len(set(self.tools)) < len(self.tools):
             out.append(
@@ -88,8 +89,8 @@ class ToolsConfig(EnvConfig):
 
 
 class Tools(gymnasium.Env[str, str]):
-    """Answers the last call of a turn. A sandbox is started by the first program of an episode and
-    ends with it; every program has a process of its own."""
+    """Environment that runs the last tool call of a turn. The first program of an episode starts a
+    sandbox, which is closed with the episode; every program has its own process."""
 
     observation_space = action_space = Text(max_length=1 << 20, min_length=0)
 
@@ -101,13 +102,14 @@ class Tools(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """The prompt is the question."""
+        """Start an episode; the prompt is the question."""
         super().reset(seed=seed)
         self._calls = self._errors = 0
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """A result, or the end. The info counts calls and those that ended in an error."""
+        """Return the result of the tool call, or end the episode. The info counts calls and failed
+        calls."""
         calls = _CALL.findall(action)
         if not calls:
             return "", 0.0, True, False, self._counts()
@@ -125,7 +127,7 @@ class Tools(gymnasium.Env[str, str]):
         return f"<result>{shown}</result>\n", 0.0, False, False, self._counts()
 
     def close(self) -> None:
-        """End the sandbox."""
+        """Close the sandbox."""
         if self._box is not None:
             self._box.close()
             self._box = None
@@ -134,7 +136,8 @@ class Tools(gymnasium.Env[str, str]):
         return {"calls": float(self._calls), "call_errors": float(self._errors)}
 
     def _python(self, source: str) -> str:
-        """What the program prints. ValueError with the end of what it said where it fails."""
+        """Run a program and return its output. If it fails, raises ValueError with the last line of
+        its stderr."""
         if self._box is None:
             self._box = Sandbox(_is_isolated(self._config.require_isolation))
         end = time.monotonic() + self._config.program_s
@@ -152,14 +155,13 @@ class Tools(gymnasium.Env[str, str]):
 
 @cache
 def _is_isolated(required: bool) -> bool:
-    """What this machine allows, tried once a process."""
+    """Return whether this machine can isolate programs; checked once per process."""
     return walls.grade(required).isolated
 
 
 def calculate(text: str) -> float:
-    """The value of an arithmetic expression: + - * / // % ** and brackets, pi, e and a dozen
-    functions. ValueError, TypeError, ArithmeticError or SyntaxError for what is none, or too
-    large."""
+    """Evaluate an arithmetic expression: + - * / // % ** and brackets, pi, e and a dozen functions.
+    Raises ValueError, TypeError, ArithmeticError or SyntaxError if it is invalid or too large."""
     text = text.strip().replace("^", "**")
     if len(text) > _MOST_CHARS:
         raise ValueError(f"an expression of {len(text)} characters: at most {_MOST_CHARS}")

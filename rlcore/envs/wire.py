@@ -1,4 +1,4 @@
-"""What travels between a rank and the processes that run its environments: frames of msgpack."""
+"""Messages between a rank and the processes that run its environments: frames of msgpack."""
 
 from typing import Any, Literal
 
@@ -7,11 +7,11 @@ from msgspec import Struct
 from rlcore.records import Prompt
 
 READY = -1
-"""Number of the reply that says whether the child could load the environment."""
+"""Number of the reply that reports whether the child could load the environment."""
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """The first frame to a child: what it runs."""
+    """First message to a child: the environment to run."""
 
     env: str
     config: dict[str, Any]
@@ -21,16 +21,16 @@ class Start(Struct, frozen=True, kw_only=True):
 class Call(Struct, frozen=True, kw_only=True):
     number: int
     key: int
-    """Of the environment."""
+    """Key of the environment."""
     what: Literal["reset", "step", "close"]
-    """`reset` makes it, `close` has no reply."""
+    """Kind of call. `reset` creates the environment; `close` has no reply."""
     seed: int = 0
     prompt: Prompt | None = None
     episode: str = ""
     text: str = ""
-    """Of the turn."""
+    """Text of the turn."""
     tokens: tuple[int, ...] = ()
-    """Of the turn."""
+    """Token ids of the turn."""
 
 
 class Reply(Struct, frozen=True, kw_only=True):

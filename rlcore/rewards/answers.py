@@ -1,4 +1,4 @@
-"""What a response gives as its final answer, and the comparisons that are not left to math-verify.
+"""Extraction and comparison of final answers, as far as math-verify is not needed.
 
 Own code instead of math-verify alone: it reads `4e33` and `A: 12`, tells 2.8e-6 from 2.9e-6, takes
 `(C) 5` for C, and is quick on any text.
@@ -12,7 +12,7 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BETWEEN = re.compile(
     r"(?:\s|\$|\\[\]\[()]|[,;.]|\\quad|\\qquad|\\ |and|or|\\text\s*\{[^{}]{0,40}\}){0,12}"
 )
-"""What may stand between boxes that are one answer together, `_JOINT` is what must."""
+"""Text allowed between boxes that form one answer together; `_JOINT` is the required part."""
 _JOINT = re.compile(r"[,;]|\b(?:and|or)\b|\\quad")
 _HASHES = "####"
 _LABEL = re.compile(  # `a = 3` and `A = 50` are steps: a bare letter is a label as `A:` alone
@@ -64,30 +64,32 @@ _COMMAND = re.compile(r"\\text *\{[^{}]*\}|\\[a-zA-Z]+")
 _LAST_LETTER = re.compile(r"([0-9}])\s*([a-zA-Z])([\s.$]*)$")
 _LONGEST = 4000
 _DIGITS_THAT_COUNT = 10_000
-"""2.78e-6 is not 2.9e-6, although both are 0 to six places."""
+"""Relative precision of a comparison: 2.78e-6 differs from 2.9e-6, although both round to 0 at six
+places."""
 _DIGITS = 2000
-"""Longer numbers are none: their arithmetic would take long."""
+"""Longest text, and largest exponent, that is read as a number: exact arithmetic on longer ones is
+slow."""
 
 
 class Number(NamedTuple):
-    """A number that was written out."""
+    """Number parsed from the text of an answer."""
 
     value: Fraction
     is_decimal: bool
-    """It has a decimal point or an exponent: it may be rounded."""
+    """Whether it has a decimal point or an exponent, so that it may be rounded."""
     is_percent: bool
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last box, or in all of them where they are one answer; None where there is
-    none."""
+    """Return the content of the last box, or of all boxes that form one answer with it. Returns
+    None if there is no box."""
     boxes = _last_boxes(text)
     return ", ".join(boxes) if boxes else None
 
 
 def labelled(text: str) -> str | None:
-    """What stands behind the last ####, unless that is a heading of more text, or on the last line
-    that begins with `A:` or `Answer:`; None where there is neither."""
+    """Return the text after the last ####, or on the last line that begins with `A:` or `Answer:`.
+    A #### that is a heading of more text is ignored. Returns None if neither is found."""
     if _HASHES in text:
         line, _, more = text.rpartition(_HASHES)[2].strip().partition("\n")
         if not more.strip() or number_of(normalise(line)) is not None:
@@ -97,8 +99,8 @@ def labelled(text: str) -> str | None:
 
 
 def without_name(text: str) -> str:
-    """What the answer (normalised) is where it is written as `x = 5`, or `2 + 3 = 5`; lists of such
-    and relations stay as they are."""
+    """Strip the name from a normalised answer such as `x = 5` or `2 + 3 = 5`. Lists of named
+    answers and relations stay unchanged."""
     found = _NAMED.fullmatch(text)
     if found:
         return found[2]
@@ -106,25 +108,26 @@ def without_name(text: str) -> str:
 
 
 def with_variable(text: str, other: str) -> str:
-    """`2t` as `2{t}` if the other answer has letters, too: math-verify drops a last t, m, s, ... as
-    a unit."""
+    """Write `2t` as `2{t}` if the other answer also has letters. Otherwise math-verify drops a last
+    t, m, s, ... as a unit."""
     is_variable = re.search("[a-zA-Z]", _COMMAND.sub("", other))
     return _LAST_LETTER.sub(r"\1{\2}\3", text) if is_variable else text
 
 
 def is_unevaluated(gold: str, answer: str) -> bool:
-    """The answer (normalised) is a sum, an integral, ... where a number was asked for: it may be
-    the question itself."""
+    """Return whether the normalised answer is an unevaluated sum, integral, ... although the gold
+    answer is a number. Such an answer may only restate the question."""
     return bool(_UNEVALUATED.search(answer)) and number_of(gold) is not None
 
 
 def _last_boxes(text: str) -> list[str]:
-    """The contents of the last closed box, after those of boxes that are joined to it."""
+    """Return the contents of the boxes that are joined to the last closed box, and of that box
+    itself."""
     boxes: list[str] = []
     start = None
     for match in reversed(list(_BOXED.finditer(text))[-_MOST_BOXES:]):
         end = _closing(text, match.end() - 1)
-        if end is None or (start is not None and end > start):  # or it is around the one after it
+        if end is None or (start is not None and end > start):  # unclosed, or around the next
             continue
         if start is not None and not _are_joined(text[end + 1 : start]):
             break
@@ -134,12 +137,12 @@ def _last_boxes(text: str) -> list[str]:
 
 
 def _are_joined(gap: str) -> bool:
-    """Two boxes with this between them are one answer."""
+    """Return whether two boxes with this text between them form one answer."""
     return len(gap) < 100 and bool(_JOINT.search(gap)) and bool(_BETWEEN.fullmatch(gap))
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Where the brace at `start` closes; None where it never does."""
+    """Return the index of the brace that closes the one at `start`; None if it is never closed."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] == "{" and text[i - 1] != "\\":
@@ -152,26 +155,27 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def normalise(text: str) -> str:
-    """The same answer without white space, delimiters of formulas and spelling variants."""
-    text = _WHITE.sub(" ", text).strip().rstrip(" .,:;")  # what follows is linear in what is left
+    """Normalise an answer: remove white space, formula delimiters and spelling variants."""
+    text = _WHITE.sub(" ", text).strip().rstrip(" .,:;")  # keeps the steps below linear in time
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)]
             break
     if "\\" in text:
         text = re.sub(r"\\!\s*", "", text).replace("\\$", "")
-        if "matrix" not in text:  # there \\\\ ends a row
+        if "matrix" not in text:  # in a matrix \\\\ ends a row
             text = _TWICE_ESCAPED.sub(r"\\", text)
         text = _FRAC.sub(r"\\frac", text)
         text = _FRAC_OF_DIGITS.sub(r"\\frac{\1}{\2}", text)
     text = text.translate(_SYMBOLS).replace("{,}", ",")
-    text = _LIST_COMMA.sub(";", text)  # 32, 349 is no thousands
+    text = _LIST_COMMA.sub(";", text)  # 32, 349 is a list, not 32349
     text = _SPACES.sub("", text).replace("$", "")
     return text.rstrip(".")
 
 
 def number_of(text: str) -> Number | None:
-    """A plain number, simple fraction or percentage from normalised text, units left out."""
+    """Parse normalised text as a plain number, simple fraction or percentage, ignoring units.
+    Returns None if it is none of these."""
     if len(text) > _DIGITS:
         return None
     is_percent = text.endswith("%")
@@ -205,7 +209,8 @@ def _decimal(text: str) -> Fraction | None:
 
 
 def same_number(gold: Number, answer: Number, decimals: int) -> bool:
-    """28 % is 28 and .28; what has a decimal point may be rounded to `decimals` places."""
+    """Return whether two numbers are equal. 28 % equals 28 and .28; a number with a decimal point
+    may be rounded to `decimals` places."""
     a, b = gold.value, answer.value
     if gold.is_percent != answer.is_percent:
         part, whole = (a, b) if gold.is_percent else (b, a)
@@ -219,8 +224,8 @@ def same_number(gold: Number, answer: Number, decimals: int) -> bool:
 
 
 def compare(gold: str, answer: str, decimals: int = 6) -> bool | None:
-    """Whether two answers (normalised) are equal as text, as numbers or as choices; None where
-    math-verify has to say."""
+    """Compare two normalised answers as text, numbers or choices. Returns None if math-verify has
+    to decide."""
     if gold == answer:
         return bool(gold)
     if len(gold) > _LONGEST or len(answer) > _LONGEST:
@@ -234,5 +239,5 @@ def compare(gold: str, answer: str, decimals: int = 6) -> bool | None:
 
 
 def _unwrapped(text: str) -> str:
-    """`\\text{(A)}` is (A)."""
+    """Strip text commands: `\\text{(A)}` becomes (A)."""
     return _WRAPPED.sub(r"\1", text)

@@ -1,10 +1,10 @@
-"""The process that runs a reward function: jobs in, one reply each, as they are done.
+"""Child process that runs a reward function: receives jobs and sends one reply per job.
 
     python -m rlcore.rewards.child FD PARENT
 
-Started by `pool.Worker` only. It dies with its parent, and after each sample it kills the processes
-that the sample left behind. No torch, no transformers: it must start fast. User code owns stdout
-and stderr; the channel is a descriptor of its own, closed in every fork.
+Only `pool.Worker` starts it. It exits with its parent, and after each sample it kills the processes
+that the sample left behind. It imports neither torch nor transformers, so that it starts fast. User
+code owns stdout and stderr; the channel is a separate descriptor, closed in every fork.
 """
 
 import contextlib
@@ -42,7 +42,8 @@ def main() -> None:
 
 
 def _start(start: Start, channel: Channel) -> Any:
-    """Build the reward and say so; a reward that cannot be built is the end of this process."""
+    """Build the reward and report it to the parent. Exits the process if the reward cannot be
+    built."""
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.reward)
@@ -57,8 +58,8 @@ def _start(start: Start, channel: Channel) -> Any:
 
 
 def _run(job: Job, reward: Any, run_seed: int) -> Reply:
-    """Score one sample. Whatever the function raises becomes the reply's error; `random` starts at
-    a state that depends on the sample alone, not on what this process scored before."""
+    """Score one sample. Any exception of the function becomes the reply's error. `random` is seeded
+    by run seed and sample id, so a score does not depend on earlier samples of this process."""
     pid = os.getpid()
     random.seed(seed.derive(run_seed, "reward", job.sample.id))
     retire, begin = False, time.monotonic()
@@ -76,8 +77,8 @@ def _run(job: Job, reward: Any, run_seed: int) -> Reply:
 
 
 def _children() -> set[int] | None:
-    """Our direct children, orphans of dead children included; None where the kernel does not
-    say."""
+    """Return the ids of the direct children, including adopted orphans. Returns None if the kernel
+    does not list them."""
     found: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         try:
@@ -90,12 +91,12 @@ def _children() -> set[int] | None:
 
 
 def _sweep(own: set[int]) -> None:
-    """Kill what the last sample started and did not end, and what that started, until none is left.
-    `own` are the processes that the reward started when it was built."""
+    """Kill all processes that the last sample left behind, with their descendants. `own` are the
+    processes that the reward started when it was built."""
     while True:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # no child at all: the usual case, one system call
+        except ChildProcessError:  # no children: the usual case, one system call
             return
         strays = (_children() or set()) - own
         if not strays:

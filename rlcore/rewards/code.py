@@ -1,11 +1,11 @@
-"""Code: the program in a response, against the tests of its row, in a sandbox.
+"""Code reward: runs the program in a response against the tests of its row, in a sandbox.
 
-Two kinds of tests, a row may have both:
-    Python, one statement each, as MBPP has them: `assert add(2, 3) == 5`. The program defines what
-        they call; they run in a process that it cannot reach (sandbox/README.md);
-    cases of stdin and stdout: the program is a script, and what it prints is compared word by word.
+A row may have tests of two kinds, or both:
+    Python, one statement each, as in MBPP: `assert add(2, 3) == 5`. The program defines what they
+        call. The tests run in a process that the program cannot reach (sandbox/README.md);
+    cases of stdin and stdout. The program is a script, and its output is compared word by word.
 
-Each of `--reward.workers` slots has a sandbox of its own and a thread that waits for it.
+Each of the `--reward.workers` slots has its own sandbox and a thread that waits for it.
 """
 
 import json
@@ -27,7 +27,7 @@ from rlcore.sandbox import walls
 from rlcore.sandbox.box import Broken, Limits, Outcome, Sandbox
 from rlcore.utils.log import log
 
-# Possessive: what a header has taken is not given back, or a long one takes quadratic time, in
+# Possessive quantifiers prevent backtracking, which takes quadratic time on a long header, during
 # which no other thread of the rank runs.
 _HEADER = r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n]*+\n"
 _FENCE = re.compile(_HEADER + r"(.*?)^[ \t]*+```", re.M | re.S)
@@ -64,19 +64,19 @@ class CodeRewardConfig(RewardConfig):
 
 @dataclass(frozen=True)
 class Checks:
-    """What a row asks of a program."""
+    """Tests of one row."""
 
     statements: tuple[str, ...]
     setup: str
     cases: tuple[tuple[str, str], ...]
-    """(stdin, stdout)"""
+    """Pairs of (stdin, stdout)."""
 
     def __len__(self) -> int:
         return len(self.statements) + len(self.cases)
 
 
 class CodeRunner:
-    """A `kind.Runner`; see the module."""
+    """`kind.Runner` that runs programs in sandboxes; see the module docstring."""
 
     def __init__(self, config: CodeRewardConfig, host: Host) -> None:
         self._config, self._host = config, host
@@ -98,11 +98,11 @@ class CodeRunner:
         self._jobs.put(job)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """See `Runner`. What runs ends at once."""
+        """See `Runner`. Running programs are killed at once."""
         self._cancelled.update(ids)
 
     def close(self) -> None:
-        """End all programs."""
+        """Kill all programs and stop the threads."""
         if self._closing:
             return
         self._closing = True
@@ -124,11 +124,12 @@ class CodeRunner:
                     if not self._drop(job.sample.id):
                         self._host.done(job, self._score(job, box), "")
                         self._cancelled.discard(job.sample.id)
-        except Exception as error:  # a thread's end must not be silent: poll raises it
+        except Exception as error:  # a failed thread must not be silent: poll raises the error
             self._host.fail(f"reward code: {error}")
 
     def _is_isolated(self, packages: tuple[str, ...]) -> bool:
-        """What this machine allows; the first slot tries it and says it."""
+        """Return whether this machine can isolate programs. The first slot checks it and logs the
+        result."""
         with self._lock:
             if self._grade is None:
                 self._grade = walls.grade(self._config.require_isolation, packages)
@@ -173,8 +174,8 @@ class CodeRunner:
 def run_checks(
     program: str, checks: Checks, box: Sandbox, deadline: Any, limits: Limits
 ) -> tuple[int, str]:
-    """How many of the tests the program passes, and why it had to be killed, if it had: `timeout`,
-    or a sentence. One that is killed passes nothing."""
+    """Count the tests that the program passes. Also return why the program was killed: `timeout`,
+    an error message, or "". A killed program passes no test."""
     passed = 0
     if checks.statements:
         source = f"{program}\n\n{checks.setup}\n" if checks.setup.strip() else program
@@ -195,13 +196,14 @@ def _error(outcome: Outcome, limits: Limits) -> str:
 
 
 def _same_words(printed: bytes, wanted: str) -> bool:
-    """White space does not count, nor what is no UTF-8."""
+    """Compare word by word. White space does not count; bytes that are not UTF-8 are replaced."""
     return printed.decode("utf-8", "replace").split() == wanted.split()
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of Python (or of no language) in a response. Without one what follows
-    a fence that is never closed; without any fence all of it."""
+    """Extract the program from a response: the last fenced block of Python or of no language.
+    Without a block, take the text after a fence that is never closed; without any fence, the whole
+    response."""
     for found in (_FENCE.findall(text), _OPEN.findall(_FENCE.sub("", text))):
         blocks = [body for language, body in found if language.lower() in _PYTHON]
         if blocks:
@@ -213,7 +215,7 @@ _PYTHON = ("", "py", "python", "python3")
 
 
 def checks_of(prompt: Prompt, config: CodeRewardConfig) -> Checks:
-    """The tests of a row. ValueError in one sentence where it has none, or they cannot be read."""
+    """Read the tests of a row. Raises ValueError if the row has none or they cannot be read."""
     row = prompt.fields
     try:
         checks = Checks(
@@ -259,7 +261,7 @@ def _text(value: Any) -> str:
 
 
 def _packages() -> tuple[str, ...]:
-    """Folders of the packages of this environment."""
+    """Return the package folders of this Python environment."""
     paths = sysconfig.get_paths()
     return tuple(dict.fromkeys(p for p in (paths["purelib"], paths["platlib"]) if os.path.isdir(p)))
 

@@ -1,4 +1,4 @@
-"""Exact match: 1 where the response, or the part after a marker, is the answer; else 0."""
+"""Exact-match reward: 1 if the response, or its part after a marker, equals the answer; else 0."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +21,7 @@ class ExactReward:
         self._after, self._first = config.after, config.which == "first"
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
-        """White space at both ends does not count."""
+        """Return 1 if the texts are equal without the white space at both ends, else 0."""
         if self._after:
             cut = text.partition if self._first else text.rpartition
             _, marker, text = cut(self._after)

@@ -1,12 +1,12 @@
-"""A reward behind an address: one POST per sample, `--reward http://host:port/path`.
+"""HTTP reward: one POST per sample to `--reward http://host:port/path`.
 
     request   {"id", "prompt", "response", "label", "source", "fields", "num_tokens", "finish"}
     answer    a number, or {"score": number, ...further numbers, shown as reward/<name>}
 
-`label` is the row's answer, `fields` its other columns. `--reward.workers` requests are under way
-at a time. What may pass is tried again, with growing pauses: no connection, a broken one, and the
-status codes 408, 425, 429 and 5xx. `timeout_s` is the deadline of a sample, all its tries and
-pauses together, by the wall clock: a server that sends a byte a second does not stretch it.
+`label` is the row's answer, `fields` its other columns. At most `--reward.workers` requests are in
+flight at a time. Transient failures are retried with growing pauses: no connection, a broken one,
+and the status codes 408, 425, 429 and 5xx. `timeout_s` is the wall-clock deadline of a sample,
+including all retries and pauses. A server that sends one byte per second does not extend it.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class HttpRewardConfig(RewardConfig):
 
 
 class Requests(Protocol):
-    """The keys of a section that are read here."""
+    """Config keys that this module reads."""
 
     @property
     def workers(self) -> int: ...
@@ -62,8 +62,8 @@ class Requests(Protocol):
 
 
 class _Refused(Exception):
-    """An answer of the server that is no score. `wait_s` is its Retry-After, None where trying
-    again is of no use."""
+    """Response of the server without a valid score. `wait_s` is its Retry-After; None means that a
+    retry is useless."""
 
     def __init__(self, text: str, wait_s: float | None) -> None:
         super().__init__(text)
@@ -71,7 +71,7 @@ class _Refused(Exception):
 
 
 class HttpReward:
-    """A `kind.Runner`: an event loop in a thread."""
+    """`kind.Runner` that sends HTTP requests from an event loop in its own thread."""
 
     def __init__(
         self,
@@ -83,13 +83,16 @@ class HttpReward:
         read: Callable[[bytes], RewardResult] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`write` makes the body of a request, `read` the result of an answer; it raises ValueError
-        for what is none. `headers` go with every request."""
+        """Start the thread.
+
+        `write` encodes the body of a request. `read` decodes the result from an answer, and raises
+        ValueError if it is invalid. `headers` are sent with every request.
+        """
         self._url, self._config, self._host = url, config, host
         self._write, self._read = write or _request, read or _result
         self._headers = {"content-type": "application/json", **(headers or {})}
         self._random = random.Random(host.seed)
-        self._queue: deque[tuple[Job, bytes]] = deque()  # with its tasks: the loop's thread only
+        self._queue: deque[tuple[Job, bytes]] = deque()  # as _tasks: used by the loop's thread only
         self._tasks: dict[asyncio.Task[None], RequestId] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -106,7 +109,7 @@ class HttpReward:
         self._tell(self._forget, frozenset(ids))
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Cancel all requests and stop the thread."""
         if self._thread.is_alive():
             self._tell(self._stop.set)
             self._thread.join(_CLOSE_S)
@@ -114,7 +117,8 @@ class HttpReward:
             log.error("reward %s: requests did not end within %g s", self._url, _CLOSE_S)
 
     def _tell(self, call: Callable[..., None], *about: object) -> None:
-        """To the loop's thread. Where that has failed the host knows why, and says so."""
+        """Call a function in the loop's thread. If the loop is closed, do nothing: the host already
+        has its error."""
         try:
             self._loop.call_soon_threadsafe(call, *about)
         except RuntimeError:
@@ -126,7 +130,7 @@ class HttpReward:
     def _main(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception as error:  # a thread's end must not be silent
+        except Exception as error:  # a failed thread must not be silent
             log.exception("reward %s: its thread failed", self._url)
             self._host.fail(f"reward {self._url}: its thread failed: {sentence(error)}")
         finally:
@@ -134,12 +138,12 @@ class HttpReward:
 
     async def _serve(self) -> None:
         most = httpx.Limits(max_connections=self._config.workers)
-        # deadlines are ours: by sample, not by read
+        # deadlines are enforced per sample in _score, not per read
         async with httpx.AsyncClient(timeout=None, limits=most) as client:
             self._client = client
             self._start()
             await self._stop.wait()
-            self._queue.clear()  # or what ends now would start the next
+            self._queue.clear()  # else a task that ends now would start the next request
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,7 +159,7 @@ class HttpReward:
                 task.cancel()
 
     def _start(self) -> None:
-        """As many as may be under way."""
+        """Start queued requests up to the limit `workers`."""
         client = getattr(self, "_client", None)
         while client is not None and self._queue and len(self._tasks) < self._config.workers:
             job, body = self._queue.popleft()
@@ -185,7 +189,8 @@ class HttpReward:
         self._host.done(job, msgspec.structs.replace(result, latency_s=latency_s), "")
 
     async def _tries(self, client: httpx.AsyncClient, body: bytes, last: list[str]) -> RewardResult:
-        """The first answer with a score. `last` holds what went wrong, for a deadline's text."""
+        """Return the first answer with a score, after retries. `last` holds the latest error, for
+        the message of a time-out."""
         pause_s = self._config.backoff_s
         for k in range(self._config.retries + 1):
             try:
@@ -241,7 +246,7 @@ def _request(job: Job) -> bytes:
 
 
 def _result(text: bytes) -> RewardResult:
-    """The score in an answer. ValueError for what is none."""
+    """Decode the score in an answer. Raises ValueError if it is invalid."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -255,7 +260,7 @@ def _result(text: bytes) -> RewardResult:
 
 
 def kind(url: str) -> Kind:
-    """The kind of this address. ConfigError where it is none."""
+    """Return the reward kind of this address. Raises ConfigError if the address is invalid."""
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -1,14 +1,15 @@
-"""What a kind of reward is: its section, and where it runs.
+"""Interface of a reward kind: its config section, and where it runs.
 
-A module of `rewards/` has one `KIND`, and `registry.REWARDS` names the module. It runs in one of
-two ways:
+Each reward module in `rewards/` defines one `KIND`; `registry.REWARDS` names the module. A kind
+runs in one of two ways:
 
-`score`: in the pool's child processes, `--reward.workers` of them a rank, one sample at a time each
-    (pool.py). What it makes from the section has `score(sample, prompt, text) -> float |
-    RewardResult`. Deadlines, crashes and left-over processes are the pool's business. It may have
-    `processes`, the ids of processes of its own that outlive a sample: others are ended after it.
-`serve`: by a `Runner` that lives in the rank's process and does the work elsewhere: slots of its
-    own, one process of its own, another machine. Deadlines are its own business.
+`score`: in the pool's child processes (pool.py). Each rank has `--reward.workers` of them, and each
+    child scores one sample at a time. `score` maps the section to an object with the method
+    `score(sample, prompt, text) -> float | RewardResult`. The pool handles deadlines and crashes,
+    and kills the processes that a sample leaves behind. It spares the ids in `processes`, an
+    optional attribute of the object.
+`serve`: by a `Runner` in the rank's process. The runner does the work elsewhere: in its own worker
+    slots, in one process of its own, or on another machine. It enforces its own deadlines.
 """
 
 import math
@@ -25,52 +26,56 @@ _MOST_DETAILS, _NAME_CHARS = 32, 60
 
 
 class Host(NamedTuple):
-    """What the service offers a runner. Its functions may be called from any thread."""
+    """Callbacks and settings that the service gives to a runner. Callbacks may be called from any
+    thread."""
 
     name: str
-    """Of the reward, for sentences."""
+    """Name of the reward, used in error messages."""
     done: Callable[[Job, RewardResult, str], None]
-    """Once for every job that was not cancelled. A result with `error` scores `on_error`; its first
-    word, up to a colon or a blank, is counted as the reason, such as timeout, crash, memory. The
-    text is what was printed, for the log."""
+    """Callback, called once for every job that was not cancelled: `done(job, result, printed)`. A
+    result with `error` scores `on_error`. The first word of `error`, up to a colon or a blank, is
+    counted as the reason, such as timeout, crash, memory. `printed` is the reward's output, for the
+    log."""
     fail: Callable[[str], None]
-    """The reward cannot run at all, and why: the run ends with this sentence."""
+    """Callback for a reward that cannot run at all. The run ends with this message."""
     timeout_s: Callable[[Job], float]
-    """How long the job may take, as far as is known now: with adaptive deadlines another's answer
-    may shorten it while it runs."""
+    """Seconds that the job may take, as known now. With adaptive deadlines a score of another
+    sample may shorten the limit while the job runs."""
     seed: int
     log_file: Path | None
-    """For what the work prints; None: nowhere."""
+    """File for the output of the reward; None: the output is discarded."""
 
 
 class Runner(Protocol):
-    """Scores the jobs of one kind. No call blocks; `close` may, for seconds."""
+    """Runner that scores the jobs of one reward kind. No call blocks, except that `close` may block
+    for seconds."""
 
     def submit(self, job: Job) -> None:
-        """Queue a job: `Host.done` is called with it, some time. ValueError for a job that cannot
-        be sent."""
+        """Queue a job; the runner calls `Host.done` with it later. Raises ValueError if the job
+        cannot be sent."""
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """Scores of these samples are of no use any more: what waits need not be scored. `done`
-        may come nevertheless."""
+        """Cancel these samples; waiting ones need not be scored. The runner may still call `done`
+        for them."""
 
     def close(self) -> None:
-        """End, with everything that it started. Pending jobs are dropped."""
+        """Stop the runner and everything that it started. Pending jobs are dropped."""
 
 
 class Kind(NamedTuple):
-    """One of `score` and `serve`, see the module."""
+    """Reward kind: a config section with either `score` or `serve`; see the module docstring."""
 
     config: type[RewardConfig]
     score: Callable[[Any], Any] | None = None
-    """From the section to the object that scores. Called in each child process."""
+    """Function from the section to the object that scores. Called in each child process."""
     serve: Callable[[Any, Host], Runner] | None = None
-    """From the section to a running runner. Called in the rank's process, which is not kept
-    waiting: what takes long to start starts in the background."""
+    """Function from the section to a running runner. Called in the rank's process and must return
+    quickly: slow start-up work runs in the background."""
 
 
 def to_result(value: Any) -> RewardResult:
-    """What a reward returned, checked. TypeError or ValueError for what is no score."""
+    """Check the return value of a reward and convert it. Raises TypeError or ValueError if it is
+    not a valid score."""
     if not isinstance(value, RewardResult):
         return RewardResult(score=number("score", value))
     if len(value.details) > _MOST_DETAILS:
@@ -84,7 +89,7 @@ def to_result(value: Any) -> RewardResult:
 
 
 def number(what: str, value: Any) -> float:
-    """`value` as a finite number. TypeError or ValueError for what is none."""
+    """Convert `value` to a finite number. Raises TypeError or ValueError if it is not one."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"{what} is a {type(value).__name__}; return a number or a RewardResult")
     found = float(value)

@@ -1,9 +1,9 @@
-"""Math answers: the final answer of a response against the row's answer, by value.
+"""Math reward: compares the final answer of a response with the row's answer, by value.
 
 Numbers and choices are compared as text (answers.py). Everything else goes through math-verify
-(sympy), which costs milliseconds, in a new process tenths of a second, and on odd input minutes: it
-gets `algebra_s`, since a child that the service's deadline ends takes its warm parser along. That
-is CPU time: a verdict does not depend on what else the machine does.
+(sympy). It takes milliseconds, tenths of a second in a new process, and minutes on odd input. The
+limit `algebra_s` stops it early: if the service's deadline killed the child, its warm parser would
+be lost. The limit counts CPU time, so that a verdict does not depend on the load of the machine.
 """
 
 import contextlib
@@ -22,9 +22,10 @@ from rlcore.rewards.kind import Kind
 
 _LONGEST_ANSWER = 1000
 _TAIL_CHARS = 4000
-"""Where nothing marks the answer it is looked for in the end of the response."""
+"""Number of last characters of a response that are searched if no mark introduces the answer."""
 _AGAIN_S = 0.2
-"""A bare `except` somewhere may have caught the first one."""
+"""Interval in seconds at which the time-out signal repeats, in case a bare `except` catches the
+first."""
 _FORMULA = ("$", "\\boxed", "\\[", "\\(")
 
 
@@ -41,13 +42,14 @@ class MathRewardConfig(RewardConfig):
 
 
 class MathReward:
-    """Equal final answers to one prompt are compared once."""
+    """Math reward that caches comparisons: equal final answers to one prompt are compared once."""
 
     def __init__(self, config: MathRewardConfig, strict: bool = True) -> None:
-        """`strict` is math-verify's: names of variables matter."""
-        import math_verify  # half a second of sympy: paid when a child starts, not at a sample
+        """Import math-verify and build the caches. `strict` is math-verify's option: names of
+        variables matter."""
+        import math_verify  # takes 0.5 s (sympy); paid at child start
 
-        # It warns that its own time-outs are off.
+        # math-verify warns that its own time-outs are off.
         for module in ("parser", "grader"):
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
         self._require, self._decimals, self._strict = config.require_boxed, config.decimals, strict
@@ -59,7 +61,7 @@ class MathReward:
         self._same = lru_cache(1 << 14)(self._compare)
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
-        """1 where the final answer equals `prompt.answer`, else 0."""
+        """Return 1 if the final answer equals `prompt.answer`, else 0."""
         gold, answer = prompt.answer, answers.boxed(text)
         if answer is not None:
             return float(self._same(gold, answer))
@@ -67,7 +69,7 @@ class MathReward:
         if answer is not None:
             is_number = answers.number_of(answers.normalise(answer)) is not None
             found = self._same(gold, answer) or not is_number and self._search(gold, answer)
-            return float(found)  # what is no number may be a sentence
+            return float(found)  # an answer that is no number may be a sentence
         return float(not self._require and self._search(gold, text))
 
     def _compare(self, gold: str, answer: str) -> bool:
@@ -80,14 +82,15 @@ class MathReward:
             return False
         same = answers.compare(ours, theirs, self._decimals)
         if same is False and gold.count("\\boxed") > 1:
-            same = None  # math-verify may take several boxes for one answer
+            same = None  # let math-verify decide whether several boxes are one answer
         if same is not None:
             return same
         gold, answer = answers.with_variable(gold, theirs), answers.with_variable(answer, ours)
         return self._algebra(gold, answer, self._parse)
 
     def _search(self, gold: str, text: str) -> bool:
-        """Nothing marks an answer: is the whole text one, or what math-verify finds?"""
+        """Compare a response without an answer mark: first as a whole, then by what math-verify
+        extracts."""
         text = text[-_TAIL_CHARS:]
         if answers.compare(self._gold(gold), answers.normalise(text), self._decimals):
             return True
@@ -107,7 +110,7 @@ class MathReward:
             return False
 
     def _parse(self, answer: str) -> list[Any]:
-        """What sympy makes of an answer."""
+        """Parse an answer with sympy."""
         return self._parse_text(
             "\\boxed{" + answer + "}",
             extraction_config=self._boxed_only,
@@ -124,13 +127,13 @@ class MathReward:
 
 
 class _TooLongError(BaseException):
-    """Not an Exception: math-verify and sympy catch those."""
+    """Time-out of a comparison. It is no Exception, because math-verify and sympy catch those."""
 
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `_TooLongError` when this much CPU time is used; 0, or another than the main thread:
-    never."""
+    """Raise `_TooLongError` after this many seconds of CPU time. Without effect if `seconds` is 0
+    or the thread is not the main thread."""
     if not seconds or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,7 +148,7 @@ def _limited(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-    finally:  # once more: the last signal may have come right there
+    finally:  # again: a signal may arrive between the inner finally and here
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before)
 

@@ -1,12 +1,12 @@
-"""The pool of child processes that score samples with functions: math, exact, a user's own.
+"""Pool of child processes that score samples with functions: math, exact, user code.
 
-A thread owns the children. A function that loops, raises, exits, forks or eats memory costs its own
-sample: the child is replaced, and the samples that waited behind it are given to another one.
+One thread owns the children. A function that loops, raises, exits, forks or exhausts memory fails
+only its own sample. The pool replaces the child and gives the samples queued behind to another one.
 
-Children are tied to the thread that starts them (PR_SET_PDEATHSIG works by thread), which is one
-more reason for the thread to live as long as the pool.
+PR_SET_PDEATHSIG ties a child to the thread that started it, not to the process. The thread
+therefore runs as long as the pool.
 
-Own code instead of `concurrent.futures`, where the death of one child breaks the whole pool.
+Own code instead of `concurrent.futures`, where the failure of one child breaks the whole pool.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ _MEMORY_CHECK_S = 0.25
 
 
 class Pool:
-    """A `kind.Runner`; see the module."""
+    """`kind.Runner` over child processes; see the module docstring."""
 
     def __init__(self, config: RewardConfig, host: Host, start_timeout_s: float = 120.0) -> None:
-        """`config` is the reward's section. What the function prints goes to the host's log file,
-        up to 4 MiB."""
+        """Start the thread. `config` is the reward's section. Output of the function goes to the
+        host's log file, up to 4 MiB."""
         self._host, self._num_workers = host, config.workers
         self._memory, self._start_timeout_s = config.memory_gb * 2**30, start_timeout_s
         self._start = frame(
@@ -55,12 +55,12 @@ class Pool:
             )
         )
         self._log = CappedLog(host.log_file, "reward")
-        # shared with the thread, under the lock
+        # shared with the thread, guarded by the lock
         self._lock = threading.Lock()
         self._inbox: deque[Entry] = deque()
         self._cancelled: set[RequestId] = set()
         self._closing = False
-        # the thread's
+        # used by the thread only
         self._failure = ""
         self._queue: deque[Entry] = deque()
         self._workers: list[Worker] = []
@@ -85,14 +85,14 @@ class Pool:
             os.eventfd_write(self._wake, 1)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """See `Runner`. What runs goes on, or a child would be lost for it."""
+        """See `Runner`. Running samples continue: stopping one would cost its child process."""
         with self._lock:
             self._inbox = deque(e for e in self._inbox if e.job.sample.id not in ids)
-            self._cancelled |= set(ids)  # the same id may come again from here on
+            self._cancelled |= set(ids)  # the id may be submitted again after this
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End all children."""
+        """Stop all children."""
         if self._closing:
             return
         self._closing = True
@@ -109,7 +109,7 @@ class Pool:
         try:
             while not self._closing and not self._failure:
                 self._step()
-        except Exception as error:  # a thread's end must not be silent: poll raises it
+        except Exception as error:  # a failed thread must not be silent: poll raises the error
             log.exception("reward %s: its pool's thread failed", self._host.name)
             self._fail(
                 f"reward {self._host.name}: its pool failed: {type(error).__name__}: {error}"
@@ -143,8 +143,8 @@ class Pool:
             self._inbox.clear()
 
     def _feed(self) -> None:
-        """Hand out samples, about 5 ms of work ahead: a child never waits for us, and no sample
-        waits long behind one that it was not queued with."""
+        """Send samples to the children, about 5 ms of work ahead. So a child never waits for the
+        pool, and few samples queue behind a slow one."""
         window = max(1, min(_MAX_WINDOW, int(_WINDOW_S / self._latency_s)))
         batches: dict[Worker, list[Entry]] = {}
         open_workers = [w for w in self._workers if w.ready and not w.retiring]
@@ -160,7 +160,7 @@ class Pool:
             worker.send(b"".join(e.frame for e in entries))
 
     def _wait_s(self) -> float:
-        """Seconds until the next deadline."""
+        """Return the seconds until the next deadline."""
         now = time.monotonic()
         ends = [self._end_of(w) for w in self._workers]
         wait = min((e for e in ends if e is not None), default=now + 60.0) - now
@@ -185,7 +185,7 @@ class Pool:
                 self._receive(worker)
 
     def _receive(self, worker: Worker) -> bool:
-        """Take the replies that are there; False where the child was replaced."""
+        """Process the available replies. Returns False if the child was replaced."""
         try:
             for body in worker.channel.receive():
                 self._reply(worker, net.decode(body, Reply))
@@ -228,7 +228,7 @@ class Pool:
         return f"timeout after {round(self._host.timeout_s(entry.job), 3):g} s"
 
     def _settle(self, entry: Entry, result: RewardResult, worker: Worker) -> None:
-        """A sample has its score, or the reason why it has none."""
+        """Report the result of a sample, a score or an error, to the host."""
         printed = ""
         if result.error:
             worker.read_output()
@@ -244,7 +244,7 @@ class Pool:
                 self._replace(worker, f"did not start within {self._start_timeout_s:g} s")
                 continue
             head = worker.inflight[0]
-            # replies may wait that came while this thread could not run
+            # read replies that arrived while this thread was delayed
             if self._receive(worker) and worker.inflight and worker.inflight[0] is head:
                 worker.print_stack()
                 self._replace(worker, self._timeout_text(head))
@@ -263,8 +263,8 @@ class Pool:
                 worker.retire()
 
     def _replace(self, worker: Worker, reason: str = "") -> None:
-        """End a child: `reason` falls on the sample that it was scoring, without one its exit
-        status does; the samples behind that one are queued again, in front."""
+        """Kill a child. The sample that it was scoring fails with `reason`, or with the exit status
+        if `reason` is empty. The samples behind it return to the front of the queue."""
         self._workers.remove(worker)
         status = worker.end(exiting=not reason)
         if self._failure:
@@ -279,8 +279,8 @@ class Pool:
             self._failed_start(reason, worker)
 
     def _failed_start(self, reason: str, worker: Worker) -> None:
-        """A child that ended without a sample to blame: try again, but not for ever. Children that
-        were started side by side and end together, as when all are killed, count once."""
+        """Count a child that failed without scoring a sample; give up after three in a row.
+        Children that started together and fail together count once."""
         if worker.started > self._failed_at:
             self._failed_starts, self._failed_at = self._failed_starts + 1, time.monotonic()
         sentence = f"reward {self._host.name}: a child process failed before scoring: {reason}"

@@ -1,11 +1,11 @@
-"""Names of rewards to what they are: built-in kinds, http servers, a user's own by dotted path, and
+"""Registry that resolves reward names: built-in kinds, http servers, user code by dotted path, and
 weighted sums of them.
 
-`--reward math:1,judge:0.5` is a sum: names with their weights, 1 where none is given. A user's
-reward is one of
+`--reward math:1,judge:0.5` is a sum of names with weights; the default weight is 1. A user's reward
+is one of
     a function `score(sample, prompt, text) -> float | RewardResult` (or a module that has one);
     the same with a fourth parameter `config`;
-    a class whose instances have that method; it is made with the config section;
+    a class whose instances have that method; it is constructed with the config section;
     a `kind.Kind`.
 `sample` is a `wire.SampleInfo`, `prompt` a `records.Prompt`. A subclass of `RewardConfig` in the
 same module (exactly one) becomes the section `--reward.*`.
@@ -31,7 +31,7 @@ REWARDS: dict[str, str] = {
     "judge": "rlcore.rewards.judge",
     "math": "rlcore.rewards.math",
 }
-"""Modules, imported when they are asked for; each has its `KIND`."""
+"""Modules of the built-in rewards, imported on first use. Each defines a `KIND`."""
 SCHEMES = ("http://", "https://")
 _WEIGHT = re.compile(r"(.+):([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)")
 
@@ -40,14 +40,15 @@ class Part(NamedTuple):
     """One term of `--reward`."""
 
     label: str
-    """Its section in a sum is `--reward.<label>.*`, its score there `reward/<label>`."""
+    """Label of the term. In a sum its section is `--reward.<label>.*` and its score is
+    `reward/<label>`."""
     name: str
-    """What `resolve` knows."""
+    """Name that `resolve` accepts."""
     weight: float
 
 
 class _Function:
-    """A plain function as a reward."""
+    """Adapter that gives a plain function the method `score`."""
 
     def __init__(self, function: Callable[..., Any], config: Any) -> None:
         self._function = function
@@ -58,7 +59,7 @@ class _Function:
 
 
 def parts_of(selector: str) -> tuple[Part, ...]:
-    """The terms of `--reward`. ConfigError in one sentence for a weight that is none."""
+    """Parse `--reward` into its terms. Raises ConfigError if a weight is invalid."""
     parts: list[Part] = []
     for term in selector.split(","):
         name, weight = _weight_of(term.strip())
@@ -72,7 +73,8 @@ def parts_of(selector: str) -> tuple[Part, ...]:
 
 
 def _weight_of(term: str) -> tuple[str, float]:
-    """`judge:0.5` is a name and a weight; `http://host:80` is a name, `http://host:80/:2` both."""
+    """Split a term into name and weight: `judge:0.5` and `http://host:80/:2` have both,
+    `http://host:80` is only a name."""
     found = _WEIGHT.fullmatch(term)
     if found is None:
         return term, 1.0
@@ -86,8 +88,7 @@ def _weight_of(term: str) -> tuple[str, float]:
 
 
 def resolve(name: str) -> Kind:
-    """The kind behind the name of one reward. ConfigError in one sentence where there is none that
-    fits."""
+    """Return the kind of one reward. Raises ConfigError if no valid reward has this name."""
     if name in REWARDS:
         return importlib.import_module(REWARDS[name]).KIND
     if name.startswith(SCHEMES):
@@ -124,8 +125,8 @@ def resolve(name: str) -> Kind:
 
 
 def config_class(selector: str) -> type[RewardConfig] | type[RewardSum]:
-    """The class of the section `--reward.*`: of one reward its own, of a sum one with a section for
-    each."""
+    """Return the class of the section `--reward.*`. One reward has its own class; a sum has a class
+    with one subsection per reward."""
     parts = parts_of(selector)
     classes = [resolve(part.name).config for part in parts]
     if len(parts) == 1:

@@ -1,9 +1,9 @@
-"""The reward service: scores the samples of a rank beside the rollout, by one reward or a weighted
-sum of several.
+"""Reward service: scores the samples of a rank during the rollout, by one reward or a weighted sum
+of several.
 
-The caller submits and polls; it never waits for a score that it does not ask for. Each reward has a
-runner (kind.py) that does the work in other processes. A failure costs its own sample: that one
-scores `on_error`, says why, and is counted by its reason.
+The caller submits samples and polls for scores, so it never blocks on a score. Each reward has a
+runner (kind.py) that does the work in other processes. A failure affects only its own sample. The
+sample scores `on_error`, its result carries the error, and the failure is counted by its reason.
 """
 
 import dataclasses
@@ -33,18 +33,18 @@ _FULL_ERRORS = 5
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Open:
-    """A sample on its way: what its rewards have said so far, by their places in the sum."""
+    """Pending sample, with the results so far by their position in the sum."""
 
     id: RequestId
     since: float
     ahead: int
-    """Samples that were pending when it came."""
+    """Number of samples that were pending when this one was submitted."""
     results: dict[int, RewardResult]
 
 
 class RewardService:
-    """See the module. `submit`, `poll` and `cancel` are called from one thread; nothing here blocks
-    longer than `poll`'s time-out."""
+    """Reward service of one rank; see the module docstring. `submit`, `poll` and `cancel` are
+    called from one thread. Only `poll` (up to `timeout_s`) and `close` may block."""
 
     def __init__(
         self,
@@ -56,9 +56,12 @@ class RewardService:
         deadlines: AdaptiveTimeout | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        """`reward` is the selector, `config` the section that `registry.config_class` describes.
-        What rewards print goes to `log_file`. `deadlines` are of the reward with adaptive_timeout,
-        and what they hold is the caller's to save. ValueError where a reward does not exist."""
+        """Start one runner per reward.
+
+        `reward` is the selector, `config` the section that `registry.config_class` describes.
+        Output of the rewards goes to `log_file`. `deadlines` belongs to the reward with
+        adaptive_timeout; the caller saves its state. Raises ValueError if a reward does not exist.
+        """
         self._reward, self._deadlines = reward, deadlines
         self._parts = parts_of(reward)
         self._configs = list(reward_sections(config).values())
@@ -70,7 +73,7 @@ class RewardService:
         self._done: deque[tuple[RequestId, RewardResult]] = deque()
         self._failure = ""
         self._errors: Counter[str] = Counter()
-        # the caller's
+        # used by the caller's thread only
         self._keys: dict[RequestId, int] = {}
         self._next_key = 0
         self._closed = False
@@ -94,17 +97,17 @@ class RewardService:
 
     @property
     def num_pending(self) -> int:
-        """Samples that were submitted and that `poll` has not returned."""
+        """Number of samples that were submitted and not yet returned by `poll`."""
         return len(self._keys)
 
     @property
     def room(self) -> int:
-        """Samples that `submit` takes now."""
+        """Number of samples that `submit` accepts now."""
         return self._max_pending - len(self._keys)
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None:
-        """Queue a sample; `text` is its decoded response. ValueError for an id that is pending or a
-        row that cannot be sent, RuntimeError when closed or without room."""
+        """Queue a sample; `text` is its decoded response. Raises ValueError if the id is already
+        pending or the row cannot be sent, RuntimeError if the service is closed or full."""
         if self._closed:
             raise RuntimeError(f"reward {self._reward}: the service is closed")
         if id in self._keys:
@@ -117,7 +120,7 @@ class RewardService:
             num_prompt_tokens=len(sample.prompt),
             finish=sample.finish,
         )
-        text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot travel
+        text = text.encode("utf-8", "replace").decode()  # msgpack rejects lone surrogates
         key = self._next_key
         self._next_key += 1
         with self._changed:
@@ -135,8 +138,8 @@ class RewardService:
             ) from error
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:
-        """Scores since the last call, in no order; waits up to `timeout_s` for the first.
-        RuntimeError where a reward cannot run at all."""
+        """Return the scores since the last call, in no order; wait up to `timeout_s` for the first.
+        Raises RuntimeError if a reward cannot run at all."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._failure, timeout_s)
             done = list(self._done)
@@ -148,7 +151,7 @@ class RewardService:
         return done
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """These are of no use any more: what waits is not scored, and no score of what runs comes.
+        """Cancel samples: waiting ones are not scored, and scores of running ones are discarded.
         Unknown ids are ignored."""
         gone = {id for id in ids if id in self._keys}
         with self._changed:
@@ -160,13 +163,14 @@ class RewardService:
                 runner.cancel(gone)
 
     def learn(self, anchors: Mapping[str, float]) -> None:
-        """Seconds that right answers took at other ranks, by `sched.reward.key_of` their prompt."""
+        """Add reference latencies from other ranks: seconds that scoring a right answer took, by
+        `sched.reward.key_of` the prompt."""
         if self._deadlines is not None:
             with self._changed:
                 self._deadlines.learn(anchors)
 
     def close(self) -> None:
-        """End all that the rewards run. Pending samples are dropped. Safe to call twice."""
+        """Stop all runners. Pending samples are dropped. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -193,7 +197,7 @@ class RewardService:
             self._changed.notify_all()
 
     def _scored(self, part: int, job: Job, result: RewardResult, printed: str) -> None:
-        """One reward of the sum has scored one sample."""
+        """Record the result of one reward for one sample."""
         if not result.error:
             try:
                 checked = to_result(result)
@@ -209,7 +213,7 @@ class RewardService:
         with self._changed:
             if self._adaptive[part]:
                 result = self._measured(part, job, result)
-            found = self._open.get(job.key)  # none where it was cancelled
+            found = self._open.get(job.key)  # None if it was cancelled
             if found is not None and part not in found.results:
                 found.results[part] = result
                 told = bool(result.error)
@@ -225,7 +229,8 @@ class RewardService:
             self._tell(part, job.sample.id, result, printed, count)
 
     def _measured(self, part: int, job: Job, result: RewardResult) -> RewardResult:
-        """The result with its deadline; a right answer is a measure for later ones."""
+        """Add the deadline to the result. The latency of a right answer becomes a reference for
+        later deadlines."""
         assert self._deadlines is not None
         prompt = key_of(job.prompt)
         limit = self._deadlines.timeout_s(prompt)
@@ -235,7 +240,8 @@ class RewardService:
         return msgspec.structs.replace(result, timeout_s=limit, anchor_s=anchor_s)
 
     def _sum(self, found: _Open) -> RewardResult:
-        """The weighted sum. In a sum each reward's own score and further numbers are details."""
+        """Combine the results into the weighted sum. In a sum the score and details of each reward
+        become details."""
         results = [found.results[i] for i in range(len(self._parts))]
         latency = max(r.latency_s for r in results)
         queued = max(0.0, time.monotonic() - found.since - latency)
@@ -262,7 +268,8 @@ class RewardService:
         )
 
     def _tell(self, part: int, id: str, result: RewardResult, printed: str, count: int) -> None:
-        """Log a failure with its sample; a kind of error that repeats is told every so often."""
+        """Log a failed sample. After `_FULL_ERRORS` errors of one kind, log only if their count is
+        a power of two."""
         if count > _FULL_ERRORS and count & (count - 1):
             return
         nth = f" ({count} samples so far)" if count > _FULL_ERRORS else ""

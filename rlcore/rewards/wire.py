@@ -1,4 +1,4 @@
-"""What travels between the reward service and its children: length-prefixed msgpack, no pickle."""
+"""Messages between the reward service and its children: length-prefixed msgpack, no pickle."""
 
 from typing import Any
 
@@ -7,20 +7,19 @@ from msgspec import Struct
 from rlcore.records import Finish, GroupId, Prompt, RequestId, RewardResult, group_of
 
 READY = -1
-"""Key of the reply that says whether the child could build the reward."""
+"""Key of the reply that reports whether the child could build the reward."""
 
 
 class SampleInfo(Struct, frozen=True, kw_only=True):
-    """What a reward sees of a sample besides its text: the tokens themselves stay at the
-    replica."""
+    """Metadata of a sample for a reward. The tokens themselves stay at the replica."""
 
     id: RequestId
     num_tokens: int
     num_prompt_tokens: int
     finish: Finish
     timeout_s: float = 0.0
-    """What its score may take; 0 where that is not known. With adaptive deadlines another answer
-    may shorten it."""
+    """Seconds that scoring may take; 0 if unknown. With adaptive deadlines a score of another
+    sample may shorten the limit."""
 
     @property
     def group(self) -> GroupId:
@@ -28,7 +27,7 @@ class SampleInfo(Struct, frozen=True, kw_only=True):
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """The first frame to a child: what to build."""
+    """First message to a child: the reward to build."""
 
     reward: str
     config: dict[str, Any]
@@ -47,4 +46,4 @@ class Reply(Struct, frozen=True, array_like=True):
     key: int
     result: RewardResult
     retire: bool = False
-    """The child is in a bad state (out of memory) and wants to be replaced."""
+    """Whether the child is in a bad state (out of memory) and must be replaced."""

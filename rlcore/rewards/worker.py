@@ -1,4 +1,4 @@
-"""One child process of a reward, and the samples that it holds."""
+"""Child process of a reward as seen by the pool, with the samples that were sent to it."""
 
 import dataclasses
 import selectors
@@ -12,15 +12,15 @@ from rlcore.utils.children import GuardedChild
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Entry:
-    """A sample on its way through a child, and its bytes on the wire."""
+    """Sample sent to a child, with its encoded message."""
 
     job: Job
     frame: bytearray
 
 
 class Worker(GuardedChild):
-    """Lives in the service's thread. `inflight` are the samples that it holds, in the order in
-    which it scores them; `head_since` is when it began the first."""
+    """Child process, used by the pool's thread only. `inflight` has its samples in scoring order;
+    `head_since` is the time when scoring of the first one began."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Worker(GuardedChild):
         sink: Callable[[bytes], None],
         module: str = "rlcore.rewards.child",
     ) -> None:
-        """As in `GuardedChild`."""
+        """Start the child; see `GuardedChild`."""
         self.ready = False
         self.retiring = False
         self.inflight: deque[Entry] = deque()
@@ -38,21 +38,21 @@ class Worker(GuardedChild):
         super().__init__(selector, start, sink, module)
 
     def become_ready(self) -> None:
-        """Take samples from now on; memory is counted from here."""
+        """Accept samples from now on. Memory growth is measured from here."""
         self.ready = True
         self.start_rss = self.rss()
 
     def hold(self, entry: Entry) -> None:
-        """Score a sample more."""
+        """Append a sample to those in flight."""
         if not self.inflight:
             self.head_since = time.monotonic()
         self.inflight.append(entry)
 
     def end_first(self) -> None:
-        """Have scored the first sample, and begin the next."""
+        """Remove the first sample, which is scored, and start the clock of the next."""
         self.inflight.popleft()
         self.head_since = time.monotonic()
 
     def retire(self) -> None:
-        """Take no more samples."""
+        """Accept no more samples."""
         self.retiring = True

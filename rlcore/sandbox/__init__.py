@@ -1,6 +1,6 @@
-"""Untrusted programs: namespaces, limits, deadlines. See README.md here.
+"""Sandbox for untrusted code: namespaces, limits, deadlines. See README.md in this folder.
 
-`box.Sandbox` is the door. `inside`, `program`, `judge`, `values` and `confine` run within the walls
-and import the standard library alone. Nothing is imported here: the interpreters within start with
-it.
+`box.Sandbox` is the interface. `inside`, `program`, `judge`, `values` and `confine` run inside the
+sandbox and import the standard library alone. This file imports nothing, because the interpreters
+inside import this package.
 """

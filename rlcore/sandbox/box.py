@@ -1,4 +1,5 @@
-"""The door: run a stranger's program, or test its functions, within limits and a deadline."""
+"""Interface of the sandbox: run an untrusted program, or test its functions, within limits and a
+deadline."""
 
 import contextlib
 import fcntl
@@ -18,7 +19,7 @@ from rlcore.utils.log import log
 
 _GRACE_S = 5.0
 _PAUSES_S = 1.0, 5.0
-"""Before a sandbox that did not come back is started again."""
+"""Pauses before the retries of a sandbox that does not start."""
 _LOOK_S, _KILLED_S = 0.1, 0.01
 _REPORT_BYTES = 4096
 _READ_BYTES = 1 << 16
@@ -27,74 +28,77 @@ _SCRIPT, _JUDGE = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use."""
+    """Resource limits of a program."""
 
     memory_mb: int = 512
-    """Of each process, and of all of them together; files in /tmp may be 128 MB more."""
+    """Memory limit of each process, and of all processes together. Files in /tmp may take 128 MB
+    more."""
     processes: int = 32
-    """Threads count."""
+    """Limit of processes; threads count too."""
     output_bytes: int = 1 << 20
-    """Of stdout and stderr together; a program that writes more is killed."""
+    """Limit of stdout and stderr together. A program that writes more is killed."""
     file_mb: int = 16
-    """Largest file."""
+    """Largest file that a program may write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a program ended."""
+    """End of a program: exit status, reason, resources and output."""
 
     code: int
     """Exit status; -N: signal N."""
     why: str
-    """Why we killed it: "timeout", "memory", "output"; "" where it ended by itself."""
+    """Why the sandbox killed it: "timeout", "memory", "output"; "" if it exited by itself."""
     seconds: float
     peak_bytes: int
-    """Most resident memory, as far as it was looked at."""
+    """Peak of the resident memory, as sampled."""
     stdout: bytes = b""
     stderr: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """What tests said about a program."""
+    """Results of the tests of a program."""
 
     passed: tuple[bool, ...]
-    """One for each test, in order; tests that were not reached did not pass."""
+    """One entry per test, in order; tests that were not reached have not passed."""
     outcome: Outcome
-    """Of the program."""
+    """Outcome of the program."""
 
 
 @dataclass
 class _Run:
-    """A job on its way."""
+    """State of a running job."""
 
     kills: str = ""
     report: dict | None = None
     streams: dict[int, bytearray] = field(default_factory=dict)
 
     def kill(self, why: str) -> None:
-        """Note why it is killed."""
+        """Record why it is killed."""
         self.kills = why
 
     def end(self, report: dict) -> None:
-        """Note what the sandbox says of its end."""
+        """Record the sandbox's report of its end."""
         self.report = report
 
 
 class Broken(RuntimeError):
-    """The sandbox itself died; a new one is there for the next program."""
+    """Failure of the sandbox itself. The next program runs in a new one."""
 
 
 Deadline = Callable[[], float]
-"""`time.monotonic()` at which a program is killed; asked again and again, it may come closer."""
+"""Function that returns the `time.monotonic()` at which a program is killed. It is polled, so the
+deadline may become earlier."""
 
 
 class Sandbox:
-    """One program at a time, each in a fresh process. Belongs to the thread that made it."""
+    """Sandbox that runs one program at a time, each in a fresh process. Only the thread that
+    created it may use it."""
 
     def __init__(self, isolated: bool, packages: Sequence[str] = ()) -> None:
-        """`isolated` is what `walls.grade` found. `packages` are folders that programs may import
-        from. RuntimeError or TimeoutError where it does not start."""
+        """Start the sandbox. `isolated` comes from `walls.grade`; programs may import from the
+        folders `packages`. Raises RuntimeError or TimeoutError if it does not start."""
         self._isolated, self._packages = isolated, tuple(packages)
         self._walls: Walls | None = Walls(isolated, self._packages)
 
@@ -106,12 +110,12 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Of the process that holds the sandbox; another one after `Broken`."""
+        """Id of the sandbox's main process. It changes after `Broken`."""
         assert self._walls is not None
         return self._walls.pid
 
     def close(self) -> None:
-        """End everything inside. Safe to call twice."""
+        """Kill all processes of the sandbox. Idempotent."""
         if self._walls is not None:
             self._walls.close()
             self._walls = None
@@ -119,7 +123,7 @@ class Sandbox:
     def run(
         self, source: str, deadline: Deadline, *, stdin: str = "", limits: Limits | None = None
     ) -> Outcome:
-        """The source as a script. Broken where the sandbox died of it."""
+        """Run the source as a script. Raises Broken if the sandbox fails meanwhile."""
         limits = limits or Limits()
         with _Files() as files:
             out, err = files.pipe(), files.pipe()
@@ -144,8 +148,8 @@ class Sandbox:
         *,
         limits: Limits | None = None,
     ) -> Verdicts:
-        """Run the source, then each test against what it defines (`judge`). What the program prints
-        goes nowhere. Broken where the sandbox died of it."""
+        """Run the source, then each test against its definitions (see `judge`). Output of the
+        program is discarded. Raises Broken if the sandbox fails meanwhile."""
         limits = limits or Limits()
         with _Files() as files:
             verdict = files.pipe()
@@ -200,7 +204,8 @@ class Sandbox:
             raise self._broken("takes no orders") from error
 
     def _start(self) -> Walls:
-        """A machine short of memory or disk for a moment ends no run. RuntimeError if it lasts."""
+        """Start a new sandbox, with retries, so that a short lack of memory or disk does not end
+        the run. Raises RuntimeError if all tries fail."""
         for pause in (*_PAUSES_S, None):
             try:
                 return Walls(self._isolated, self._packages)
@@ -215,7 +220,7 @@ class Sandbox:
         raise AssertionError("the last try returns or raises")
 
     def _wait(self, runs: dict[int, _Run], main: int, deadline: Deadline, room: int) -> None:
-        """Until all jobs have ended; the end of `main` is the end of the others."""
+        """Wait until all jobs have ended. The end of the job `main` ends the others."""
         assert self._walls is not None
         given_up = float("inf")
         with selectors.DefaultSelector() as selector:
@@ -242,7 +247,7 @@ class Sandbox:
                 for number, run in runs.items():
                     if sum(map(len, run.streams.values())) > room and run.report is None:
                         self._kill({number: run}, "output")
-            for key in list(selector.get_map().values()):  # what is still in the pipes
+            for key in list(selector.get_map().values()):  # drain the pipes
                 if key.data is not None:
                     _read(key.fd, key.data, room)
         try:
@@ -266,7 +271,7 @@ class Sandbox:
         for number, run in runs.items():
             if not run.kills and run.report is None:
                 run.kill(why)
-                with contextlib.suppress(OSError):  # it has died: `_report` says so
+                with contextlib.suppress(OSError):  # it has failed: `_report` raises Broken
                     self._walls.control.send(json.dumps({"kill": number}).encode())
 
     def _broken(self, how: str) -> Broken:
@@ -275,7 +280,8 @@ class Sandbox:
 
 
 def _read(fd: int, run: _Run, room: int) -> bool:
-    """Take what is there, a little above the room at most; False at the end."""
+    """Read the available output, at most slightly more than `room`. Returns False at the end of the
+    stream."""
     try:
         while sum(map(len, run.streams.values())) <= room:
             data = os.read(fd, _READ_BYTES)
@@ -303,7 +309,7 @@ def _outcome(run: _Run, out: bytes, err: bytes) -> Outcome:
 
 
 class _Files:
-    """Descriptors of one run."""
+    """File descriptors of one run, closed at its end."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
@@ -315,7 +321,7 @@ class _Files:
         self.close(*self._open)
 
     def close(self, *fds: int) -> None:
-        """Some of them, before the end."""
+        """Close some descriptors early."""
         for fd in fds:
             self._open.discard(fd)
             os.close(fd)
@@ -331,7 +337,7 @@ class _Files:
         return fd
 
     def memory(self, text: str) -> int:
-        """A file of this text that nobody can change."""
+        """Create a sealed, read-only file in memory with this text."""
         fd = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._open.add(fd)
         data = memoryview(text.encode("utf-8", "surrogatepass"))

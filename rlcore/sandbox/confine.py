@@ -1,7 +1,7 @@
-"""What a process gives up before it runs a stranger's program: the system calls behind it.
+"""System calls that confine a process before it runs an untrusted program.
 
-Runs inside the sandbox, on the standard library alone. Each function raises OSError where the
-kernel refuses.
+Runs inside the sandbox, on the standard library alone. Each function raises OSError if the kernel
+refuses.
 
 Own code instead of libseccomp's bindings: only the standard library exists inside the sandbox.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 NOBODY = 65534
-"""User and group that programs run as where we may choose."""
+"""User and group that programs run as if the sandbox can change users."""
 
 CLONE_NEWPID = 0x20000000
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*: ns, cgroup, uts, ipc, user, pid, net, time
@@ -27,7 +27,7 @@ _SECCOMP_MODE_FILTER = 2
 _EPERM, _ENOSYS = 1, 38
 _CAPSET_VERSION = 0x20080522
 
-# Numbers from 424 on are the same everywhere.
+# Numbers from 424 on are the same on all architectures.
 _SHARED_CALLS = {
     "io_uring_setup": 425,
     "io_uring_enter": 426,
@@ -44,8 +44,8 @@ _SHARED_CALLS = {
     "quotactl_fd": 443,
     "memfd_secret": 447,
 }
-# name: (x86_64, aarch64). Sockets, other processes, mounts, namespaces, memory that no limit
-# counts (System V, memfd), the kernel's keys, clocks, modules and its large attack surfaces.
+# name: (x86_64, aarch64). Denied: sockets, other processes, mounts, namespaces, memory that escapes
+# the limits (System V, memfd), the kernel's keys, clocks, modules and its large attack surfaces.
 _CALLS = {
     "socket": (41, 198),
     "ptrace": (101, 117),
@@ -111,7 +111,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def _call(name: str, *args: Any) -> int:
-    """A function of the C library; OSError where it returns -1."""
+    """Call a function of the C library. Raises OSError if it returns -1."""
     found = getattr(_libc, name)(*args)
     if found == -1:
         code = ctypes.get_errno()
@@ -124,41 +124,41 @@ def _prctl(option: int, value: int) -> None:
 
 
 def set_dumpable(is_dumpable: bool) -> None:
-    """Whether other processes of the same user may look into this one."""
+    """Set whether other processes of the same user may inspect this one."""
     _prctl(_PR_SET_DUMPABLE, is_dumpable)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parents die become children of this process."""
+    """Make this process the parent of orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class PidNamespaces:
-    """Gives the next child a pid namespace of its own: it is number 1 there, and when it dies all
-    that it started die with it. Needs CAP_SYS_ADMIN, and a process with one thread."""
+    """Handle that gives the next child its own pid namespace. The child is process 1 there, so all
+    its descendants are killed when it exits. Needs CAP_SYS_ADMIN, and a process with one thread."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
     def for_next_child(self) -> None:
-        """Each call is good for one fork."""
-        _call("setns", self._own, CLONE_NEWPID)  # a second one is refused until this takes it back
+        """Create a pid namespace for the next fork only."""
+        _call("setns", self._own, CLONE_NEWPID)  # a second unshare needs this reset
         _call("unshare", CLONE_NEWPID)
 
 
 def mount_tmp(num_bytes: int, num_files: int) -> None:
-    """An empty /tmp of this size over the one that is there."""
+    """Mount an empty /tmp of this size over the existing one."""
     options = f"size={num_bytes},nr_inodes={num_files},mode=1777".encode()
     _call("mount", b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def unmount_tmp() -> None:
-    """Take the uppermost /tmp away, with all that is in it."""
+    """Unmount the topmost /tmp with its contents."""
     _call("umount2", b"/tmp", _MNT_DETACH)
 
 
 def hide_proc() -> None:
-    """Nothing is to be seen in /proc from here on, but through descriptors that are open."""
+    """Hide /proc from now on, except through descriptors that are already open."""
     flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _call("mount", b"tmpfs", b"/proc", b"tmpfs", flags, b"size=4096,nr_inodes=2,mode=0555")
 
@@ -169,7 +169,7 @@ def close_from(first: int) -> None:
 
 
 def drop_privileges(to_nobody: bool) -> None:
-    """No capabilities, now and after any exec; `to_nobody` changes user and group too."""
+    """Drop all capabilities, now and after any exec. `to_nobody` also changes user and group."""
     if to_nobody:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -180,7 +180,8 @@ def drop_privileges(to_nobody: bool) -> None:
 
 
 def limit(seconds: float, memory: int, processes: int, file_bytes: int, files: int) -> None:
-    """rlimits of this process and its children; `memory` is address space, of each process."""
+    """Set the rlimits of this process and its children. `memory` limits the address space of each
+    process."""
     cpu = int(seconds) + 2
     for what, most in (
         (resource.RLIMIT_CPU, cpu),
@@ -199,8 +200,9 @@ def limit(seconds: float, memory: int, processes: int, file_bytes: int, files: i
 
 
 def seccomp_program() -> bytes:
-    """The filter: the calls above fail with EPERM, clone with namespaces too, clone3 with ENOSYS so
-    that the C library takes clone. b"" on a processor that is not known here."""
+    """Build the seccomp filter. The calls above, and clone with namespaces, fail with EPERM. clone3
+    fails with ENOSYS, so that the C library falls back to clone. Returns b"" on an unknown
+    processor."""
     if platform.machine() not in _ARCHES or struct.calcsize("P") != 8:
         return b""
     arch, column = _ARCHES[platform.machine()]
@@ -217,7 +219,7 @@ def seccomp_program() -> bytes:
 
 
 def filter_calls(program: bytes) -> None:
-    """Install what `seccomp_program` made, for good."""
+    """Install the filter of `seccomp_program` permanently."""
     text = ctypes.create_string_buffer(program)
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(text))
     mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
@@ -228,15 +230,14 @@ def filter_calls(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 without it."""
+    """Return the version of the kernel's Landlock; 0 without it."""
     found = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, found)
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Nothing of the file system from here on but these folders, no TCP, and no signals to other
-    programs as far as the kernel's Landlock has them. https://docs.kernel.org/userspace-api/landlock.html
-    """
+    """Deny TCP, signals to other programs, and all files outside of these folders, as far as the
+    kernel's Landlock supports it. https://docs.kernel.org/userspace-api/landlock.html"""
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network = 3 if version >= 4 else 0
@@ -257,7 +258,7 @@ def _allow(ruleset: int, allowed: int, path: str) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not os.path.isdir(path):
-            allowed &= 0b110 | 1 << 14 | 1 << 15  # what there is for a file: write, read, ioctl
+            allowed &= 0b110 | 1 << 14 | 1 << 15  # rights that exist for files: write, read, ioctl
         rule = struct.pack("=Qi", allowed, fd)
         _call("syscall", _LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
     finally:

@@ -1,13 +1,13 @@
-"""The interpreter that waits inside the sandbox and forks one process for each program.
+"""Interpreter inside the sandbox that forks one process per program.
 
     python -m rlcore.sandbox.inside CONTROL SETTINGS
 
-CONTROL is a socket, SETTINGS is JSON (`Settings`). An order is JSON with descriptors beside it; a
-program's source and its tests come through those, and are read after the fork: this process never
-sees them, so that no program can find an earlier one's tests in the memory that it inherits.
+CONTROL is a socket, SETTINGS is JSON (`Settings`). An order is JSON with descriptors beside it. A
+program's source and its tests come through those descriptors and are read after the fork. This
+process never reads them, so a program cannot find another one's tests in inherited memory.
 
-Runs on the standard library alone and takes descriptors, which is why it does not use the channel
-of `utils/children.py`.
+Runs on the standard library alone and receives descriptors, so it does not use the channel of
+`utils/children.py`.
 
 Own code instead of one bubblewrap per program: a fork inside it runs 29 scripts a second for 2.7
 (`tools/results/sandbox.json`, a loaded machine).
@@ -38,51 +38,53 @@ _PRELOADED = (
     "bisect cmath collections copy dataclasses datetime decimal fractions functools heapq "
     "itertools math operator re statistics string typing"
 )
-"""What programs like to import is imported once, before the forks."""
+"""Modules that programs often import; imported once, before the forks."""
 
 
 class Settings(NamedTuple):
-    """How this sandbox is built; the same for all its programs."""
+    """Settings of this sandbox, the same for all its programs."""
 
     has_namespaces: bool
-    """Each program gets a pid namespace of its own, an empty /tmp, and no /proc."""
+    """Whether each program gets its own pid namespace, an empty /tmp, and no /proc."""
     to_nobody: bool
-    """Change to another user."""
+    """Whether programs run as another user."""
     seccomp: bool
     readable: list[str]
-    """With Landlock: what programs may read. Empty: Landlock is not used."""
+    """Paths that programs may read, with Landlock. Empty: Landlock is not used."""
     tmp: str
-    """Their working folder where there are no namespaces; the client empties it."""
+    """Working folder of programs without namespaces; the client empties it."""
     spare_processes: int
-    """Processes of the same user that are not ours."""
+    """Number of processes of the same user outside of the sandbox."""
 
 
 class Order(NamedTuple):
-    """Run one program. Descriptors: source, stdin, stdout, stderr, and with a channel that too."""
+    """Order to run one program. Its descriptors are source, stdin, stdout, stderr, and optionally a
+    channel."""
 
     job: int
     what: str
-    """script, functions or tests"""
+    """Kind of program: script, functions or tests."""
     seconds: float
     memory: int
-    """Bytes of address space of each process, and of memory of all together."""
+    """Limit in bytes of each process's address space, and of the memory of all processes
+    together."""
     processes: int
     file_bytes: int
 
 
 class Job(NamedTuple):
-    """A program that runs."""
+    """Running program."""
 
     order: Order
     pid: int
     pidfd: int
     start: float
     tasks: dict[str, Any]
-    """`peak` bytes, `why` it was killed."""
+    """State of the job: `peak` memory in bytes, and `why` it was killed."""
 
 
 class Zygote:
-    """See the module."""
+    """Server that forks one process per program; see the module docstring."""
 
     def __init__(self, control: socket.socket, settings: Settings) -> None:
         self._control, self._settings = control, settings
@@ -97,7 +99,7 @@ class Zygote:
             confine.mount_tmp(_TMP_BYTES, _TMP_FILES)
 
     def serve(self) -> None:
-        """Take orders until the client goes."""
+        """Process orders until the client closes the socket."""
         while True:
             wait_s = _WATCH_S if self._jobs else None
             ready = self._poll.poll(None if wait_s is None else wait_s * 1000)
@@ -138,7 +140,7 @@ class Zygote:
 
     def _kill(self, number: int, why: str) -> None:
         job = self._jobs.get(number)
-        if job is not None:  # else it has ended, and its report is on the way
+        if job is not None:  # else it has ended and its report is sent
             job.tasks["why"] = job.tasks["why"] or why
             signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
 
@@ -163,9 +165,10 @@ class Zygote:
         self._control.send(json.dumps(report).encode())
 
     def _watch(self) -> None:
-        """Memory of all processes of a program together: a limit of each does not bound many."""
+        """Measure the memory of all processes of each program together, and kill programs above the
+        limit. The rlimit of each process does not bound their sum."""
         tree = self._processes()
-        inherited = tree[os.getpid()][1]  # what every program shares with this process
+        inherited = tree[os.getpid()][1]  # shared with this process after a fork
         for number, job in list(self._jobs.items()):
             used = sum(max(0, tree[pid][1] - inherited) for pid in _family(job.pid, tree))
             job.tasks["peak"] = max(job.tasks["peak"], used)
@@ -173,9 +176,9 @@ class Zygote:
                 self._kill(number, "memory")
 
     def _sweep(self) -> None:
-        """Without pid namespaces: end what ended programs have left, which becomes our children.
-        All are stopped before the first is killed: a fork bomb takes the place of each that dies.
-        """
+        """Without pid namespaces: kill the processes that ended programs left behind, which become
+        children of this one. All are stopped before the first is killed, because a fork bomb
+        replaces each killed process."""
         end = time.monotonic() + _KILL_S
         stopped: set[int] = set()
         while self._has_strays() and time.monotonic() < end:
@@ -193,20 +196,20 @@ class Zygote:
             stopped |= fresh
 
     def _has_strays(self) -> bool:
-        """Children of ours are no jobs."""
+        """Return whether this process has children that are not jobs."""
         path = f"{os.getpid()}/task/{os.getpid()}/children"
         with open(path, opener=lambda p, flags: os.open(p, flags, dir_fd=self._proc)) as file:
             return bool(set(map(int, file.read().split())) - {j.pid for j in self._jobs.values()})
 
     def _processes(self) -> dict[int, tuple[int, int]]:
-        """Parent and resident bytes of every process that this one sees."""
+        """Return parent and resident bytes of every visible process."""
         found = {}
         page = os.sysconf("SC_PAGE_SIZE")
         for name in os.listdir(self._proc):
             if name.isdigit():
                 try:
                     fd = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self._proc)
-                except OSError:  # it has just ended
+                except OSError:  # it has just exited
                     continue
                 try:
                     fields = os.read(fd, 4096).rpartition(b") ")[2].split()
@@ -219,7 +222,8 @@ class Zygote:
 
 
 def _family(root: int, tree: dict[int, tuple[int, int]]) -> set[int]:
-    """A process and its descendants. Orphans of a pid namespace belong to its first process."""
+    """Return a process and its descendants. Orphans of a pid namespace belong to its first
+    process."""
     family = {root} & tree.keys()
     size = 0
     while len(family) != size:
@@ -229,7 +233,7 @@ def _family(root: int, tree: dict[int, tuple[int, int]]) -> set[int]:
 
 
 def _child(settings: Settings, order: Order, fds: list[int], filter: bytes) -> None:
-    """The program's process: give everything up, then run it. Does not return."""
+    """Confine this process, then run the program in it. Does not return."""
     status = 125
     try:
         source = _arrange(fds)
@@ -237,22 +241,22 @@ def _child(settings: Settings, order: Order, fds: list[int], filter: bytes) -> N
         status = _run(order.what, source)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
-    except BaseException as error:  # a limit that hits before the program begins, or a refusal
+    except BaseException as error:  # a limit hit before the program began, or a kernel refusal
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # closed by the program, or the reader has gone
+            except (OSError, ValueError):  # closed by the program or by the reader
                 continue
         os._exit(status & 0xFF)
 
 
 def _arrange(fds: list[int]) -> str:
-    """Put the descriptors in their places, close all others, and read the source."""
+    """Move the descriptors to their numbers, close all others, and read the source."""
     with open(fds[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "surrogatepass")
-    spare = [os.dup(fd) for fd in fds[1:]]  # all above the places they go to: fds are
+    spare = [os.dup(fd) for fd in fds[1:]]  # above the target numbers, as fds are
     for place, fd in enumerate(spare):
         os.dup2(fd, place)
     confine.close_from(len(spare))
@@ -277,7 +281,7 @@ def _confine(settings: Settings, order: Order, filter: bytes) -> None:
 
 
 def _run(what: str, source: str) -> int:
-    random.seed(0)  # a fork has seeded it anew
+    random.seed(0)  # Python reseeds it after a fork
     if what == "script":
         return program.run_script(source)
     channel = socket.socket(fileno=_CHANNEL).makefile("rwb")
@@ -288,18 +292,18 @@ def _run(what: str, source: str) -> int:
 
 
 def main() -> None:
-    """See the module."""
+    """Serve programs; see the module docstring."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     settings = Settings(**json.loads(sys.argv[2]))
     zygote = Zygote(control, settings)
-    confine.set_dumpable(False)  # programs may be of the same user
+    confine.set_dumpable(False)  # programs may run as the same user
     if not settings.has_namespaces:
         confine.adopt_orphans()
     for name in _PRELOADED.split():
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a program leaves the shared pages alone
+    gc.freeze()  # garbage collection in a fork does not touch the shared pages
     control.send(b"{}")
     zygote.serve()
 

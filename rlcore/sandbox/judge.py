@@ -1,9 +1,9 @@
-"""The tests of a program, in a process that the program cannot reach.
+"""Runs the tests of a program, in a process that the program cannot reach.
 
-A test is Python: `assert f(2) == [4]`. It runs here, and names that the program defines stand for
-it: `f(2)` sends 2 to the program's process, and what comes back is plain data (values.py). The
-expected values never leave this process, no object of the program's comes in, and the verdict goes
-out through a descriptor that the program has not got.
+A test is Python: `assert f(2) == [4]`. It runs in this process. Names that the program defines are
+proxies here: `f(2)` sends 2 to the program's process and receives plain data (values.py). Expected
+values never leave this process, and no object of the program enters it. The verdict is written to a
+descriptor that the program does not have.
 
 Runs inside the sandbox, on the standard library alone.
 """
@@ -17,15 +17,16 @@ from typing import Any, BinaryIO
 from rlcore.sandbox import values
 
 PASSED, FAILED = b"+", b"-"
-"""One of them for each test, in order, as soon as it is known."""
+"""Verdict bytes: one per test, in order, written as soon as it is known."""
 
 
 class Gone(BaseException):
-    """The program has ended; no test can pass any more. Tests catch Exception, not this."""
+    """The program has ended, so no further test can pass. A BaseException, because tests catch
+    Exception."""
 
 
 class Remote:
-    """Something of the program's that is no plain value: equal to nothing but itself."""
+    """Proxy of an object of the program that is no plain value. It equals only itself."""
 
     def __init__(self, link: "Link", number: int) -> None:
         self._link, self._number = link, number
@@ -55,21 +56,22 @@ class Remote:
 
 
 class Link:
-    """Questions to the program, one at a time."""
+    """Connection to the program; sends one question at a time."""
 
     def __init__(self, channel: values.Stream) -> None:
         self._channel = channel
         self._remotes: dict[int, Remote] = {}
 
     def is_ready(self) -> bool:
-        """The program has run to its end and serves."""
+        """Return whether the program's source ran without error and serves questions."""
         try:
             return values.receive(self._channel).get("ready") is True
         except (EOFError, ValueError, AttributeError):
             return False
 
     def ask(self, do: str, on: Any, args: tuple = (), by_name: dict[str, Any] | None = None) -> Any:
-        """The program's answer; an exception of it is raised here."""
+        """Send a question and return the program's answer. Raises the program's exception if it
+        raised one."""
         question = {
             "do": do,
             "on": on,
@@ -99,13 +101,13 @@ def _exception(name: str, text: str) -> Exception:
     if isinstance(found, type) and issubclass(found, Exception):
         try:
             return found(text)
-        except TypeError:  # such as UnicodeDecodeError, which wants more
+        except TypeError:  # such as UnicodeDecodeError, which needs more arguments
             pass
     return RuntimeError(f"{name}: {text}")
 
 
 def judge(tests: list[str], channel: values.Stream, verdicts: BinaryIO) -> None:
-    """Run the tests in order, and say of each whether it passed."""
+    """Run the tests in order, and write a verdict for each."""
     link = Link(channel)
     alive = link.is_ready()
     for test in tests:
@@ -120,7 +122,7 @@ def judge(tests: list[str], channel: values.Stream, verdicts: BinaryIO) -> None:
 
 
 def _passes(test: str, link: Link) -> bool:
-    """Whether the test raises nothing."""
+    """Return whether the test passes, that is, raises nothing."""
     try:
         tree = ast.parse(test)
         names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
@@ -137,9 +139,11 @@ def _passes(test: str, link: Link) -> bool:
 
 
 def free_names(tree: ast.AST) -> list[str]:
-    """Names that a test uses and does not make. Builtins are what they are, unless there is nothing
-    else that could be tested (`assert sum(2, 3) == 5` is about a `sum` of the program's). The text
-    of the test alone decides: a program must not choose what `set` or `sorted` means."""
+    """List the names that a test uses and does not define.
+
+    Builtins are excluded unless no other name is left: `assert sum(2, 3) == 5` tests a `sum` of the
+    program. Only the text of the test decides, so a program cannot redefine `set` or `sorted`.
+    """
     used: dict[str, None] = {}
     made: set[str] = set()
     for node in ast.walk(tree):
@@ -162,7 +166,8 @@ def free_names(tree: ast.AST) -> list[str]:
 
 
 def modules(tree: ast.AST) -> list[str]:
-    """Modules of the standard library that a test uses as such (`math.pi`), imported or not."""
+    """List the standard-library modules that a test uses (`math.pi`), whether it imports them or
+    not."""
     used = [
         n.value.id
         for n in ast.walk(tree)

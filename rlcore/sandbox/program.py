@@ -1,7 +1,7 @@
-"""The stranger's program: as a script, or as functions that a judge calls.
+"""Runs the untrusted program: as a script, or as functions that a judge calls.
 
-Runs inside the sandbox, on the standard library alone, in a process of its own that has given up
-all it can. Whatever it does here is the program's own affair.
+Runs inside the sandbox, on the standard library alone, in a separate process that has dropped its
+privileges. The program may do anything to this process.
 """
 
 import atexit
@@ -18,7 +18,7 @@ _MODULE = "solution"
 
 
 def run_script(source: str) -> int:
-    """As `python file.py` would; the exit status."""
+    """Run the source as `python file.py` would, and return the exit status."""
     status = _execute("__main__", source)
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -44,8 +44,8 @@ def _execute(name: str, source: str) -> int:
 
 
 def serve(source: str, channel: values.Stream) -> int:
-    """Run the source once, then answer a judge's questions about what it has defined, until the
-    judge goes. The exit status."""
+    """Run the source once, then answer the judge's questions about its definitions until the judge
+    closes the channel. Returns the exit status."""
     status = _execute(_MODULE, source)
     values.send(channel, {"ready": status == 0})
     if status:

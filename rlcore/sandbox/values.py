@@ -1,7 +1,8 @@
-"""Plain values as JSON lines between a program and its judge: no code, no classes, no references.
+"""Encoding of plain values as JSON lines between a program and its judge: no code, no classes, no
+references.
 
-Runs inside the sandbox, on the standard library alone. What the judge compares is built here from
-JSON, so that a program can answer with numbers, texts and containers, and with nothing else.
+Runs inside the sandbox, on the standard library alone. The judge builds the values that it compares
+from JSON. So a program can answer only with numbers, texts and containers.
 """
 
 import json
@@ -15,16 +16,16 @@ from io import BufferedRWPair
 from typing import Any, BinaryIO
 
 Stream = BinaryIO | BufferedRWPair
-"""A stream of lines; a socket's is a pair."""
+"""Stream of lines; for a socket it is a read-write pair."""
 LARGEST = 16 << 20
-"""Bytes of one line."""
+"""Maximum length of a line in bytes."""
 
-sys.set_int_max_str_digits(0)  # numbers travel in base 16, which is linear
+sys.set_int_max_str_digits(0)  # integers are sent in base 16, which takes linear time
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:
-    """`value` as JSON. Subclasses become what they are made of; what is no plain value stays where
-    it is, and `refer` numbers it."""
+    """Encode `value` as JSON. Subclasses become their base type. A value that is not plain is sent
+    as a reference, numbered by `refer`."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -48,7 +49,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
         return ["range", [value.start, value.stop, value.step]]
     if isinstance(value, type) and value in _TYPES.values():
         return ["type", value.__name__]
-    if hasattr(type(value), "__index__"):  # numbers of other libraries
+    if hasattr(type(value), "__index__"):  # integers of other libraries
         return ["i", format(operator.index(value), "x")]
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # its booleans
         return encode(value.item(), refer)
@@ -78,8 +79,8 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(data: Any, follow: Callable[[int], Any]) -> Any:
-    """Back from JSON; `follow` says what stands for a reference. ValueError, TypeError or KeyError
-    for what `encode` does not make."""
+    """Decode a value; `follow` resolves a reference. Raises ValueError, TypeError or KeyError for
+    data that `encode` does not produce."""
     if not isinstance(data, list):
         return data
     tag, body = data
@@ -94,7 +95,7 @@ def decode(data: Any, follow: Callable[[int], Any]) -> Any:
 
 
 def send(stream: Stream, message: Any) -> None:
-    """One line. ValueError where it is too long."""
+    """Send one line. Raises ValueError if it is too long."""
     line = json.dumps(message, separators=(",", ":")).encode()
     if len(line) >= LARGEST:
         raise ValueError(f"a value of {len(line)} bytes as JSON; {LARGEST} are allowed")
@@ -103,7 +104,7 @@ def send(stream: Stream, message: Any) -> None:
 
 
 def receive(stream: Stream) -> Any:
-    """The next line. EOFError at the end, ValueError for a line that is no JSON."""
+    """Receive the next line. Raises EOFError at the end, ValueError if the line is no JSON."""
     line = stream.readline(LARGEST + 1)
     if not line.endswith(b"\n"):
         raise EOFError("the other side has gone, or says too much")

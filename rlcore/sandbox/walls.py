@@ -1,9 +1,9 @@
-"""What can be put around programs on this machine, and the command that does it.
+"""Isolation of programs on this machine, and the command that starts it.
 
-Two grades. With bubblewrap and user namespaces: a root of its own that holds the interpreter,
-read-only, no network, own process numbers. Without: the same limits and system-call filter, and
-Landlock where the kernel has it, but the machine's files and processes are in sight. Which one it
-is is tried, not guessed: containers forbid namespaces in many ways.
+There are two grades. With bubblewrap and user namespaces, programs see a read-only root with the
+interpreter, no network, and their own process ids. Without them, the same limits and system-call
+filter apply, and Landlock if the kernel has it, but programs see the machine's files and processes.
+The grade is found by trying, because containers forbid namespaces in many ways.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ _SUBIDS = f"0 0 1\n{confine.NOBODY} {confine.NOBODY} 1\n"
 
 
 class Grade(NamedTuple):
-    """What surrounds a program."""
+    """Grade of isolation on this machine."""
 
     isolated: bool
-    """Namespaces. False is the weaker fallback."""
+    """Whether programs run in namespaces. False is the weaker fallback."""
     sentence: str
-    """What there is, and what is missing and why."""
+    """Description for the log: the mechanisms in use, and which is missing and why."""
 
 
 class Walls:
-    """A running `inside`, and the socket to it. Made and used by one thread, which must live as
-    long: the process dies with it."""
+    """A running `inside` process and its control socket. One thread creates and uses it, and must
+    outlive it: the process is killed when the thread exits."""
 
     def __init__(self, isolated: bool, packages: tuple[str, ...] = ()) -> None:
-        """Start it; `packages` are folders that programs may import from. RuntimeError where this
-        machine does not let us, TimeoutError where it takes too long."""
+        """Start the process; programs may import from the folders `packages`. Raises RuntimeError
+        if this machine forbids it, TimeoutError if it takes too long."""
         self.isolated = isolated
         self.tmp = "" if isolated else tempfile.mkdtemp(prefix="rlcore-box-")
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,25 +75,25 @@ class Walls:
 
     @property
     def pid(self) -> int:
-        """Of the process that holds all others."""
+        """Id of the process that contains all others."""
         assert self._process is not None
         return self._process.pid
 
     def empty_tmp(self) -> None:
-        """Remove what a program has left; isolated ones lose theirs by themselves."""
+        """Remove a program's files from /tmp. Isolated programs lose their /tmp automatically."""
         if self.tmp and any(os.scandir(self.tmp)):
             _remove(self.tmp)
             os.mkdir(self.tmp)
             os.chmod(self.tmp, 0o1777)
 
     def close(self) -> None:
-        """End it and all programs in it. Safe to call twice."""
+        """Kill the process and all programs in it. Idempotent."""
         self.control.close()
         if self._process is not None:
             if self.isolated:
                 self._process.kill()
             try:
-                self._process.wait(_END_S)  # without namespaces it first ends what is its own
+                self._process.wait(_END_S)  # without namespaces it kills its programs first
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -114,8 +114,9 @@ class Walls:
 
 
 def _remove(folder: str) -> None:
-    """Also where a program has locked its folders: without namespaces they are this user's.
-    shutil.rmtree ends with a RecursionError where it has nested a thousand of them."""
+    """Remove a folder, even if a program changed its permissions: without namespaces the files may
+    belong to this user. Not shutil.rmtree, which raises RecursionError on a thousand nested
+    folders."""
     remove = ["rm", "-rf", "--one-file-system", "--", folder]
     if subprocess.run(remove, timeout=_START_S, capture_output=True).returncode:
         subprocess.run(
@@ -125,8 +126,8 @@ def _remove(folder: str) -> None:
 
 
 def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Grade:
-    """What this machine allows, by trying it. RuntimeError where `require_isolation` asks for more,
-    or nothing runs at all."""
+    """Find the grade of this machine by trying. Raises RuntimeError if `require_isolation` is set
+    and namespaces are missing, or if no program can run at all."""
     if sys.platform != "linux":
         raise RuntimeError("the sandbox needs Linux")
     try:
@@ -156,8 +157,8 @@ def _filters() -> list[str]:
 
 
 def interpreters() -> list[str]:
-    """Ours outside of any virtual environment, so that programs see the standard library alone, and
-    the system's of the same version."""
+    """List this interpreter outside of any virtual environment, so that programs see only the
+    standard library, and the system's interpreter of the same version."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = os.path.join(sys.base_prefix, "bin", name)
     return [own, *(p for p in (f"/usr/bin/{name}",) if os.path.exists(p) and p != own)]
@@ -169,7 +170,7 @@ def _environment(path: str, packages: tuple[str, ...]) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONPATH": os.pathsep.join([path, *packages]),
         "PYTHONHASHSEED": "0",
-        "MALLOC_ARENA_MAX": "1",  # one for each thread would use the address space up
+        "MALLOC_ARENA_MAX": "1",  # one arena per thread would exhaust the address space
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -207,17 +208,17 @@ def _start_plain(
 
 
 def _anyone_reads(file: str) -> bool:
-    """Another user could run it and import from its folders."""
+    """Return whether any user can run the file and read its folders."""
     path = Path(file).resolve()
     return all(p.stat().st_mode & 0o005 == 0o005 for p in (path, *path.parents))
 
 
 def _others(user: int) -> int:
-    """Threads of this user now, and some that may come: the limit of processes is a user's, over
-    the whole machine, and what is not ours must not use it up."""
+    """Count the threads of this user now, plus a reserve. The process limit counts all processes of
+    a user on the machine, so threads outside of the sandbox must not exhaust it."""
     found = 0
     for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # it has just exited
             if entry.name.isdigit() and entry.stat().st_uid == user:
                 found += len(os.listdir(f"{entry.path}/task"))
     return found + (_SPARE_NOBODY if user == confine.NOBODY else _SPARE_OWN)
@@ -227,12 +228,12 @@ def _start_isolated(
     control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes]
 ) -> subprocess.Popen:
     is_root = os.geteuid() == 0
-    settings = Settings(True, is_root, True, [], tmp, 3)  # beside it: this one, init and the judge
+    settings = Settings(True, is_root, True, [], tmp, 3)  # 3: this process, init and the judge
     ready, go = os.pipe()
     info, told = os.pipe()
     fds = [control.fileno()]
     command = ["bwrap", *_ROOM, *_mounts(packages)]
-    if is_root:  # two users are mapped, so that programs are not this one, whom no limit binds
+    if is_root:  # map two users: limits do not bind root, so programs run as the other
         command += ["--userns-block-fd", str(ready), "--info-fd", str(told)]
         fds += [ready, told]
     else:
@@ -274,8 +275,8 @@ _ROOM = (
 
 
 def _mounts(packages: tuple[str, ...]) -> list[str]:
-    """An empty root with the system's programs and libraries, the interpreter and what runs in it:
-    no home, no data, no checkpoints, no sockets."""
+    """Build the mount options: a root with only the system's programs and libraries, the
+    interpreter and this package. Programs see no home, no data, no checkpoints, no sockets."""
     out: list[str] = []
     for path in _SYSTEM:
         if os.path.islink(path):
@@ -301,14 +302,14 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
 
 
 def _map_users(info: int, go: int) -> None:
-    """Tell the kernel which users there are within: root, to build it, and nobody."""
+    """Write the user map of the namespace: root, to set it up, and nobody, for programs."""
     said, deadline = b"", time.monotonic() + _START_S
     os.set_blocking(info, False)
     while b"}" not in said:
         with contextlib.suppress(BlockingIOError):
             data = os.read(info, 4096)
             if not data:
-                return  # bubblewrap has failed, and its last words say why
+                return  # bubblewrap has failed; its error output says why
             said += data
         if time.monotonic() > deadline:
             raise TimeoutError

@@ -1,4 +1,4 @@
-"""`--reward judge`: a language model grades responses; see README.md."""
+"""Judge reward (`--reward judge`): a language model grades responses; see README.md."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The section `--reward.*` of `--reward judge`."""
+"""Config section `--reward.*` of `--reward judge`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

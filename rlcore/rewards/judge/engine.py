@@ -1,9 +1,9 @@
-"""A judge behind a URL: any server that speaks OpenAI's chat completions, such as SGLang or vLLM.
+"""Judge backend that uses a server with OpenAI's chat completions, such as SGLang or vLLM.
 
-With `prefill` the server is asked for one token and the log-probs of the likeliest ones; with
-`generate` for its text. Requests, tries and deadlines are those of `rewards/http.py`.
+With `prefill` it asks for one token and the log-probs of the likeliest tokens; with `generate` it
+asks for text. Requests, retries and deadlines are those of `rewards/http.py`.
 
-Own code instead of the package openai: its requests share tries and deadlines with http.py.
+Own code instead of the package openai: its requests share retries and deadlines with http.py.
 """
 
 import json
@@ -23,12 +23,12 @@ from rlcore.rewards.wire import Job
 from rlcore.utils.errors import ConfigError
 
 _TOP = 20
-"""Likeliest tokens that are asked for: the most that OpenAI's interface gives."""
+"""Number of likeliest tokens requested: the maximum of OpenAI's interface."""
 
 
 def key_of(cfg: JudgeRewardConfig) -> str:
-    """The key for the server, "" where none is sent. ValueError where it is asked for and not
-    there."""
+    """Read the API key for the server; "" if none is configured. Raises ConfigError (a ValueError)
+    if `api_key_env` names an environment variable that is not set."""
     key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
     if cfg.api_key_env and not key:
         raise ConfigError(f"--reward.api_key_env {cfg.api_key_env}: is not set in the environment")
@@ -36,7 +36,7 @@ def key_of(cfg: JudgeRewardConfig) -> str:
 
 
 class EngineBackend:
-    """A `runner.Backend`: `workers` requests at a time."""
+    """`runner.Backend` over HTTP with at most `workers` requests at a time."""
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class EngineBackend:
         host: Host,
         settle: Callable[[int, RewardResult, str], None],
     ) -> None:
-        """ValueError where the key for the server is asked for and not there."""
+        """Start the HTTP client. Raises ValueError if `api_key_env` names a variable that is not
+        set."""
         self._cfg, self._settle, self._rubric = cfg, settle, Rubric(cfg)
         headers = {}
         if key := key_of(cfg):
@@ -60,7 +61,7 @@ class EngineBackend:
 
     def ask(self, job: Job) -> None:
         """See `Backend`."""
-        sample = msgspec.structs.replace(job.sample, id=str(job.key))  # what `drop` knows it by
+        sample = msgspec.structs.replace(job.sample, id=str(job.key))  # so `drop` can cancel by key
         try:
             self._requests.submit(msgspec.structs.replace(job, sample=sample))
         except ValueError as error:
@@ -71,11 +72,12 @@ class EngineBackend:
         self._requests.cancel([str(key) for key in keys])
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Cancel all requests and stop."""
         self._requests.close()
 
     def _body(self, job: Job) -> bytes:
-        """ValueError where the rubric cannot show the job."""
+        """Encode the body of a request. Raises ValueError if the rubric cannot be rendered for the
+        job."""
         cfg, prompt = self._cfg, job.prompt
         text = self._rubric.render(prompt.text, prompt.answer, job.text, prompt.fields)
         body: dict[str, Any] = {
@@ -89,7 +91,8 @@ class EngineBackend:
         return json.dumps(body).encode()
 
     def _verdict(self, text: bytes) -> RewardResult:
-        """ValueError for a reply of another form; one without a verdict is the sample's error."""
+        """Decode a reply. Raises ValueError if its form is unexpected; a reply without a verdict
+        becomes the sample's error."""
         try:
             choice = json.loads(text)["choices"][0]
             if self._cfg.method == "generate":
@@ -111,8 +114,8 @@ class EngineBackend:
         return RewardResult(score=score, details=details)
 
     def _shares(self, top: list[dict[str, Any]]) -> tuple[float, float]:
-        """Probabilities of the good and of the bad words among the likeliest tokens; white space
-        around a token does not count."""
+        """Sum the probabilities of the good and of the bad words among the likeliest tokens. White
+        space around a token does not count."""
         shares = {True: 0.0, False: 0.0}
         for entry in top:
             word = entry["token"].strip()

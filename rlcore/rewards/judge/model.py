@@ -1,7 +1,7 @@
-"""The judge's model: probabilities of verdict tokens after a prefill, or a few greedy tokens.
+"""Model of the judge: probabilities of verdict tokens after a prefill, or a few greedy tokens.
 
-The forward is `hf.model.Model`, the one of the torch engine, over a `Pipeline` of layers. Before
-each batch the number of layers that stay is decided anew from the free memory.
+The forward pass is `hf.model.Model`, as in the torch engine, over a `Pipeline` of layers. Before
+each batch the number of resident layers is recomputed from the free memory.
 """
 
 import time
@@ -27,17 +27,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(slots=True)
 class BatchStats:
-    """What the last batch was."""
+    """Statistics of the last batch."""
 
     rows: int = 0
     prefill_tokens: int = 0
-    """Without padding."""
+    """Number of prompt tokens, without padding."""
     prefill_s: float = 0.0
     streamed_layers: int = 0
 
 
 class JudgeModel:
-    """A causal model of a Hugging Face folder. Calls come from one thread."""
+    """Causal language model from a Hugging Face folder. All calls come from one thread."""
 
     def __init__(
         self,
@@ -51,15 +51,17 @@ class JudgeModel:
         on_read: OnRead | None = None,
         free: Callable[[], float] | None = None,
     ) -> None:
-        """`memory_bytes`: what the judge may take on the device, 0: what is free there; `free` says
-        that instead of the device, for tests. ValueError where the folder is no model that we
-        compute."""
+        """Load the weights that always stay on the device.
+
+        `memory_bytes` is the judge's limit on the device; 0: all free memory. `free` replaces the
+        query of free memory, for tests. Raises ValueError if the folder has no supported model.
+        """
         self.hf = HFConfig.from_folder(folder, "--reward.model")
         self.dtype, self.device = _DTYPES[dtype], device
         self._ratio, self._memory = resident_ratio, memory_bytes
         self._free = free or self._free_here
         self.is_small = False
-        """No layer is to come back for now."""
+        """If set, no layer becomes resident again until `may_grow`."""
         reader = WeightReader(folder)
         reader.check(expected(self.hf))
         carrier: Carrier
@@ -80,8 +82,8 @@ class JudgeModel:
 
     @torch.no_grad()
     def probabilities(self, rows: Sequence[Sequence[int]], ids: Sequence[int]) -> Tensor:
-        """[rows, ids] float32 on the CPU: probabilities of the tokens `ids` to come after each of
-        the rows, out of the whole vocabulary. Keys and values are kept of one layer at a time."""
+        """Compute [rows, ids] float32 on the CPU: probability of each token in `ids` after each
+        row, out of the whole vocabulary. Only one layer's keys and values are kept at a time."""
         longest = max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, len(rows), longest))
         logits = self._prefill(rows, self._cache(len(rows), longest, shared=True))
@@ -91,8 +93,8 @@ class JudgeModel:
     def generate(
         self, rows: Sequence[Sequence[int]], max_tokens: int, stop_ids: Collection[int]
     ) -> list[list[int]]:
-        """The most likely continuation of each of the rows, token by token, up to `max_tokens` or a
-        stop token, which is left out. Streamed layers come once for every token."""
+        """Generate greedily after each row, up to `max_tokens` or a stop token, which is left out.
+        Streamed layers are copied once per token."""
         count, longest = len(rows), max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, count, longest, max_tokens))
         cache = self._cache(count, longest + max_tokens, shared=False)
@@ -116,28 +118,28 @@ class JudgeModel:
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release all memory."""
         self.layers.close()
         self._model.free()
 
     def rest(self) -> None:
-        """Nothing is to be done for a while: what batches took goes to the processes beside us."""
+        """Return cached device memory to other processes while the judge is idle."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def shrink(self) -> None:
-        """Keep no layer: another process took the memory that a batch needed. So it stays until
-        `may_grow`, whatever seems to be free."""
+        """Stream all layers, because another process took the memory that a batch needed. No layer
+        becomes resident again until `may_grow`, however much memory seems free."""
         self.is_small = True
         self.layers.set_resident(0)
 
     def may_grow(self) -> None:
-        """Layers may come back as far as there is room."""
+        """Allow layers to become resident again as memory permits."""
         self.is_small = False
 
     def _prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-        """[rows, vocab] float32: logits after each row's last token. Rows are padded on the right,
-        where nothing that counts sees it."""
+        """Compute [rows, vocab] float32: logits after each row's last token. Rows are padded on the
+        right, where causal attention hides the padding from real tokens."""
         begin = time.monotonic()
         longest = max(map(len, rows))
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
@@ -159,7 +161,8 @@ class JudgeModel:
         return logits
 
     def _cache(self, rows: int, length: int, shared: bool) -> Cache:
-        """Keys and values of a batch; `shared`: one layer's place, which all layers use in turn."""
+        """Allocate the keys and values of a batch. `shared`: all layers take turns in the space of
+        one layer."""
         hf = self.hf
         cache = Cache(
             hf.num_layers,
@@ -176,7 +179,7 @@ class JudgeModel:
         return cache
 
     def _decide(self, work: int) -> None:
-        """Let as many layers stay as fit beside a batch that takes `work` bytes."""
+        """Keep as many layers resident as fit beside a batch that takes `work` bytes."""
         if self.is_small:
             return
         held = self.layers.num_buffers * self._sizes.layer

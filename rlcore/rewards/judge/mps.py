@@ -1,9 +1,9 @@
-"""CUDA MPS: one control daemon per node, which lets several processes compute on a GPU at once.
+"""CUDA MPS: one control daemon per node lets several processes compute on a GPU at once.
 
-Without it the GPU gives the judge and the engines turns; with it their kernels run side by side.
-The first process of a node that asks starts the daemon, in the foreground and as its own child, so
-that it knows whom to end; the others of the run join. A daemon that somebody else started is used
-and left alone. It must run before the first CUDA call of every process that takes part.
+Without MPS the judge and the engines take turns on the GPU; with it their kernels run concurrently.
+The first process of a run on a node starts the daemon in the foreground, as its own child, so that
+it can stop it. The other processes of the run join. A daemon started outside of the run is used but
+never stopped. The daemon must run before the first CUDA call of every participating process.
 """
 
 import contextlib
@@ -36,11 +36,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class MPSError(RuntimeError):
-    """MPS cannot be used, and why."""
+    """MPS cannot be used; the message gives the reason."""
 
 
 class Daemon:
-    """The daemon of this node, ours or another's. `environment` is what its clients need."""
+    """MPS daemon of this node, started by this process or by another. `environment` has the
+    variables that its clients need."""
 
     def __init__(
         self,
@@ -49,7 +50,8 @@ class Daemon:
         lock: int | None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`environment`: default: that of a daemon with its pipes in `folder`."""
+        """Record the daemon. `environment` defaults to that of a daemon with its pipes in
+        `folder`."""
         self.folder = folder
         self._process, self._lock = process, lock
         of_folder = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
@@ -57,12 +59,12 @@ class Daemon:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it."""
+        """Whether this process started the daemon."""
         return self._process is not None
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the daemon if this process started it: asked first, then killed. Safe to call
-        twice."""
+        """Stop the daemon if this process started it: first with the command quit, then with a
+        signal. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             if process.poll() is None:
@@ -77,8 +79,8 @@ class Daemon:
 
 
 def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
-    """The section of a judge on our own GPUs that may have MPS, "" where there is none, and whether
-    that was asked for with `on`. ConfigError where it was and there is no GPU."""
+    """Find the section of a local judge that may use MPS, and whether it asks for it with `on`.
+    Returns "" if there is none. Raises ConfigError if it asks for MPS and there is no GPU."""
     judges = [
         (key, section)
         for key, section in reward_sections(reward).items()
@@ -93,9 +95,11 @@ def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
 
 
 def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
-    """The daemon of a run whose rewards have a judge on its own GPUs, joined; None where there is
-    none. Its place is then in the environment, for this process and those that it starts. Before
-    any CUDA call. ConfigError where it cannot be and was asked for with `on`."""
+    """Join or start the MPS daemon of a run with a local judge; None if the run needs none.
+
+    Sets the daemon's environment variables for this process and its children, so call it before any
+    CUDA call. Raises ConfigError if MPS is `on` and cannot be used.
+    """
     key, is_asked = wanted(reward)
     if not key or not has_gpu():
         return None
@@ -115,15 +119,15 @@ def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU that this process may use; no CUDA call is made."""
+    """Return whether this process may use an NVIDIA GPU. Makes no CUDA call."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(
         name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev")
     )
 
 
 def limits(percent: int, memory_gb: float, device: int = 0) -> dict[str, str]:
-    """Environment of a client that may use so much of the GPU: a share of its multiprocessors and
-    GB (10^9 bytes) of its memory; 0 is no limit."""
+    """Return the environment that limits a client: a percentage of the GPU's multiprocessors, and
+    GB (10^9 bytes) of its memory. 0 means no limit."""
     found = {}
     if percent:
         found[PERCENT] = str(percent)
@@ -133,13 +137,14 @@ def limits(percent: int, memory_gb: float, device: int = 0) -> dict[str, str]:
 
 
 def folder_of(run: str) -> Path:
-    """Where the daemon of a run has its pipes: short, since sockets need that, and the user's."""
+    """Return the folder for the daemon's pipes. It is short, because socket paths are limited, and
+    belongs to the user."""
     return Path(tempfile.gettempdir()) / f"rlcore-mps-{os.getuid()}-{run}"
 
 
 def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
-    """The daemon of this run on this node: started if no other process of the run has, or found
-    running. What an earlier run left of one that died is cleared away.
+    """Join the daemon of this run on this node, or start it if no process of the run has. Removes
+    what a failed daemon of an earlier run left behind.
 
     Raises:
         MPSError: there is no control program, no permission, or the daemon does not answer.
@@ -158,7 +163,7 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
         raise MPSError(f"its folder {folder} cannot be used ({error})") from error
     deadline = time.monotonic() + timeout_s
     environment = Daemon(folder, None, None).environment
-    while True:  # one process starts it and holds the lock for as long as it owns the daemon
+    while True:  # the process that starts the daemon holds the lock while it owns it
         if answers(environment):
             os.close(lock)
             announce("MPS", f"joined the daemon of this node at {folder}")
@@ -183,7 +188,8 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
 
 
 def _start(folder: Path, environment: dict[str, str], deadline: float) -> subprocess.Popen:
-    """A daemon that answers. Whoever left pipes here is dead: the lock is ours, nobody answers."""
+    """Start a daemon and wait until it answers. Existing pipes are stale: this process holds the
+    lock and no daemon answers."""
     pipes, logs = folder / "pipe", folder / "log"
     if pipes.exists():
         log.warning("MPS: %s is left of a daemon that has died; it is cleared away", pipes)
@@ -196,7 +202,7 @@ def _start(folder: Path, environment: dict[str, str], deadline: float) -> subpro
         raise MPSError(f"its folder {folder} cannot be used ({error})") from error
     libc = ctypes.CDLL(None)
 
-    def tie() -> None:  # asked to end when we die, so that no daemon outlives its run
+    def tie() -> None:  # SIGTERM at our exit, so that no daemon outlives its run
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
     with output:
@@ -223,7 +229,7 @@ def _start(folder: Path, environment: dict[str, str], deadline: float) -> subpro
 
 
 def answers(environment: dict[str, str]) -> bool:
-    """Whether a daemon listens at these pipes."""
+    """Return whether a daemon answers at these pipes."""
     if not Path(environment[PIPES], "control").exists():
         return False
     try:
@@ -234,7 +240,8 @@ def answers(environment: dict[str, str]) -> bool:
 
 
 def command(environment: dict[str, str], line: str, timeout_s: float) -> str:
-    """What the daemon at these pipes says to a command. MPSError where it says nothing."""
+    """Send a command to the daemon at these pipes and return its output. Raises MPSError if it
+    fails."""
     try:
         done = subprocess.run(
             [CONTROL],
@@ -253,13 +260,13 @@ def command(environment: dict[str, str], line: str, timeout_s: float) -> str:
 
 
 def _said(logs: Path) -> str:
-    """What it printed as it started, for a sentence."""
+    """Return the last line of the daemon's start-up output, for an error message."""
     text = (logs / "start.txt").read_text(errors="replace").strip()
     return f": {text.splitlines()[-1][:200]}" if text else ""
 
 
 def _end(process: subprocess.Popen, timeout_s: float) -> None:
-    """End a process of ours: its time is up, then a signal, then SIGKILL for its whole session."""
+    """Wait for a child process to exit; then send SIGTERM, then SIGKILL, to its whole session."""
     for kill in (None, signal.SIGTERM, signal.SIGKILL):
         if kill is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,17 +1,17 @@
-"""The layers of a model in order, of which only some stay on the device: RollPacker's layer-wise
+"""Layers of a model in order, of which only some stay on the device: RollPacker's layer-wise
 pipeline (arXiv 2509.21009, PAPERS.md A4).
 
     device    [0][1] . [3][4] . [6]     resident layers, in place
-    slots           2       5           streamed ones take turns in two buffers
+    slots           2       5           streamed layers alternate between two buffers
     time       0  1  2  3  4  5  6  0   computing
-               2..|     5..|     2..|   being copied meanwhile: the next one that streams
+               2..|     5..|     2..|   copied meanwhile: the next streamed layer
 
-A streamed layer is copied while earlier ones compute; the first one of the next forward comes while
-the last layers of this one compute. The buffers have the same form everywhere, so a forward gives
-the same bits however many layers are resident.
+A streamed layer is copied while earlier layers compute. The first streamed layer of the next
+forward pass is copied while the last layers of this one compute. All buffers have the same layout,
+so the result is bitwise the same for any number of resident layers.
 
-On CUDA streamed layers wait in pinned host memory and are copied by a stream of their own; on the
-CPU a thread reads them from the mapped safetensors, and gives the pages back.
+On CUDA, streamed layers are kept in pinned host memory and copied on a separate stream. On the CPU,
+a thread reads them from the mapped safetensors and releases the pages.
 
 Own code instead of accelerate's offloading: with no layer resident a batch takes .80 of its time,
 and layers may stay (`tools/results/judge_pipeline.json`).
@@ -33,12 +33,13 @@ from rlcore.hf.weights import WeightReader, drop_pages
 from rlcore.rewards.judge.residency import SLOTS, spread
 
 OnRead = Callable[[int], None]
-"""Told how many bytes were read from files; it may take its time."""
+"""Callback with the number of bytes read from files. It may block."""
 
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory for one layer. Its matrices lie as on disk, so that filling it is plain copying."""
+    """Memory for one layer. Its matrices have the layout of the file, so that filling it is plain
+    copying."""
 
     flat: Tensor
     layer: Layer
@@ -48,42 +49,43 @@ class Buffer:
 def make_buffer(
     hf: HFConfig, dtype: torch.dtype, device: torch.device, pinned: bool = False
 ) -> Buffer:
-    """A buffer with undefined contents."""
+    """Allocate a buffer with undefined contents."""
     flat = torch.empty(layer_numel(hf, dtype), dtype=dtype, device=device, pin_memory=pinned)
     return Buffer(flat, *make_layer(hf, Flat(flat), rows_first=True))
 
 
 class Ticket(Protocol):
-    """A layer that is on its way."""
+    """Handle of a copy in progress."""
 
     def wait(self) -> None:
-        """Return when the layer may be used by what is computed from now on."""
+        """Return when work that is queued from now on may use the layer."""
 
 
 class Carrier(Protocol):
-    """Brings layers to buffers on the device."""
+    """Interface that copies layers to buffers on the device."""
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """Start to fill the buffer, when what was computed with it so far is done. `stays`: it will
-        not be asked for again soon."""
+        """Start to fill the buffer after the work queued on it so far. `stays`: the layer becomes
+        resident, so it is not requested again soon."""
 
     def close(self) -> None:
-        """Let go of all."""
+        """Release all resources."""
 
 
 class FileCarrier:
-    """From mapped safetensors, by one thread: for the CPU, where device and host are one."""
+    """Carrier that reads mapped safetensors in one thread: for the CPU, where device and host share
+    memory."""
 
     def __init__(self, reader: WeightReader, on_read: OnRead | None = None) -> None:
         self._reader, self._on_read = reader, on_read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge layers")
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """See `Carrier`. What the CPU was asked to compute is done when the call returns."""
+        """See `Carrier`. On the CPU all earlier work on the buffer is already done."""
         return _Read(self._thread.submit(read_layer, self._reader, number, buffer, self._on_read))
 
     def close(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for pending reads."""
         self._thread.shutdown()
 
 
@@ -96,8 +98,8 @@ class _Read:
 
 
 class PinnedCarrier:
-    """From pinned host memory by a stream of its own. A layer is read into it when it is first
-    needed, and is kept there while it streams."""
+    """Carrier that copies from pinned host memory on its own CUDA stream. A layer is read into host
+    memory on first use and kept there while it streams."""
 
     def __init__(
         self, hf: HFConfig, dtype: torch.dtype, reader: WeightReader, device: torch.device
@@ -107,13 +109,13 @@ class PinnedCarrier:
         self._host: dict[int, Buffer] = {}
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """See `Carrier`. The copy is queued, not awaited."""
+        """See `Carrier`. The copy is queued and not awaited."""
         host = self._host.pop(number, None)
         if host is None:
             host = make_buffer(self._hf, self._dtype, torch.device("cpu"), pinned=True)
             read_layer(self._reader, number, host)
         if not stays:
-            self._host[number] = host  # else torch keeps it until it has been copied
+            self._host[number] = host  # for a resident layer torch frees it after the copy
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             buffer.flat.copy_(host.flat, non_blocking=True)
@@ -121,7 +123,7 @@ class PinnedCarrier:
         return _Copy(self._stream.record_event(), self._device)
 
     def close(self) -> None:
-        """Wait for what is on its way and give the host memory back."""
+        """Wait for pending copies and free the host memory."""
         self._stream.synchronize()
         self._host.clear()
 
@@ -138,7 +140,7 @@ class _Copy:
 def read_layer(
     reader: WeightReader, number: int, buffer: Buffer, on_read: OnRead | None = None
 ) -> None:
-    """Fill a buffer in host memory from the files; the pages that were read are given back."""
+    """Fill a buffer in host memory from the files, and release the pages that were read."""
     prefix = layer_prefix(number)
     for name, view in buffer.views.items():
         tensor = reader.get(prefix + name)
@@ -150,8 +152,8 @@ def read_layer(
 
 
 class Pipeline:
-    """The layers in order: iterate once for every forward. Asking for the next layer says that the
-    work of the one before has been queued, and its slot may be filled again behind it."""
+    """Iterable over the layers in order, once per forward pass. Asking for the next layer signals
+    that the work of the previous one is queued, so its slot may be refilled after that work."""
 
     def __init__(
         self,
@@ -161,8 +163,8 @@ class Pipeline:
         carrier: Carrier,
         overlap: bool = True,
     ) -> None:
-        """No layer is resident yet. Without `overlap` a layer is fetched when it is needed: the
-        plain twin, to compare with."""
+        """Create the pipeline without resident layers. Without `overlap` a layer is fetched only
+        when needed: the plain variant, for comparison."""
         self._hf, self._dtype, self._device = hf, dtype, device
         self._carrier, self._overlap = carrier, overlap
         self._leaving = spread(hf.num_layers)
@@ -170,7 +172,7 @@ class Pipeline:
         self._streamed: list[int] = sorted(self._leaving)
         self._slots: list[Buffer] = []
         self._ahead: deque[tuple[int, Buffer, Ticket]] = deque()
-        """What comes next, in the order in which it is needed."""
+        """Pending copies, in the order in which they are needed."""
 
     @property
     def num_resident(self) -> int:
@@ -182,24 +184,25 @@ class Pipeline:
 
     @property
     def num_buffers(self) -> int:
-        """Buffers on the device, slots included."""
+        """Number of buffers on the device, slots included."""
         return len(self._resident) + len(self._slots)
 
     def set_resident(self, number: int) -> None:
-        """Keep so many layers on the device, between two forwards. What leaves goes first."""
+        """Set the number of resident layers, between two forward passes. Layers are evicted before
+        others are loaded."""
         num_streamed = self._hf.num_layers - number
         assert 0 <= num_streamed <= self._hf.num_layers, number
         wanted = sorted(self._leaving[:num_streamed])
         is_so = wanted == self._streamed and num_streamed == self.num_streamed
         if is_so and len(self._slots) == min(SLOTS, num_streamed):
-            return  # else, or where memory ended in the middle of a change:
+            return  # otherwise, or if memory ran out in the middle of a change:
         self._stop()
         self._streamed = wanted
         for leaving in self._resident.keys() & set(self._streamed):
             del self._resident[leaving]
         del self._slots[min(SLOTS, num_streamed) :]
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what left is for the processes beside us
+            torch.cuda.empty_cache()  # evicted memory is for the other processes
         coming = [n for n in range(self._hf.num_layers) if n not in self._streamed]
         for number in coming:
             if number not in self._resident:
@@ -228,18 +231,18 @@ class Pipeline:
                     self._fetch(self._following(after), slot)
             done = True
         finally:
-            if not done:  # the forward was given up: the slot in use is in no queue
+            if not done:  # the forward was abandoned: the slot in use is in no queue
                 self._stop()
 
     def close(self) -> None:
-        """Let go of all layers."""
+        """Release all layers and the carrier."""
         self._stop()
         self._resident.clear()
         self._slots.clear()
         self._carrier.close()
 
     def _align(self) -> None:
-        """The first streamed layers are on their way."""
+        """Start to fetch the first streamed layers, unless copies are pending."""
         if self._overlap and not self._ahead:
             number = self._streamed[-1] if self._streamed else 0
             for slot in self._slots:
@@ -247,13 +250,14 @@ class Pipeline:
                 self._fetch(number, slot)
 
     def _following(self, number: int) -> int:
-        """The streamed layer after this one; after the last comes the first of the next forward."""
+        """Return the streamed layer after this one. The first of the next forward pass follows the
+        last."""
         return next((n for n in self._streamed if n > number), self._streamed[0])
 
     def _fetch(self, number: int, slot: Buffer) -> None:
         self._ahead.append((number, slot, self._carrier.bring(number, slot)))
 
     def _stop(self) -> None:
-        """Nothing is on its way any more."""
+        """Wait for all pending copies and discard them."""
         while self._ahead:
             self._ahead.popleft()[2].wait()

@@ -1,9 +1,9 @@
-"""The judge process: requests in, batches through the model, verdicts out.
+"""Judge process: receives requests, runs batches through the model, and sends verdicts.
 
     python -m rlcore.rewards.judge.process FD PARENT
 
-Started by `runner.ProcessRunner` only; it dies with its parent. It sees its device in the
-environment that the parent made, MPS limits included.
+Only `runner.ProcessBackend` starts it; it exits with its parent. It inherits the parent's
+environment and adds the MPS limits before CUDA starts.
 """
 
 import os
@@ -28,9 +28,10 @@ from rlcore.utils.children import Channel, open_guarded_channel, sentence
 from rlcore.utils.net import frame
 
 _READ_CHARS = 1_000_000
-"""That are made tokens between two batches: a tokenizer takes 3 to 6 s for them."""
+"""Number of characters tokenized between two batches; a tokenizer takes 3 to 6 s for them."""
 _STRETCH_CHARS = 20_000
-"""That are made tokens without a word to the parent, whose clock starts again with each word."""
+"""Number of characters tokenized between two messages to the parent. Each message restarts the
+parent's time-out."""
 
 
 def main() -> None:
@@ -41,12 +42,13 @@ def main() -> None:
 
 
 def serve(channel: Channel) -> None:
-    """Load the judge and score what is asked, until the end of the stream: EOFError."""
+    """Load the judge and score requests until the parent closes the channel, which raises
+    EOFError."""
     load = net.decode(channel.first(), Load)
     sys.path[:] = load.sys_path
     cfg = msgspec.convert(load.config, JudgeRewardConfig)
     device, _, number = load.device.partition(":")
-    if device == "cuda":  # CUDA reads them when it starts in this process
+    if device == "cuda":  # CUDA reads these variables when it starts in this process
         os.environ.update(mps.limits(cfg.mps_percent, cfg.mps_gb, int(number)))
     try:
         judge = Judge(cfg, load.device)
@@ -72,8 +74,8 @@ def serve(channel: Channel) -> None:
 
 
 def take(channel: Channel, judge: "Judge", timeout_s: float | None) -> None:
-    """Give the judge what has arrived; wait up to `timeout_s` for it (None: without a limit, since
-    the parent's end is ours)."""
+    """Pass received messages to the judge. Wait up to `timeout_s` for the first; None: wait until
+    one arrives or the parent closes the channel."""
     for body in channel.receive(timeout_s):
         message = net.decode(body, ToJudge)
         if isinstance(message, Drop):
@@ -84,7 +86,7 @@ def take(channel: Channel, judge: "Judge", timeout_s: float | None) -> None:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A request, ready for the model."""
+    """Tokenized request."""
 
     key: int
     ids: list[int]
@@ -94,10 +96,11 @@ class Row:
 
 
 class Judge:
-    """The model, its tokenizer and its rubric."""
+    """Judge: the model with its tokenizer and rubric."""
 
     def __init__(self, cfg: JudgeRewardConfig, device: str) -> None:
-        """ValueError where the settings, the rubric and the model do not fit together."""
+        """Load the model. Raises ValueError if the settings, the rubric and the model do not fit
+        together."""
         import torch
 
         from rlcore.hf.tokenizer import load_tokenizer
@@ -131,7 +134,7 @@ class Judge:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are here and not scored."""
+        """Number of received requests that are not scored yet."""
         return len(self.waiting) + len(self._unread)
 
     def add(self, ask: Ask) -> None:
@@ -139,9 +142,12 @@ class Judge:
         self._unread.append(ask)
 
     def _read(self, begins: Callable[[int], None]) -> None:
-        """Make prompts of what has come, up to some seconds' worth: meanwhile nothing is scored and
-        the parent's clock runs. `begins` hears the key of the next one after every stretch. One
-        that cannot be a prompt gets its error when its turn comes."""
+        """Tokenize received requests, up to `_READ_CHARS` characters.
+
+        Meanwhile nothing is scored and the parent's time-out runs, so `begins` is called with the
+        next key after every stretch. A request that cannot be rendered gets its error when its
+        batch comes.
+        """
         num_chars = stretch = 0
         while self._unread and num_chars < _READ_CHARS:
             ask = self._unread.popleft()
@@ -157,13 +163,13 @@ class Judge:
                 self.waiting.append(Row(ask.key, [], False, error=f"rubric: {error}"))
 
     def drop(self, keys: Sequence[int]) -> None:
-        """Forget requests; one that is not here is ignored."""
+        """Drop waiting requests. Unknown keys are ignored."""
         self.waiting = [row for row in self.waiting if row.key not in keys]
         self._unread = deque(ask for ask in self._unread if ask.key not in keys)
 
     def encode(self, ask: Ask) -> tuple[list[int], bool]:
-        """The judge's prompt, and whether the response had to be cut. ValueError where it cannot be
-        made."""
+        """Build the judge's prompt. Also return whether the response was cut. Raises ValueError if
+        the prompt cannot be built."""
         defused = self._tokenizer.defused
         prompt, response = defused(ask.prompt), defused(ask.text)
         ids = self._render(prompt, ask, response)
@@ -188,7 +194,7 @@ class Judge:
         return self._tokenizer.encode(text)
 
     def next_batch(self, begins: Callable[[int], None] = lambda key: None) -> list[Row]:
-        """The oldest request and others of about its length, so that little is padding. `begins`:
+        """Take the oldest request and others of similar length, to keep padding small. `begins`:
         see `_read`."""
         self._read(begins)
         if not self.waiting:
@@ -210,8 +216,8 @@ class Judge:
         return batch
 
     def score(self, batch: list[Row]) -> list[RewardResult]:
-        """Scores in the order of the batch. A batch that does not fit into the device's memory is
-        tried in halves, with no layer left in place."""
+        """Score a batch; results are in its order. A batch that does not fit into device memory is
+        retried in halves, with no resident layer."""
         if batch[0].error:
             return [RewardResult(score=0.0, error=batch[0].error)]
         found = self._fit(batch)
@@ -224,7 +230,7 @@ class Judge:
         try:
             return self._score(batch)
         except torch.OutOfMemoryError as error:
-            why = sentence(error)  # the error itself holds what the forward had
+            why = sentence(error)  # the error object keeps the tensors of the forward alive
         was_small = self.model.is_small
         self.model.shrink()
         if len(batch) == 1:
@@ -269,7 +275,7 @@ class Judge:
 
 
 def _verdict(errors: dict[int, str], row: int, score: Callable[..., float], *args: Any) -> float:
-    """The score, or 0 and an error for a row without a verdict."""
+    """Return the score of a row; for a row without a verdict, 0, and record its error."""
     try:
         return score(*args)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How many layers of the judge stay on the device: arithmetic on bytes, before every batch."""
+"""Number of judge layers that stay on the device, computed from byte sizes before every batch."""
 
 import math
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from rlcore.hf.names import EMBED, HEAD, NORM, expected
 from rlcore.rewards.judge.config import JudgeRewardConfig
 
 SLOTS = 2
-"""Buffers that streamed layers take turns in: one is used while the next one comes."""
+"""Number of buffers for streamed layers: one is in use while the next is filled."""
 MARGIN = 0.02
-"""Share of what is free that is left alone: allocators round up."""
+"""Share of free memory that stays unused, because allocators round up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Bytes of a model on a device."""
+    """Sizes of a model on a device, in bytes."""
 
     num_layers: int
     layer: int
-    """Of one layer."""
+    """Bytes of one layer."""
     outer: int
-    """Of embedding, last norm and head, which always stay."""
+    """Bytes of embedding, last norm and head, which always stay."""
 
 
 def sizes_of(hf: HFConfig, dtype: torch.dtype) -> Sizes:
-    """Sizes of the model `hf` in `dtype`."""
+    """Compute the sizes of the model `hf` in `dtype`."""
     shapes = expected(hf)
     outer = sum(math.prod(shapes[name]) for name in (EMBED, NORM, HEAD) if name in shapes)
     return Sizes(
@@ -40,14 +40,17 @@ def sizes_of(hf: HFConfig, dtype: torch.dtype) -> Sizes:
 
 
 def most_resident(num_layers: int, ratio: float) -> int:
-    """Layers that may stay: ceil(ratio * num_layers), as in RollPacker."""
+    """Return the largest number of resident layers: ceil(ratio * num_layers), as in RollPacker."""
     return min(num_layers, math.ceil(ratio * num_layers - 1e-9))
 
 
 def num_resident(sizes: Sizes, ratio: float, free_bytes: float) -> int:
-    """Layers that stay on the device where `free_bytes` are there for layers and slots together:
-    all of them take no slots, fewer leave room for `SLOTS` others. 0 where not even the slots fit:
-    with less the judge cannot work."""
+    """Return how many layers stay on the device if `free_bytes` are free for layers and slots
+    together.
+
+    If all layers stay, no slots are needed; otherwise `SLOTS` slots are. Returns 0 even if the
+    slots do not fit; the judge cannot work with less.
+    """
     fit = int(free_bytes * (1 - MARGIN) // sizes.layer)
     most = most_resident(sizes.num_layers, ratio)
     if most == sizes.num_layers <= fit:
@@ -58,8 +61,8 @@ def num_resident(sizes: Sizes, ratio: float, free_bytes: float) -> int:
 def work_bytes(
     hf: HFConfig, dtype: torch.dtype, rows: int, longest: int, new_tokens: int = 0
 ) -> int:
-    """What a batch of `rows` x `longest` padded tokens takes besides weights; an estimate. With
-    `new_tokens` all layers keep keys and values, else one layer at a time has them."""
+    """Estimate the bytes that a batch of `rows` x `longest` padded tokens takes besides weights.
+    With `new_tokens` all layers keep keys and values, otherwise one layer at a time."""
     tokens = rows * longest
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     heads = (hf.num_heads + 2 * hf.num_kv_heads) * hf.head_dim
@@ -72,19 +75,19 @@ def work_bytes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Bytes of one judge beside its CUDA context."""
+    """Memory of one judge besides its CUDA context, in bytes."""
 
     stay: int
-    """On the device, as long as memory is not short: what stays and the slots."""
+    """Device bytes of resident layers and slots, as long as memory is not short."""
     work: int
-    """Of the largest batch; an estimate."""
+    """Device bytes of the largest batch; an estimate."""
     host: int
-    """Pinned, for the layers that stream."""
+    """Pinned host bytes of the streamed layers."""
     num_resident: int
 
 
 def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
-    """What a judge of the architecture `hf` takes with these settings."""
+    """Compute the memory that a judge of the architecture `hf` takes with these settings."""
     dtype = getattr(torch, cfg.dtype)
     sizes = sizes_of(hf, dtype)
     stay = most_resident(sizes.num_layers, cfg.resident_ratio)
@@ -106,8 +109,8 @@ def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
 
 
 def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str) -> int:
-    """Bytes of host memory that a judge which works as it should may come to take after its start:
-    its layers, which are read when they are needed, and on the CPU its largest batch."""
+    """Return the bytes of host memory that a healthy judge may add after its start. These are its
+    layers, which are read on first use, and on the CPU its largest batch."""
     sizes = sizes_of(hf, getattr(torch, cfg.dtype))
     if device_type == "cuda":
         return 2 * sizes.num_layers * sizes.layer  # torch pins powers of two
@@ -115,18 +118,19 @@ def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str) -> int:
 
 
 def spread(num_layers: int) -> list[int]:
-    """Layers in the order in which they give up their place: whatever the number is, those that
-    have are spread evenly, and the next one that leaves makes no other one move.
+    """Return the layers in the order in which they are evicted. For any number of evicted layers
+    the evicted ones are spread evenly, and the next eviction moves no other layer.
 
-    Differs from RollPacker, where the first layers stay and all others stream: there a copy has the
-    time of one layer's computation, here that of the resident layers before it too.
+    Differs from RollPacker, where the first layers stay and all others stream. There a copy
+    overlaps with one layer's computation; here also with that of the resident layers before it.
     """
     bits = max(1, (num_layers - 1).bit_length())
     return sorted(range(num_layers), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
 
 
 def free_on(device: torch.device, available: Callable[[], int]) -> int:
-    """Bytes that this process could take on the device now. `available`: of the host's memory."""
+    """Return the bytes that this process could allocate on the device now. `available` returns the
+    free host memory."""
     if device.type != "cuda":
         return available()
     ours = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""The judge's prompt, and how its answer becomes a score."""
+"""Rubric: renders the judge's prompt and converts its answer to a score."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,10 +12,12 @@ RUBRIC = Path(__file__).with_name("rubric.jinja")
 
 
 class Rubric:
-    """One template with the names `prompt answer response fields method good bad`."""
+    """Jinja template of the judge's prompt, with the names `prompt answer response fields method
+    good bad`."""
 
     def __init__(self, cfg: JudgeRewardConfig) -> None:
-        """ValueError where the file cannot be read or is no template, or `pattern` is none."""
+        """Load the template. Raises ValueError if the file cannot be read or is no valid template,
+        or if `pattern` is invalid."""
         from jinja2 import StrictUndefined, TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -42,8 +44,8 @@ class Rubric:
     def render(
         self, prompt: str, answer: str, response: str, fields: Mapping[str, Any] | None = None
     ) -> str:
-        """The prompt of the judge. ValueError where the template asks for what is not there, or
-        cannot do with a row what it does."""
+        """Render the judge's prompt. Raises ValueError if the template uses an undefined name or
+        fails on the row's fields."""
         cfg = self._cfg
         try:
             return self._template.render(
@@ -55,18 +57,18 @@ class Rubric:
                 good=cfg.good,
                 bad=cfg.bad,
             )
-        except Exception as error:  # what an expression on a row's fields raises, such as TypeError
+        except Exception as error:  # an expression on a row's fields may raise anything
             raise ValueError(f"--reward.rubric: {type(error).__name__}: {error}") from error
 
     def read(self, text: str) -> float:
-        """The score in what the judge wrote. ValueError where there is no verdict in it."""
+        """Extract the score from the judge's text. Raises ValueError if it has no verdict."""
         found = self._pattern.findall(text)
         if not found:
             raise ValueError(f"no verdict in {text[-80:]!r}")
         return self.of_word(found[-1])
 
     def of_word(self, word: str) -> float:
-        """The score of one verdict. ValueError where it is none."""
+        """Convert one verdict to a score. Raises ValueError if it is not a valid verdict."""
         cfg, bare = self._cfg, word.strip().strip(".,;:!*`\"'()[]")
         if bare in cfg.good or bare in cfg.bad:
             return float(bare in cfg.good)
@@ -78,14 +80,14 @@ class Rubric:
 
 
 def of_probabilities(good: float, bad: float) -> float:
-    """P(good) / (P(good) + P(bad)). ValueError where the judge expects neither."""
+    """Compute P(good) / (P(good) + P(bad)). Raises ValueError if both are 0."""
     if not good + bad > 0:
         raise ValueError("the judge gives none of the verdict tokens a probability")
     return good / (good + bad)
 
 
 def verdict_ids(words: tuple[str, ...], encode: Callable[[str], list[int]], key: str) -> list[int]:
-    """The tokens of verdict words. ValueError for a word that is not one token."""
+    """Encode the verdict words as tokens. Raises ValueError if a word is not one token."""
     ids = []
     for word in words:
         found = encode(word)

@@ -1,4 +1,5 @@
-"""`kind.Runner`s of the judge: verdicts that are known, the judge process, a judge behind a URL."""
+"""Runner of the judge and its local backend: `JudgeRunner` caches verdicts, `ProcessBackend` runs a
+judge process. `engine.py` has the backend for a judge behind a URL."""
 
 import dataclasses
 import hashlib
@@ -32,36 +33,36 @@ _CLOSE_S = 20.0
 _MEMORY_CHECK_S = 0.25
 
 Settle = Callable[[int, RewardResult, str], None]
-"""Key of the request, its verdict, and what was printed where it failed."""
+"""Callback with a request's key, its result, and the judge's output if it failed."""
 
 
 class Backend(Protocol):
-    """Gets verdicts. No call blocks but `close`."""
+    """Backend that obtains verdicts. No call blocks, except `close`."""
 
     def ask(self, job: Job) -> None:
-        """`Settle` is called for the job's key, some time."""
+        """Request a verdict; `Settle` is called with the job's key later."""
 
     def drop(self, keys: Collection[int]) -> None:
-        """These are of no use any more."""
+        """Cancel these requests."""
 
     def close(self) -> None:
-        """End with everything that it started."""
+        """Stop the backend and everything that it started."""
 
 
 class JudgeRunner:
-    """A `kind.Runner`: asks the backend for every pair of prompt and response once."""
+    """`kind.Runner` that asks the backend only once for each pair of prompt and response."""
 
     def __init__(
         self, cfg: JudgeRewardConfig, host: Host, make: Callable[[Settle], Backend]
     ) -> None:
-        """`make` starts the backend. ConfigError where the rubric cannot be used."""
-        # The judge is the same for the whole run: what tells verdicts apart is what it is shown.
+        """Start the backend with `make`. Raises ConfigError if the rubric cannot be used."""
+        # The judge is fixed for the whole run, so a verdict depends only on the judge's input.
         Rubric(cfg)
         self._host, self._room = host, cfg.cache_entries
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, float] = OrderedDict()
         self._waiting: dict[bytes, tuple[int, list[Job]]] = {}
-        """Under way: the key that the backend has, and who waits for it."""
+        """Requests in flight: the backend's key, and the jobs that wait for its verdict."""
         self._digests: dict[int, bytes] = {}
         self._backend = make(self._settle)
 
@@ -119,40 +120,40 @@ def _cached(score: float) -> RewardResult:
 
 
 def digest_of(job: Job) -> bytes:
-    """What the judge is shown of a job, as a hash."""
+    """Hash the parts of a job that the judge sees."""
     shown = (job.prompt.text, job.prompt.answer, job.text, job.prompt.fields)
     return hashlib.blake2b(net.encode(shown), digest_size=16).digest()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Entry:
-    """A request on its way through the judge process."""
+    """Request to the judge process."""
 
     ask: Ask
     job: Job
     sent: bool = False
 
     def send(self, worker: Worker) -> None:
-        """Ask the judge process."""
+        """Send the request to the judge process."""
         self.sent = True
         worker.send(frame(self.ask))
 
     def take_back(self) -> None:
-        """Ask again: the process that was asked has ended."""
+        """Mark the request as unsent: the process that had it has exited."""
         self.sent = False
 
     def stand_alone(self) -> None:
-        """Be asked in a batch of its own from now on."""
+        """Send the request in a batch of its own from now on."""
         self.ask = msgspec.structs.replace(self.ask, alone=True)
 
 
 class ProcessBackend:
-    """A judge process of our own. A thread owns it, sends requests, and holds batches to their
-    deadlines. A batch that ends the process is asked again one by one, and the one that ends it
-    again is the one to blame."""
+    """Backend with a local judge process. A thread owns the process, sends requests, and enforces
+    batch deadlines. If a batch crashes the process, its requests are retried one by one. A request
+    that crashes it again fails."""
 
     def __init__(self, cfg: JudgeRewardConfig, host: Host, device: str, settle: Settle) -> None:
-        """`device` as torch spells it, such as cuda:0."""
+        """Start the thread. `device` is a torch device name such as cuda:0."""
         self._cfg, self._host, self._settle = cfg, host, settle
         self._load = frame(
             Load(
@@ -170,10 +171,11 @@ class ProcessBackend:
         self._running: tuple[int, ...] = ()
         self._since = self._limit_s = 0.0
         self._is_asked = False
-        """The judge has something to do: it is heard of within the time, or is over."""
+        """Whether the judge has requests: it must then send a message within the time-out, or it is
+        restarted."""
         self._growth = self._begin_growth = 0
-        """Bytes by which the judge may grow without need for a word, and by which it had grown
-        beyond them when its batch began."""
+        """`_growth`: bytes by which the judge may grow after its start. `_begin_growth`: bytes by
+        which it exceeded that when its batch began."""
         self._memory_checked = 0.0
         self._worker: Worker | None = None
         self._failed_starts = 0
@@ -195,13 +197,13 @@ class ProcessBackend:
         os.eventfd_write(self._wake, 1)
 
     def drop(self, keys: Collection[int]) -> None:
-        """See `Backend`. A batch that runs goes on."""
+        """See `Backend`. A running batch continues."""
         with self._lock:
             self._dropped |= set(keys)
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process and the thread."""
         if self._closing:
             return
         self._closing = True
@@ -218,7 +220,7 @@ class ProcessBackend:
         try:
             while not self._closing and not self._failure:
                 self._step()
-        except Exception as error:  # a thread's end must not be silent: the service raises it
+        except Exception as error:  # must not be silent: the service raises it
             log.exception("judge: its thread failed")
             self._fail(f"the judge's thread failed: {type(error).__name__}: {error}")
         finally:
@@ -253,12 +255,12 @@ class ProcessBackend:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.sent:
                 gone.append(key)
-        self._hear(is_new=False)  # nothing may be left that it could be late with
+        self._hear(is_new=False)  # if no sent request is left, no deadline applies
         if gone and self._worker is not None:
             self._worker.send(frame(Drop(tuple(gone))))
 
     def _send(self) -> None:
-        """Everything at once: the judge makes batches of what it has."""
+        """Send all unsent requests; the judge forms batches from them."""
         worker = self._worker
         if worker is None or not worker.ready:
             return
@@ -268,7 +270,7 @@ class ProcessBackend:
                 self._hear(is_new=not self._is_asked)
 
     def _hear(self, is_new: bool = True) -> None:
-        """The judge's time starts again."""
+        """Update whether the judge has requests. If `is_new`, restart its time-out."""
         self._is_asked = any(entry.sent for entry in self._entries.values())
         if is_new:
             self._since, self._limit_s = time.monotonic(), self._cfg.timeout_s
@@ -296,7 +298,7 @@ class ProcessBackend:
             self._receive(worker)
 
     def _receive(self, worker: Worker) -> None:
-        """Take what the judge has sent; its end is found out here too."""
+        """Process the judge's messages, or its exit."""
         try:
             for body in worker.channel.receive():
                 self._obey(worker, net.decode(body, FromJudge))
@@ -334,13 +336,13 @@ class ProcessBackend:
             self._ended(f"did not start within --reward.start_s {self._cfg.start_s:g}")
             return
         begun = self._since
-        self._receive(worker)  # the results may wait there: this thread may have been late
+        self._receive(worker)  # results may be unread because this thread was delayed
         if self._worker is worker and self._is_asked and self._since == begun:
             worker.print_stack()
             self._ended(f"timeout after {self._limit_s:g} s")
 
     def _grown(self, worker: Worker) -> int:
-        """Bytes by which the judge is larger than it has to be."""
+        """Return the bytes by which the judge exceeds its allowed growth."""
         return worker.rss() - worker.start_rss - self._growth
 
     def _check_memory(self) -> None:
@@ -359,15 +361,16 @@ class ProcessBackend:
         )
 
     def _ended(self, reason: str, nobodys: bool = False) -> None:
-        """The process is over, or has to be: its batch pays or is tried one by one, the others are
-        asked again; all are, where it is `nobodys` fault."""
+        """Stop the process, which has exited or must be killed. A batch of one request fails, or
+        any batch after a time-out; larger batches are retried one by one. Other requests are sent
+        again. If `nobodys` is set, no batch is blamed and all are sent again."""
         worker, self._worker = self._worker, None
         assert worker is not None
         status = worker.end(exiting=not reason)
         printed = worker.printed() or "(nothing)"
         keys, self._running = () if nobodys else self._running, ()
         is_late = reason.startswith("timeout")
-        if is_late and not keys:  # it hangs between batches: what it has is all that can be blamed
+        if is_late and not keys:  # it hangs between batches, so blame all requests that were sent
             keys = tuple(key for key, entry in self._entries.items() if entry.sent)
         for asked in self._entries.values():
             asked.take_back()
@@ -404,7 +407,7 @@ class ProcessBackend:
 
 
 def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:
-    """The runner that the settings ask for. ConfigError where they cannot work."""
+    """Create the runner for these settings. Raises ConfigError if they are invalid."""
     if found := [*bounds.broken(cfg, "reward"), *cfg.problems("reward")]:
         raise ConfigError("\n".join(found))
     if cfg.url:

@@ -1,4 +1,4 @@
-"""What travels between a rank and its judge process: frames of msgpack, as in `rewards/wire.py`."""
+"""Messages between a rank and its judge process: frames of msgpack, as in `rewards/wire.py`."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from rlcore.records import RewardResult
 
 
 class Load(Struct, frozen=True, tag=True):
-    """The first frame: what to load, and where."""
+    """First message: the settings to load, and the device."""
 
     config: dict[str, Any]
-    """Of the section."""
+    """Values of the config section."""
     device: str
     sys_path: tuple[str, ...]
 
 
 class Ask(Struct, frozen=True, tag=True):
-    """A request: a response to grade."""
+    """Request to grade a response."""
 
     key: int
     prompt: str
@@ -25,31 +25,32 @@ class Ask(Struct, frozen=True, tag=True):
     text: str
     fields: dict[str, Any]
     alone: bool = False
-    """In a batch of its own: an earlier batch with it ended the judge."""
+    """Whether to score it in a batch of its own, because an earlier batch with it crashed the
+    judge."""
 
 
 class Drop(Struct, frozen=True, tag=True):
-    """These verdicts are of no use any more."""
+    """Cancellation of requests."""
 
     keys: tuple[int, ...]
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """The judge is loaded, or cannot be."""
+    """Reply that the judge is loaded, or the error why it is not."""
 
     error: str = ""
     growth_bytes: int = 0
-    """Of host memory, which its layers and batches may come to take."""
+    """Bytes of host memory that its layers and batches may add."""
 
 
 class Began(Struct, frozen=True, tag=True):
-    """A batch begins: the deadline is counted from here."""
+    """Start of a batch. The deadline counts from here."""
 
     keys: tuple[int, ...]
 
 
 class Done(Struct, frozen=True, tag=True):
-    """The batch's results, in the order of its keys."""
+    """Results of the batch, in the order of its keys."""
 
     results: tuple[RewardResult, ...]
 
