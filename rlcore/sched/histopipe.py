@@ -192,7 +192,7 @@ class Pipe:
             batch: number of prompts in a step.
             longest: maximum response length; the prediction for prompts without history.
             rows: number of requests that an engine decodes at a time.
-            groups: maximum number of ranking groups, capped by the numbers of engines and of prompts.
+            groups: maximum number of ranking groups, capped by the engines and the prompts.
         """
         self._replicas, self._batch = tuple(replicas), batch
         self._longest, self._rows = longest, rows

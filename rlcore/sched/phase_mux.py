@@ -42,9 +42,9 @@ class Member:
     least: Mapping[str, int] = field(default_factory=dict)
     """Minimum number of free slots with which a phase may start, by pool; all by default."""
     keep: int = 0
-    """Slots on which the tail of a rollout can go on; 0: it cannot move."""
+    """Number of slots on which the tail of a rollout can continue; 0: it cannot move."""
     patience_s: float = math.inf
-    """Between its phases a job may take this long before its turn passes."""
+    """Maximum seconds between two phases before the job is passed over."""
 
 
 @dataclass(frozen=True, slots=True)

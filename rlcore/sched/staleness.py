@@ -60,7 +60,7 @@ class SampleBuffer:
         """
         Args:
             batch: number of groups that one version trains, B.
-            alpha: maximum number of policy versions between the first token and the training of a sample.
+            alpha: maximum number of policy versions between first token and training of a sample.
             extra: number of additional running groups, of which the slowest are dropped.
         """
         self._batch, self._alpha, self._extra = batch, alpha, extra
