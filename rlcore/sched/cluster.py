@@ -61,7 +61,7 @@ TO_BE_TAKEN = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What admission knows of a job: the worst case, every response at its limit, on its own
+    """Profile of a job for admission: the worst case, with every response at its limit, on its own
     nodes."""
 
     id: str
@@ -193,7 +193,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A job that goes to other nodes, with its state."""
+    """Order that moves a job, with its state, to other nodes."""
 
     job: str
     group: int
@@ -278,8 +278,8 @@ class Group:
         pinned: Mapping[str, tuple[int, ...]] | None = None,
         train: tuple[int, ...] = (),
     ) -> None:
-        """`id` is negative for a group that does not exist yet. `pinned` has the rollout nodes by job,
-        in ascending order; `train` the train nodes that all jobs use."""
+        """`id` is negative for a group that does not exist yet. `pinned` has the rollout nodes by
+        job, in ascending order; `train` the train nodes that all jobs use."""
         self.id = id
         self.pools = pools
         self.jobs = dict(jobs or {})
@@ -382,7 +382,7 @@ class Group:
 
     @property
     def cost(self) -> float:
-        """An hour."""
+        """Cost per hour."""
         return len(self.load) * self.pools[0].price + len(self.train) * self.pools[1].price
 
     def order(self) -> list[str]:
@@ -593,7 +593,7 @@ class Cluster:
         jobs = [j for g in before for j in g.jobs.values()]
         if not before:
             return []
-        jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # the order in which they are pinned
+        jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # the order of pinning
         builder = _Builder(self)
 
         def cost_of(members: tuple[int, ...]) -> float | None:
@@ -862,7 +862,7 @@ class Cluster:
         found = group.with_one(job, on.rollout, train)
         if not self._has_memory(found):
             return f"{here}, whose hosts have no memory for one job more; {later}"
-        if found.period_s > found.limit_s * ROUNDING:  # also applies to a saturated group: otherwise the job waits
+        if found.period_s > found.limit_s * ROUNDING:  # even if saturated
             return f"{here}, those of group {who}, where it is too slow for somebody; {later}"
         keep = tuple(n for n in on.rollout if n in group.load)
         more, more_train = len(on.rollout) - len(keep), len(train) - len(group.train)
