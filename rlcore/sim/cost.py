@@ -76,8 +76,8 @@ GPUS = {
 EFFICIENCY = 0.6
 """Share of peak bandwidth and arithmetic that engines reach; a round number."""
 LAYER_OVERHEAD_S = 25e-6
-"""Overhead of one layer's kernels in a decode step, with CUDA graphs. With more than one rank,
-`from_data_sheet` adds the two collectives of a layer."""
+"""Overhead of one layer's kernels in a decode step, with CUDA graphs; about doubled by
+collectives if tp > 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

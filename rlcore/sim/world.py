@@ -118,7 +118,8 @@ class World:
             place: makes the router of a round.
             lengths: returns the response length of a request.
             elastic: policy for which engines train while the others decode; rank r is engine r.
-            train_s: seconds in which one engine's GPUs train samples of these lengths (with prompt).
+            train_s: seconds in which one engine's GPUs train samples of these lengths
+                (with prompt).
             trains_once: each engine trains only the first groups that it is given.
         """
         self._costs, self._lengths = list(costs), lengths
@@ -190,7 +191,7 @@ class Engines(ABC):
             length = self._length.get(request.id)
             if length is None:
                 length = self._length[request.id] = self._world._lengths(request)
-            have = len(request.resume.tokens) if request.resume else 0  # resumed from another engine
+            have = len(request.resume.tokens) if request.resume else 0  # resumed tokens
             prompt = len(request.prompt)
             jobs.append(Job(id=request.id, prompt=prompt, length=length, have=have))
         self._replicas[command.rank - self._first].submit(jobs, self._now)
