@@ -39,26 +39,27 @@ AIMD_TABLE = (
     (0.95, 5.78, 0.80),
     (0.98, 8.8, 0.87),
 )
-"""Derived from the paper's AIMD: probability that a token is right, tokens of a forward, share
-accepted."""
+"""Values derived from the paper's AIMD: probability that a token is right, tokens per forward,
+share accepted."""
 ACCEPT = 0.90
 DRAFTED = 0.75
 ROLLOUT_SHARE = 0.87
 GPU_COUNT, TP, PROMPTS, SAMPLES = 32, 2, 256, 16
-"""The public recipe's: 32 H100, batch 256, 16 answers."""
+"""Settings of the public recipe: 32 H100, batch 256, 16 responses."""
 LENGTHS = {
     name: replace(GENERATORS[name], sp=0.9, sr=0.3, b=4.0, s=0.1, a=-9.0) for name in ("8k", "16k")
 }
 PUBLISHED = {"8k": 1.9}
-"""Mean over models and tasks against veRL. The headline, 2.6, is of a setting that is not said."""
+"""Published mean speed-up over veRL, over models and tasks. The headline, 2.6, is of an unspecified
+setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What drafts give in the long run, of one request and forward."""
+    """Long-run yield of drafts for one request in one forward."""
 
     tokens: float
-    """With the one that is sampled behind them."""
+    """Tokens per forward, including the one sampled after the draft."""
     drafted: float
 
     @property
@@ -69,9 +70,9 @@ class Window:
 
 @lru_cache(maxsize=4096)
 def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: int = 32) -> Window:
-    """The stationary state of the window: + `growth` when all is right, up to `most`, else back to
-    `start`; drafts are no longer than `cap`. `start` = `most`: fixed. Every token is right with
-    probability `accept`."""
+    """Return the stationary state of the draft window. It grows by `growth` up to `most` if the
+    whole draft is right, else it resets to `start`. Drafts have at most `cap` tokens. With `start`
+    = `most` the window is fixed. Every token is right with probability `accept`."""
     share, window, states = 1.0, start, []
     while True:
         length = min(window, cap)
@@ -88,18 +89,18 @@ def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: in
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An answer, or what is left of one."""
+    """A response, or the rest of one."""
 
     tokens: int
     context: int
-    """Before them: the prompt, and what another worker has decoded."""
+    """Context before these tokens: the prompt, and tokens decoded by another worker."""
     is_prefilled: bool = True
-    """False: it came from elsewhere."""
+    """Whether the context is in the KV cache; False if the response migrated."""
 
 
 def decode_s(cost: Cost, parts: Sequence[Part], accept: float) -> tuple[float, float]:
-    """Seconds of one replica for `parts` side by side, and tokens that drafts had right. `accept`
-    0: no drafts."""
+    """Return the seconds in which one engine decodes `parts` in one batch, and the number of tokens
+    from accepted drafts. `accept` 0: no drafts."""
     order = sorted(parts, key=lambda p: p.tokens)
     seconds = cost.prefill_s * sum(p.context for p in order if not p.is_prefilled)
     knee = cost.step_s / cost.sequence_s
@@ -127,7 +128,7 @@ def decode_s(cost: Cost, parts: Sequence[Part], accept: float) -> tuple[float, f
 
 
 def worker_s(cost: Cost, parts: Sequence[Part], replicas: int, accept: float) -> float:
-    """Of several replicas, over which parts are dealt out by length."""
+    """Return the seconds of several engines, over which the parts are distributed by length."""
     order = sorted(parts, key=lambda p: -p.tokens)
     return max(decode_s(cost, order[i::replicas], accept)[0] for i in range(replicas))
 
@@ -135,9 +136,9 @@ def worker_s(cost: Cost, parts: Sequence[Part], replicas: int, accept: float) ->
 def stability(
     workload: Workload, *, prompts: int, samples: int, epochs: int, seed: int
 ) -> dict[str, float]:
-    """Between two epochs of a workload: shares of the prompts that are in a higher one of 8 ranking
-    groups (`jump_up`), exactly one higher (`jump_one`), and of the answers that exceed the
-    threshold of their group (`migrated`)."""
+    """Return statistics between epochs of a workload. `jump_up` is the share of prompts that move
+    to a higher one of 8 ranking groups, and `jump_one` of those that move up by exactly one.
+    `migrated` is the share of responses that exceed their group's threshold."""
     rows = range(prompts)
     lengths = [
         {row: workload.lengths(row, samples, seed * 1000 + e) for row in rows}
@@ -163,11 +164,11 @@ def stability(
 
 @dataclass(slots=True)
 class Pipeline:
-    """Rollout workers and a learner on GPUs of their own."""
+    """Rollout workers and a learner on separate GPUs."""
 
     cost: Cost
     replicas: int
-    """Of all workers together."""
+    """Number of engines of all workers together."""
     train_s: float
     accept: float
     migrates: bool
@@ -178,8 +179,8 @@ class Pipeline:
     def seconds(
         self, steps: Sequence[tuple[dict[int, list[int]], dict[int, list[int]]]], prompt: int
     ) -> float:
-        """Mean seconds of a step in the long run. A step is the answers of the epoch before and of
-        this one, by prompt."""
+        """Return the mean seconds of a step in the long run. A step has the responses of the
+        previous epoch and of this one, by prompt."""
         groups = min(histopipe.GROUPS, self.replicas)
         free, trained, ends = [0.0] * groups, [0.0, 0.0], []
         late: list[Part] = []
@@ -207,14 +208,15 @@ class Pipeline:
         prompt: int,
         groups: int,
     ) -> list[int]:
-        """Tier 2: a group's GPUs. They are its for the run, so the worker changes with the step."""
+        """Return the number of engines of each group (tier 2). The group keeps them for the run, so
+        the worker changes with the step."""
         equal = [
             self.replicas * (g + 1) // groups - self.replicas * g // groups for g in range(groups)
         ]
         if not self.tiered:
             return equal
         parts, _ = self._parts(ranked, before, before, prompt, [])
-        self.answers = self.migrated = 0  # these were the history's
+        self.answers = self.migrated = 0  # reset: these counted the history
 
         @cache
         def seconds(g: int, n: int) -> float:
@@ -230,7 +232,7 @@ class Pipeline:
         prompt: int,
         late: list[Part],
     ) -> tuple[list[list[Part]], list[Part]]:
-        """What every group decodes in a step, and what is left for the next one."""
+        """Return the parts that every group decodes in a step, and the rest for the next step."""
         groups = [[Part(n, prompt) for row in group for n in after[row]] for group in ranked]
         self.answers += sum(map(len, groups))
         if not self.migrates:
@@ -257,7 +259,8 @@ class Pipeline:
 def ablation(
     steps: int = 24, seed: int = 0, lengths: str = "8k", model: str = "14B"
 ) -> dict[str, Any]:
-    """Mean seconds of a step: a synchronous baseline, then one part of RhymeRL after the other."""
+    """Return the mean seconds of a step for a synchronous baseline and for RhymeRL's techniques,
+    added one by one."""
     cost = from_data_sheet(MODELS[model], GPUS["H100"], TP)
     workload = LENGTHS[lengths]
 
@@ -269,7 +272,7 @@ def ablation(
     prompt, replicas = workload.prompt_tokens, GPU_COUNT // TP
 
     def synchronous(accept: float) -> tuple[float, float]:
-        """Seconds of a rollout, and the share of the tokens that drafts had right."""
+        """Return the seconds of a rollout, and the share of tokens from accepted drafts."""
         times, right, tokens = [], 0.0, 0
         for _, after in data:
             parts = [[Part(n, prompt) for n in lengths] for lengths in after.values()]
@@ -325,7 +328,7 @@ def ablation(
 
 
 def report(steps: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Tables on the screen, and everything as plain data."""
+    """Print the tables and return all results as plain data."""
     say("AIMD 2, +2, 32: right   tokens (derived)   accepted (derived)")
     windows = []
     for accept, tokens, rate in AIMD_TABLE:
