@@ -7,7 +7,7 @@ One JSON object:
     engine     "torch" or "sglang"
     model      folder or name of the model; its weights are random, which costs the same
     device     "cpu, 2 cores", or a GPU's name
-    dtype data type of the engine, such as "bfloat16"
+    dtype      data type of the engine, such as "bfloat16"
     load       load average of the machine, before and after: above the number of cores, other
                programs were running, and the seconds are unreliable
     best_tp    the layout for `--rollout.tp`: see `best`

@@ -1,22 +1,24 @@
-"""RhymeRL simulated: drafts from history, and workers that take turns (arXiv:2508.18588).
+"""Simulation of RhymeRL: drafts from history, and workers that alternate between groups
+(arXiv:2508.18588).
 
-Decisions are the shipped ones (`sched/histopipe.py`); the window of drafts is the chain of the
-forest's rule, which a test holds against the forest itself. What a worker decodes has a closed form
-between two ends of responses.
+Decisions come from the shipped `sched/histopipe.py`. The draft window is the Markov chain of the
+forest's rule, which a test compares with the forest itself. The decoding of a worker has a closed
+form between two ends of responses.
 
-Assumed, as the paper does not say or we cannot measure:
+The following are assumptions, since the paper does not state them or we cannot measure them:
 
-  - lengths: the generator of `workload.py`, in which prompts differ more and a prompt's answers
-    less than in RollPacker's data: with that one 40 % of the prompts jump to a higher group (16 %
-    published for math, 28 % for code). Fitted to 20 %; how many answers migrate is not fitted;
-  - seconds: the data sheet of an H100 at 60 %, two GPUs a replica; caches hold everything;
-  - drafts: a token is right with probability .90, each by itself, where there is a draft, which is
-    at .75 of the positions. .90 gives the published acceptance (65 to 79 %), .75 is the low end of
-    the published share of tokens that come again;
+  - lengths: the generator of `workload.py`, with more variation between prompts and less within a
+    prompt than in RollPacker's data. With the original, 40 % of the prompts jump to a higher group
+    (16 % published for math, 28 % for code). Fitted to 20 %; the share of responses that migrate
+    is not fitted;
+  - seconds: the data sheet of an H100 at 60 %, two GPUs per engine; KV caches hold everything;
+  - drafts: .75 of the positions have a draft, and each drafted token is right with probability
+    .90, independently. .90 gives the published acceptance (65 to 79 %), .75 is the low end of the
+    published share of repeated tokens;
   - training: .13 of the baseline's step on all GPUs, as published (rollout is 84 to 91 %); in the
-    pipeline on GPUs of its own, as many as are best;
-  - an answer beyond its group's threshold goes on beside a group of a higher one in the same step,
-    in turn, after a prefill of what it has, and from the highest in the next step.
+    pipeline on separate GPUs, in the best number;
+  - migration: a response beyond its group's threshold continues with the higher groups of the same
+    step in rotation, after a prefill of its tokens; from the highest group, in the next step.
 """
 
 import math

@@ -188,8 +188,8 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
-    """Return the GPUs that train by Proposition 2, beta* = E mu_t / (mu_g + E mu_t), in whole
-    sixteenths of all GPUs. mu are the seconds of one sample on one GPU."""
+    """Return the GPUs that train by Proposition 2, beta* = E mu_t / (mu_g + E mu_t), in multiples
+    of a sixteenth of all GPUs. mu are the seconds of one sample on one GPU."""
     source, lengths = Source(SAMPLES), Lengths(law.generator, SAMPLES, seed)
     out = World([cost()] * gpus, lengths, max_running=law.max_running).run(
         Round(work=source(law.prompts), stop=All())

@@ -243,7 +243,7 @@ def figure_10c(count: int, seed: int, data: Path) -> Made:
 
 
 def stream(count: int, seed: int, data: Path) -> Made:
-    """Tables 3 and 4: 7B/8k, math, means over long rounds."""
+    """Return tables 3 and 4: 7B/8k, math, means over long rounds."""
     system = published.SYSTEMS["7B/8k"]
     math = partial(rewards, "math", H800, "dedicated", system.gpus, seed)
     rest = published.STREAM_S["none"] - published.FIGURE_11["8k"].baseline_s
@@ -290,7 +290,8 @@ def stream(count: int, seed: int, data: Path) -> Made:
 
 
 def planner(count: int, seed: int, data: Path) -> Made:
-    """Figures 6 and 12a: preemptions and rollout seconds by TP, and a TP that follows them."""
+    """Return figures 6 and 12a: preemptions and rollout seconds by TP, and the planner's choice of
+    TP."""
     path = data / "lengths" / "epochs_long.jsonl.gz"
     lengths, said = read_lengths(path)
     rows = []
@@ -365,7 +366,7 @@ def _planner_plan(model: str, gpus: int, tp: int, lengths: Workload, seed: int) 
 
 
 def _figure_12a(lengths: Recorded, seed: int) -> Row:
-    """The cap grows from 8k to 32k; the planner against TP 1."""
+    """Return the planner's speed-up over TP 1 while the cap grows from 8k to 32k."""
     seconds: dict[str, list[float]] = {}
     sizes: list[int] = []
     for name, top in (("fixed", 0), ("planner", H800.per_node)):
@@ -391,7 +392,7 @@ def _figure_12a(lengths: Recorded, seed: int) -> Row:
 
 @dataclass(slots=True)
 class Growing:
-    """Lengths under a cap that is moved."""
+    """Recorded lengths under a cap that can be raised."""
 
     of: Recorded
     cap: int
@@ -401,7 +402,7 @@ class Growing:
         return self.of.prompt_tokens
 
     def raise_cap(self, cap: int) -> None:
-        """Let responses be longer from now on."""
+        """Raise the cap for the following rounds."""
         self.cap = cap
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
@@ -412,7 +413,7 @@ class Growing:
 
 
 def scaling(count: int, seed: int, data: Path) -> Made:
-    """Figure 14: samples a second of 14B/16k, against veRL over 32 GPUs."""
+    """Return figure 14: samples per second of 14B/16k, relative to veRL on 32 GPUs."""
     system = published.SYSTEMS["14B/16k"]
     rows: list[Row] = []
     first: dict[str, float] = {}
