@@ -19,7 +19,8 @@ With fewer engines, each has more requests, up to its slots. A decode step then 
 If all slots are in use, beta* = T / (R + T) in GPU-seconds is the share of ranks that train. The
 search covers all splits into whole engines and whole model-parallel groups.
 
-No I/O: rates come from a run's own metrics or from the simulator."""
+No I/O: rates come from a run's own metrics or from the simulator.
+"""
 
 import math
 from collections import deque

@@ -39,7 +39,8 @@ group: a group that has too few train nodes for a job may rent them, too. Node s
 nested or disjoint, since across overlapping ones a cyclic order can take far longer than the
 busiest node (`tests/unit/test_sched_phase_mux.py` has examples of all). Sampling and training are
 taken to be faster on more nodes only if the profile says so. `repack` may move jobs, which the
-paper never does."""
+paper never does.
+"""
 
 import heapq
 import math
@@ -588,7 +589,8 @@ class Cluster:
         partition is searched for and taken. The caller must notify jobs whose nodes change. Groups
         with a job in `fixed` stay as they are.
 
-        Not in the paper, which never moves a job. If the job is unknown, raise KeyError."""
+        Not in the paper, which never moves a job. If the job is unknown, raise KeyError.
+        """
         before = self._around(self._group_of[name], set(fixed))
         jobs = [j for g in before for j in g.jobs.values()]
         if not before:

@@ -1,7 +1,8 @@
 """Detection of drift: whether a job's phases and memory still match the profile with which it was
 admitted.
 
-RollMux has such a check; its thresholds are not published."""
+RollMux has such a check; its thresholds are not published.
+"""
 
 from collections.abc import Sequence
 

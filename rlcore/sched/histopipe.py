@@ -12,7 +12,8 @@ starts its share of step k + 1 with the newest weights, without waiting for othe
                 t_w + t_(W-1-w) is the same for all workers and bounds the time of two steps.
     threshold   A response beyond the P98 of its group's history migrates to another worker.
 
-Workers and groups are numbered from 0, steps from 1."""
+Workers and groups are numbered from 0, steps from 1.
+"""
 
 import itertools
 import math
@@ -175,7 +176,8 @@ class Pipe:
     group next.
 
     The estimated time of a group over n engines of `rows` slots each is max(its longest response,
-    all of its tokens / (n rows)) decode steps, a lower bound."""
+    all of its tokens / (n rows)) decode steps, a lower bound.
+    """
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ as long as an empty one.
             lost, they are tried again for a few steps, after 32 steps, 64, ... up to 1,024, for as
             long as they keep losing.
 
-Drafts never change what is sampled: they decide how many tokens a forward yields, not which."""
+Drafts never change what is sampled: they decide how many tokens a forward yields, not which.
+"""
 
 from dataclasses import dataclass, field
 

@@ -20,7 +20,8 @@ job waits for the nodes, the rollout is asked to continue on `keep` slots and fr
 next job starts there, if its minimum (`least`) allows it, and gets the other slots when they are
 free.
 
-No I/O and no clock: every call is given the time and returns the actions to take."""
+No I/O and no clock: every call is given the time and returns the actions to take.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -149,7 +150,7 @@ class PhaseMux:
         """Users of each slot, as (pool, job)."""
         self._holder: dict[str, str] = {}
 
-    # ---- who takes part
+    # ---- membership
 
     def join(self, member: Member, now: float, order: Collection[str] = ()) -> None:
         """Add a job. `order` has all jobs in the order of their permits; by default it is the last.
@@ -181,7 +182,7 @@ class PhaseMux:
             users[:] = [(p, j) for p, j in users if j != job]
         return self._go(now)
 
-    # ---- what jobs say
+    # ---- calls from jobs
 
     def ask(self, job: str, pools: Iterable[str], now: float) -> list[Todo]:
         """Request a phase that uses the job's slots in these pools.
@@ -248,7 +249,7 @@ class PhaseMux:
             default=math.inf,
         )
 
-    # ---- what others see
+    # ---- queries
 
     def holders(self) -> dict[str, str]:
         """Return the job that holds each slot in use."""

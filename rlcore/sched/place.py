@@ -10,7 +10,8 @@ class LeastLoaded:
 
     While the engine of a group's first request has room, the whole group stays there, so the prompt
     is prefilled once. With `spread`, every request is routed separately, so that a prompt of long
-    responses does not occupy one engine alone (prompt replication, arXiv 2510.11345)."""
+    responses does not occupy one engine alone (prompt replication, arXiv 2510.11345).
+    """
 
     def __init__(self, max_running: int, *, spread: bool = False) -> None:
         """`max_running` is the most requests that an engine takes at a time. Further requests wait

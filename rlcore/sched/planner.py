@@ -7,7 +7,8 @@ the ranks: twice as many engines decode more requests in parallel.
 
 Differs from the paper: short and long rounds have separate sizes and histories, since the change
 from one to the other would look like a sudden rise. Engines with nearly full caches are not
-halved."""
+halved.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -29,7 +29,8 @@ class ByTokens:
 
     A response counts only once every started request of an open group has its reward, so nothing is
     aborted before. Neither the order nor the batch composition (which changes the last bits of the
-    log-probs) then depends on timing. Runs are repeatable: `--debug.deterministic`."""
+    log-probs) then depends on timing. Runs are repeatable: `--debug.deterministic`.
+    """
 
     def __init__(self, requests: Callable[[], Iterable[RequestState]]) -> None:
         """`requests` returns all requests of the round."""
@@ -64,7 +65,8 @@ class ByLog:
     never count, since they were late in the logged round.
 
     A response counts only once every started request that the log has is rewarded. Nothing is
-    aborted before, so two replays decode with the same batch composition."""
+    aborted before, so two replays decode with the same batch composition.
+    """
 
     def __init__(
         self,

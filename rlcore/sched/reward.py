@@ -7,7 +7,8 @@ time that a right one needs is known, and further responses get little more than
 
 with `anchor` the longest time of a right response to the prompt, in all epochs; T is T_max before
 there is one. The paper keeps anchors by test case with the factor 1.5; its code keeps them by
-prompt with 2."""
+prompt with 2.
+"""
 
 from collections.abc import Mapping
 from typing import Any

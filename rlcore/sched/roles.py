@@ -4,7 +4,8 @@ has seen: no torch, no I/O, no clock of its own.
 `source` (which prompts come next) is in `source.py` and `tail_batching.py`, `place` (routing of
 requests) in `place.py`, and `stop` (when a round is over) in `stop.py`. The completion order is in
 `race.py`. `elastic` (which engines stop decoding and train) and `consume` (what they train next)
-are in `stream.py`. `admit` has no policy yet: every request is admitted."""
+are in `stream.py`. `admit` has no policy yet: every request is admitted.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

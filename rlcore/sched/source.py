@@ -29,7 +29,8 @@ class EpochOrder:
         Redundancy (ROLL Flash's `num_env_groups x group_size`): `num_started` prompts start with
         `group_size` responses each. The first `num_prompts` complete prompts and the first
         `num_samples` responses of each are used. Late responses are dropped, and their prompt is
-        not sampled again in this epoch."""
+        not sampled again in this epoch.
+        """
         self._next_prompts = next_prompts
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._greedy_baseline = greedy_baseline

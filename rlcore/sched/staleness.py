@@ -16,7 +16,8 @@ from the oldest version. With `extra`, that many more groups run than are needed
 ones may be left behind until their age drops them. alpha 0 without extra is the synchronous batch:
 B groups start with a version, and all are waited for.
 
-No clock and no I/O: the controller drives the buffer in a run and in the simulator alike."""
+No clock and no I/O: the controller drives the buffer in a run and in the simulator alike.
+"""
 
 import math
 from collections import Counter

@@ -28,7 +28,8 @@ class First:
     late.
 
     With `more`, a group of equal rewards does not count, and another prompt of its domain replaces
-    it. If no prompt is left and no open group can fill a quota, the round ends short."""
+    it. If no prompt is left and no open group can fill a quota, the round ends short.
+    """
 
     def __init__(
         self,

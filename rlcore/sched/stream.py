@@ -17,7 +17,8 @@ E is taken over responses that ended in this and earlier rounds. If none was lon
 its length is taken to be max_tokens.
 
 Differs from the paper: the paper checks the KV caches alone. Requests queued at the remaining
-engines would lengthen the round by more than the training that is overlapped."""
+engines would lengthen the round by more than the training that is overlapped.
+"""
 
 from bisect import bisect_right, insort
 from collections import deque

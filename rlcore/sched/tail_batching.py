@@ -11,7 +11,8 @@ waits for all. Hence a share of (eta_prompts - 1) / eta_prompts of the rounds is
 
 Differs from the paper: without `dynamic`, groups of equal rewards count, since a round of exactly P
 prompts could not end otherwise. Over-provisioned responses bias a group to short responses (the
-paper mentions reordering only); eta_samples = 1 avoids this."""
+paper mentions reordering only); eta_samples = 1 avoids this.
+"""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping

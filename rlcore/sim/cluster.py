@@ -247,7 +247,7 @@ class Summary:
     """Share of the engines' time in a rollout in which they were idle."""
     preemptions: float
     tokens: float
-    """Response tokens that are trained in a step."""
+    """Mean number of response tokens that are trained in a step."""
     streamed: float = 0.0
     """Share of the kept groups that are trained while other requests are decoded."""
     by_kind: dict[str, float] = field(default_factory=dict)

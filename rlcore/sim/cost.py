@@ -13,7 +13,8 @@ class Cost:
 
         step_s + sequence_s b + context_s c
 
-    seconds."""
+    seconds.
+    """
 
     step_s: float
     """Seconds of an empty step, in which all weights are read."""

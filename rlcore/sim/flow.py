@@ -3,7 +3,8 @@ simulated learner.
 
 Messages take no time. When the learner has trained a batch, the weights change. All engines pause
 for `sync_s` and then continue; requests in flight are prefilled again unless their KV cache is
-kept."""
+kept.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ class Flow(Engines):
             replica.advance(self._now)
         return sum(r.busy_s for r in self._replicas) / (self._now * len(self._replicas))
 
-    # ---- what happens
+    # ---- events
 
     def _happens(self, what: str, who: int, it: Any) -> None:
         if what == "go":

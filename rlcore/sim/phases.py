@@ -18,7 +18,8 @@ class Training:
 
         sample_s + token_s n + square_s n^2     forward and backward
 
-    seconds, and `forward_share` of that again for its log-probs before the update."""
+    seconds, and `forward_share` of that again for its log-probs before the update.
+    """
 
     sample_s: float = 0.0
     token_s: float = 0.0

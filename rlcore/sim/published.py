@@ -2,7 +2,8 @@
 
 Nothing here is fitted to make a table agree, unless marked as fitted. [paper]: RollPacker, arXiv
 2509.21009 and its submission; [code]: its artifact, Farrrrland/RollPacker; [A8]: the generator of
-lengths in workload.py."""
+lengths in workload.py.
+"""
 
 from dataclasses import dataclass
 
@@ -103,7 +104,8 @@ and judge give 88 and 86.
 For other models and clusters: in proportion to parameters, samples and the cap of the length,
 against GPUs. That proportion is ours, and nothing is fitted on 7B and 32B. It is not in proportion
 to tokens: short rounds, which have half of them, take 93 s beside their rollout ([paper] figures
-10c, 11)."""
+10c, 11).
+"""
 FORWARD_SHARE = 2 / 3
 """Time of the log-probs of the actor and of a reference of its size ([paper] 6), each a third of
 forward and backward."""
@@ -154,7 +156,7 @@ TABLE_2: dict[str, dict[str, tuple[float, ...]]] = {
     },
     "32B/32k": {"tail": (2.21,), "reward": (2.48,), "planner": (2.52,), "trainer": (2.56,)},
 }
-"""Speed-ups over veRL; each column includes the techniques before it."""
+"""Speed-ups over veRL; each entry includes the techniques before it."""
 OVER_RLHFUSE = {"7B/8k": 1.14, "14B/16k": 1.68, "32B/32k": 2.24}
 
 FIGURE_10C = {"7B/8k": (106, 129), "14B/16k": (134, 302), "32B/32k": (261, 771)}

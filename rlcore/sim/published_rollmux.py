@@ -2,7 +2,8 @@
 constants.
 
 [paper]: arXiv 2512.11306 and its OSDI version (Weave). [ours]: not published, a stand-in chosen
-once and not to make a table agree, unless marked as fitted."""
+once and not to make a table agree, unless marked as fitted.
+"""
 
 from dataclasses import dataclass
 
@@ -125,7 +126,7 @@ class Micro:
     pins: tuple[tuple[int, ...], ...]
     train: int
     over_solo: tuple[float, float]
-    """Cost efficiency against separate clusters, in arXiv v1 and OSDI."""
+    """Cost efficiency relative to the jobs alone, in arXiv v1 and OSDI."""
     over_colocated: float
     price: float
     """Cost of the jobs alone against that of the group: the maximum possible gain; [ours]."""

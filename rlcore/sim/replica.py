@@ -3,7 +3,8 @@
 All running requests grow by one token a step, so the state between two events (an end, a full KV
 cache, an arrival) has a closed form. An event costs the heap's logarithm, however many tokens are
 between. If the KV cache is full, the most recent request is preempted: it waits with its tokens and
-is prefilled again, as in real engines."""
+is prefilled again, as in real engines.
+"""
 
 import heapq
 from collections import deque
@@ -156,7 +157,7 @@ class Replica:
         self._admit()
         return out
 
-    # ---- inside
+    # ---- internals
 
     @property
     def _next_context(self) -> float:

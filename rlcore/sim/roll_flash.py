@@ -1,7 +1,8 @@
 """ROLL Flash's tables from the shipped controller and sample buffer: published against simulated.
 
 arXiv:2510.11345. Settings that the paper leaves open are constants here, with their origin. Cells
-on which a constant is fitted are marked, and so are those that do not agree."""
+on which a constant is fitted are marked, and so are those that do not agree.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -3,7 +3,8 @@
 Every event has a virtual time; ties keep the order of creation, so a simulation is exactly
 repeatable. Messages take no time; workers score rewards first come, first served.
 
-A heap of events calls the shipped controller as a run does, which needs no SimPy."""
+A heap of events calls the shipped controller as a run does, which needs no SimPy.
+"""
 
 import heapq
 from abc import ABC, abstractmethod
