@@ -3,8 +3,8 @@
 
 A job samples on rollout nodes and trains on train nodes; while it does one, its other nodes are
 idle. Jobs of a group alternate. Each is pinned to some of the group's rollout nodes, where its
-state stays in host memory, and trains on all of the group's train nodes. With all jobs in one
-cyclic order (`phase_mux.py`), an iteration of every job takes
+state stays in host memory. It trains on all of the group's train nodes. With all jobs in one cyclic
+order (`phase_mux.py`), an iteration of every job takes
 
     period = max(T_cycle, T_load)
     T_cycle = max over jobs of rollout + train + sync
@@ -12,9 +12,10 @@ cyclic order (`phase_mux.py`), an iteration of every job takes
 
 If the group has more than one job, every phase includes the switch to it. The formula is a lower
 bound. If several nodes and jobs are nearly as busy as the busiest, a job may wait for another in
-every second round (one in a hundred random groups of whole seconds, by up to a fifth). So offers
-use these sums, and an offer is taken only after the full order is checked (`_period`). Profiles are
-worst cases, and starts in a fixed order never come later when a phase is shorter. So
+every second round. This occurs in one of a hundred random groups of whole seconds, by up to a
+fifth. So offers use these sums, and an offer is taken only after the full order is checked
+(`_period`). Profiles are worst cases, and starts in a fixed order never come later when a phase is
+shorter. So
 
     period <= slo x T_solo    for every job of the group
 
@@ -22,7 +23,7 @@ is a guarantee, not an estimate. A job goes where it adds least to the cost: ont
 into a group that rents further nodes for it, or into a new group. Groups without slack, T_load >=
 T_cycle, are skipped.
 
-A colocated job samples and trains on all of its nodes, so it leaves no gap for others and holds the
+A colocated job samples and trains on all of its nodes, so it leaves no gap for others. It holds the
 nodes of both pools for a whole iteration. In a group with colocated jobs, the other jobs run first
 in a round, each one rollout and one training from an empty start. The colocated jobs follow one
 after the other. The period is then at most
@@ -36,8 +37,8 @@ to share.
 
 Differs from the paper, which takes the closed form for the period and has no colocated jobs in a
 group: a group that has too few train nodes for a job may rent them, too. Node sets of a group are
-nested or disjoint, since across overlapping ones a cyclic order can take far longer than the
-busiest node (`tests/unit/test_sched_phase_mux.py` has examples of all). Sampling and training are
+nested or disjoint, since a cyclic order across overlapping ones can take far longer than the
+busiest node. `tests/unit/test_sched_phase_mux.py` has examples of all. Sampling and training are
 taken to be faster on more nodes only if the profile says so. `repack` may move jobs, which the
 paper never does.
 """
@@ -254,7 +255,7 @@ def _period(turns: Sequence[_Turn], least: float) -> float:
 class Group:
     """Jobs that alternate on the same nodes."""
 
-    __slots__ = (  # a cluster asks thousands of groups
+    __slots__ = (  # a cluster visits thousands of groups
         "_chain",
         "_period_s",
         "_train_gb",
@@ -585,7 +586,7 @@ class Cluster:
 
     def repack(self, name: str, fixed: Collection[str] = ()) -> list[Move]:
         """Reduce the cost around a job. Its group is combined with the groups that cost most per
-        job and have a job that could share nodes with it, up to 12 jobs in all. The cheapest
+        job, up to 12 jobs in all. Each must have a job that could share nodes with it. The cheapest
         partition is searched for and taken. The caller must notify jobs whose nodes change. Groups
         with a job in `fixed` stay as they are.
 

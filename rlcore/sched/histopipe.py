@@ -2,7 +2,7 @@
 balance.
 
 RhymeRL, arXiv:2508.18588. One step off-policy: a worker that has finished its share of step k
-starts its share of step k + 1 with the newest weights, without waiting for other workers.
+starts that of step k + 1 with the newest weights, without waiting for other workers.
 
     rank        Prompts of a step are sorted by predicted length (the longest response in the epoch
                 before) and cut into ranking groups of equal size, the shortest first.
@@ -102,9 +102,9 @@ def shares(
 ) -> list[int]:
     """Return how many of `units` (GPUs or engines) each ranking group gets, at least `least`.
 
-    `seconds(g, n)` is the time of group g over n units; it does not rise with n. The search
-    starts from equal shares and moves one unit at a time. A move must make two paired steps
-    shorter, or keep them equal and bring the times nearer to a line.
+    `seconds(g, n)` is the time of group g over n units; it does not rise with n. The search starts
+    from equal shares and moves one unit at a time. A move must make two paired steps shorter, or
+    keep them equal and bring the times nearer to a line.
 
     Raises:
         ValueError: there are too few units.
@@ -175,8 +175,8 @@ class Pipe:
     the tokens decoded so far. Responses of the highest group stay; their engine has the lowest
     group next.
 
-    The estimated time of a group over n engines of `rows` slots each is max(its longest response,
-    all of its tokens / (n rows)) decode steps, a lower bound.
+    A group over n engines of `rows` slots each is estimated to take max(its longest response, all
+    of its tokens / (n rows)) decode steps, a lower bound.
     """
 
     def __init__(

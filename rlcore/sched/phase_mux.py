@@ -1,8 +1,8 @@
 """Order of the phases of jobs that share nodes: RollMux's intra-group scheduler, arXiv 2512.11306.
 
 In every round, each job of a group does one rollout and one training. On every node (a slot), the
-jobs' permits come in one cyclic order. A job requests a phase, gets a grant once it is first in the
-order on all slots of the phase and they are free, and reports when it is done. The order is kept
+jobs' permits come in one cyclic order. A job requests a phase and reports when it is done. It gets
+a grant once it is first in the order on all slots of the phase and they are free. The order is kept
 even if a later job could start at once. With a fixed order, no job starts later because another was
 faster, so the period of the worst case (`cluster.py`) is a bound. Granting in order of requests has
 no such bound.
@@ -10,15 +10,14 @@ no such bound.
 The following rules keep one job from blocking the others:
 
 - a job takes part from its first request on;
-- a job that requests the same phase again (for an evaluation, say) gives up the permits between;
+- a job that requests the same phase again (for example, for an evaluation) gives up the permits between;
 - a job that neither holds nor requests a phase for longer than its `patience_s` is passed over, and
   comes back with its next request;
 - a failed job leaves, reported by the process that watches its lease.
 
 Towards the end of a rollout few responses are left. When a share `tail` of them is done and another
-job waits for the nodes, the rollout is asked to continue on `keep` slots and free the others. The
-next job starts there, if its minimum (`least`) allows it, and gets the other slots when they are
-free.
+job waits for the nodes, the rollout must continue on `keep` slots and free the others. The next job
+starts there, if its minimum (`least`) allows it, and gets the other slots when they are free.
 
 No I/O and no clock: every call is given the time and returns the actions to take.
 """
@@ -91,7 +90,7 @@ class _State:
     is_tail: bool = False
     """Whether enough responses of the rollout are done."""
     is_moving: bool = False
-    """Whether the job was asked to move."""
+    """Whether the job has the order to move."""
 
     def take_place(self, order: int) -> None:
         """Set the position in the order of permits."""

@@ -9,7 +9,7 @@ does not matter.
 
 The released half is the last half of the cells, never rank 0's. Release is considered first when 20
 % of the responses are done, then every 5 % up to 50 %. It happens once the live requests fit into
-the remaining engines, both by the number that they decode at a time and by their KV caches:
+the batches and the KV caches of the remaining engines:
 
     sum over live requests of  prompt + min(E[length | length > tokens so far], max_tokens)
 

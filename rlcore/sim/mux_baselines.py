@@ -39,8 +39,8 @@ class Random(Careless):
 
 
 def optimum(jobs: Sequence[Job], rollout: Pool, train: Pool) -> float:
-    """Return the lowest cost per hour of any partition of these jobs into groups that meet all
-    SLOs by the closed form. Subset dynamic programming.
+    """Return the lowest cost per hour of any partition of these jobs into groups that meet all SLOs
+    by the closed form. Subset dynamic programming.
 
     Node sets may overlap here and the closed form is assumed to hold, so this is a lower bound; it
     is exact under these assumptions.
@@ -79,8 +79,8 @@ def group_cost(jobs: Sequence[Job], pools: tuple[Pool, Pool]) -> float | None:
 
 
 def least_nodes(jobs: Sequence[Job], limit: float, pool: Pool) -> int:
-    """Return the minimum number of rollout nodes on which all loads stay below `limit`, with
-    distinct nodes for each job. Branch and bound."""
+    """Return the minimum number of rollout nodes on which all loads stay below `limit`. Each job
+    takes `rollout_nodes` distinct ones. Branch and bound."""
     order = sorted(jobs, key=lambda j: (-j.rollout_nodes, -j.rollout_s))
     best = sum(j.rollout_nodes for j in jobs)
     loads: list[float] = []

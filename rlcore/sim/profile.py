@@ -15,9 +15,9 @@ One JSON object:
         tp             ranks of the engine
         cache_tokens   tokens that its KV cache holds
         start_s        start of an engine until it accepts weights: the cost of a change of layout
-        decode         rows {"sequences", "context", "step_s"}: seconds of a decode step of so many
-                       sequences with so many tokens each (prompt and response, the mean over the
-                       steps that were timed)
+        decode         rows {"sequences", "context", "step_s"}: seconds of a decode step of
+                       this many sequences with `context` tokens each (prompt and response, the
+                       mean over the timed steps)
         prefill        rows {"tokens", "seconds"}: one prompt to its first token
         cost           the fields of `sim.cost.Cost` that fit these rows best; cache_tokens included
         error          largest relative error of the fit among the decode rows

@@ -1,9 +1,9 @@
 """A virtual engine: continuous batching over a cost model, in virtual time.
 
-All running requests grow by one token a step, so the state between two events (an end, a full KV
-cache, an arrival) has a closed form. An event costs the heap's logarithm, however many tokens are
-between. If the KV cache is full, the most recent request is preempted: it waits with its tokens and
-is prefilled again, as in real engines.
+All running requests grow by one token a step, so the state between two events has a closed form.
+Events are an end, a full KV cache and an arrival. An event costs the heap's logarithm, however many
+tokens are between. If the KV cache is full, the most recent request is preempted: it waits with its
+tokens and is prefilled again, as in real engines.
 """
 
 import heapq

@@ -139,8 +139,8 @@ def stability(
     workload: Workload, *, prompts: int, samples: int, epochs: int, seed: int
 ) -> dict[str, float]:
     """Return statistics between epochs of a workload. `jump_up` is the share of prompts that move
-    to a higher one of 8 ranking groups, and `jump_one` of those that move up by exactly one.
-    `migrated` is the share of responses that exceed their group's threshold."""
+    to a higher one of 8 ranking groups, `jump_one` the share that moves by exactly one. `migrated`
+    is the share of responses that exceed their group's threshold."""
     rows = range(prompts)
     lengths = [
         {row: workload.lengths(row, samples, seed * 1000 + e) for row in rows}
