@@ -10,7 +10,8 @@ no such bound.
 The following rules keep one job from blocking the others:
 
 - a job takes part from its first request on;
-- a job that requests the same phase again (for example, for an evaluation) gives up the permits between;
+- a job that requests the same phase again (such as for an evaluation) gives up the permits between
+  the two;
 - a job that neither holds nor requests a phase for longer than its `patience_s` is passed over, and
   comes back with its next request;
 - a failed job leaves, reported by the process that watches its lease.
@@ -90,7 +91,7 @@ class _State:
     is_tail: bool = False
     """Whether enough responses of the rollout are done."""
     is_moving: bool = False
-    """Whether the job has the order to move."""
+    """Whether a `Migrate` was issued for the running rollout."""
 
     def take_place(self, order: int) -> None:
         """Set the position in the order of permits."""

@@ -231,7 +231,7 @@ class TailBatching:
             self._ledger.setdefault(epoch, Counter())["started"] += 1
 
     def _more(self, domain: str) -> Work | None:
-        """Issue another prompt in place of a group that does not count; None at the round's limit."""
+        """Issue another prompt in place of a dropped group; None at the limit of the round."""
         if len(self._round) >= self._most:
             return None
         keys = self._fresh(domain, 1)
