@@ -1,23 +1,25 @@
-"""How many ranks should sample and how many train? ROLL Flash, arXiv:2510.11345, Proposition 2.
+"""Proposal of how many ranks should sample and how many should train. ROLL Flash, arXiv:2510.11345,
+Proposition 2.
 
-With r ranks that sample, t that train and samples at most alpha versions old, a step takes at most,
-but for what is prefilled anew after a push,
+With r ranks that sample, t that train and samples at most alpha versions old, a step takes at most
 
     max( T / t,  R(r) + L(r) / (alpha + 1) ) + P        alpha > 0
-    T / t + R(r) + L(r) + P                             alpha = 0, where the two take turns
+    T / t + R(r) + L(r) + P                             alpha = 0, where the two alternate
 
-T are the GPU-seconds of training, R(r) the seconds in which the engines decode a step's tokens,
-L(r) those of the longest response, and P the push, in which both stand still. The paper's workers
-are places in an engine's batch. Fewer engines have more requests each, up to the places that they
-have, and a decode step then takes longer by what a request adds to it, `load`. So with as many
-requests as there may be, (1 + alpha) N over the engines,
+apart from the prefill that is repeated after a weight update. T is the GPU-seconds of training.
+R(r) is the time in which the engines decode a step's tokens, and L(r) the time of the longest
+response. P is the weight update, in which both sides wait. The paper's workers are slots in an
+engine's batch.
+
+With fewer engines, each has more requests, up to its slots. A decode step then takes longer by
+`load`, the cost of a request. With (1 + alpha) N requests over the engines,
 
     R(r) = tokens / (engines x requests) x seconds of a decode step with so many
 
-and where all places are taken, beta* = T / (R + T) in GPU-seconds is the share of the ranks that
-train. Of the splits into whole engines and whole model replicas the best is searched for.
+If all slots are in use, beta* = T / (R + T) in GPU-seconds is the share of ranks that train. The
+search covers all splits into whole engines and whole model-parallel groups.
 
-Pure: rates come from a run's own metrics, or from the simulator.
+No I/O: rates come from a run's own metrics or from the simulator.
 """
 
 import math
@@ -26,52 +28,54 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 WINDOW = 10
-"""Steps that rates are the means of."""
+"""Number of recent steps over which rates are averaged."""
 WORTH = 1.05
-"""Speed-up from which another split is worth having."""
+"""Minimum speed-up for which another split is proposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Of one step, and of engines over `tp` ranks."""
+    """Measured rates of one step, with engines of `tp` ranks each."""
 
     samples: float
-    """N."""
+    """Number of samples in a step, N in the formulas."""
     tokens: float
-    """Of their responses."""
+    """Number of response tokens in a step."""
     longest: float
-    """Tokens of the longest."""
+    """Length of the longest response in tokens."""
     step_s: float
-    """Of a decode step with `running` requests."""
+    """Seconds of a decode step with `running` requests."""
     running: float
     train_s: float
-    """Seconds of training, times the ranks that do it."""
+    """Training time in GPU-seconds: seconds times the ranks that train."""
     push_s: float = 0.0
     load: float = math.inf
-    """What a request adds to a decode step, over what an empty one takes. Where it is not known a
-    step takes as long as it has requests, as where arithmetic decides."""
+    """Cost of one request in a decode step, relative to an empty step. If infinite (unknown), the
+    step time is proportional to the number of requests, as in the compute-bound case."""
     places: float = math.inf
-    """Requests that an engine decodes at a time at most."""
+    """Maximum number of requests that an engine decodes at a time."""
     tp: int = 1
 
     def decode_s(self, running: float) -> float:
-        """Of a decode step with so many requests."""
+        """Return the seconds of a decode step with `running` requests."""
         if math.isinf(self.load):
             return self.step_s * running / self.running
         return self.step_s * (1 + self.load * running) / (1 + self.load * self.running)
 
     def requests(self, rollout: int, alpha: float) -> float:
-        """Of an engine at a time, where as many run as may."""
+        """Return the number of requests that an engine decodes at a time, if as many run as are
+        allowed."""
         return min(self.places, max((1 + alpha) * self.samples * self.tp / rollout, 1.0))
 
     def train_share(self, rollout: int, alpha: float) -> float:
-        """beta*, of all ranks, for engines as full as those of `rollout` ranks."""
+        """Return beta*, the share of all ranks that should train, with engines as full as those of
+        `rollout` ranks."""
         running = self.requests(rollout, alpha)
         samples_s = self.tokens / running * self.decode_s(running) * self.tp
         return self.train_s / (samples_s + self.train_s)
 
     def seconds(self, train: int, rollout: int, alpha: float) -> float:
-        """Of a step of such a split, at most."""
+        """Return the upper bound on the seconds of a step with this split."""
         running = self.requests(rollout, alpha)
         decode_s = self.decode_s(running)
         samples = self.tokens / (rollout / self.tp * running) * decode_s
@@ -84,8 +88,9 @@ class Rates:
 def measured(
     row: Mapping[str, float], *, train: int, tp: int, samples: int, places: float, load: float
 ) -> Rates | None:
-    """From the metrics of a step in which `train` ranks trained `samples` and engines were over
-    `tp` ranks. None where they do not say it: an evaluation, a step of a replay."""
+    """Compute rates from the metrics of a step in which `train` ranks trained `samples` samples and
+    engines had `tp` ranks. If the metrics lack them (an evaluation, a replayed step), return
+    None."""
     names = ("timing_s/step", "sched/trainer_idle", "sched/decode_tokens", "response_length/max")
     if any(name not in row for name in names) or not row["sched/decode_tokens"]:
         return None
@@ -108,21 +113,21 @@ def measured(
 
 
 def mean(rates: Sequence[Rates]) -> Rates:
-    """Of at least one, which differ in what was measured alone."""
+    """Average one or more rates that differ only in what was measured."""
     names = ("tokens", "longest", "step_s", "running", "train_s", "push_s")
     means = {name: sum(getattr(r, name) for r in rates) / len(rates) for name in names}
     return replace(rates[-1], **means)
 
 
 def best(rates: Rates, ranks: int, alpha: float, possible: Iterable[int]) -> int:
-    """The number of ranks to sample, of those that are possible: the fewest of those that are about
-    the quickest, since with a long tail many are."""
+    """Return the number of ranks that should sample, out of `possible`. Of all choices within WORTH
+    of the fastest, it is the smallest: with a long tail many are nearly equal."""
     seconds = {r: rates.seconds(ranks - r, r, alpha) for r in possible}
     return min(r for r, s in seconds.items() if s <= WORTH * min(seconds.values()))
 
 
 class Balance:
-    """The proposal of a run, from its last steps."""
+    """Proposal of a split for a run, from its last steps."""
 
     def __init__(
         self,
@@ -137,9 +142,9 @@ class Balance:
     ) -> None:
         """
         Args:
-            ranks: of the run, of which `rollout` sample, in engines of `tp`.
-            samples: of a step.
-            places: requests that an engine decodes at a time at most.
+            ranks: total ranks of the run; `rollout` of them sample, in engines of `tp` ranks.
+            samples: samples of a step.
+            places: maximum number of requests that an engine decodes at a time.
             possible: numbers of ranks that could sample.
         """
         assert rollout in possible, (rollout, possible)
@@ -148,14 +153,14 @@ class Balance:
         self._possible = tuple(possible)
         self._rates: deque[Rates] = deque(maxlen=WINDOW)
         self.load = math.inf
-        """As in `Rates`."""
+        """Cost of a request in a decode step, as in `Rates`."""
 
     def learn_load(self, load: float) -> None:
-        """Take down what a request adds to a decode step, where a data sheet says so."""
+        """Set the cost of a request in a decode step, if it is known from a data sheet."""
         self.load = load
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
-        """`balance/*` after a step with these metrics; nothing where nothing is known yet."""
+        """Return `balance/*` after a step with these metrics; empty if nothing is known yet."""
         found = measured(
             row,
             train=self._ranks - self._rollout,
@@ -178,14 +183,15 @@ class Balance:
         }
 
     def sentence(self, rows: Iterable[Mapping[str, float]], source: str) -> str:
-        """What the rows of an earlier run say of the split that begins; "" where nothing."""
+        """Return a sentence on the current split from the rows of an earlier run, or "" if they
+        lack rates."""
         found: dict[str, float] = {}
         for row in rows:
             found = self.metrics(row) or found
         return self.say(mean(self._rates), source) if found else ""
 
     def say(self, rates: Rates, source: str) -> str:
-        """One sentence on the split by these rates; `source`: where they are from."""
+        """Return one sentence on the current split by these rates; `source` names their origin."""
         proposed, now, then = self._compare(rates)
         share = rates.train_share(self._rollout, self._alpha) * self._ranks
         said = (
@@ -197,7 +203,8 @@ class Balance:
         return said + f"; --cluster.rollout_ranks {proposed} would take {then:.3g} s"
 
     def _compare(self, rates: Rates) -> tuple[int, float, float]:
-        """The proposal, seconds of a step now and of a step then."""
+        """Return the proposed number of sampling ranks, the seconds of a step now, and the seconds
+        with the proposal."""
         proposed = best(rates, self._ranks, self._alpha, self._possible)
         now = rates.seconds(self._ranks - self._rollout, self._rollout, self._alpha)
         return proposed, now, rates.seconds(self._ranks - proposed, proposed, self._alpha)

@@ -1,43 +1,46 @@
-"""Which jobs share nodes. RollMux's inter-group scheduler, arXiv 2512.11306, Algorithm 1.
+"""Placement of jobs that share nodes: RollMux's inter-group scheduler, arXiv 2512.11306, Algorithm
+1.
 
-A job samples on rollout nodes and trains on train nodes; while it does one, the other half of its
-nodes has nothing to do. Jobs of a group take turns: each is pinned to some of the group's rollout
-nodes, where its state stays in host memory, and trains on all of the group's train nodes. With all
-in one cyclic order (`phase_mux.py`) an iteration of every job takes
+A job samples on rollout nodes and trains on train nodes; while it does one, its other nodes are
+idle. Jobs of a group alternate. Each is pinned to some of the group's rollout nodes, where its
+state stays in host memory. It trains on all of the group's train nodes. With all jobs in one cyclic
+order (`phase_mux.py`), an iteration of every job takes
 
     period = max(T_cycle, T_load)
     T_cycle = max over jobs of rollout + train + sync
     T_load  = max over nodes of the phases that run there
 
-where every phase includes the switch to it as soon as there is somebody to switch from. That is the
-least; where several nodes and jobs are about as busy as the busiest a turn may wait for another in
-every second round (one in a hundred random groups of whole seconds, by up to a fifth). So offers
-are made by these sums, and taken after the turns are laid out for ever (`_period`). Profiles are
-worst cases, and starts in a fixed order never come later when a phase is shorter, so
+If the group has more than one job, every phase includes the switch to it. The formula is a lower
+bound. If several nodes and jobs are nearly as busy as the busiest, a job may wait for another in
+every second round. This occurs in one of a hundred random groups of whole seconds, by up to a
+fifth. So offers use these sums, and an offer is taken only after the full order is checked
+(`_period`). Profiles are worst cases, and starts in a fixed order never come later when a phase is
+shorter. So
 
     period <= slo x T_solo    for every job of the group
 
-is a promise and not an estimate. A job goes where it adds least to the bill: onto nodes of a group,
-into a group that rents further nodes for it, or into one of its own. Groups without slack,
-T_load >= T_cycle, are not asked.
+is a guarantee, not an estimate. A job goes where it adds least to the cost: onto nodes of a group,
+into a group that rents further nodes for it, or into a new group. Groups without slack, T_load >=
+T_cycle, are skipped.
 
-A colocated job samples and trains on all of its nodes, so it leaves others no gap and takes the
-nodes of both pools for a whole iteration. A round of a group that has some is at most that of the
-others, each one rollout and one training from an empty start, and then the colocated ones one after
-the other:
+A colocated job samples and trains on all of its nodes, so it leaves no gap for others. It holds the
+nodes of both pools for a whole iteration. In a group with colocated jobs, the other jobs run first
+in a round, each one rollout and one training from an empty start. The colocated jobs follow one
+after the other. The period is then at most
 
-    period = makespan(others, in the order of turns) + sum over colocated jobs of T_solo
+    period = makespan(others, in the cyclic order) + sum over colocated jobs of T_solo
 
-each with its switches. Whoever need not wait for somebody in this order is only earlier, so it is a
-promise as well. Such jobs fill no gaps, they share time: T_load is the period, every group with one
-is saturated, and asked all the same, since the SLO says how much time there is to share.
+each with its switches. A job that does not have to wait in this order only starts earlier, so this
+is a guarantee as well. Such jobs fill no gaps but share time: T_load is the period, and every group
+with one is saturated. These groups are not skipped, since the SLO determines how much time there is
+to share.
 
 Differs from the paper, which takes the closed form for the period and has no colocated jobs in a
-group: a group that has too few train nodes for a job may rent them, too; node sets of a group are
-nested or disjoint, since across overlapping ones a cyclic order can take far longer than the
-busiest node (`tests/unit/test_sched_phase_mux.py` has examples of all); nobody's sampling or
-training is taken to be faster on more nodes unless its profile says so; and `repack` may move jobs,
-which the paper never does.
+group: a group that has too few train nodes for a job may rent them, too. Node sets of a group are
+nested or disjoint, since a cyclic order across overlapping ones can take far longer than the
+busiest node. `tests/unit/test_sched_phase_mux.py` has examples of all. Sampling and training are
+taken to be faster on more nodes only if the profile says so. `repack` may move jobs, which the
+paper never does.
 """
 
 import heapq
@@ -52,15 +55,15 @@ from rlcore.sched.partition import MOST_JOBS, cheapest_partition
 
 Kind = Literal["packed", "scaled", "isolated", "queued", "refused"]
 MOST_PLACEMENTS = 256
-"""Node sets that are tried in one group for a job of several nodes."""
+"""Maximum number of node sets that are tried in one group for a job of several nodes."""
 ROUNDING = 1 + 1e-12
 TO_BE_TAKEN = 10**9
-"""From here on numbers stand for nodes that are not chosen yet."""
+"""First of the placeholder numbers for nodes that are not chosen yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What admission knows of a job: the worst case, every response at its limit, on its own
+    """Profile of a job for admission: the worst case, with every response at its limit, on its own
     nodes."""
 
     id: str
@@ -69,16 +72,17 @@ class Job:
     rollout_s: float
     train_s: float
     sync_s: float = 0.0
-    """Weights to the engines; it keeps the job waiting and no node busy."""
+    """Seconds of the weight update to the engines; the job waits, but no node is busy."""
     slo: float = 2.0
-    """An iteration may take this many times that of the job alone."""
+    """Maximum iteration time, as a multiple of the job's time alone."""
     rollout_gb: float = 0.0
-    """Of the host memory of each of its rollout nodes, for as long as the job lives."""
+    """Host memory on each of its rollout nodes, for as long as the job runs."""
     train_gb: float = 0.0
     train_scaling: float = 0.0
-    """On n times its train nodes training takes n**-this of the time: 0 as long, 1 an n-th."""
+    """Exponent of the training speed-up: on n times its train nodes, training takes n**-this of the
+    time. 0: no speed-up; 1: linear."""
     colocated: bool = False
-    """It samples and trains on all of its nodes, and has them to itself for a whole iteration."""
+    """Whether the job samples and trains on all of its nodes, exclusively for a whole iteration."""
 
     def __post_init__(self) -> None:
         def check(is_good: bool, name: str, allowed: str) -> None:
@@ -99,21 +103,21 @@ class Job:
 
     @property
     def solo_s(self) -> float:
-        """An iteration of the job alone."""
+        """Seconds of an iteration of the job alone."""
         return self.rollout_s + self.train_s + self.sync_s
 
     @property
     def limit_s(self) -> float:
-        """What an iteration may take."""
+        """Maximum seconds of an iteration under the SLO."""
         return self.slo * self.solo_s
 
     @property
     def busy_s(self) -> tuple[float, float]:
-        """Of an iteration: how long it has its rollout nodes, and its train nodes."""
+        """Seconds of an iteration in which the job holds its rollout nodes, and its train nodes."""
         return (self.solo_s, self.solo_s) if self.colocated else (self.rollout_s, self.train_s)
 
     def train_on(self, nodes: int) -> float:
-        """Seconds of its training on this many nodes."""
+        """Return the seconds of the job's training on this many nodes."""
         if nodes == self.train_nodes or not self.train_scaling:
             return self.train_s
         return self.train_s * (self.train_nodes / nodes) ** self.train_scaling
@@ -121,21 +125,21 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """Equal nodes."""
+    """A pool of identical nodes."""
 
     nodes: int | None = None
-    """There are so many; None: as many as are rented."""
+    """Number of nodes in the pool; None: unlimited."""
     price: float = 1.0
-    """Of a node for an hour."""
+    """Price of a node per hour."""
     memory_gb: float = math.inf
-    """Of a node's host, for the states of the jobs that are pinned there."""
+    """Host memory of a node for the states of the jobs that are pinned there."""
     switch_s: float = 0.0
-    """From one job's phase to another's, whose state is in host memory."""
+    """Seconds to switch to the phase of another job whose state is in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """Where a job runs that cannot choose, since its processes are there: numbers of nodes."""
+    """Fixed nodes of a job whose processes already run there."""
 
     rollout: tuple[int, ...]
     train: tuple[int, ...]
@@ -143,36 +147,36 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What became of a job that came."""
+    """Result of the admission of a job."""
 
     job: str
     kind: Kind
-    """`packed` onto a group's nodes, `scaled`: the group rents more, `isolated`: a group of its
-    own; `queued`: there is no room now, `refused`: there never is."""
+    """`packed`: the job uses nodes of a group. `scaled`: the group rents more. `isolated`: the job
+    gets a new group. `queued`: there is no room now. `refused`: there can never be room."""
     group: int | None
     rollout: tuple[int, ...]
-    """Nodes it is pinned to."""
+    """Rollout nodes to which the job is pinned."""
     train: tuple[int, ...]
     added: float
-    """To the bill, an hour."""
+    """Additional cost per hour."""
     period_s: float
-    """Of an iteration of each job of the group, at worst."""
+    """Worst-case seconds of an iteration of each job of the group."""
     slowdown: float
-    """That against the job alone."""
+    """Ratio of `period_s` to an iteration of the job alone."""
     passed: Mapping[str, int]
-    """Groups that were not taken, by reason."""
+    """Number of groups that were not taken, by reason."""
     why: str = ""
 
     @classmethod
     def away(
         cls, job: str, kind: Kind, why: str, passed: Mapping[str, int] | None = None
     ) -> "Decision":
-        """There is no place for a job."""
+        """Make the decision for a job that gets no nodes."""
         passed = dict(passed or {})
         return cls(job, kind, None, (), (), 0.0, math.inf, math.inf, passed, why)
 
     def explain(self) -> str:
-        """One sentence or two, for the log of the job."""
+        """Return the decision as one or two sentences for the log of the job."""
         others = ", ".join(f"{n} {reason}" for reason, n in sorted(self.passed.items()))
         others = f"; other groups: {others}" if others else ""
         if self.group is None:
@@ -191,7 +195,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A job that goes to other nodes, with its state."""
+    """Order that moves a job, with its state, to other nodes."""
 
     job: str
     group: int
@@ -204,7 +208,7 @@ def _names(nodes: Sequence[int]) -> str:
 
 
 class _Turn(NamedTuple):
-    """Of a job, in every round."""
+    """Seconds and nodes that a job uses in every round."""
 
     nodes: tuple[int, ...]
     rollout_s: float
@@ -213,8 +217,8 @@ class _Turn(NamedTuple):
 
 
 def _repeats(turns: Sequence[_Turn], period: float) -> bool:
-    """Can a round of these turns begin every `period` seconds, for ever? Times are counted from the
-    beginning of a round; where the period is long enough they are soon those of the last one."""
+    """Return whether a round can begin every `period` seconds without end. Times are relative to
+    the start of a round; if the period is long enough, they soon stop growing."""
     nodes = {n for turn in turns for n in turn.nodes}
     free, back, trained = dict.fromkeys(nodes, 0.0), [0.0] * len(turns), 0.0
     tiny = 1e-12 * period
@@ -235,7 +239,8 @@ def _repeats(turns: Sequence[_Turn], period: float) -> bool:
 
 
 def _period(turns: Sequence[_Turn], least: float) -> float:
-    """The shortest, at least `least`, by bisection: never too short, by 1e-12 too long at most."""
+    """Return the shortest sustainable period, at least `least`, by bisection. It is never too
+    short, and too long by at most 1e-12."""
     if _repeats(turns, least):
         return least
     low, high = least, sum(turn.rollout_s + turn.train_s + turn.sync_s for turn in turns)
@@ -248,9 +253,9 @@ def _period(turns: Sequence[_Turn], least: float) -> float:
 
 
 class Group:
-    """Jobs that take turns on nodes of their own."""
+    """Jobs that alternate on the same nodes."""
 
-    __slots__ = (  # a cluster asks thousands of groups
+    __slots__ = (  # a cluster visits thousands of groups
         "_chain",
         "_period_s",
         "_train_gb",
@@ -275,15 +280,15 @@ class Group:
         pinned: Mapping[str, tuple[int, ...]] | None = None,
         train: tuple[int, ...] = (),
     ) -> None:
-        """`id`: negative for a group that does not exist yet. `pinned`: rollout nodes by job, in
-        ascending order. `train`: the train nodes that all jobs use."""
+        """`id` is negative for a group that does not exist yet. `pinned` has the rollout nodes by
+        job, in ascending order; `train` the train nodes that all jobs use."""
         self.id = id
         self.pools = pools
         self.jobs = dict(jobs or {})
         self.pinned = dict(pinned or {})
-        """Rollout nodes by job."""
+        """Rollout nodes of each job."""
         self.load: dict[int, tuple[float, int, float]] = {}
-        """By rollout node: seconds of the rollouts there, jobs, host memory."""
+        """Seconds of rollouts, number of jobs and host memory, by rollout node."""
         self.train = train
         self._refresh()
 
@@ -302,18 +307,18 @@ class Group:
         self.load = load
         to_rollout, to_train = self.switches(len(self.jobs))
         self.cycle_s = self._chain + to_rollout + to_train
-        """The longest iteration of a job that never waits: T_cycle."""
+        """Seconds of the longest iteration of a job that never waits: T_cycle."""
         self.load_s = max(
             self._train_sum + len(self.jobs) * to_train,
             max((s + n * to_rollout for s, n, _ in load.values()), default=0.0),
         )
-        """Phases of an iteration of all jobs on the busiest node: T_load."""
+        """Seconds that all jobs' phases take on the busiest node in an iteration: T_load."""
         self.has_colocated = any(j.colocated for j in self.jobs.values())
         if self.has_colocated:
             self.load_s = self._round_s()
 
     def _round_s(self) -> float:
-        """Seconds of a round with nobody beside a colocated job."""
+        """Return the seconds of a round in which no job runs beside a colocated one."""
         to_rollout, to_train = self.switches(len(self.jobs))
         free = dict.fromkeys(self.load, 0.0)
         trained = ended = shared = 0.0
@@ -329,7 +334,8 @@ class Group:
         return ended + shared
 
     def training(self, nodes: int) -> tuple[float, float]:
-        """On this many train nodes: seconds of all trainings, the longest chain of a job."""
+        """Return the seconds of all trainings on this many train nodes, and the longest iteration
+        of a job."""
         total = chain = 0.0
         for job in self.jobs.values():
             took = job.train_on(nodes)
@@ -338,13 +344,14 @@ class Group:
         return total, chain
 
     def switches(self, jobs: int) -> tuple[float, float]:
-        """Seconds of a switch on a rollout and on a train node, with so many jobs."""
+        """Return the seconds of a switch on a rollout and on a train node, with this many jobs."""
         return (self.pools[0].switch_s, self.pools[1].switch_s) if jobs > 1 else (0.0, 0.0)
 
     @property
     def period_s(self) -> float:
-        """Of an iteration of every job. Mostly the longer of cycle and load; where several nodes
-        and jobs are close to that, turns may wait for each other in every second round."""
+        """Seconds of an iteration of every job. Usually it is the larger of cycle and load; if
+        several nodes and jobs are close to that, jobs may wait for each other in every second
+        round."""
         if not self._period_s:
             least = max(self.cycle_s, self.load_s)
             is_simple = len(self.jobs) < 3 or self.has_colocated
@@ -352,7 +359,7 @@ class Group:
         return self._period_s
 
     def _turns(self) -> "list[_Turn]":
-        """In their order, with switches."""
+        """Return the phases of all jobs in the cyclic order, with switches."""
         to_rollout, to_train = self.switches(len(self.jobs))
         nodes = max(len(self.train), 1)
         return [
@@ -367,41 +374,40 @@ class Group:
 
     @property
     def is_saturated(self) -> bool:
-        """Any job more makes an iteration longer."""
+        """Whether any additional job makes an iteration longer."""
         return self.load_s >= self.cycle_s
 
     @property
     def host_gb(self) -> tuple[float, float]:
-        """Host memory of the jobs that are pinned to a node: the rollout node and the train node
-        that have most."""
+        """Host memory that jobs use on the fullest rollout node and on the fullest train node."""
         return max((gb for _, _, gb in self.load.values()), default=0.0), self._train_gb
 
     @property
     def cost(self) -> float:
-        """An hour."""
+        """Cost per hour."""
         return len(self.load) * self.pools[0].price + len(self.train) * self.pools[1].price
 
     def order(self) -> list[str]:
-        """Jobs in the order of their turns: those on more nodes first, then as they came. With
-        nested node sets the period is then the closed form's. Colocated ones are the last."""
+        """Return the jobs in the cyclic order: those on more nodes first, then by admission. With
+        nested node sets the period is then the closed form's. Colocated jobs are last."""
         return sorted(self.jobs, key=lambda n: (self.jobs[n].colocated, -len(self.pinned[n])))
 
     def with_one(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> "Group":
-        """What it would be with one job more; the group itself stays as it is."""
+        """Return a copy of the group with one more job."""
         jobs = self.jobs | {job.id: job}
         pinned = self.pinned | {job.id: tuple(sorted(rollout))}
         return Group(self.id, self.pools, jobs, pinned, train)
 
     def add(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> None:
-        """Pins a job; `train` are the group's train nodes from now on."""
+        """Pin a job; `train` becomes the group's train nodes."""
         self.jobs[job.id] = job
         self.pinned[job.id] = tuple(sorted(rollout))
         self.train = train
         self._refresh()
 
     def remove(self, name: str) -> tuple[list[int], list[int]]:
-        """Without a job: nodes that nobody needs now, rollout and train. Train nodes are kept where
-        the others would miss what they were promised without them."""
+        """Remove a job and return the rollout and train nodes that are no longer needed. Keep train
+        nodes without which another job would miss its SLO."""
         del self.jobs[name]
         free = [n for n in self.pinned.pop(name) if not any(n in p for p in self.pinned.values())]
         keep = max((j.train_nodes for j in self.jobs.values()), default=0)
@@ -416,22 +422,22 @@ class Group:
 
 @dataclass(slots=True)
 class _Offer:
-    """Of a group, or of none, to a job."""
+    """Offer of a group, or of a new one, to a job."""
 
     group: Group | None
     keep: tuple[int, ...]
-    """Rollout nodes of the group's that the job is pinned to."""
+    """Existing rollout nodes of the group to which the job is pinned."""
     more_rollout: int
     more_train: int
     added: float
     period_s: float
     utilization: float
     on: Nodes | None = None
-    """Of a job that runs somewhere: all its rollout nodes, and all train nodes of the group."""
+    """For a job that already runs: all its rollout nodes, and all train nodes of the group."""
 
 
 class _Nodes:
-    """Numbers of nodes; the lowest free one is the next."""
+    """Allocator of node numbers; the lowest free one is next."""
 
     def __init__(self, limit: int | None, first: int = 0) -> None:
         self.limit, self.used = limit, 0
@@ -459,7 +465,7 @@ class _Nodes:
             heapq.heappush(self._free, node)
 
     def claim(self, nodes: Collection[int]) -> None:
-        """Take these, which are free."""
+        """Take these nodes, which are free."""
         self.used += len(nodes)
         top = max(nodes, default=-1) + 1
         self._free += range(self._next, top)
@@ -468,17 +474,17 @@ class _Nodes:
         heapq.heapify(self._free)
 
     def mark(self, nodes: Collection[int]) -> None:
-        """These are in use, as a saved state says."""
+        """Mark exactly these nodes as in use, from a saved state."""
         self.used = len(nodes)
         self._next = max(nodes, default=-1) + 1
         self._free = sorted(set(range(self._next)) - set(nodes))
 
 
 class Cluster:
-    """Two pools, and the groups on them."""
+    """The rollout pool, the train pool and their groups."""
 
     def __init__(self, rollout: Pool, train: Pool, *, most_jobs: int | None = None) -> None:
-        """`most_jobs` of a group; None: as many as find room."""
+        """`most_jobs` is the maximum number of jobs in a group; None: no limit."""
         self.pools = (rollout, train)
         self._most_jobs = most_jobs
         self.groups: dict[int, Group] = {}
@@ -488,35 +494,35 @@ class Cluster:
 
     @property
     def cost(self) -> float:
-        """Of all nodes in use, an hour."""
+        """Cost of all nodes in use, per hour."""
         return self._rollout.used * self.pools[0].price + self._train.used * self.pools[1].price
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """In use: rollout, train."""
+        """Numbers of rollout nodes and train nodes in use."""
         return self._rollout.used, self._train.used
 
     def free(self, is_rollout: bool) -> list[int]:
-        """Numbers of the nodes of a pool that no group has. Of a pool with a size."""
+        """Return the nodes of a pool that no group uses. The pool must have a fixed size."""
         nodes = self._rollout if is_rollout else self._train
         assert nodes.limit is not None
         used = {n for g in self for n in (g.load if is_rollout else g.train)}
         return [n for n in range(nodes.limit) if n not in used]
 
     def group_of(self, job: str) -> Group:
-        """KeyError where there is no such job."""
+        """Return the group of a job. If the job is unknown, raise KeyError."""
         return self._group_of[job]
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups.values())
 
     def admit(self, job: Job, on: Nodes | None = None) -> Decision:
-        """Place a job where it adds least to the bill and no job misses its SLO; among equals where
-        nodes are used most, then in the oldest group. One that runs `on` certain nodes is placed
-        there or nowhere. `queued` and `refused` change nothing.
+        """Place a job where it adds least to the cost and no job misses its SLO. Ties go to the
+        highest utilization, then to the oldest group. If the job already runs `on` certain nodes,
+        it is placed there or not at all. `queued` and `refused` change nothing.
 
         Raises:
-            ValueError: there is a job of this name.
+            ValueError: a job of this name exists.
         """
         if job.id in self._group_of:
             raise ValueError(f"job {job.id}: the cluster has one of this name; take another")
@@ -548,8 +554,8 @@ class Cluster:
         return self._place(job, best, passed)
 
     def leave(self, name: str) -> Group | None:
-        """A job is gone; nodes that nobody needs are given back. Its group, if there is one left.
-        KeyError where there is no such job."""
+        """Remove a job and free the nodes that are no longer needed. Return its group, or None if
+        the group is now empty. If the job is unknown, raise KeyError."""
         group = self._group_of.pop(name)
         rollout, train = group.remove(name)
         self._rollout.give(rollout)
@@ -560,10 +566,9 @@ class Cluster:
         return None
 
     def reprofile(self, job: Job) -> bool:
-        """A job of the cluster takes other times, or more memory, than it was admitted with. True:
-        it may stay, and counts with these from now on; False: somebody of its group would miss the
-        SLO, or a node has not so much memory, and nothing is changed. KeyError where there is no
-        such job."""
+        """Replace the profile of a job and return True. If another job of the group would miss its
+        SLO, or a node lacks the memory, change nothing and return False. If the job is unknown,
+        raise KeyError."""
         group = self._group_of[job.id]
         old = group.jobs[job.id]
         group.jobs[job.id] = job
@@ -575,23 +580,23 @@ class Cluster:
         return False
 
     def _has_memory(self, group: Group) -> bool:
-        """All that is pinned to the group's nodes fits into their hosts."""
+        """Return whether all jobs pinned to the group's nodes fit into host memory."""
         rollout_gb, train_gb = group.host_gb
         return rollout_gb <= self.pools[0].memory_gb and train_gb <= self.pools[1].memory_gb
 
     def repack(self, name: str, fixed: Collection[str] = ()) -> list[Move]:
-        """Make the bill smaller around a job: with the groups that cost most for each of their
-        jobs and have one that it could share nodes with, up to 12 jobs in all, the cheapest
-        partition is looked for and taken. Jobs whose nodes change must be told; groups that have
-        one of `fixed` stay as they are.
+        """Reduce the cost around a job. Its group is combined with the groups that cost most per
+        job, up to 12 jobs in all. Each must have a job that could share nodes with it. The cheapest
+        partition is searched for and taken. The caller must notify jobs whose nodes change. Groups
+        with a job in `fixed` stay as they are.
 
-        Not in the paper, which never moves a job. KeyError where there is no such job.
+        Not in the paper, which never moves a job. If the job is unknown, raise KeyError.
         """
         before = self._around(self._group_of[name], set(fixed))
         jobs = [j for g in before for j in g.jobs.values()]
         if not before:
             return []
-        jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # the order they are pinned in
+        jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # the order of pinning
         builder = _Builder(self)
 
         def cost_of(members: tuple[int, ...]) -> float | None:
@@ -605,7 +610,7 @@ class Cluster:
         return self._exchange(before, after)
 
     def _around(self, group: Group, fixed: Collection[str]) -> list[Group]:
-        """A group, and others whose jobs it could do with."""
+        """Return a group, and the other groups with jobs that could share nodes with it."""
         mine = list(group.jobs.values())
         if group.jobs.keys() & fixed or len(mine) > MOST_JOBS:
             return []
@@ -628,7 +633,8 @@ class Cluster:
         return out
 
     def _could_share(self, a: Job, b: Job) -> bool:
-        """Two jobs keep their promises in one group, if with nodes of their own for rollouts."""
+        """Return whether two jobs meet their SLOs in one group, at least with separate rollout
+        nodes."""
         switches = self.pools[0].switch_s + self.pools[1].switch_s
         if a.colocated or b.colocated:
             return a.solo_s + b.solo_s + 2 * switches <= min(a.limit_s, b.limit_s)
@@ -636,7 +642,7 @@ class Cluster:
         return max(a.solo_s + switches, b.solo_s + switches, train) <= min(a.limit_s, b.limit_s)
 
     def _exchange(self, before: Sequence[Group], after: Sequence[Group]) -> list[Move]:
-        """Groups in the place of others; nodes from 10**9 on are still to be taken."""
+        """Replace groups by others. Placeholder nodes (from 10**9) are allocated here."""
         nodes = [n for g in after for n in g.load], [n for g in after for n in g.train]
         old = sum(len(g.load) for g in before), sum(len(g.train) for g in before)
         pools = self._rollout, self._train
@@ -671,7 +677,7 @@ class Cluster:
         return moves
 
     def state(self) -> dict[str, Any]:
-        """All of it as plain values, for `restore`."""
+        """Return the whole state as plain values, for `restore`."""
         return {
             "next": self._next_group,
             "groups": [
@@ -685,7 +691,7 @@ class Cluster:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave in the place of what is here."""
+        """Replace the current state by one from `state`."""
         self.groups.clear()
         self._group_of.clear()
         self._next_group = state["next"]
@@ -701,8 +707,8 @@ class Cluster:
     # ---- offers
 
     def never(self, job: Job, runs_on: tuple[int, int] | None = None) -> str:
-        """Why there will never be a place for a job; nothing where there may be one. `runs_on`: how
-        many rollout and train nodes it is on already."""
+        """Return why the cluster can never run a job, or "" if it may. `runs_on` is the number of
+        rollout and train nodes on which it already runs."""
         for pool, what, nodes, gb in (
             (self.pools[0], "rollout", job.rollout_nodes, job.rollout_gb),
             (self.pools[1], "train", job.train_nodes, job.train_gb),
@@ -722,7 +728,8 @@ class Cluster:
         )
 
     def _keeps(self, offer: _Offer, job: Job) -> bool:
-        """Offers are made by sums; is nobody too late where the turns are laid out?"""
+        """Return whether an offer meets all SLOs with the full order laid out; offers are made from
+        sums."""
         group = offer.group
         assert group is not None
         rollout = (*offer.keep, *range(-offer.more_rollout, 0))
@@ -737,7 +744,7 @@ class Cluster:
         return _Offer(None, (), job.rollout_nodes, job.train_nodes, added, job.solo_s, busiest)
 
     def _offers(self, job: Job, passed: Counter[str]) -> Iterator[_Offer]:
-        """Of the groups, from the oldest on; those that have none are counted by reason."""
+        """Yield the offers of all groups, the oldest first; count groups without one by reason."""
         for group in self.groups.values():
             offer = self._ask(group, job)
             if isinstance(offer, str):
@@ -746,13 +753,14 @@ class Cluster:
                 yield offer
 
     def _limit(self, group: Group, job: Job) -> float:
-        """Seconds that an iteration of the group may take with this job; 0: do not ask it."""
+        """Return the maximum seconds of an iteration of the group with this job; 0: skip the
+        group."""
         if group.is_saturated and not (group.has_colocated or job.colocated):
             return 0.0
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def _ask(self, group: Group, job: Job) -> _Offer | str:
-        """The cheapest that a group can do, or why it can do nothing."""
+        """Return the cheapest offer of a group, or the reason why it has none."""
         limit = self._limit(group, job)
         if limit == 0.0:
             return "saturated"
@@ -796,8 +804,8 @@ class Cluster:
         return _Offer(group, keep, more, more_train, added, max(cycle, load), load / cycle)
 
     def _ask_round(self, group: Group, job: Job, limit: float) -> _Offer | str:
-        """As `_ask` where there are colocated jobs and no sums: a round with the job is laid out,
-        with it on nodes of the group, or else beside them."""
+        """Return the offer of a group with colocated jobs, as `_ask`. The full round is laid out,
+        with the job on nodes of the group or else on new ones."""
         more_train = max(0, job.train_nodes - len(group.train))
         if not self._train.has(more_train):
             return "without free nodes"
@@ -821,15 +829,15 @@ class Cluster:
         return why
 
     def _offer_on(self, job: Job, on: Nodes) -> _Offer | str:
-        """Of the group that has some of the nodes that the job runs on, or of these alone where
-        nobody has any; or why it has to wait."""
+        """Return the offer for a job that already runs, or the reason why it has to wait. The offer
+        is of the group with some of its nodes, or of a new group if no group uses them."""
         here = f"it runs on rollout {_names(on.rollout)} and train {_names(on.train)}"
         later = "it is asked again when a job leaves"
         mine = set(on.rollout), set(on.train)
         owners = [g for g in self if mine[0] & g.load.keys() or mine[1].intersection(g.train)]
         if not owners:
             alone = self._isolated(job)
-            if alone is None:  # the pools were made smaller, and jobs are on nodes beyond
+            if alone is None:  # the pools were made smaller, and jobs run on nodes beyond
                 used = f"{self._rollout.used} rollout and {self._train.used} train nodes"
                 return f"{here}, and {used} are in use, which is all there are; {later}"
             return replace(alone, on=on)
@@ -857,7 +865,7 @@ class Cluster:
         found = group.with_one(job, on.rollout, train)
         if not self._has_memory(found):
             return f"{here}, whose hosts have no memory for one job more; {later}"
-        if found.period_s > found.limit_s * ROUNDING:  # a saturated group is asked: else it waits
+        if found.period_s > found.limit_s * ROUNDING:  # even if saturated
             return f"{here}, those of group {who}, where it is too slow for somebody; {later}"
         keep = tuple(n for n in on.rollout if n in group.load)
         more, more_train = len(on.rollout) - len(keep), len(train) - len(group.train)
@@ -869,8 +877,8 @@ class Cluster:
     def _placement(
         self, group: Group, nodes: int, fits: Sequence[tuple[float, int]]
     ) -> tuple[int, ...] | None:
-        """Of the group's nodes as many as possible, the least loaded, nested with or disjoint from
-        those of others; None where the pool has not what is missing."""
+        """Choose as many of the group's least loaded nodes as possible, nested with or disjoint
+        from those of other jobs. If the pool lacks the additional nodes, return None."""
         names = [node for _, node in fits]
         sets = {frozenset(p) for p in group.pinned.values()}
         for more in range(nodes + 1):
@@ -901,7 +909,7 @@ class Cluster:
         )
 
     def _pin(self, job: Job, offer: _Offer) -> Group:
-        """Take the nodes of an offer. The group."""
+        """Take the nodes of an offer and return the group."""
         group = offer.group
         if group is None:
             group = self._new_group()
@@ -923,8 +931,7 @@ class Cluster:
 
 
 def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> bool:
-    """A set of nodes and one of `chosen` and `more` fresh ones: one holds the other, or they share
-    none."""
+    """Return whether `other` and a set of `chosen` plus `more` new nodes are nested or disjoint."""
     common = len(other.intersection(chosen))
     return common in (0, len(other)) or (not more and common == len(chosen))
 
@@ -938,14 +945,15 @@ def _best(alone: _Offer | None, offers: Sequence[_Offer]) -> _Offer | None:
 
 
 def _is_better(a: _Offer, b: _Offer) -> bool:
-    """Groups are asked from the oldest on, so of equal ones the first stays."""
+    """Return whether offer `a` is strictly better. Groups are visited from the oldest on, so ties
+    keep the older one."""
     if not math.isclose(a.added, b.added, rel_tol=1e-9, abs_tol=1e-9):
         return a.added < b.added
     return a.utilization > b.utilization * ROUNDING
 
 
 class _Builder(Cluster):
-    """Groups that do not exist yet, of nodes without limit."""
+    """Builder of groups that do not exist yet, with unlimited nodes."""
 
     def __init__(self, of: Cluster) -> None:
         rollout, train = (replace(p, nodes=None) for p in of.pools)
@@ -959,8 +967,8 @@ class _Builder(Cluster):
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def build(self, jobs: Sequence[Job], start: Group | None = None) -> Group | None:
-        """One group of all of them, besides those that it starts with; None where they cannot
-        be."""
+        """Build one group of all jobs, in addition to those in `start`; None if that is
+        impossible."""
         self._group_of.clear()
         group = start
         for job in jobs:
@@ -976,7 +984,7 @@ class _Builder(Cluster):
         return group
 
     def settle(self, parts: Sequence[Sequence[Job]], before: Sequence[Group]) -> list[Group]:
-        """A group for every part; most of its jobs stay where they are, if that costs no more."""
+        """Build a group for every part. Jobs stay on their nodes if that costs no more."""
         left = list(before)
         out = []
         for jobs in sorted(parts, key=len, reverse=True):
@@ -993,7 +1001,7 @@ class _Builder(Cluster):
         return out
 
     def _kept(self, old: Group, jobs: Sequence[Job]) -> Group | None:
-        """What is left of a group, and the others in it."""
+        """Build a group from the remaining jobs of an old one and the further jobs."""
         kept = {name: job for name, job in old.jobs.items() if job in jobs}
         pinned = {name: old.pinned[name] for name in kept}
         need = max(j.train_nodes for j in jobs)

@@ -1,25 +1,26 @@
-"""Whether a job still is what it was admitted as: its phases and its memory against its profile.
+"""Detection of drift: whether a job's phases and memory still match the profile with which it was
+admitted.
 
-RollMux has this; how much is too much is not published.
+RollMux has such a check; its thresholds are not published.
 """
 
 from collections.abc import Sequence
 
 WINDOW = 8
-"""Phases of a kind that are looked at."""
+"""Number of recent phases of a kind that are checked."""
 TOO_MANY = 3
-"""Of them, that may not take too long: one slow phase is no drift."""
+"""Number of slow phases within the window that counts as drift; one slow phase does not."""
 TOLERANCE = 1.1
-"""Of the profile."""
+"""Ratio to the profile above which a phase counts as slow."""
 
 
 def drifted(seconds: Sequence[float], promised_s: float) -> float | None:
-    """What the profile should say: the longest of the last phases, if several of them took too
-    long; else None.
+    """Return a new worst case for the profile if several recent phases took too long, else None.
+    The new value is the longest recent phase.
 
     Args:
-        seconds: of a job's phases of one kind, the last one last.
-        promised_s: the worst case that it was admitted with.
+        seconds: durations of a job's phases of one kind, the most recent last.
+        promised_s: worst case with which the job was admitted.
     """
     recent = seconds[-WINDOW:]
     if sum(s > TOLERANCE * promised_s for s in recent) < TOO_MANY:
@@ -28,6 +29,6 @@ def drifted(seconds: Sequence[float], promised_s: float) -> float | None:
 
 
 def grown(gb: float, promised_gb: float) -> float | None:
-    """What the profile should say where a job has more in host memory than it promised: that and a
-    tenth, or it would be asked again for every page; else None."""
+    """Return a new profile value if a job uses more host memory than its profile, else None. The
+    value adds a tenth, so that small growth does not exceed the profile again."""
     return TOLERANCE * gb if gb > promised_gb else None

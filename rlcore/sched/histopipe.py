@@ -1,17 +1,18 @@
-"""HistoPipe: long and short answers take turns on a worker, so that two steps end together.
+"""HistoPipe: each worker alternates between long and short responses, so that pairs of steps
+balance.
 
-RhymeRL, arXiv:2508.18588. One step off-policy: a worker that is done with its share
-of step k starts its share of step k + 1 with the newest weights, and waits for nobody.
+RhymeRL, arXiv:2508.18588. One step off-policy: a worker that has finished its share of step k
+starts that of step k + 1 with the newest weights, without waiting for other workers.
 
-    rank        prompts of a step ascending by predicted length, the longest answer of the epoch
-                before; cut into ranking groups of equal size
-    alternate   worker w takes group w in odd steps and group W - 1 - w in even ones: whoever had
-                the longest group has the shortest next
-    shares      tier 2: GPUs by group such that the seconds of the groups are on a line. Then
-                t_w + t_(W-1-w) is the same for all workers, and two steps take no longer than that
-    threshold   an answer beyond the P98 of its group's history leaves the worker that has it
+    rank        Prompts of a step are sorted by predicted length (the longest response in the epoch
+                before) and cut into ranking groups of equal size, the shortest first.
+    alternate   Worker w has group w in odd steps and group W - 1 - w in even ones: the worker with
+                the longest group has the shortest next.
+    shares      Tier 2: GPUs are divided so that the times of the groups lie on a line. Then
+                t_w + t_(W-1-w) is the same for all workers and bounds the time of two steps.
+    threshold   A response beyond the P98 of its group's history migrates to another worker.
 
-Workers and groups are numbered from 0 here, steps from 1.
+Workers and groups are numbered from 0, steps from 1.
 """
 
 import itertools
@@ -26,42 +27,42 @@ from rlcore.sched.reward import key_of
 Key = TypeVar("Key", bound=Hashable)
 GROUPS = 8
 QUANTILE = 0.98
-"""Of a group's history: what is longer migrates."""
+"""Quantile of a group's history beyond which a response migrates."""
 
 
 class LengthHistory:
-    """Longest answers of the last epoch by prompt."""
+    """Response lengths of the last epoch, by prompt."""
 
     def __init__(self) -> None:
         self._longest: dict[Hashable, int] = {}
         self._lengths: dict[Hashable, tuple[int, ...]] = {}
 
     def note(self, prompt: Hashable, lengths: Collection[int]) -> None:
-        """The answers of an epoch to a prompt, in tokens; at least one."""
+        """Record the lengths (in tokens) of one epoch's responses to a prompt; at least one."""
         self._longest[prompt] = max(lengths)
         self._lengths[prompt] = tuple(lengths)
 
     def predict(self, prompt: Hashable, otherwise: int) -> int:
-        """The longest answer that is to be expected; `otherwise` where nothing is known."""
+        """Return the predicted longest response, or `otherwise` if the prompt has no history."""
         return self._longest.get(prompt, otherwise)
 
     def lengths(self, prompts: Collection[Hashable]) -> list[int]:
-        """Of all answers to these prompts in the last epoch."""
+        """Return the lengths of all responses to these prompts in the last epoch."""
         return [n for prompt in prompts for n in self._lengths.get(prompt, ())]
 
     def state(self) -> dict[Any, list[int]]:
-        """What `restore` needs; plain JSON where the prompts' names are strings."""
+        """Return what `restore` needs; plain JSON if the keys of prompts are strings."""
         return {prompt: list(lengths) for prompt, lengths in self._lengths.items()}
 
     def restore(self, state: Mapping[Any, Sequence[int]]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         for prompt, lengths in state.items():
             self.note(prompt, lengths)
 
 
 def rank(prompts: Sequence[Key], predicted: Mapping[Key, int], groups: int) -> list[list[Key]]:
-    """Ranking groups, the shortest first, whose sizes differ by one at most; equal predictions stay
-    in their order. ValueError where there are fewer prompts than groups."""
+    """Divide prompts into ranking groups, the shortest first, whose sizes differ by at most one.
+    Equal predictions keep their order. If there are fewer prompts than groups, raise ValueError."""
     if not 1 <= groups <= len(prompts):
         raise ValueError(f"{groups} ranking groups of {len(prompts)} prompts: from 1 to as many")
     order = sorted(prompts, key=lambda p: predicted[p])
@@ -70,19 +71,20 @@ def rank(prompts: Sequence[Key], predicted: Mapping[Key, int], groups: int) -> l
 
 
 def group_of_worker(worker: int, step: int, groups: int) -> int:
-    """The ranking group that a worker has in a step."""
+    """Return the ranking group that a worker has in a step."""
     return worker if step % 2 else groups - 1 - worker
 
 
 def two_steps(seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds of two steps whose groups take `seconds` each: with a barrier between them, and with
-    workers that take turns."""
+    """Return the seconds of two steps whose groups take `seconds` each: with a barrier between the
+    steps, and with workers that alternate groups."""
     pairs = [a + b for a, b in zip(seconds, reversed(seconds), strict=True)]
     return 2 * max(seconds), max(pairs)
 
 
 def off_line(seconds: Sequence[float]) -> float:
-    """The largest distance from the straight line that is nearest in this sense (Chebyshev)."""
+    """Return the maximum distance of the values from their best-fitting line (in the Chebyshev
+    sense)."""
     count = len(seconds)
     if count < 3:
         return 0.0
@@ -98,11 +100,11 @@ def off_line(seconds: Sequence[float]) -> float:
 def shares(
     seconds: Callable[[int, int], float], groups: int, units: int, least: int = 1
 ) -> list[int]:
-    """How many of `units` (GPUs, or replicas) each ranking group gets, at least `least`.
+    """Return how many of `units` (GPUs or engines) each ranking group gets, at least `least`.
 
-    `seconds(g, n)` is the time of group g over n units; it does not rise with n. Starts from equal
-    shares and moves one unit at a time as long as two paired steps get shorter, then as long as
-    they stay equal and the times come nearer to a line.
+    `seconds(g, n)` is the time of group g over n units; it does not rise with n. The search starts
+    from equal shares and moves one unit at a time. A move must make two paired steps shorter, or
+    keep them equal and bring the times nearer to a line.
 
     Raises:
         ValueError: there are too few units.
@@ -131,8 +133,8 @@ def shares(
 
 
 def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
-    """The length beyond which an answer migrates: of `quantile` of the history none does, by rank.
-    ValueError for an empty history."""
+    """Return the length beyond which a response migrates, such that by rank `quantile` of the
+    history does not. If the history is empty, raise ValueError."""
     if not lengths:
         raise ValueError("a threshold of no lengths; the first epoch has none")
     order = sorted(lengths)
@@ -140,8 +142,8 @@ def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
 
 
 def jumps(before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]]) -> tuple[float, float]:
-    """Shares of the prompts that are in a higher ranking group after than before, and of those that
-    are exactly one higher."""
+    """Return the share of prompts in a higher ranking group after than before, and the share of
+    those that are exactly one higher."""
     old = {p: g for g, group in enumerate(before) for p in group}
     steps = [g - old[p] for g, group in enumerate(after) for p in group if p in old]
     if not steps:
@@ -151,27 +153,30 @@ def jumps(before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]]) -> tu
 
 @dataclass(slots=True)
 class _Home:
-    """Where the responses to a prompt are decoded."""
+    """Engine that decodes the responses to a prompt."""
 
     step: int
     rank: int
-    """Its ranking group in this step."""
+    """Ranking group of the prompt in this step."""
     replica: int
     limit: int
-    """A longer response leaves; 0: none does."""
+    """Length beyond which a response migrates; 0: it never does."""
 
 
 class Pipe:
-    """HistoPipe in `--mode async`: where requests go, and which of them leave for elsewhere.
+    """Router and migration policy of HistoPipe in `--mode async`.
 
-    Every `batch` prompts that are started are a step. Its ranking groups take the replicas by their
-    shares, the shortest first in odd steps and last in even ones; so with equal shares whoever had
-    the longest has the shortest next. A step begins at a replica as soon as that has room, whatever
-    others do. A response beyond its group's threshold goes on beside a group of a higher rank, from
-    the tokens that there are; one of the highest stays, and its replica has the lowest group next.
+    Every `batch` started prompts form a step. Its ranking groups are assigned to the engines by
+    their shares, in ascending order in odd steps and descending order in even ones. With equal
+    shares, the engine with the longest group has the shortest next. An engine begins a step as soon
+    as it has room, independent of the others.
 
-    A group over n replicas of `rows` places each takes max(its longest response, all of its tokens
-    / (n rows)) decode steps: what it cannot be faster than.
+    A response beyond its group's threshold continues on an engine of a higher ranking group, from
+    the tokens decoded so far. Responses of the highest group stay; their engine has the lowest
+    group next.
+
+    A group over n engines of `rows` slots each is estimated to take max(its longest response, all
+    of its tokens / (n rows)) decode steps, a lower bound.
     """
 
     def __init__(
@@ -185,18 +190,18 @@ class Pipe:
     ) -> None:
         """
         Args:
-            replicas: ranks that speak for an engine.
-            batch: prompts of a step.
-            longest: that a response can get; predicted where nothing is known.
-            rows: requests that a replica decodes at a time.
-            groups: ranking groups at most; there are no more than replicas or prompts.
+            replicas: leader ranks of the engines.
+            batch: number of prompts in a step.
+            longest: maximum response length; the prediction for prompts without history.
+            rows: number of requests that an engine decodes at a time.
+            groups: maximum number of ranking groups, capped by the engines and the prompts.
         """
         self._replicas, self._batch = tuple(replicas), batch
         self._longest, self._rows = longest, rows
         self._groups = min(groups, len(replicas), batch)
         self._history = LengthHistory()
         self._ranks: dict[str, int] = {}
-        """Its last ranking group."""
+        """Last ranking group of each prompt."""
         self._step = 0
         self._homes: dict[GroupId, _Home] = {}
         self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # step, rank -> replicas
@@ -205,10 +210,10 @@ class Pipe:
         self._stats: dict[str, float] = {}
 
     def order(self, work: Sequence[Work]) -> None:
-        """These prompts are started now: give them their places."""
+        """Assign engines to prompts that start now."""
         for at in range(0, len(work), self._batch):
             part = work[at : at + self._batch]
-            if len(part) == self._batch:  # fewer take the places of others, wherever there is room
+            if len(part) == self._batch:  # an incomplete step is routed by load
                 self._begin(part)
 
     def _begin(self, work: Sequence[Work]) -> None:
@@ -242,11 +247,12 @@ class Pipe:
         }
 
     def learn(self, prompt: Prompt, lengths: Collection[int]) -> None:
-        """The responses to it are complete: what the next epoch is predicted from."""
+        """Record the lengths of a prompt's complete responses, for the prediction in the next
+        epoch."""
         self._history.note(key_of(prompt), lengths)
 
     def leave(self, lengths: Mapping[RequestId, int]) -> list[RequestId]:
-        """Those of these running requests that go on elsewhere from here; each does once."""
+        """Return the running requests that should migrate now; each migrates once."""
         found = []
         for request, length in lengths.items():
             home = self._homes.get(group_of(request))
@@ -259,14 +265,15 @@ class Pipe:
         return found
 
     def _higher(self, home: _Home) -> list[int]:
-        """Replicas of higher ranking groups of the same step."""
+        """Return the engines of higher ranking groups of the same step."""
         ranks = range(home.rank + 1, self._groups)
         return [
             r for k in ranks for r in self._workers.get((home.step, k), ()) if r != home.replica
         ]
 
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
-        """As `sched.roles.Place`; what has no place goes to the least loaded."""
+        """Route a request, as in `sched.roles.Place`. A request without an assigned engine goes to
+        the least loaded."""
         home = self._homes.get(group_of(request))
         if home is not None and request not in self._away and home.replica in load:
             return home.replica
@@ -275,28 +282,28 @@ class Pipe:
         return min(there, key=lambda r: (load[r], r), default=None)
 
     def forget(self, group: GroupId) -> None:
-        """It has no more requests."""
+        """Forget a group that has no more requests."""
         self._homes.pop(group, None)
         self._away = {i for i in self._away if group_of(i) != group}
         steps = {home.step for home in self._homes.values()}
         self._workers = {at: w for at, w in self._workers.items() if at[0] in steps}
 
     def clear(self) -> None:
-        """All replicas start again; where requests belong stays."""
+        """Keep the assignments after all engines have restarted with no requests."""
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step that began, and the share of the responses since the last call that
-        have moved."""
+        """Return the metrics of the last step that began, and the share of responses that migrated
+        since the last call."""
         moved = self._moved / self._started if self._started else 0.0
         self._started = self._moved = 0
         return self._stats | {"pipe/moved": moved}
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON. Requests that are under way are not in it."""
+        """Return what `restore` needs, as plain JSON. Requests in flight are not included."""
         return {"step": self._step, "history": self._history.state(), "ranks": self._ranks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, on as many replicas as there are now."""
+        """Continue from `state`, with the engines that there are now."""
         self._step = state["step"]
         self._history.restore(state["history"])
         self._ranks = dict(state["ranks"])

@@ -1,41 +1,42 @@
-"""When do drafts pay? HistoSpec's two limits on them, from what decode steps were seen to take.
+"""Decision whether drafts pay off: HistoSpec's two limits on them, from measured decode steps.
 
-A decode step over n tokens takes about a + b n seconds, and c more where it makes and checks
-drafts: `a` to read the weights, `b` a token of arithmetic. All steps of a replica fit these three
-numbers, older ones counting less and less. At the knee, n = a / b tokens, a step takes twice as
-long as one of no tokens.
+A decode step over n tokens takes about a + b n seconds, plus c if it makes and verifies drafts: `a`
+to read the weights, `b` for the arithmetic of a token. These three numbers are fitted to all steps
+of an engine, with decaying weight of older steps. At the knee, n = a / b tokens, a step takes twice
+as long as an empty one.
 
-    cap     drafts of a batch of `running` requests are at most knee // running - 1 long (1 to the
-            window), so that a forward stays below the knee: RhymeRL, arXiv:2508.18588.
-    gate    with drafts of d tokens a request gains e tokens in a step, so they are on while
+    cap     Drafts in a batch of `running` requests have at most knee // running - 1 tokens (from 1
+            to the window), so that a forward stays below the knee: RhymeRL, arXiv:2508.18588.
+    gate    If drafts of d tokens gain a request e tokens in a step, they are on while
 
                 e (a + b running) > a + b running (1 + d) + c
 
-            Batches of 1, 2 to 3, 4 to 7, ... requests have a d and an e of their own. Where drafts
-            lose they are tried again for a few steps, after 32 steps, 64, ... up to 1,024, as long
-            as they go on losing.
+            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. After drafts have
+            lost, they are tried again for a few steps, after 32 steps, 64, ... up to 1,024, for as
+            long as they keep losing.
 
-Nothing here changes what is sampled: drafts decide how many tokens a forward gives, not which.
+Drafts never change what is sampled: they decide how many tokens a forward yields, not which.
 """
 
 from dataclasses import dataclass, field
 
 _WARM = 6
-"""Steps with drafts before they are judged; also of a later try."""
+"""Minimum number of steps with drafts before they are judged, also in a retry."""
 _FORGET = 0.1
-"""Weight of a new step in the means of a batch's size."""
+"""Minimum weight of a new step in the running means of a batch size."""
 _WAIT = 32
 _LONGEST_WAIT = 1024
 _PLAIN_EVERY = 64
-"""Where drafts are on, one step in so many goes without, to know what that takes."""
+"""While drafts are on, one step in this many runs without them, to measure its cost."""
 _FIT_FORGET = 0.01
 _FIT_STEPS = 24
-"""Steps, and a few of either kind, before the numbers are believed."""
+"""Minimum number of steps before the fit is used; it also needs _WARM steps of either kind."""
 LARGEST_KNEE = 1 << 16
 
 
 class Cost:
-    """Seconds of a step = a + b tokens + c (with drafts): least squares of relative errors."""
+    """Cost model: seconds of a step = a + b tokens + c (with drafts), by least squares of relative
+    errors."""
 
     def __init__(self) -> None:
         self._sums = [[0.0] * 3 for _ in range(3)]
@@ -43,7 +44,8 @@ class Cost:
         self._steps = [0, 0]  # without drafts, with
 
     def note(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """One step. An outlier counts little, as errors are relative to what was seen."""
+        """Add one step. Errors are relative to the measured time, so a slow outlier has little
+        weight."""
         self._steps[drafts] += 1
         weight, x = 1 / max(seconds, 1e-9) ** 2, (1.0, float(tokens), float(drafts))
         for i in range(3):
@@ -52,7 +54,8 @@ class Cost:
                 self._sums[i][j] = (1 - _FIT_FORGET) * self._sums[i][j] + weight * x[i] * x[j]
 
     def fit(self) -> tuple[float, float, float] | None:
-        """a, b and c, none of them negative; None while steps are too few or too alike to tell."""
+        """Return a, b and c, all at least 0; None while steps are too few or too similar for a
+        fit."""
         if sum(self._steps) < _FIT_STEPS or min(self._steps) < _WARM:
             return None
         s, r = self._sums, self._right
@@ -60,11 +63,12 @@ class Cost:
         variance = s[1][1] / s[0][0] - mean * mean
         if variance < (0.2 * mean) ** 2:
             return None
-        # Where all steps of a kind have as many tokens, b and c cannot be told apart: c is 0 then.
+        # If all steps of a kind have the same number of tokens, b and c are not identifiable: set c
+        # to 0.
         along = (s[1][2] / s[0][0] - mean * share) ** 2 / max(share * (1 - share), 1e-9)
         is_told = variance - along > (0.05 * mean) ** 2
         found = _solve(s, r, (0, 1, 2) if is_told else (0, 1))
-        if found[2] < 0:  # drafts cost nothing that can be seen
+        if found[2] < 0:  # drafts have no measurable cost
             found = _solve(s, r, (0, 1))
         if found[1] < 0:
             found = _solve(s, r, (0,))
@@ -75,7 +79,7 @@ class Cost:
 
 
 def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -> list[float]:
-    """The normal equations of the columns in `used`, by elimination; 0 for the others."""
+    """Solve the normal equations of the columns in `used` by elimination; the others are 0."""
     rows = [[sums[i][j] for j in used] + [right[i]] for i in used]
     for k in range(len(rows)):
         pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
@@ -94,18 +98,18 @@ def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -
 
 @dataclass(slots=True)
 class _Batch:
-    """What drafts did in batches of about one size."""
+    """Statistics of drafts in batches of about one size."""
 
     steps: int = 0
     gained: float = 1.0
-    """Tokens of a request in one step."""
+    """Mean number of tokens that a request gains in one step."""
     drafted: float = 0.0
-    """The same of what was drafted."""
+    """Mean number of drafted tokens of a request in one step."""
     is_on: bool = True
     wait: int = _WAIT
-    """Steps until drafts are tried again."""
+    """Number of steps until drafts are tried again."""
     since: int = 0
-    """Steps of the kind that is off since there was one that is on, or the other way round."""
+    """Steps of the current kind (with or without drafts) since the last of the other kind."""
 
     def note(self, drafted: float, gained: float) -> None:
         self.steps += 1
@@ -114,8 +118,8 @@ class _Batch:
         self.gained += weight * (gained - self.gained)
 
     def judge(self, drafts: bool, gain: float | None) -> bool:
-        """Decide after a step, with or without drafts, whether they are on from now on. `gain`: of
-        throughput by drafts; None while unknown. Returns whether that has changed."""
+        """Decide after a step whether drafts are on from now on, and return whether that has
+        changed. `gain` is the throughput ratio of drafts; None while unknown."""
         if gain is None:
             self.since = 0 if self.since >= 2 * _WARM else self.since + (not drafts)
             return False
@@ -141,33 +145,33 @@ class _Batch:
 
 @dataclass(slots=True)
 class Gate:
-    """Of one replica. Without `switches` drafts are always on and never capped: then nothing
-    depends on the clock."""
+    """Gate and cap of drafts for one engine. Without `switches`, drafts are always on and never
+    capped, so that nothing depends on timing."""
 
     window: int
-    """The longest draft."""
+    """Maximum number of tokens in a draft."""
     start: int
-    """The longest before the knee is known."""
+    """Maximum number of tokens in a draft until the knee is known."""
     switches: bool = True
     flips: int = 0
-    """Times that drafts went on or off for a size of batches."""
+    """Number of times that drafts were switched on or off for some batch size."""
     _cost: Cost = field(default_factory=Cost)
     _fit: tuple[float, float, float] | None = None
     _batches: dict[int, _Batch] = field(default_factory=dict)
 
     def wants(self, running: int) -> bool:
-        """Shall the next step of `running` requests verify drafts?"""
+        """Return whether the next step of `running` requests should verify drafts."""
         if not self.switches:
             return True
         batch = self._batch(running)
         if batch.steps < _WARM:
             return True
         if self._fit is None:
-            return batch.since >= _WARM  # a few of either kind
+            return batch.since >= _WARM  # sample a few steps of either kind
         return batch.is_on and batch.since < _PLAIN_EVERY
 
     def cap(self, running: int) -> int:
-        """The longest draft of one of `running` requests."""
+        """Return the maximum draft length in a batch of `running` requests."""
         if not self.switches:
             return self.window
         knee = self.knee
@@ -176,8 +180,8 @@ class Gate:
         return max(1, min(int(knee) // running - 1, self.window))
 
     def note(self, running: int, *, drafts: bool, tokens: int, gained: int, seconds: float) -> None:
-        """A step of `running` requests is over: `seconds` for a forward over `tokens` tokens, which
-        gave `gained`."""
+        """Record a step of `running` requests: a forward over `tokens` tokens took `seconds` and
+        yielded `gained` tokens."""
         if not self.switches:
             return
         self._cost.note(tokens, drafts, seconds)
@@ -188,19 +192,22 @@ class Gate:
         self.flips += batch.judge(drafts, self.gain(running))
 
     def renew(self) -> None:
-        """There are histories where there were none: what drafts gained says nothing of them."""
+        """Reset the statistics of drafts when histories become available: earlier gains no longer
+        apply."""
         self._batches.clear()
 
     @property
     def knee(self) -> float | None:
-        """Tokens of a forward that takes twice as long as one of none; None while unknown."""
+        """Number of tokens at which a forward takes twice as long as an empty one; None while
+        unknown."""
         if self._fit is None:
             return None
         a, b, _ = self._fit
         return min(max(a / b, 1.0), LARGEST_KNEE) if b > 0 else float(LARGEST_KNEE)
 
     def gain(self, running: int) -> float | None:
-        """Tokens a second with drafts over those without; None while one of them is unknown."""
+        """Return the ratio of tokens per second with drafts to those without; None while either is
+        unknown."""
         batch = self._batch(running)
         if self._fit is None or batch.steps < _WARM:
             return None

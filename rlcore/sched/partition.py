@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 MOST_JOBS = 12
-"""In use they take some 0.01 s; the worst case grows threefold with each."""
+"""Maximum number of jobs: 12 usually take some 0.01 s; the worst case triples with each."""
 
 
 def cheapest_partition(
     count: int, cost_of: Callable[[tuple[int, ...]], float | None]
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """Cost and parts of 0 .. count - 1.
+    """Return the cost and the parts of the cheapest partition of 0 .. count - 1.
 
-    `cost_of` is asked for sets in rising order and says None where there is no such part; it must
-    then be None for all sets that hold this one. A part of one always has a cost.
+    `cost_of` is called for sets of increasing size and returns None if such a part is impossible.
+    It must then be None for all supersets. A part of one always has a cost.
 
     Raises:
-        ValueError: more than 12.
+        ValueError: `count` is more than 12.
     """
     if count > MOST_JOBS:
         raise ValueError(f"{count} jobs: an exact partition takes at most {MOST_JOBS}")
@@ -34,7 +34,7 @@ def cheapest_partition(
 
     @cache
     def best(mask: int) -> tuple[float, int]:
-        """Cost of a set, and the part with its lowest member."""
+        """Return the cost of a set, and the part with its lowest member."""
         if not mask:
             return 0.0, 0
         lowest = (mask & -mask).bit_length() - 1

@@ -1,25 +1,26 @@
-"""Whose turn it is on shared nodes. RollMux's intra-group scheduler, arXiv 2512.11306.
+"""Order of the phases of jobs that share nodes: RollMux's intra-group scheduler, arXiv 2512.11306.
 
-Every job of a group does one rollout and one training in a round of turns, and on every node (a
-slot) turns come in one cyclic order. A job asks for a phase, gets a grant as soon as it is first in
-the order on all slots of the phase and they are free, and says when it is done. The order is kept
-even where a later job could start at once: with a fixed order nobody starts later because somebody
-was faster, so the period of the worst case (`cluster.py`) bounds all that happens. Starting whoever
-asks first has no such bound.
+In every round, each job of a group does one rollout and one training. On every node (a slot), the
+jobs' permits come in one cyclic order. A job requests a phase and reports when it is done. It gets
+a grant once it is first in the order on all slots of the phase and they are free. The order is kept
+even if a later job could start at once. With a fixed order, no job starts later because another was
+faster, so the period of the worst case (`cluster.py`) is a bound. Granting in order of requests has
+no such bound.
 
-What keeps the order from holding everybody up:
+The following rules keep one job from blocking the others:
 
 - a job takes part from its first request on;
-- who asks for the same phase again (an evaluation, say) has given up the turns between;
-- who neither holds nor wants anything for longer than its `patience_s` is passed over, and comes
-  back with its next request;
-- a dead job leaves (whoever watches its lease says so).
+- a job that requests the same phase again (such as for an evaluation) gives up the permits between
+  the two;
+- a job that neither holds nor requests a phase for longer than its `patience_s` is passed over, and
+  comes back with its next request;
+- a failed job leaves, reported by the process that watches its lease.
 
-Towards the end of a rollout few responses are left. When `tail` of them are done and somebody waits
-for its nodes, the job is asked to go on with one slot in so many and free the others; the next job
-starts there, on what it has, if it can (`least`), and gets the rest when it is free.
+Towards the end of a rollout few responses are left. When a share `tail` of them is done and another
+job waits for the nodes, the rollout must continue on `keep` slots and free the others. The next job
+starts there, if its minimum (`least`) allows it, and gets the other slots when they are free.
 
-No I/O and no clock: every call says what time it is, and returns what is to be done.
+No I/O and no clock: every call is given the time and returns the actions to take.
 """
 
 import math
@@ -28,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TAIL = 0.8
-"""Share of the responses after which the rest goes on elsewhere."""
+"""Share of the responses after which the rest of a rollout may move to fewer slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,19 +38,19 @@ class Member:
 
     job: str
     slots: Mapping[str, tuple[str, ...]]
-    """By pool, in the order of its phases (`rollout`, `train`): where the job is pinned."""
+    """Slots to which the job is pinned, by pool, in the order of its phases (`rollout`,
+    `train`)."""
     least: Mapping[str, int] = field(default_factory=dict)
-    """By pool: a phase may start on so many of its slots and get the others later; all by
-    default."""
+    """Minimum number of free slots with which a phase may start, by pool; all by default."""
     keep: int = 0
-    """Slots on which the tail of a rollout can go on; 0: it cannot move."""
+    """Number of slots on which the tail of a rollout can continue; 0: it cannot move."""
     patience_s: float = math.inf
-    """Between its phases a job may take this long before its turn passes."""
+    """Maximum seconds between two phases before the job is passed over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The phase may start; of one that runs, it may use these slots, too."""
+    """Permit to start a phase; with `is_more`, further slots for a running phase."""
 
     job: str
     slots: tuple[str, ...]
@@ -58,7 +59,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Go on with the rollout on `keep`, and say `freed` when `free` are free."""
+    """Order to continue the rollout on `keep`, and to call `freed` once the slots `free` are
+    free."""
 
     job: str
     keep: tuple[str, ...]
@@ -73,26 +75,26 @@ class _State:
     member: Member
     order: int
     turn: dict[str, int]
-    """By pool: rounds in which it had its turn, or gave it up."""
+    """Number of rounds in which the job used or gave up its permit, by pool."""
     wants: tuple[str, ...] = ()
-    """Pools that it waits for."""
+    """Pools of the phase that the job waits for."""
     holds: tuple[str, ...] = ()
-    """Pools that its running phase uses."""
+    """Pools of the running phase."""
     slots: list[str] = field(default_factory=list)
-    """That it holds."""
+    """Slots that the job holds."""
     more: list[str] = field(default_factory=list)
-    """That its running phase will get when they are free."""
+    """Slots that the running phase gets when they are free."""
     since: float = 0.0
-    """When it last asked for something, or was done."""
+    """Time of the last request or of the end of the last phase."""
     is_here: bool = False
-    """It takes part in the order."""
+    """Whether the job takes part in the order."""
     is_tail: bool = False
-    """Enough of its responses are done."""
+    """Whether enough responses of the rollout are done."""
     is_moving: bool = False
-    """It was asked to move."""
+    """Whether a `Migrate` was issued for the running rollout."""
 
     def take_place(self, order: int) -> None:
-        """Have another place in the order of turns."""
+        """Set the position in the order of permits."""
         self.order = order
 
     def enter(self) -> None:
@@ -100,7 +102,7 @@ class _State:
         self.is_here = True
 
     def pass_over(self) -> None:
-        """Take no part in the order until its next request."""
+        """Stop taking part in the order until the next request."""
         self.is_here = False
 
     def ask(self, pools: tuple[str, ...], now: float) -> None:
@@ -108,51 +110,53 @@ class _State:
         self.wants, self.since = pools, now
 
     def start(self, free: list[str], later: list[str]) -> None:
-        """Begin the phase that it waits for, on the slots in `free`; it gets `later` besides."""
+        """Start the phase that the job waits for on the slots in `free`; it gets those in `later`
+        when they are free."""
         for pool in self.wants:
             self.turn[pool] += 1
         self.holds, self.wants = self.wants, ()
         self.slots, self.more = free, later
 
     def extend(self, slots: list[str]) -> None:
-        """Use more slots in its running phase, of those that it was to get."""
+        """Add slots to the running phase, out of those that it waits for."""
         self.more = [s for s in self.more if s not in slots]
         self.slots += slots
 
     def reach_tail(self) -> None:
-        """Note that enough responses of its rollout are done."""
+        """Record that enough responses of the rollout are done."""
         self.is_tail = True
 
     def move(self) -> None:
-        """Begin to free slots in its running phase, which gets no others."""
+        """Start freeing slots of the running phase, which then gets no others."""
         self.is_moving = True
         self.more = []
 
     def end(self, now: float) -> None:
-        """End its running phase."""
+        """End the running phase."""
         self.slots, self.more, self.holds = [], [], ()
         self.is_tail = self.is_moving = False
         self.since = now
 
 
 class PhaseMux:
-    """The turns of one group."""
+    """Scheduler of phases for the jobs of one group."""
 
     def __init__(self, *, tail: float = TAIL) -> None:
-        """`tail`: share of the responses after which a rollout may be moved; above 1: never."""
+        """`tail` is the share of responses after which a rollout may move; above 1, it never
+        does."""
         self._tail = tail
         self._jobs: dict[str, _State] = {}
         self._users: dict[str, list[tuple[str, str]]] = {}
-        """By slot: (pool, job)."""
+        """Users of each slot, as (pool, job)."""
         self._holder: dict[str, str] = {}
 
-    # ---- who takes part
+    # ---- membership
 
     def join(self, member: Member, now: float, order: Collection[str] = ()) -> None:
-        """A job more. `order`: all jobs in the order of their turns; without it, it is the last.
+        """Add a job. `order` has all jobs in the order of their permits; by default it is the last.
 
         Raises:
-            ValueError: it is there already, or has no slots in some pool.
+            ValueError: the job is in the group already, or has no slots in some pool.
         """
         if member.job in self._jobs:
             raise ValueError(f"job {member.job}: it is in the group already")
@@ -168,7 +172,7 @@ class PhaseMux:
                 self._users.setdefault(slot, []).append((pool, member.job))
 
     def leave(self, job: str, now: float) -> list[Todo]:
-        """A job ended or died: what it held is free. Unknown ones are ignored."""
+        """Remove a job that ended or failed, and free its slots. An unknown job is ignored."""
         state = self._jobs.pop(job, None)
         if state is None:
             return []
@@ -178,14 +182,14 @@ class PhaseMux:
             users[:] = [(p, j) for p, j in users if j != job]
         return self._go(now)
 
-    # ---- what jobs say
+    # ---- calls from jobs
 
     def ask(self, job: str, pools: Iterable[str], now: float) -> list[Todo]:
-        """A job wants to start a phase that uses its slots in these pools.
+        """Request a phase that uses the job's slots in these pools.
 
         Raises:
-            ValueError: an unknown job or pool.
-            RuntimeError: the job holds or waits for a phase.
+            ValueError: the job or pool is unknown.
+            RuntimeError: the job already holds or waits for a phase.
         """
         state = self._state(job)
         wants = tuple(pools)
@@ -203,13 +207,13 @@ class PhaseMux:
         turn = max(state.turn[p] for p in wants)
         pools = list(state.member.slots)
         first = min(pools.index(p) for p in wants)
-        for at, pool in enumerate(pools):  # turns before this phase are used or given up
+        for at, pool in enumerate(pools):  # permits before this phase are used or given up
             state.turn[pool] = max(state.turn[pool], turn + 1 if at < first else turn)
         state.ask(wants, now)
         return self._go(now)
 
     def done(self, job: str, now: float) -> list[Todo]:
-        """The phase is over, and its slots are free."""
+        """End the running phase of a job and free its slots."""
         state = self._state(job)
         if not state.holds:
             raise RuntimeError(f"job {job}: it holds no phase that could be over")
@@ -219,14 +223,14 @@ class PhaseMux:
         return self._go(now)
 
     def progress(self, job: str, done: int, wanted: int, now: float) -> list[Todo]:
-        """So many of the responses of a running rollout are done."""
+        """Record that `done` of the `wanted` responses of a running rollout are done."""
         state = self._state(job)
         if state.holds and done >= self._tail * wanted:
             state.reach_tail()
         return self._go(now)
 
     def freed(self, job: str, slots: Collection[str], now: float) -> list[Todo]:
-        """A rollout has left these slots."""
+        """Record that a moving rollout has freed these slots."""
         state = self._state(job)
         for slot in slots:
             if slot in state.slots:
@@ -235,32 +239,32 @@ class PhaseMux:
         return self._go(now)
 
     def tick(self, now: float) -> list[Todo]:
-        """Time has passed: turns that nobody claims pass on."""
+        """Advance the time: pass over jobs whose patience has run out."""
         return self._go(now)
 
     def next_tick(self, now: float) -> float:
-        """When time alone may change something; inf: never."""
+        """Return the next time at which `tick` may change something; inf: never."""
         return min(
             (s.since + s.member.patience_s for s in self._jobs.values() if self._is_idle(s)),
             default=math.inf,
         )
 
-    # ---- what others see
+    # ---- queries
 
     def holders(self) -> dict[str, str]:
-        """Slots in use, and by whom."""
+        """Return the job that holds each slot in use."""
         return dict(self._holder)
 
     def waiting(self) -> dict[str, float]:
-        """Jobs that wait for a phase, and since when."""
+        """Return the jobs that wait for a phase, with the time of their request."""
         return {name: s.since for name, s in self._jobs.items() if s.wants}
 
     def held(self, job: str) -> tuple[str, ...]:
-        """Slots of a job's running phase; none: it runs none."""
+        """Return the slots of a job's running phase; empty if it runs none."""
         return tuple(self._jobs[job].slots) if job in self._jobs else ()
 
     def blockers(self, job: str) -> list[str]:
-        """Whom a waiting job waits for."""
+        """Return the jobs for which a waiting job waits."""
         state = self._state(job)
         found = dict.fromkeys(
             name
@@ -271,11 +275,11 @@ class PhaseMux:
         return list(found)
 
     def state(self) -> list[dict[str, Any]]:
-        """All of it as plain values, for `restore`."""
+        """Return the whole state as plain values, for `restore`."""
         return [asdict(s) for s in self._jobs.values()]
 
     def restore(self, saved: Iterable[Mapping[str, Any]], now: float) -> None:
-        """Take what `state` gave in the place of what is here."""
+        """Replace the current state by one from `state`."""
         self._jobs.clear()
         self._users.clear()
         self._holder.clear()
@@ -298,7 +302,7 @@ class PhaseMux:
         return self._jobs[job]
 
     def _enter(self, state: _State) -> None:
-        """Into the round that others are in, if its place there has not passed."""
+        """Enter the current round of the other jobs, or the next one if its position has passed."""
         state.enter()
         for pool in state.member.slots:
             others = [
@@ -316,7 +320,7 @@ class PhaseMux:
         return state.is_here and not state.wants and not state.holds
 
     def _first(self, slot: str) -> str | None:
-        """Whose turn on a slot is next."""
+        """Return the job that gets the next permit on a slot."""
         best, first = None, None
         for pool, job in self._users[slot]:
             state = self._jobs[job]
@@ -330,7 +334,7 @@ class PhaseMux:
                 state.pass_over()
         order = sorted(self._jobs.items(), key=lambda item: item[1].order)
         out: list[Todo] = []
-        for name, state in order:  # a running phase before one that starts
+        for name, state in order:  # a running phase gets slots before a new one starts
             if todo := self._extend(name, state):
                 out.append(todo)
         for name, state in order:
@@ -362,11 +366,11 @@ class PhaseMux:
         return Grant(name, tuple(here), is_more=True)
 
     def _moves(self) -> list[Todo]:
-        """Rollouts in their tail leave slots that somebody could use at once."""
+        """Ask rollouts in their tail to free slots that another job could use at once."""
         out: list[Todo] = []
         for name, state in self._jobs.items():
             keep = state.member.keep
-            if len(state.holds) != 1:  # who needs both pools leaves neither
+            if len(state.holds) != 1:  # a phase that uses both pools cannot free slots
                 continue
             if not state.is_tail or state.is_moving or not 0 < keep < len(state.slots):
                 continue
@@ -377,7 +381,7 @@ class PhaseMux:
         return out
 
     def _could_use(self, state: _State, free: Collection[str]) -> bool:
-        """A job that waits, and could start if these slots were free."""
+        """Return whether a waiting job could start if these slots were free."""
         for pool in state.wants:
             mine = state.member.slots[pool]
             if any(self._first(s) != state.member.job for s in mine):

@@ -1,4 +1,4 @@
-"""Where a request goes."""
+"""Routing of requests to engines."""
 
 from collections.abc import Mapping
 
@@ -6,14 +6,16 @@ from rlcore.records import GroupId, RequestId, group_of
 
 
 class LeastLoaded:
-    """The replica with the fewest live requests; the lowest rank among equals. A group stays with
-    the replica that took its first request while that one has room, so the prompt is prefilled
-    once; or, with `spread`, every request goes by itself: a prompt of long answers then does not
-    keep one replica busy alone (prompt replication, arXiv 2510.11345)."""
+    """Router that picks the engine with the fewest live requests; ties go to the lowest rank.
+
+    While the engine of a group's first request has room, the whole group stays there, so the prompt
+    is prefilled once. With `spread`, every request is routed separately, so that a prompt of long
+    responses does not occupy one engine alone (prompt replication, arXiv 2510.11345).
+    """
 
     def __init__(self, max_running: int, *, spread: bool = False) -> None:
-        """`max_running`: requests that a replica takes at a time; what has no room waits at the
-        controller for whoever is free first (queue scheduling)."""
+        """`max_running` is the most requests that an engine takes at a time. Further requests wait
+        at the controller for the first engine with room (queue scheduling)."""
         self._max_running, self._spread = max_running, spread
         self._home: dict[GroupId, int] = {}
 
@@ -30,9 +32,9 @@ class LeastLoaded:
         return rank
 
     def forget(self, group: GroupId) -> None:
-        """It has no more requests."""
+        """Forget the engine of a group that has no more requests."""
         self._home.pop(group, None)
 
     def clear(self) -> None:
-        """Forget the homes: all replicas start again, and have nothing."""
+        """Forget the engines of all groups, after all engines have restarted with no requests."""
         self._home.clear()

@@ -1,13 +1,13 @@
-"""The tensor-parallel size of the rollout engines, from round to round. RollPacker, arXiv
+"""Choice of the tensor-parallel size of the rollout engines, from round to round. RollPacker, arXiv
 2509.21009.
 
-More preemptions than in the round before: the caches are too small, so engines of twice the ranks
-take over, up to those of a node. Four rounds without any: engines of half the ranks, of which there
-are twice as many, decode more side by side.
+If a round has more preemptions than the one before, the KV caches are too small: the engines get
+twice the ranks, up to those of a node. After four rounds without preemption, the engines get half
+the ranks: twice as many engines decode more requests in parallel.
 
-Differs from the paper: short and long rounds have a size and a history of their own, since they
-alternate and the change from one to the other would look like a sudden rise; and engines that are
-nearly full are not halved.
+Differs from the paper: short and long rounds have separate sizes and histories, since the change
+from one to the other would look like a sudden rise. Engines with nearly full caches are not
+halved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,49 +17,49 @@ from typing import Any
 from rlcore.utils.errors import ConfigError
 
 RISE = 1.05
-"""Preemptions over those of the round before that count as more."""
+"""Ratio to the previous round's preemptions above which engines grow."""
 CALM_ROUNDS = 4
-"""Rounds without a preemption before engines are halved."""
+"""Number of rounds without preemption before engines are halved."""
 FULL = 0.9
-"""Share of the cache in use above which they are not."""
+"""Share of the KV cache in use above which engines are not halved."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of the rounds of one kind."""
+    """State of one kind of rounds."""
 
     tp: int
     before: int | None = None
-    """Preemptions of its last round."""
+    """Number of preemptions in the previous round; None before the first."""
     calm: int = 0
 
     def end_round(self, preemptions: int) -> int | None:
-        """Note the preemptions of a round. Returns those of the round before; None: there was
-        none."""
+        """Record the preemptions of a round and return those of the round before, or None if there
+        was none."""
         before, self.before = self.before, preemptions
         self.calm = 0 if preemptions else self.calm + 1
         return before
 
     def resize(self, tp: int) -> None:
-        """Take another size, and count the calm rounds from there."""
+        """Change the size and restart the count of calm rounds."""
         self.tp, self.calm = tp, 0
 
 
 class TPPlanner:
-    """Grows and shrinks by factors of two, between rounds."""
+    """Policy that doubles or halves the tensor-parallel size between rounds."""
 
     def __init__(
         self, tp: int, max_tp: int, sizes: Mapping[str, int] | None = None, *, min_tp: int = 1
     ) -> None:
         """
         Args:
-            tp: the size at the start, such as the best of `python -m rlcore profile`.
-            max_tp: ranks of a node, or fewer where the model's heads do not divide further.
-            sizes: sizes of kinds of rounds that start with another one.
-            min_tp: the smallest whose memory holds the weights and a cache.
+            tp: initial size, such as the best of `python -m rlcore profile`.
+            max_tp: ranks of a node, or fewer if the model's heads do not divide further.
+            sizes: initial sizes of kinds of rounds that differ from `tp`.
+            min_tp: smallest size with enough memory for the weights and a KV cache.
 
         Raises:
-            ValueError: a size is no power of two, too small or too large.
+            ValueError: a size is not a power of two, too small or too large.
         """
         for name, size in {"tp": tp, **(sizes or {})}.items():
             if size < min_tp or size > max_tp or size & (size - 1):
@@ -70,15 +70,15 @@ class TPPlanner:
         self._kinds = {kind: _Kind(size) for kind, size in (sizes or {}).items()}
 
     def size(self, kind: str) -> int:
-        """For the next round of this kind."""
+        """Return the size for the next round of this kind."""
         return self._of(kind).tp
 
     def after(self, kind: str, preemptions: int, cache_used: float = 0.0) -> int:
-        """A round is over: the size for the next one of its kind.
+        """Record the end of a round and return the size for the next one of its kind.
 
         Args:
-            preemptions: of all engines.
-            cache_used: the largest share of its cache that an engine had in use.
+            preemptions: sum over all engines.
+            cache_used: largest share of its KV cache that any engine had in use.
         """
         now = self._of(kind)
         before = now.end_round(preemptions)
@@ -92,11 +92,11 @@ class TPPlanner:
         return self._kinds.setdefault(kind, _Kind(self._tp))
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON."""
+        """Return what `restore` needs, as plain JSON."""
         return {kind: asdict(known) for kind, known in self._kinds.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. ValueError where a size does not fit this machine."""
+        """Continue from `state`. If a size does not fit this machine, raise ValueError."""
         found = {kind: _Kind(**known) for kind, known in state.items()}
         for kind, known in found.items():
             if not self._min <= known.tp <= self._max:
@@ -109,23 +109,23 @@ class TPPlanner:
 
 
 class Listed:
-    """Sizes by step, for tests: the last one holds from then on."""
+    """Fixed list of sizes by round, for tests; the last size holds from then on."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes, self._rounds = tuple(sizes), 0
 
     def size(self, kind: str) -> int:
-        """For the next round."""
+        """Return the size for the next round."""
         return self._sizes[min(self._rounds, len(self._sizes) - 1)]
 
     def after(self, kind: str, preemptions: int, cache_used: float = 0.0) -> None:
-        """A round is over."""
+        """Record the end of a round."""
         self._rounds += 1
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON."""
+        """Return what `restore` needs, as plain JSON."""
         return {"rounds": self._rounds}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._rounds = state["rounds"]

@@ -1,4 +1,4 @@
-"""Who came first."""
+"""Completion order: the order in which responses count towards their groups."""
 
 import heapq
 from collections import deque
@@ -12,25 +12,28 @@ from rlcore.sched.roles import RequestState
 
 
 class Race(Protocol):
-    """The order in which responses count. Without one it is that of their rewards, which the clock
-    decides."""
+    """Order in which responses count. Without one they count as their rewards arrive, which depends
+    on timing."""
 
     def arrive(self, request: RequestState) -> None:
-        """It has its reward."""
+        """Add a response that has its reward."""
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        """The one that counts next, once. None while another might come before it; what is not open
-        cannot."""
+        """Return the next response to count, once each; None while an earlier one may still arrive.
+        Responses of closed groups need not arrive first."""
 
 
 class ByTokens:
-    """By length, as if all had started together and decoded at one speed; the earlier request among
-    equals. Nothing counts before everything that was started has its reward, so nothing is aborted
-    either: the clock has no say in who wins, nor in who is decoded beside whom, which would show in
-    the last bits of the log-probs. A run repeats itself: `--debug.deterministic`."""
+    """Order by response length, as if all requests had started together at one decode speed. Ties
+    go to the earlier request.
+
+    A response counts only once every started request of an open group has its reward, so nothing is
+    aborted before. Neither the order nor the batch composition (which changes the last bits of the
+    log-probs) then depends on timing. Runs are repeatable: `--debug.deterministic`.
+    """
 
     def __init__(self, requests: Callable[[], Iterable[RequestState]]) -> None:
-        """`requests`: all of the round."""
+        """`requests` returns all requests of the round."""
         self._requests = requests
         self._held: list[tuple[int, int, RequestState]] = []
 
@@ -44,25 +47,25 @@ class ByTokens:
 
 
 class Counted(Struct, frozen=True, array_like=True):
-    """A response that counted in the round of a log."""
+    """A response that counted in a logged round."""
 
     id: RequestId
     num_tokens: int
     score: float
     error: str = ""
-    """As in `RewardResult`."""
+    """Error of the reward, as in `RewardResult`."""
 
 
 class Misfit(ValueError):
-    """The log is of another run."""
+    """The log does not match this run."""
 
 
 class ByLog:
-    """In the order of a log, whatever the clock says: `--debug.replay`. What the log does not have
-    is held back for ever: in the round of the log it was late.
+    """Order of a log, independent of timing: `--debug.replay`. Responses that the log does not have
+    never count, since they were late in the logged round.
 
-    Nothing counts before everything that the log has, and that was started, has its reward. So
-    nothing is aborted before either, and two replays decode the same requests side by side.
+    A response counts only once every started request that the log has is rewarded. Nothing is
+    aborted before, so two replays decode with the same batch composition.
     """
 
     def __init__(
@@ -71,19 +74,20 @@ class ByLog:
         requests: Callable[[], Iterable[RequestState]],
         misfit: Callable[[str], Misfit] = Misfit,
     ) -> None:
-        """`requests`: all of the round. `misfit` makes a sentence of what the log's round does."""
+        """`requests` returns all requests of the round. `misfit` makes the error from a clause
+        about the logged round."""
         self._misfit = misfit
         self._known = {c.id: c for c in counted}
         self._order = deque(counted)
         self._requests = requests
         self._arrived: dict[RequestId, RequestState] = {}
         self.others: list[RequestId] = []
-        """Responses of another length or score than in the log: those weights were others, or this
-        machine rounds in another way."""
+        """Responses whose length or score differs from the log: the weights differ, or this machine
+        rounds differently."""
 
     def arrive(self, request: RequestState) -> None:
-        """It has its reward. Where one of the two scores is a substitute, the log's holds: whether
-        a reward comes in time is the clock's decision, too."""
+        """Add a rewarded response. If its score or the logged score is a substitute for a failed
+        reward, use the logged score, since reward timeouts depend on timing."""
         logged, result = self._known.get(request.id), request.result
         assert result is not None, request.id
         if logged is None:
@@ -97,7 +101,8 @@ class ByLog:
             self.others.append(request.id)
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        """Misfit where what comes next in the log cannot come here."""
+        """Return the next response of the log. Raises Misfit if it was not started here, its group
+        is closed here, or the log has no more."""
         if any(r.result is None and r.id in self._known and is_open(r) for r in self._requests()):
             return None
         if not self._order:

@@ -1,10 +1,10 @@
-"""The roles that policies play in the controller. Each is a decision, made from what the controller
-has seen; no torch, no I/O, no clock of its own.
+"""Protocols and state of the controller's policies. Each policy decides from what the controller
+has seen: no torch, no I/O, no clock of its own.
 
-`source` (which prompts next) lives in `source.py` and `tail_batching.py`, `place` in `place.py`,
-`stop` (when a round is over) in `stop.py`, who came first in `race.py`, `elastic` (which replicas
-stop decoding and train) and `consume` (what they train next) in `stream.py`; `admit` has no policy
-of its own yet: everything is admitted.
+`source` (which prompts come next) is in `source.py` and `tail_batching.py`, `place` (routing of
+requests) in `place.py`, and `stop` (when a round is over) in `stop.py`. The completion order is in
+`race.py`. `elastic` (which engines stop decoding and train) and `consume` (what they train next)
+are in `stream.py`. `admit` has no policy yet: every request is admitted.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,72 +14,73 @@ from typing import Any, Literal, NamedTuple, Protocol
 from rlcore.records import GroupId, Partial, RequestId, RewardResult, Sampling, Work
 
 Kind = Literal["all", "short", "long"]
-"""Of a round: `short` and `long` alternate, `all` are alike."""
+"""Kind of a round: `short` and `long` rounds alternate under tail batching; `all` otherwise."""
 
 
 @dataclass(slots=True)
 class RequestState:
-    """What the controller knows of one request."""
+    """State of one request, as known to the controller."""
 
     id: RequestId
     order: int = 0
-    """Its place among the requests of the round."""
+    """Position of the request in the submission order of its round."""
     rank: int = -1
-    """The replica that has it, -1 while it waits."""
+    """Leader rank of the engine that has the request; -1 while it waits."""
     num_tokens: int = 0
     finish: str = ""
-    """Why it ended; `abort` also while an abort is on its way."""
+    """Reason why the response ended; also `abort` while an abort is still in progress."""
     num_observed: int = 0
-    """Of its tokens, those that an environment gave."""
+    """Number of response tokens that come from an environment rather than the model."""
     result: RewardResult | None = None
     resume: Partial | None = None
-    """What it had produced when its engine died."""
+    """Partial response kept from an engine that failed."""
 
     def assign(self, rank: int) -> None:
-        """Start it on the replica of this rank."""
+        """Assign the request to the engine of this rank."""
         self.rank = rank
 
     def progress(self, num_tokens: int) -> None:
-        """Note how long its response is by now."""
+        """Update the current length of the response."""
         self.num_tokens = num_tokens
 
     def requeue(self, partial: Partial | None) -> None:
-        """Make it wait for a replica again, with what is known of its response."""
+        """Put the request back in the queue, with the partial response known so far."""
         self.rank, self.resume = -1, partial
         self.num_tokens = len(partial.tokens) if partial else 0
 
     def end(self, finish: str, num_tokens: int, num_observed: int) -> None:
-        """Note why its response ended, and how long it is."""
+        """Record why the response ended and how long it is."""
         self.num_tokens, self.finish = num_tokens, finish
         self.num_observed = num_observed
 
     def abort(self) -> None:
-        """Note that its response is of no use any more."""
+        """Mark the response as aborted: it is no longer needed."""
         self.finish = "abort"
 
     def reward(self, result: RewardResult) -> None:
-        """Give it its score."""
+        """Set the reward of the response."""
         self.result = result
 
 
 @dataclass(slots=True)
 class GroupState:
-    """What the controller knows of one prompt's responses."""
+    """State of one prompt's responses, as known to the controller."""
 
     work: Work
     requests: dict[RequestId, RequestState] = field(default_factory=dict)
     counted: list[RequestState] = field(default_factory=list)
-    """Finished and rewarded, in the order of their rewards; none after the group is closed."""
+    """Finished and rewarded responses, in the order in which they count; unchanged after the group
+    closes."""
     is_closed: bool = False
-    """Nothing more of it counts: it is complete, or came too late."""
+    """Whether further responses of the group are ignored: it is complete, or was too late."""
 
     def close(self) -> None:
-        """Count nothing more of it."""
+        """Close the group, so that no further response counts."""
         self.is_closed = True
 
     @property
     def wanted(self) -> int:
-        """Responses that make it complete."""
+        """Number of responses that complete the group."""
         return self.work.wanted or self.work.num_samples
 
     @property
@@ -88,99 +89,102 @@ class GroupState:
 
     @property
     def has_equal_scores(self) -> bool:
-        """Nothing is learned from it: all responses have the same advantage, but for episodes that
-        failed and are not trained."""
+        """Whether all responses have the same score, so that the group gives no learning signal.
+        Failed episodes are left out, since they are not trained."""
         trained = (r for r in self.counted if r.finish != "failed")
         return len({r.result.score for r in trained if r.result is not None}) <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a complete group means for the round."""
+    """Consequence of a complete group for the round."""
 
     kept: Sequence[GroupId] | None = None
-    """The round is over, with these groups."""
+    """Groups to train if the round is over; None while it continues."""
     closed: Sequence[GroupId] = ()
-    """These groups are too late, whatever comes of them."""
+    """Groups that are too late for this round, whatever their later results."""
     dropped: Mapping[GroupId, str] = field(default_factory=dict)
-    """These complete groups do not count, and why."""
+    """Complete groups that do not count, each with its reason."""
     more: Sequence[Work] = ()
-    """To be started besides."""
+    """Additional work to start."""
     is_short: bool = False
-    """The round ends with fewer groups than were wanted."""
+    """Whether the round ends with fewer groups than were wanted."""
 
 
 class Place(Protocol):
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
-        """The rank that takes this request; None makes it wait. `load` counts the live requests of
-        every replica that is up."""
+        """Return the rank of the engine for this request, or None to keep it waiting. `load` has
+        the number of live requests of every engine that is up."""
 
     def forget(self, group: GroupId) -> None:
-        """It has no more requests; called where rounds do not end."""
+        """Forget a group that has no more requests; called only if rounds do not end."""
 
     def clear(self) -> None:
-        """All replicas start again, and have nothing."""
+        """Reset the routing after all engines have restarted with no requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Ranks that change role together: whole engines and whole model replicas."""
+    """Ranks that change role together: whole engines and whole model-parallel groups of the
+    learner."""
 
     ranks: tuple[int, ...]
     leaders: tuple[int, ...]
-    """The ranks that speak for an engine."""
+    """Leader rank of each engine in the cell."""
     dp_ranks: tuple[int, ...]
-    """The data-parallel ranks of the learner that its model replicas are; none where they leave
-    and train nothing."""
+    """Data-parallel ranks of the learner in the cell; empty if the cell is released and trains
+    nothing."""
 
 
 class Live(NamedTuple):
-    """A request that is still to be decoded, in tokens."""
+    """A request that is still to be decoded; all fields are in tokens."""
 
     prompt: int
     length: int
-    """Of the response so far."""
+    """Current length of the response."""
     limit: int
-    """The longest that it may get."""
+    """Maximum length of the response."""
 
 
 class Elastic(Protocol):
-    """Who changes role in a round, and what those that have trained train next. Lives as long as
-    the run."""
+    """Policy for role changes within a round and for what released cells train next. One object
+    serves the whole run."""
 
     def start(self) -> None:
-        """A round begins; everybody decodes."""
+        """Begin a round, in which all engines decode."""
 
     def finished(self, num_tokens: int) -> None:
-        """A response ended by itself."""
+        """Record the length of a response that ended by itself."""
 
     def release(
         self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
     ) -> Sequence[Cell]:
-        """The cells that stop decoding now, mostly none; once in a round. `done` of the `wanted`
-        responses have their score, those of dropped groups left out; `live` gives all that are
-        still to be decoded, `up` are the replicas that decode."""
+        """Return the cells that stop decoding now; usually none, and non-empty at most once per
+        round. `done` of the `wanted` responses have their score; dropped groups do not count.
+        `live` returns all requests that are still to be decoded; `up` has the engines that
+        decode."""
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
-        """How many of the groups that wait to be trained a cell takes at a time, from the first."""
+        """Return how many of the `ready` groups, from the first, the cell takes as its next
+        batch."""
 
     def left(self, rank: int) -> None:
-        """A replica whose cell trains nothing (no `dp_ranks`) has nothing any more."""
+        """Record that an engine whose cell trains nothing (no `dp_ranks`) has no requests left."""
 
 
 class Stop(Protocol):
-    """Of one round: it may keep what it was told."""
+    """Policy that ends a round; one object per round, which may keep state."""
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
-        """`group`, one of `groups`, has just become complete."""
+        """Judge `group`, one of `groups`, which has just become complete."""
 
     def num_wanted(self, groups: Mapping[GroupId, GroupState]) -> int:
-        """Responses that the round is to end with."""
+        """Return the number of responses that the round is to end with."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Round:
-    """What a source has the engines do."""
+    """Work for the engines in one round, and its stop policy."""
 
     work: Sequence[Work]
     stop: Stop
@@ -188,41 +192,42 @@ class Round:
 
 
 class Source(Protocol):
-    """Which prompts come next; lives as long as the run."""
+    """Policy for which prompts come next; one object serves the whole run."""
 
     def next_round(self, sampling: Sampling) -> Round:
-        """The work of the next round, and when it is over."""
+        """Return the work of the next round and its stop policy."""
 
     def next_kind(self) -> Kind:
-        """Of the round that `next_round` gives next. Between rounds."""
+        """Return the kind of the next round. Call it between rounds."""
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """The round is over: `kept` is trained, `dropped` is not, for a reason; the rest was
-        late."""
+        """Settle the finished round: `kept` groups are trained, `dropped` groups are not (with a
+        reason), and all other groups were late."""
 
     def metrics(self) -> dict[str, float]:
-        """`sched/*` of the step that was just settled."""
+        """Return the `sched/*` metrics of the step that was just settled."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON. Between rounds."""
+        """Return what `restore` needs, as plain JSON. Call it between rounds."""
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Go on from `state`. ValueError, and nothing is changed, where the data (`num_rows`; None
-        is endless) have not what it names."""
+        """Continue from `state`. If the data do not have the rows that it names, raise ValueError
+        and change nothing. `num_rows` is None for endless data."""
 
 
 class Sizes(Protocol):
-    """The tensor-parallel size of the rollout engines; lives as long as the run."""
+    """Policy for the tensor-parallel size of the rollout engines; one object serves the whole
+    run."""
 
     def size(self, kind: Kind) -> int:
-        """Of the next round, which is of this kind."""
+        """Return the size for the next round, which is of this kind."""
 
     def after(self, kind: Kind, preemptions: int, cache_used: float) -> object:
-        """A round is over. `preemptions`: of all engines; `cache_used`: the largest share of its
-        cache that an engine had in use."""
+        """Record the end of a round. `preemptions` is the sum over all engines; `cache_used` is the
+        largest share of its KV cache that any engine had in use."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON."""
+        """Return what `restore` needs, as plain JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. ValueError where a size does not fit this machine."""
+        """Continue from `state`. If a size does not fit this machine, raise ValueError."""

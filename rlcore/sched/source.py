@@ -1,4 +1,4 @@
-"""Which prompts come next."""
+"""Prompts in epoch order, as work for the engines."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,8 +11,8 @@ from rlcore.sched.stop import All, First
 
 
 class EpochOrder:
-    """Prompts in the order of a resumable sampler; each issue of a prompt gets the next number, so
-    ids never repeat within a run."""
+    """Source of prompts in the order of a resumable sampler. Each issued prompt gets the next
+    number, so ids never repeat within a run."""
 
     def __init__(
         self,
@@ -23,12 +23,14 @@ class EpochOrder:
         num_started: int = 0,
         group_size: int = 0,
     ) -> None:
-        """`next_prompts(n)` gives the next n prompts of the epoch order. With `greedy_baseline`
-        every prompt is answered once more with the most likely tokens, as group `b<id>`.
+        """`next_prompts(n)` returns the next n prompts of the epoch order. With `greedy_baseline`,
+        every prompt also gets one greedy response, as group `b<id>`.
 
-        Redundancy (ROLL Flash's `num_env_groups x group_size`): of `num_started` prompts the first
-        `num_prompts` that are complete are taken, of `group_size` responses to each the first
-        `num_samples`. What is late is dropped: its prompt is not asked again in this epoch."""
+        Redundancy (ROLL Flash's `num_env_groups x group_size`): `num_started` prompts start with
+        `group_size` responses each. The first `num_prompts` complete prompts and the first
+        `num_samples` responses of each are used. Late responses are dropped, and their prompt is
+        not sampled again in this epoch.
+        """
         self._next_prompts = next_prompts
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._greedy_baseline = greedy_baseline
@@ -37,14 +39,15 @@ class EpochOrder:
         self.issued = 0
 
     def next_round(self, sampling: Sampling) -> Round:
-        """The work of one synchronous round: all of it is waited for, or the first groups."""
+        """Return the work of one synchronous round, which waits for all groups or for the first
+        ones."""
         work = self.issue(self._num_started, sampling)
         if self._num_started == self._num_prompts:
             return Round(work=work, stop=All())
         return Round(work=work, stop=First({"": self._num_prompts}, {w.id: "" for w in work}))
 
     def issue(self, count: int, sampling: Sampling) -> list[Work]:
-        """The work of the next `count` prompts."""
+        """Return the work of the next `count` prompts."""
         work = []
         for prompt in self._next_prompts(count):
             work.append(
@@ -70,20 +73,20 @@ class EpochOrder:
         return work
 
     def next_kind(self) -> Kind:
-        """All rounds are alike."""
+        """Return "all": rounds have one kind."""
         return "all"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """The round is over: nothing of it comes back."""
+        """Settle the round; late and dropped groups are not sampled again."""
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that was just settled."""
+        """Return no metrics: this source has none."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON."""
+        """Return what `restore` needs, as plain JSON."""
         return {"issued": self.issued}
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self.issued = state["issued"]

@@ -1,22 +1,22 @@
-"""The sample buffer of `--mode async`: how many groups may be under way, how old they may be, and
-which of them are trained next. ROLL Flash, arXiv:2510.11345.
+"""The sample buffer of `--mode async`: how many groups may be in flight, how old they may be, and
+which are trained next. ROLL Flash, arXiv:2510.11345.
 
-A version is a number of policy updates. A group is as old as the oldest first token of its
+A version is a number of policy updates. The age of a group is that of the oldest first token of its
 responses. Policy version n trains B groups that are at most alpha versions old:
 
-    room      in all, (1 + alpha) B groups are started at the first version and B at each one after;
-              a group that is dropped makes room for another. So at most (1 + alpha) B are running
-              or finished, alpha B of them while the learner trains
-    order     the oldest version first, and within one those that were complete first; no younger
-              group is trained while an older one still runs
-    end       what is older than alpha when the version changes is dropped, wherever it is
+    room      In all, (1 + alpha) B groups start at the first version and B at each later one. A
+              dropped group makes room for another. So at most (1 + alpha) B groups are running or
+              finished, alpha B of them while the learner trains.
+    order     The oldest version is trained first, and within a version the groups that completed
+              first. No younger group is trained while an older one still runs.
+    end       When the version changes, groups older than alpha are dropped, running or finished.
 
-With a fraction, alpha B and the age are rounded up, and at most that fraction of B comes from the
-oldest version. With `extra` so many more groups run than are needed, and so many
-older ones may be left behind; they end by their age. alpha 0 without extra is the synchronous
-batch: B groups start with a version, and all are waited for.
+If alpha has a fraction, alpha B and the age are rounded up, and at most that fraction of B comes
+from the oldest version. With `extra`, that many more groups run than are needed, and as many older
+ones may be left behind until their age drops them. alpha 0 without extra is the synchronous batch:
+B groups start with a version, and all are waited for.
 
-Pure: no clock, no I/O; the controller drives it in a run and in the simulator alike.
+No clock and no I/O: the controller drives the buffer in a run and in the simulator alike.
 """
 
 import math
@@ -31,7 +31,7 @@ from rlcore.sched.stop import EQUAL_REWARDS
 from rlcore.utils.errors import ConfigError
 
 STALE = "older than async.alpha"
-"""Why a group is not trained."""
+"""Reason why a stale group is dropped."""
 
 
 @dataclass(slots=True)
@@ -39,56 +39,58 @@ class Entry:
     """A group that is running or finished."""
 
     version: Version | None = None
-    """Of its first token; None before there is one."""
+    """Oldest policy version of a first token in the group; None before the first token."""
     finished: int | None = None
-    """Its place among all groups that were complete; None while it runs."""
+    """Position in the order of completion over all groups; None while the group runs."""
 
     def decoded(self, version: Version) -> None:
-        """Note the first token of one of its responses: the oldest of them counts."""
+        """Record the version of a response's first token; the oldest version of the group
+        counts."""
         self.version = version if self.version is None else min(self.version, version)
 
     def complete(self, place: int) -> None:
-        """Note that all of its responses are there and rewarded."""
+        """Mark the group as complete: all of its responses are finished and rewarded."""
         self.finished = place
 
 
 class SampleBuffer:
-    """Numbers and versions alone: the groups themselves are the controller's."""
+    """Sample buffer that keeps ids, versions and counts; the controller keeps the groups
+    themselves."""
 
     def __init__(self, batch: int, alpha: float, extra: int = 0) -> None:
         """
         Args:
-            batch: groups that one version trains, B.
-            alpha: most policy versions between the first token and the training of a sample.
-            extra: groups that run besides, of which the slowest are dropped.
+            batch: number of groups that one version trains, B.
+            alpha: maximum number of policy versions between first token and training of a sample.
+            extra: number of additional running groups, of which the slowest are dropped.
         """
         self._batch, self._alpha, self._extra = batch, alpha, extra
         self._oldest = math.ceil(alpha)
         fraction = alpha - math.floor(alpha)
         self._from_oldest = math.ceil(fraction * batch) if fraction else batch
         self.version: Version = -1
-        """Of the weights that are decoded with; -1 before the first."""
+        """Version of the weights that the engines decode with; -1 before the first."""
         self.room = math.ceil(alpha * batch) + extra
-        """Groups that may be started now."""
+        """Number of groups that may be started now."""
         self._finished = 0
         self._num_finished = 0
         self._has_news = True
-        """`take` may find more than the last time; it is asked at every event."""
+        """Whether `take` may find more than the last time; avoids a search at every event."""
         self._entries: dict[GroupId, Entry] = {}
 
     @property
     def capacity(self) -> int:
-        """Groups that may be running or finished at a time."""
+        """Maximum number of groups that may be running or finished at a time."""
         return self._batch + math.ceil(self._alpha * self._batch) + self._extra
 
     @property
     def batch(self) -> int:
-        """Groups of one."""
+        """Number of groups that one version trains."""
         return self._batch
 
     @property
     def num_held(self) -> int:
-        """Groups that are running or finished."""
+        """Number of groups that are running or finished."""
         return len(self._entries)
 
     @property
@@ -96,8 +98,8 @@ class SampleBuffer:
         return self._num_finished
 
     def advance(self, version: Version) -> list[GroupId]:
-        """The engines go on with the weights of `version`. Returns the groups that can never be
-        trained any more; they are dropped here."""
+        """Move to a new weight version. Drop and return the groups that are now too old to be
+        trained."""
         assert version == self.version + 1 or self.version < 0, (version, self.version)
         self.version, self._has_news = version, True
         self.room += self._batch
@@ -107,7 +109,7 @@ class SampleBuffer:
         return late
 
     def start(self, group: GroupId) -> None:
-        """It takes room; nobody has decoded a token of it yet."""
+        """Start a group: it takes room, and has no token yet."""
         assert self.room > 0, group
         self.room -= 1
         self._entries[group] = Entry()
@@ -116,14 +118,13 @@ class SampleBuffer:
         return group in self._entries
 
     def decoded(self, group: GroupId, version: Version) -> None:
-        """One of its responses began with a token of this version."""
+        """Record that a response of the group got its first token from this version."""
         entry = self._entries.get(group)
         if entry is not None:
             entry.decoded(version)
 
     def finish(self, group: GroupId) -> bool:
-        """All of its responses are there and rewarded. False where it turns out to be too old: it
-        is dropped here."""
+        """Complete a group. If it is too old, drop it and return False."""
         entry = self._entries[group]
         if self._age(entry) > self._oldest:
             self.drop(group)
@@ -135,14 +136,14 @@ class SampleBuffer:
         return True
 
     def drop(self, group: GroupId) -> None:
-        """It will not be trained: another may be started in its place."""
+        """Drop a group that will not be trained, so that another may start in its place."""
         self._remove(group)
         self.room += 1
         self._has_news = True
 
     def take(self) -> list[GroupId] | None:
-        """The groups that this version trains, which leave the buffer; None while they are not all
-        there."""
+        """Remove and return the groups that this version trains, or None if they are not all
+        complete."""
         if not self._has_news or self._num_finished < self._batch:
             return None
         self._has_news = False
@@ -168,18 +169,18 @@ class SampleBuffer:
         self._num_finished -= self._entries.pop(group).finished is not None
 
     def _age(self, entry: Entry) -> int:
-        """In versions; what has no token yet will have one of this version or a later one."""
+        """Age of a group in versions; 0 if it has no token yet."""
         return 0 if entry.version is None else self.version - entry.version
 
     def metrics(self) -> dict[str, float]:
-        """What is held now."""
+        """Return the numbers of running and of finished groups."""
         return {
             "async/running_groups": float(self.num_held - self.num_finished),
             "async/finished_groups": float(self.num_finished),
         }
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON."""
+        """Return what `restore` needs, as plain JSON."""
         return {
             "version": self.version,
             "room": self.room,
@@ -189,8 +190,8 @@ class SampleBuffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. ConfigError where it is of other settings, under which its groups
-        might be too many or too old."""
+        """Continue from `state`. If its settings differ, raise ConfigError, since there might be
+        too many groups or too old ones."""
         was, now = list(state["settings"]), [self._batch, self._alpha, self._extra]
         names = "data.prompts_per_step", "async.alpha", "async.extra_prompts"
         for name, old, new in zip(names, was, now, strict=True):
@@ -207,19 +208,19 @@ class SampleBuffer:
 
 
 MOST_EQUAL = 4
-"""Groups of equal rewards that are replaced before a batch, as many times the batch; further ones
-count, or a task that is solved, or too hard, would be searched for ever."""
+"""Limit on replaced groups of equal rewards, as a multiple of the batch. Further ones count, or a
+task that is solved or too hard would be sampled without end."""
 
 
 class Refill:
-    """The `Stop` of a round that does not end: a complete group goes into the buffer, and what has
-    room is started."""
+    """Stop policy of a round that never ends: put complete groups into the buffer and start work
+    while there is room."""
 
     def __init__(
         self, buffer: SampleBuffer, issue: Callable[[int], list[Work]], dynamic: bool = False
     ) -> None:
-        """`issue(n)` gives the work of the next n prompts. With `dynamic` a group of equal rewards
-        does not count, and another prompt takes its place, MOST_EQUAL times the batch for each."""
+        """`issue(n)` returns the work of the next n prompts. With `dynamic`, a group of equal
+        rewards is replaced by another prompt, at most MOST_EQUAL x batch times for each version."""
         self._buffer, self._issue, self._dynamic = buffer, issue, dynamic
         self._version, self._num_equal = buffer.version, 0
 
@@ -239,7 +240,7 @@ class Refill:
         return self._num_equal <= MOST_EQUAL * self._buffer.batch
 
     def fill(self) -> list[Work]:
-        """What there is room for."""
+        """Issue as many groups as the buffer has room for."""
         work = self._issue(self._buffer.room) if self._buffer.room else []
         for w in work:
             self._buffer.start(w.id)

@@ -1,4 +1,4 @@
-"""When a round is over."""
+"""Policies that decide when a round is over."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,11 +6,11 @@ from rlcore.records import GroupId, Work
 from rlcore.sched.roles import GroupState, Verdict
 
 EQUAL_REWARDS = "equal rewards"
-"""Why a group does not count under dynamic sampling."""
+"""Reason why dynamic sampling drops a group."""
 
 
 class All:
-    """Every response is finished and rewarded: the plain baseline."""
+    """Stop when every response is finished and rewarded: the plain baseline."""
 
     def __init__(self) -> None:
         self._complete: set[GroupId] = set()
@@ -24,10 +24,11 @@ class All:
 
 
 class First:
-    """The first complete groups, a number of each domain; what else was started is late.
+    """Stop at the first complete groups, with a quota per domain; all other started groups are
+    late.
 
-    With `more`, a group whose rewards are all equal does not count, and another prompt of its
-    domain takes its place, as long as there is one; then the round ends with what it has.
+    With `more`, a group of equal rewards does not count, and another prompt of its domain replaces
+    it. If no prompt is left and no open group can fill a quota, the round ends short.
     """
 
     def __init__(
@@ -74,5 +75,6 @@ class First:
         return [g for g in groups if g not in self._kept and g not in self._dropped]
 
     def _end(self, groups: Mapping[GroupId, GroupState]) -> Verdict:
-        """In the order of submission, so that the batch depends on the set alone."""
+        """End the round with the kept groups in submission order, so that the batch depends only on
+        which groups were kept."""
         return Verdict(kept=[g for g in groups if g in self._kept])

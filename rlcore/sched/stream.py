@@ -1,22 +1,23 @@
-"""Who trains while others still decode. RollPacker's stream trainer, arXiv
+"""Release of engines that train while the others still decode: RollPacker's stream trainer, arXiv
 2509.21009, Algorithm 1.
 
-Towards the end of a round few responses are left and most of an engine's batch is empty. Then half
-of the replicas hand their live requests to the others, which go on from the tokens that there are,
-and train the groups that are complete. Every sample of the step is trained once, from the weights
-of the step, and the gradient is a sum: when it is added up does not matter.
+Towards the end of a round few responses are left and most of an engine's batch is empty. Half of
+the engines then hand their live requests to the others, which continue from the tokens decoded so
+far. The released ranks train the groups that are complete. Every sample of the step is trained
+once, from the weights of the step. The gradient is a sum, so the order in which it is accumulated
+does not matter.
 
-Half of the replicas is the last half of the cells, rank 0's excluded. It is asked first when 20 %
-of the responses are done, then every 5 % up to 50 %, and waits until what is left fits into those
-that stay: as many requests as they decode at a time, and in their caches
+The released half is the last half of the cells, never rank 0's. Release is considered first when 20
+% of the responses are done, then every 5 % up to 50 %. It happens once the live requests fit into
+the batches and the KV caches of the remaining engines:
 
     sum over live requests of  prompt + min(E[length | length > tokens so far], max_tokens)
 
-with the lengths of responses that have ended, in this and earlier rounds; a request is taken to be
-as long as it may be while none was longer.
+E is taken over responses that ended in this and earlier rounds. If none was longer than a request,
+its length is taken to be max_tokens.
 
-Differs from the paper: it asks for the caches alone. Requests that wait for a place would make the
-round longer than the training that it hides.
+Differs from the paper: the paper checks the KV caches alone. Requests queued at the remaining
+engines would lengthen the round by more than the training that is overlapped.
 """
 
 from bisect import bisect_right, insort
@@ -28,11 +29,11 @@ from rlcore.sched.roles import Cell, GroupState, Live
 from rlcore.utils.errors import ConfigError
 
 HISTORY = 8192
-"""Lengths that are remembered."""
+"""Number of response lengths that are remembered."""
 
 
 class Lengths:
-    """How long responses get, from those that have ended."""
+    """Distribution of response lengths, from responses that have ended."""
 
     def __init__(self, history: int = HISTORY) -> None:
         self._recent: deque[int] = deque()
@@ -41,7 +42,7 @@ class Lengths:
         self._history = history
 
     def add(self, length: int) -> None:
-        """One more has ended; the oldest is forgotten."""
+        """Add the length of a response that has ended; the oldest one may be forgotten."""
         self._recent.append(length)
         insort(self._sorted, length)
         if len(self._recent) > self._history:
@@ -50,7 +51,7 @@ class Lengths:
         self._sums = None
 
     def mean_above(self, length: int) -> float | None:
-        """Mean of those longer than `length`; None where there is none."""
+        """Return the mean of the lengths above `length`, or None if there is none."""
         at = bisect_right(self._sorted, length)
         if at == len(self._sorted):
             return None
@@ -60,7 +61,7 @@ class Lengths:
 
 
 class StreamWindow:
-    """The policy of Algorithm 1."""
+    """Release policy of Algorithm 1."""
 
     def __init__(
         self,
@@ -76,16 +77,16 @@ class StreamWindow:
     ) -> None:
         """
         Args:
-            cells: as from `cells`.
-            cache_tokens: that one engine's cache holds.
-            max_running: requests that one engine decodes at a time.
-            batch_tokens: that a model replica trains at a time, roughly.
-            first, last: shares of the responses done between which replicas may be released.
-            every: steps between, at which that is asked.
-            lengths: of responses that have ended before.
+            cells: the return value of the function `cells`.
+            cache_tokens: tokens that one engine's KV cache holds.
+            max_running: most requests that one engine decodes at a time.
+            batch_tokens: approximate tokens that a model-parallel group trains at a time.
+            first, last: shares of the responses done between which engines may be released.
+            every: increase in that share between two checks.
+            lengths: lengths of responses from earlier rounds.
 
         Raises:
-            ValueError: there is one cell, which cannot decode and train at once.
+            ValueError: there is only one cell, which cannot decode and train at once.
         """
         if len(cells) < 2:
             raise ConfigError(
@@ -127,7 +128,8 @@ class StreamWindow:
         return self._half
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
-        """As many as fill a micro-batch of every model replica, at least one for each."""
+        """Return as many groups as fill a micro-batch of every model-parallel group, at least one
+        for each."""
         room, least, tokens = self._batch_tokens * len(cell.dp_ranks), len(cell.dp_ranks), 0
         for n, group in enumerate(ready):
             prompt = len(group.work.prompt.tokens)
@@ -152,12 +154,12 @@ def cells(
     replicas: Sequence[Sequence[int]],
     lockstep: Sequence[Sequence[int]] = (),
 ) -> list[Cell]:
-    """The finest partition of the ranks in which every engine and every model replica is whole.
+    """Return the finest partition of the ranks that splits no engine and no model-parallel group.
 
     Args:
-        engines: ranks of each engine, of which the first leads.
-        replicas: ranks of each model replica, by data-parallel rank.
-        lockstep: further sets of ranks that only train together (those that share experts).
+        engines: ranks of each engine; the first is its leader.
+        replicas: ranks of each model-parallel group, by data-parallel rank.
+        lockstep: further sets of ranks that must train together, because they share experts.
     """
     of: dict[int, set[int]] = {}
     for together in (*engines, *replicas, *lockstep):

@@ -1,16 +1,17 @@
-"""Tail batching: no step waits for the longest answer, except those that are made of long answers.
-RollPacker, arXiv 2509.21009.
+"""Tail batching: the longest responses are moved to rounds of their own, so that other steps do not
+wait for them. RollPacker, arXiv 2509.21009.
 
 A *short* round starts floor(eta_prompts P) prompts with round(eta_samples R) responses each. A
 prompt is complete when R of its responses are finished and rewarded; the round ends with the first
-P complete prompts. The others wait in the queue of long prompts, without their tokens: the round
-that takes them samples them anew, so all data stay on-policy. As soon as the queue holds P prompts,
-a *long* round is made of them: P prompts, R responses, nothing more, and it waits for all. Hence a
-share of (eta_prompts - 1) / eta_prompts of the rounds is long.
+P complete prompts. The others are deferred to the queue of long prompts, without their tokens. The
+round that takes them samples them anew, so all data stay on-policy.
+
+When the queue holds P prompts, a *long* round starts exactly P of them with R responses each and
+waits for all. Hence a share of (eta_prompts - 1) / eta_prompts of the rounds is long.
 
 Differs from the paper: without `dynamic`, groups of equal rewards count, since a round of exactly P
-prompts could not end otherwise. Over-provisioned responses bias a group to short answers (the paper
-speaks of reordering only): eta_samples = 1 does not.
+prompts could not end otherwise. Over-provisioned responses bias a group to short responses (the
+paper mentions reordering only); eta_samples = 1 avoids this.
 """
 
 from collections import Counter, deque
@@ -24,12 +25,12 @@ from rlcore.sched.stop import First
 from rlcore.utils.errors import ConfigError
 
 Key = tuple[int, int]
-"""An epoch and a row: a prompt is trained once per epoch."""
+"""An epoch and a row of the data; a prompt is trained at most once per epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """A prompt that was started in the round that runs."""
+    """A prompt that was started in the current round."""
 
     key: Key
     domain: str
@@ -53,15 +54,15 @@ class TailBatching:
     ) -> None:
         """
         Args:
-            next_rows: the next n prompts of the epoch order.
-            prompt_of: the prompt of a row; its `source` is its domain.
-            quotas: prompts of each domain in a round, together `num_prompts`; without it domains
-                come as the order has them.
-            dynamic: groups of equal rewards do not count (DAPO): others are started in their place,
-                up to max_factor * num_prompts of a round, which then ends short.
+            next_rows: returns the next n prompts of the epoch order.
+            prompt_of: returns the prompt of a row; its `source` is its domain.
+            quotas: prompts of each domain in a round, together `num_prompts`. Without it,
+                domains are ignored.
+            dynamic: drop groups of equal rewards (DAPO) and start others in their place, up to
+                max_factor * num_prompts prompts in a round, which then ends short.
 
         Raises:
-            ValueError: a number that makes no round.
+            ValueError: a number is out of range, or the quotas do not fit.
         """
         check(num_prompts, num_samples, eta_prompts, eta_samples, quotas)
         self._next_rows, self._prompt_of = next_rows, prompt_of
@@ -78,12 +79,12 @@ class TailBatching:
         self._is_long = False
         self._ledger: dict[int, Counter[str]] = {}
         self.issued = 0
-        """Groups so far: their numbers are their names."""
+        """Number of groups issued so far; the next group takes it as its id."""
 
     # ---- rounds
 
     def next_round(self, sampling: Sampling) -> Round:
-        """The work of the next round, and when it is over."""
+        """Return the work of the next round and its stop policy."""
         if self._round:
             raise RuntimeError("the round before has not been settled")
         self._sampling = sampling
@@ -104,13 +105,14 @@ class TailBatching:
         return Round(work=work, stop=stop, kind="long" if self._is_long else "short")
 
     def next_kind(self) -> Kind:
-        """Of the next round: long where the queue holds a step's prompts."""
+        """Return the kind of the next round: long if the queue holds enough prompts for one
+        step."""
         enough = all(len(self._queue[d]) >= n for d, n in self._quotas.items())
         return "long" if enough else "short"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """The round is over: `kept` is trained, `dropped` is not, for a reason; the others are late
-        and wait in the queue, in the order in which they were started."""
+        """Settle the finished round: `kept` groups are trained and `dropped` groups are not (with a
+        reason). All others were late and are queued in the order in which they were started."""
         trained = set(kept)
         for group, issued in self._round.items():
             row = self._ledger[issued.key[0]]
@@ -124,14 +126,14 @@ class TailBatching:
 
     @property
     def waiting(self) -> int:
-        """Prompts in the queue."""
+        """Number of prompts in the queue."""
         return sum(map(len, self._queue.values()))
 
     # ---- accounts
 
     def accounts(self) -> dict[int, dict[str, int]]:
-        """Of every epoch that has begun: how many prompts were started, trained, dropped and why,
-        and how many wait. Started is the sum of the others."""
+        """Return the number of prompts started, trained, dropped (by reason) and waiting, for every
+        epoch that has begun. `started` is the sum of the others."""
         waiting = Counter(key[0] for queue in self._queue.values() for key in queue)
         waiting.update(issued.key[0] for issued in self._round.values())
         return {
@@ -139,7 +141,7 @@ class TailBatching:
         }
 
     def metrics(self) -> dict[str, float]:
-        """For the step that was just settled."""
+        """Return the metrics of the step that was just settled."""
         rows = self.accounts().values()
         out = {
             "sched/long_round": float(self._is_long),
@@ -153,7 +155,7 @@ class TailBatching:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON. Between rounds."""
+        """Return what `restore` needs, as plain JSON. Call it between rounds."""
         return {
             "issued": self.issued,
             "queue": {d: [list(key) for key in queue] for d, queue in self._queue.items()},
@@ -162,8 +164,9 @@ class TailBatching:
         }
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Go on from `state`. ValueError, and nothing is changed, where it names prompts that the
-        data (`num_rows`; None is endless) do not have, or domains that this run does not."""
+        """Continue from `state`. If it names rows that the data do not have, or domains that this
+        run does not have, raise ValueError and change nothing. `num_rows` is None for endless
+        data."""
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(
@@ -186,7 +189,8 @@ class TailBatching:
     # ---- prompts
 
     def _fresh(self, domain: str, n: int) -> list[Key]:
-        """The next n prompts of a domain; those of others that come on the way are put aside."""
+        """Return the next n prompts of a domain. Prompts of other domains that are drawn on the way
+        are kept for later."""
         ahead = self._ahead[domain]
         drawn = 0
         while len(ahead) < n:
@@ -221,12 +225,13 @@ class TailBatching:
         return work
 
     def _count_started(self, keys: Iterable[Key]) -> None:
-        """For the first time; a prompt of the queue was counted in its short round."""
+        """Count prompts that start for the first time; a queued prompt was counted in its short
+        round."""
         for epoch, _ in keys:
             self._ledger.setdefault(epoch, Counter())["started"] += 1
 
     def _more(self, domain: str) -> Work | None:
-        """Another prompt in the place of a group that does not count."""
+        """Issue another prompt in place of a dropped group; None at the limit of the round."""
         if len(self._round) >= self._most:
             return None
         keys = self._fresh(domain, 1)
@@ -241,7 +246,7 @@ def check(
     eta_samples: float,
     quotas: Mapping[str, int] | None = None,
 ) -> None:
-    """ConfigError where these numbers make no round."""
+    """Raise ConfigError if no round is possible with these numbers."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
             raise ConfigError(f"{name} {value:g}: at least 1, which starts no more than is needed")
@@ -255,5 +260,5 @@ def check(
 
 
 def long_share(eta_prompts: float) -> float:
-    """Share of the rounds that is long, as the number of rounds grows."""
+    """Return the share of long rounds, in the limit of many rounds."""
     return (eta_prompts - 1) / eta_prompts

@@ -1,2 +1,2 @@
-"""What a cluster would do: the shipped controller and policies over virtual replicas and a virtual
+"""Simulation of a cluster: the shipped controller and policies over virtual engines and a virtual
 clock."""

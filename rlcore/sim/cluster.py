@@ -1,4 +1,5 @@
-"""A run on a virtual cluster: steps of rollout, reward, training and weight sync."""
+"""Simulation of a run on a virtual cluster: steps of rollout, reward, training and weight
+update."""
 
 import math
 import statistics
@@ -25,33 +26,34 @@ from rlcore.utils.seed import derive
 
 RowOf = Callable[[Request], int]
 PHASES = ("rollout", "reward", "logprobs", "update", "sync", "reshard")
-"""In the order of a step. `rollout` lasts until the round is over, so it holds the rewards that are
-scored meanwhile; `reward` is what comes after."""
+"""Phases in the order of a step. `rollout` lasts until the end of the round, so it includes the
+rewards that are scored meanwhile; `reward` is the scoring after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """When half of the replicas turn to training, as shares of the responses that are done."""
+    """Rule for when half of the engines switch to training; `first` and `last` are shares of
+    finished responses."""
 
     first: float = StreamConfig.first
     last: float = StreamConfig.last
     checks_cache: bool = True
-    """Only if what is left fits into the caches of the others."""
+    """Whether the live requests must fit into the KV caches of the remaining engines."""
     once: bool = False
-    """They train what is complete then, and nothing else."""
+    """Whether the released engines train only the groups that are complete at that time."""
     batch_tokens: int = 16_384
-    """That one takes at a time, roughly."""
+    """Approximate number of tokens that an engine trains at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A cluster, and what it is to do on it."""
+    """Virtual cluster and its workload."""
 
     name: str
     gpus: int
     tp: int
     costs: Callable[[int], Cost]
-    """Of a replica over so many GPUs."""
+    """Returns the costs of an engine over this many GPUs."""
     training: Training
     workload: Workload
     num_prompts: int
@@ -60,19 +62,21 @@ class Plan:
     eta_prompts: float = TailConfig.eta_prompts
     eta_samples: float = TailConfig.eta_samples
     rewards: Callable[[RowOf], Rewards] = lambda row_of: Rewards()
-    """A run's own: they may learn. `row_of` says which prompt a request is for."""
+    """Makes the rewards of a run, which may adapt. `row_of` returns the prompt (row) of a
+    request."""
     max_tp: int = 0
-    """Above 0, the planner changes `tp` between rounds, up to this."""
+    """Maximum `tp` if the planner changes it between rounds; 0: `tp` is fixed."""
     min_tp: int = 1
-    """And down to this: the smallest whose memory holds the weights and a cache."""
+    """Minimum `tp` for the planner: the smallest with enough memory for the weights and a KV
+    cache."""
     reshard_s: Callable[[int], float] = lambda tp: 0.0
-    """Into replicas of so many GPUs."""
+    """Returns the seconds to change to engines of this many GPUs."""
     overlap_logprobs: bool = False
-    """GPUs that have nothing to decode compute the log-probs of what is finished (RLHFuse)."""
+    """Whether GPUs with nothing to decode compute the log-probs of finished responses (RLHFuse)."""
     stream: Stream | None = None
-    """Half of the replicas may train while the others still decode."""
+    """Rule under which half of the engines train while the others decode; None: never."""
     max_running: int = 1 << 30
-    """Requests that a replica decodes side by side."""
+    """Maximum number of requests that an engine decodes at a time."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,7 +86,7 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One of a run. Times are in virtual seconds; `start` since the run began."""
+    """One step of a run. Times are virtual seconds; `start` counts from the start of the run."""
 
     number: int
     start: float
@@ -97,7 +101,7 @@ class Step:
 
 
 class Run:
-    """A plan at work."""
+    """Simulation of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -116,7 +120,7 @@ class Run:
         self._number = 0
 
     def steps(self, count: int) -> Iterator[Step]:
-        """The next steps. RuntimeError where the controller gives a round up."""
+        """Simulate the next steps. If the controller gives up a round, raise RuntimeError."""
         for _ in range(count):
             yield self._step()
 
@@ -148,7 +152,7 @@ class Run:
         return step
 
     def _after(self, outcome: Outcome) -> dict[str, float]:
-        """Seconds of the phases that the round's samples go through."""
+        """Return the seconds of each phase for the samples of a round."""
         training = self._plan.training
         lengths = [p + n for p, n, done in outcome.samples() if not done]
         logprobs = training.logprobs_s(lengths)
@@ -200,7 +204,7 @@ class Run:
             rewards=self._rewards,
             max_running=plan.max_running,
             elastic=elastic,
-            # one replica has its share of the GPUs that all of the training's seconds are of
+            # an engine has 1/replicas of the GPUs that `training` is for
             train_s=lambda n: replicas * (training.update_s(n) + training.logprobs_s(n)),
             trains_once=rule is not None and rule.once,
         )
@@ -218,7 +222,7 @@ class Run:
 
 
 def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:
-    """An endless data set."""
+    """Return a function that draws the next rows of an endless data set."""
     at = 0
 
     def next_rows(n: int) -> list[tuple[int, int]]:
@@ -231,27 +235,27 @@ def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:
 
 @dataclass(slots=True)
 class Summary:
-    """Means over steps."""
+    """Means over simulated steps."""
 
     steps: int
     seconds: float
     phases: dict[str, float]
     long_share: float
     trained_share: float
-    """Of the decoded tokens, those that are trained."""
+    """Share of the decoded tokens that are trained."""
     idle: float
-    """Share of the replicas' time in a rollout in which they had nothing to do."""
+    """Share of the engines' time in a rollout in which they were idle."""
     preemptions: float
     tokens: float
-    """That are trained in a step, prompts apart."""
+    """Mean number of response tokens that are trained in a step."""
     streamed: float = 0.0
-    """Share of the kept groups that are trained while others are decoded."""
+    """Share of the kept groups that are trained while other requests are decoded."""
     by_kind: dict[str, float] = field(default_factory=dict)
-    """Seconds of a step of each kind."""
+    """Mean seconds of a step, by kind of round."""
 
 
 def summarize(steps: Sequence[Step]) -> Summary:
-    """Of a run's steps, at least one."""
+    """Average one or more steps of a run."""
     mean = statistics.fmean
     outcomes = [s.outcome for s in steps]
     kinds = dict.fromkeys(s.kind for s in steps)

@@ -1,4 +1,4 @@
-"""Seconds of what an engine does, from a data sheet or as measured."""
+"""Cost model of an engine, from a data sheet or from measurements."""
 
 import math
 from collections.abc import Callable
@@ -9,29 +9,31 @@ from rlcore.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Of one replica. A decode step of b sequences with c tokens of context in all takes
+    """Cost of one engine. A decode step of b sequences with c tokens of context in total takes
 
-    step_s + sequence_s b + context_s c
+        step_s + sequence_s b + context_s c
+
+    seconds.
     """
 
     step_s: float
-    """Of an empty step: all weights are read."""
+    """Seconds of an empty step, in which all weights are read."""
     sequence_s: float = 0.0
     context_s: float = 0.0
     prefill_s: float = 0.0
-    """Of one token of a prompt, or of a response that is taken up again."""
+    """Seconds to prefill one token, of a prompt or of a resumed response."""
     cache_tokens: float = math.inf
 
     def decode_s(self, sequences: int, context: float, steps: int) -> float:
-        """Of `steps` steps, in each of which every sequence grows by a token; `context` is that of
-        the first."""
+        """Return the seconds of `steps` steps, in each of which every sequence grows by a token;
+        `context` is that of the first step."""
         grown = sequences * steps * (steps - 1) / 2
         return steps * (self.step_s + self.sequence_s * sequences) + self.context_s * (
             steps * context + grown
         )
 
     def steps_within(self, sequences: int, context: float, seconds: float) -> int:
-        """Whole steps that fit into a time: the inverse of `decode_s`."""
+        """Return the number of whole steps that fit into `seconds`: the inverse of `decode_s`."""
         if seconds <= 0:
             return 0
         a = self.context_s * sequences / 2
@@ -45,18 +47,18 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A data sheet."""
+    """Data sheet of a GPU."""
 
     name: str
     memory_gb: float
     bandwidth_gbs: float
-    """Of its memory."""
+    """Bandwidth of the GPU memory."""
     tflops: float
-    """bf16, dense."""
+    """Dense bf16 throughput."""
     link_gbs: float
-    """To another GPU of the node, one way."""
+    """One-way bandwidth to another GPU of the node."""
     host_gbs: float = 64
-    """To the memory of the host, one way: PCIe 5, 16 lanes."""
+    """One-way bandwidth to host memory: PCIe 5, 16 lanes."""
     per_node: int = 8
 
 
@@ -70,23 +72,24 @@ GPUS = {
         Gpu(name="A100", memory_gb=80, bandwidth_gbs=2039, tflops=312, link_gbs=300, host_gbs=32),
     )
 }
-"""From NVIDIA's data sheets; H800 is an H100 with slower links."""
+"""GPUs by name, from NVIDIA's data sheets; H800 is an H100 with slower links."""
 
 EFFICIENCY = 0.6
-"""Of bandwidth and arithmetic that engines reach; a round number."""
+"""Share of peak bandwidth and arithmetic that engines reach; a round number."""
 LAYER_OVERHEAD_S = 25e-6
-"""Of one layer's kernels in a decode step, with CUDA graphs; doubled where ranks must meet."""
+"""Overhead of one layer's kernels in a decode step, with CUDA graphs; about doubled by
+collectives if tp > 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What the cost of a transformer depends on."""
+    """Model properties that determine the cost of a transformer."""
 
     name: str
     parameters: float
     layers: int
     kv_bytes: float
-    """Of one token, all layers."""
+    """Bytes of KV cache per token, over all layers."""
     hidden: int
 
 
@@ -99,20 +102,21 @@ MODELS = {
         Model(name="32B", parameters=32.8e9, layers=64, kv_bytes=262_144, hidden=5120),
     )
 }
-"""Qwen2.5 7B, 14B, 32B and Qwen3 8B from their config.json; bf16, keys and values included."""
+"""Models by name: Qwen2.5 7B, 14B, 32B and Qwen3 8B from their config.json; bf16, also for the KV
+cache."""
 
 
 def from_data_sheet(
     model: Model, gpu: Gpu, tp: int, *, utilization: float = 0.8, other_bytes: float = 0.0
 ) -> Cost:
-    """The roofline of a replica over `tp` GPUs, in bf16.
+    """Return the roofline costs of an engine over `tp` GPUs, in bf16.
 
     Args:
         utilization: share of a GPU's memory that the engine may use.
-        other_bytes: of each GPU's share that something else takes, such as a judge's weights.
+        other_bytes: bytes of each GPU's share used by something else, such as a judge's weights.
 
     Raises:
-        ConfigError: the weights leave no room for a cache.
+        ConfigError: the weights leave no room for a KV cache.
     """
     weights = 2 * model.parameters / tp
     room = utilization * gpu.memory_gb * 1e9 - weights - other_bytes
@@ -135,18 +139,18 @@ def from_data_sheet(
 
 
 def least_tp(costs: Callable[[int], Cost], tokens: int, tp: int) -> int:
-    """The smallest size up to `tp` whose cache holds a request of so many tokens."""
+    """Return the smallest size up to `tp` whose KV cache holds a request of `tokens` tokens."""
     while tp > 1:
         try:
             if costs(tp // 2).cache_tokens < tokens:
                 break
-        except ValueError:  # not even the weights
+        except ValueError:  # the weights do not fit
             break
         tp //= 2
     return tp
 
 
 def with_step(cost: Cost, measured: Cost, step_s: float) -> Cost:
-    """`cost` as of an engine whose empty step takes `step_s` where the data sheet says
-    `measured.step_s`: both are slower by the same factor."""
+    """Scale `cost` to an engine whose empty step takes `step_s` instead of `measured.step_s`: both
+    are slower by the same factor."""
     return replace(cost, step_s=cost.step_s * step_s / measured.step_s)

@@ -1,5 +1,4 @@
-"""What a step of a training run will take, by the simulator: for `--dry-run`, before anything
-runs."""
+"""Simulated estimate of a training step, for `--dry-run`, before the run starts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,30 +16,31 @@ from rlcore.sim.workload import GENERATORS, Workload
 
 STEPS = 5
 LEAST_PARAMETERS = 1e8
-"""Of smaller models the time is not where the data sheet of a GPU says that it is."""
+"""Minimum number of parameters; smaller models do not follow a GPU's data sheet."""
 LEAST_RESPONSES = 64
-"""Lengths of an earlier run that are enough to go by."""
+"""Minimum number of responses of an earlier run whose lengths are used for the estimate."""
 
 
 def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Summary, str]:
-    """Mean of some simulated steps, and where the lengths are from: `earlier`, the rollouts.jsonl
-    of a run, or a generator cut at rollout.max_tokens. Rewards take no time.
+    """Return the mean of some simulated steps, and the origin of the lengths. They come from
+    `earlier`, the rollouts.jsonl of a run, or from a generator cut at rollout.max_tokens. Rewards
+    take no time.
 
     Raises:
-        ValueError: there is no estimate for such a run; the sentence says why.
+        ValueError: no estimate is possible for such a run; the error gives the reason.
     """
     made, said = plan(cfg, hf, gpus, gpu, earlier)
     return summarize(list(Run(made).steps(STEPS))), said
 
 
 def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
-    """What the planner of `sched/balance.py` is to know of a step; as `step`."""
+    """Return the rates of a step for the planner of `sched/balance.py`; otherwise as `step`."""
     made, said = plan(cfg, hf, gpus, gpu, earlier)
     return splits.rates(made), said
 
 
 def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Plan, str]:
-    """The cluster that the configuration describes; as `step`."""
+    """Return the cluster that the configuration describes; otherwise as `step`."""
     model = model_of(hf)
     workload, said = lengths(cfg, earlier)
     rollout = cfg.rollout
@@ -75,7 +75,8 @@ def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
 
 
 def model_of(hf: HFConfig) -> Model:
-    """ValueError where the data sheet says nothing about such a model."""
+    """Return the model properties. If the data sheet does not apply to the model, raise
+    ValueError."""
     parameters = num_parameters(hf)
     if hf.num_experts:
         raise ValueError("the costs of a mixture of experts are not modelled")
@@ -91,7 +92,7 @@ def model_of(hf: HFConfig) -> Model:
 
 
 def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:
-    """Of responses, and where they are from."""
+    """Return the response lengths and their origin."""
     if earlier.is_file():
         found, said = read_lengths(earlier, {})
         if sum(map(len, getattr(found, "by_prompt", ()))) >= LEAST_RESPONSES:
@@ -104,6 +105,7 @@ def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The data sheet of a device as its driver spells it, such as `NVIDIA H100 80GB HBM3`."""
+    """Return the data sheet for a device name as reported by the driver, such as `NVIDIA H100 80GB
+    HBM3`."""
     words = name.upper().replace("-", " ").split()
     return next((gpu for key, gpu in GPUS.items() if key in words), None)

@@ -1,8 +1,9 @@
-"""The asynchronous loop over virtual replicas: the shipped controller and sample buffer, with a
-learner that takes a time of its own for each batch.
+"""The asynchronous loop over virtual engines: the shipped controller and sample buffer, with a
+simulated learner.
 
-Messages take no time. Weights change when the learner has trained a batch: nobody decodes for
-`sync_s`, and what was under way goes on, prefilled again unless its cache is kept.
+Messages take no time. When the learner has trained a batch, the weights change. All engines pause
+for `sync_s` and then continue; requests in flight are prefilled again unless their KV cache is
+kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,21 +47,21 @@ from rlcore.sim.world import Engines, World
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One batch."""
+    """Timing and samples of one batch."""
 
     seconds: float
-    """From the batch before it to this one."""
+    """Seconds from the previous batch to this one."""
     waited: float
-    """Of these, the learner for samples."""
+    """Seconds of these in which the learner waited for samples."""
     trained: float
-    """Of these, the learner at work on the batch before."""
+    """Seconds of these in which the learner trained the previous batch."""
     lengths: tuple[int, ...]
     ages: tuple[int, ...]
-    """Versions between the first token of each response and this batch."""
+    """Age of each response: versions between its first token and this batch."""
 
 
 class Lengths:
-    """Tokens of each response, those of a prompt drawn together."""
+    """Response lengths; all responses of a prompt are drawn together."""
 
     def __init__(self, generator: Workload, samples: int, seed: int) -> None:
         self.generator, self.samples, self.seed = generator, samples, seed
@@ -75,7 +76,7 @@ class Lengths:
 
 
 class Source:
-    """Prompts without end."""
+    """Endless source of prompts."""
 
     def __init__(self, samples: int, prompt_tokens: int = 300, first: int = 0) -> None:
         self._samples, self._issued = samples, first
@@ -95,7 +96,7 @@ class Source:
 
 
 class Flow(Engines):
-    """`steps` updates, as `trainer/async_loop.py` makes them."""
+    """Asynchronous rollout that simulates updates as in `trainer/async_loop.py`."""
 
     def __init__(
         self,
@@ -115,11 +116,11 @@ class Flow(Engines):
     ) -> None:
         """
         Args:
-            lengths: how many tokens a request will have.
-            issue: the work of the next n prompts.
-            batch, alpha, extra: of the sample buffer.
-            train_s: seconds of the learner for samples of these lengths, prompt included.
-            sync_s: of a push.
+            lengths: returns the response length of a request.
+            issue: returns the work of the next n prompts.
+            batch, alpha, extra: settings of the sample buffer.
+            train_s: seconds in which the learner trains samples of these lengths (with prompt).
+            sync_s: seconds of a weight update.
         """
         world = World(costs, lengths, rewards=rewards, max_running=max_running)
         ranks = range(1, 1 + len(costs))
@@ -136,14 +137,14 @@ class Flow(Engines):
         self._flow, self._train_s, self._sync_s, self._mode = controller, train_s, sync_s, mode
         self._born: dict[str, int] = {}
         self._late: list[AnyEvent] = []
-        """What happened while all held."""
+        """Events that occurred while all engines paused."""
         self._version = 0
         self._asked = self._last = self._training = 0.0
         self._steps = 0
         self.updates: list[Update] = []
 
     def run(self, steps: int) -> list[Update]:
-        """So many more updates."""
+        """Simulate `steps` more updates and return them."""
         self._steps += steps
         self.is_over = False
         if not self.updates and self._version == 0:
@@ -154,12 +155,12 @@ class Flow(Engines):
 
     @property
     def busy(self) -> float:
-        """Share of the time in which replicas worked, mean over them."""
+        """Mean share of the time in which an engine was busy."""
         for replica in self._replicas:
             replica.advance(self._now)
         return sum(r.busy_s for r in self._replicas) / (self._now * len(self._replicas))
 
-    # ---- what happens
+    # ---- events
 
     def _happens(self, what: str, who: int, it: Any) -> None:
         if what == "go":
@@ -186,7 +187,7 @@ class Flow(Engines):
         self._tell(Wanted(rank=0))
 
     def _tell(self, event: Any) -> None:
-        if self._flow.done:  # who holds says nothing before it goes on
+        if self._flow.done:  # paused engines send no events
             self._late.append(event)
             return
         if isinstance(event, Finished):
@@ -218,7 +219,7 @@ class Flow(Engines):
         replica.advance(self._now)
         for id in replica.begun:
             self._born.setdefault(id, self._version)
-        self._planned[rank - 1] += 1  # it does nothing until it goes on
+        self._planned[rank - 1] += 1  # idle until it continues
         self._tell(Held(rank=rank))
         if self._flow.done:
             self._push(self._now + self._sync_s, ("go", 0, self._version + 1))

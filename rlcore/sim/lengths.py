@@ -1,4 +1,4 @@
-"""Files of response lengths: tables, serving traces, a run's own rollouts.jsonl."""
+"""Readers of response lengths: tables, serving traces, a run's own rollouts.jsonl."""
 
 import csv
 import gzip
@@ -14,8 +14,8 @@ from rlcore.utils.errors import ConfigError
 RESPONSE = ("response_tokens", "num_tokens", "n_tokens", "GeneratedTokens", "output_length")
 PROMPT = ("prompt_tokens", "ContextTokens", "input_length")
 SAME_PROMPT = ("series", "model", "dataset", "source", "idx", "prompt")
-"""Columns that tell prompts apart, those that there are. A file with neither of the last two says
-nothing about prompts: every response is drawn from all."""
+"""Columns that identify a prompt, as far as a file has them. If a row has neither of the last two,
+its prompt is unknown, and its lengths are pooled."""
 MOST = 10_000_000
 ALLOWED = (
     "allowed are .csv, .jsonl and .jsonl.gz whose rows have a response's tokens, a whole number "
@@ -24,11 +24,11 @@ ALLOWED = (
 
 
 def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Recorded, str]:
-    """The lengths of a file, and a sentence about them. Rows whose columns differ from `where` are
-    left out.
+    """Return the lengths of a file, and a sentence about them. Rows whose columns differ from
+    `where` are left out.
 
     Raises:
-        ConfigError: a line is not what it should be, or none is left; the sentence names it.
+        ConfigError: a line is invalid, or no row is left; the error names the line.
     """
     by_prompt: dict[tuple[str, ...], list[int]] = {}
     prompts: list[int] = []
@@ -88,7 +88,7 @@ def _tokens(path: Path, line: int, row: Mapping[str, Any], names: tuple[str, ...
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number of the line, row)."""
+    """Yield (line number, row)."""
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":

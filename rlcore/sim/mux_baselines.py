@@ -1,5 +1,5 @@
-"""What a scheduler of many jobs is held against: the cheapest partition there is, and simpler
-ways."""
+"""Baselines for the scheduler of many jobs: the cheapest possible partition, and simpler
+policies."""
 
 import math
 import random
@@ -11,25 +11,26 @@ from rlcore.sched.partition import cheapest_partition
 
 
 class Careless(Cluster):
-    """Asks for host memory alone: saturated groups and promises do not count."""
+    """Scheduler that checks host memory only: it ignores saturation and SLOs."""
 
     def _limit(self, group: Group, job: Job) -> float:
         return math.inf
 
 
 class Greedy(Careless):
-    """Where it adds least to the bill; the group that is used most among equals."""
+    """Scheduler that takes the lowest additional cost; ties go to the group with the highest
+    utilization."""
 
 
 class Random(Careless):
-    """Any group that has host memory, or one of its own, all alike."""
+    """Scheduler that picks uniformly among the groups with enough host memory and a new group."""
 
     def __init__(self, rollout: Pool, train: Pool, seed: int) -> None:
         super().__init__(rollout, train)
         self._dice = random.Random(seed)
 
     def admit(self, job: Job, on: Nodes | None = None) -> Decision:
-        """As `Cluster.admit`, by chance."""
+        """Place a job as `Cluster.admit`, at random."""
         assert on is None, "by chance, on no certain nodes"
         passed: Counter[str] = Counter()
         offers = [self._isolated(job), *self._offers(job, passed)]
@@ -38,14 +39,14 @@ class Random(Careless):
 
 
 def optimum(jobs: Sequence[Job], rollout: Pool, train: Pool) -> float:
-    """The least bill an hour of any partition of these jobs into groups whose closed form keeps
-    every promise. Subset dynamic programming.
+    """Return the lowest cost per hour of any partition of these jobs into groups that meet all SLOs
+    by the closed form. Subset dynamic programming.
 
-    Node sets may overlap here and the closed form is taken for granted, so this is a lower bound,
-    and exact but for that.
+    Node sets may overlap here and the closed form is assumed to hold, so this is a lower bound; it
+    is exact under these assumptions.
 
     Raises:
-        ValueError: more than 12 jobs.
+        ValueError: there are more than 12 jobs.
     """
     pools = (rollout, train)
 
@@ -56,7 +57,7 @@ def optimum(jobs: Sequence[Job], rollout: Pool, train: Pool) -> float:
 
 
 def group_cost(jobs: Sequence[Job], pools: tuple[Pool, Pool]) -> float | None:
-    """The least bill of a group; None where no number of nodes keeps its promises."""
+    """Return the lowest cost of one group; None if no number of nodes meets its SLOs."""
     rollout, train = pools
     if len(jobs) == 1:
         return jobs[0].rollout_nodes * rollout.price + jobs[0].train_nodes * train.price
@@ -78,15 +79,15 @@ def group_cost(jobs: Sequence[Job], pools: tuple[Pool, Pool]) -> float | None:
 
 
 def least_nodes(jobs: Sequence[Job], limit: float, pool: Pool) -> int:
-    """Rollout nodes on which the loads of these jobs stay below `limit`, each on its own number of
-    them. Branch and bound."""
+    """Return the minimum number of rollout nodes on which all loads stay below `limit`. Each job
+    takes `rollout_nodes` distinct ones. Branch and bound."""
     order = sorted(jobs, key=lambda j: (-j.rollout_nodes, -j.rollout_s))
     best = sum(j.rollout_nodes for j in jobs)
     loads: list[float] = []
     memory: list[float] = []
 
     def place(at: int, node: int, left: int) -> None:
-        """The job of `at` goes to `left` more nodes from `node` on."""
+        """Place the job at index `at` on `left` more nodes, from `node` on."""
         nonlocal best
         if len(loads) >= best:
             return

@@ -1,5 +1,5 @@
-"""Jobs that come to a cluster and leave when their iterations are done: the shipped
-`sched/cluster.py` decides, the bill runs."""
+"""Trace of jobs that arrive at a cluster and leave after their iterations. The shipped
+`sched/cluster.py` places them, and costs are accounted."""
 
 import heapq
 import random
@@ -12,7 +12,7 @@ from rlcore.sim.published_rollmux import MEAN_HOURS, SHAPES, SIGMA, SIZES, SLO, 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A job, when it comes, how long it takes alone."""
+    """A job with its arrival time and its duration alone."""
 
     job: Job
     at_s: float
@@ -21,21 +21,21 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of a trace."""
+    """Result of a trace."""
 
     seconds: float
-    """From the first arrival to the last departure."""
+    """Seconds from the first arrival to the last departure."""
     bill: float
     kept: float
-    """Share of the jobs that took at most their SLO times their time alone."""
+    """Share of the jobs that took at most their SLO times their duration alone."""
     promised: float
-    """Share of the jobs none of whose iterations was to take longer."""
+    """Share of the jobs for which no iteration was planned beyond the SLO."""
     idle: tuple[float, float]
-    """Share of the rented time of rollout and train nodes in which nobody had them."""
+    """Share of the rented time in which rollout nodes and train nodes were idle."""
     peak: tuple[int, int]
     moves: int
     points: list[tuple[float, float, int]]
-    """(when, bill an hour, jobs), after every change."""
+    """Points of (time, cost per hour, number of jobs), after every change."""
 
     @property
     def per_hour(self) -> float:
@@ -47,7 +47,7 @@ class _Going:
     job: Job
     came: float
     left: float
-    """Iterations."""
+    """Number of remaining iterations."""
     iterations: float
     period_s: float
     at: float
@@ -55,13 +55,15 @@ class _Going:
     worst_s: float = 0.0
 
     def may_move(self, now: float, move_s: float) -> bool:
-        """It keeps its SLO over its whole life if it loses so much now, whatever comes."""
+        """Return whether the job meets its SLO over its whole duration if it loses `move_s` now,
+        even at the worst period."""
         left = self.left - (now - self.at) / self.period_s
         budget = self.iterations * self.job.limit_s
         return now - self.came + move_s + left * self.job.limit_s <= budget
 
     def replan(self, now: float, period_s: float, lost_s: float) -> float:
-        """Take another period from now on, and lose so much by a move. Returns when it ends."""
+        """Continue with another period, after a loss of `lost_s` by a move. Return the new end
+        time."""
         self.left -= (now - self.at) / self.period_s
         self.at, self.period_s = now, period_s
         self.worst_s = max(self.worst_s, period_s)
@@ -72,7 +74,7 @@ class _Going:
 
 
 def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> Job:
-    """One of the nine profiles; `sizes` may repeat."""
+    """Draw a job from the nine profiles; `sizes` may have repeated entries."""
     share = SHAPES[dice.choice(shapes)]
     size = SIZES[dice.choice(sizes)]
     took, nodes = dice.uniform(*size.seconds), dice.choice(size.nodes)
@@ -89,7 +91,7 @@ def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Seque
 
 
 def draw_trace(trace: Trace, seed: int) -> list[Arrival]:
-    """Poisson arrivals, log-normal durations, profiles by weight."""
+    """Draw Poisson arrivals with log-normal durations and weighted profiles."""
     dice = random.Random(seed)
     times = sorted(dice.uniform(0, trace.hours * 3600) for _ in range(trace.jobs))
     hours = [dice.lognormvariate(0, SIGMA) for _ in times]
@@ -106,9 +108,9 @@ def draw_trace(trace: Trace, seed: int) -> list[Arrival]:
 def run_trace(
     cluster: Cluster, arrivals: Iterable[Arrival], *, repack: bool = False, move_s: float = 0.0
 ) -> Outcome:
-    """Every iteration takes the worst case's period. `move_s`: what a job loses when it is moved
-    by `repack`, which leaves those alone that cannot afford it. RuntimeError where a job finds no
-    place."""
+    """Run a trace in which every iteration takes the worst-case period. `move_s` is the loss of a
+    job that `repack` moves; jobs that cannot afford it are not moved. If a job gets no nodes, raise
+    RuntimeError."""
     going: dict[str, _Going] = {}
     events: list[tuple[float, int, str, int, Arrival | None]] = []
     todo = sorted(arrivals, key=lambda a: a.at_s)
@@ -152,7 +154,7 @@ def run_trace(
                 moves += move.job != name
         touched = {id(g): g for g in groups if cluster.groups.get(g.id) is g}
         touched |= {id(g): g for g in cluster if moved.keys() & g.jobs.keys()}
-        if moved:  # groups that a job left have another object, too
+        if moved:  # groups that lost a job are new objects, too
             touched = {id(g): g for g in cluster}
         for group in touched.values():
             count = _replan(group, going, now, events, count, moved, move_s, new=name)
@@ -191,7 +193,7 @@ def _replan(
     move_s: float,
     new: str,
 ) -> int:
-    """Jobs of a group have another period from now on; when each ends."""
+    """Apply the new period to all jobs of a group and queue their new end times."""
     for name in group.jobs:
         one = going[name]
         lost_s = move_s if name in moved and name != new else 0.0

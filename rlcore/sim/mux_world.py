@@ -1,4 +1,5 @@
-"""Jobs of one group over virtual slots, their turns by the shipped `sched/phase_mux.py`."""
+"""Simulation of the jobs of one group over virtual slots, ordered by the shipped
+`sched/phase_mux.py`."""
 
 import heapq
 import math
@@ -13,33 +14,33 @@ STEPS = {ROLLOUT: TRAIN, TRAIN: "sync", "sync": ROLLOUT}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """What one iteration of a job takes on slots of its own."""
+    """Durations of one iteration of a job on its own slots."""
 
     rollout_s: float
     train_s: float
     sync_s: float = 0.0
     tail_s: float = math.inf
-    """Of the rollout, until so many responses are done that the rest may move."""
+    """Seconds of the rollout until enough responses are done that the rest may move."""
     moved_s: float = 0.0
-    """From then on, where the rest has moved to the slots that the job keeps: prefill and all."""
+    """Seconds of the rest of the rollout after it has moved to the kept slots, with prefill."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VirtualJob:
-    """A member and what it does."""
+    """A member of the group with its iterations."""
 
     member: Member
     iteration: Callable[[int], Iteration]
     batch_share: float = 0.0
-    """Of a decode step's time, what grows with the batch: so much slower is a rollout on fewer
-    slots."""
+    """Share of a decode step's time that grows with the batch; it determines the slowdown of a
+    rollout on fewer slots."""
     colocated: bool = False
-    """An iteration is one phase, on the slots of both pools."""
+    """Whether an iteration is one phase, on the slots of both pools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A job on a slot."""
+    """Interval in which a job holds a slot."""
 
     job: str
     phase: str
@@ -50,24 +51,24 @@ class Span:
 
 @dataclass(slots=True)
 class Trace:
-    """What happened."""
+    """Record of a simulation."""
 
     spans: list[Span] = field(default_factory=list)
     ends: dict[str, list[float]] = field(default_factory=dict)
-    """By job: when each of its iterations ended."""
+    """End times of each job's iterations."""
     moves: int = 0
 
     def count_move(self) -> None:
-        """Note that a rollout has moved to the slots that it keeps."""
+        """Count a rollout that has moved to the slots that it keeps."""
         self.moves += 1
 
     def period(self, job: str, skip: int) -> float:
-        """Mean seconds of an iteration after the first `skip`."""
+        """Return the mean seconds of an iteration after the first `skip`."""
         ends = self.ends[job]
         return (ends[-1] - ends[skip]) / (len(ends) - 1 - skip)
 
     def busy(self, slots: Sequence[str], start: float, end: float) -> float:
-        """Share of the time of these slots in which a job has them."""
+        """Return the share of the time in which these slots are held by a job."""
         wanted = set(slots)
         total = sum(
             max(0.0, min(s.end, end) - max(s.start, start)) for s in self.spans if s.slot in wanted
@@ -77,14 +78,14 @@ class Trace:
 
 @dataclass(slots=True)
 class _Run:
-    """A job's progress."""
+    """Progress of a job."""
 
     job: VirtualJob
     number: int = 0
     step: str = ROLLOUT
     now: Iteration = field(default_factory=lambda: Iteration(rollout_s=1, train_s=1))
     left_s: float = 0.0
-    """Of the phase, at full speed."""
+    """Remaining seconds of the phase at full speed."""
     rate: float = 1.0
     at: float = 0.0
     version: int = 0
@@ -93,18 +94,18 @@ class _Run:
     opened: dict[str, float] = field(default_factory=dict)
 
     def next_pools(self) -> tuple[str, ...]:
-        """Draw what an iteration takes if it begins with this phase. Returns the pools that the
-        phase needs."""
+        """Return the pools that the next phase needs; draw the durations of a new iteration at its
+        start."""
         if self.step == ROLLOUT:
             self.now = self.job.iteration(self.number)
         return (ROLLOUT, TRAIN) if self.job.colocated else (self.step,)
 
     def add_slots(self, slots: Sequence[str], now: float) -> None:
-        """Have more slots from now on."""
+        """Add slots to the phase."""
         self.opened |= dict.fromkeys(slots, now)
 
     def start_phase(self, now: float, switch_s: Mapping[str, float]) -> None:
-        """Begin the phase with all of its work left."""
+        """Begin the phase."""
         self.left_s = self.now.rollout_s if self.step == ROLLOUT else self.now.train_s
         self.left_s += switch_s.get(self.step, 0.0)
         if self.job.colocated:
@@ -112,21 +113,21 @@ class _Run:
         self.at, self.is_tail, self.has_moved = now, False, False
 
     def advance(self, now: float) -> None:
-        """Work until now."""
+        """Work until `now`."""
         self.left_s -= (now - self.at) * self.rate
         self.at = now
 
     def reach_tail(self) -> None:
-        """Note that only the tail of the rollout is left."""
+        """Record that only the tail of the rollout is left."""
         self.is_tail = True
 
     def move_tail(self) -> None:
-        """Go on with the tail on the slots that the job keeps."""
+        """Continue the tail on the slots that the job keeps."""
         self.left_s *= self.now.moved_s / (self.now.rollout_s - self.now.tail_s)
         self.has_moved = True
 
     def change_speed(self, tail_share: float) -> None:
-        """Decode as fast as the slots allow from now on. Events planned before are void."""
+        """Set the speed that the current slots allow. Earlier planned events become invalid."""
         self.rate = 1.0
         if self.step == ROLLOUT and not self.has_moved:
             live = 1 - tail_share if self.is_tail else 1.0
@@ -135,7 +136,7 @@ class _Run:
         self.version += 1
 
     def end_phase(self) -> bool:
-        """Go to the next phase. Returns whether that is the update of the engines' weights."""
+        """Go to the next phase. Return whether it is the weight update."""
         self.step = "sync" if self.job.colocated else STEPS[self.step]
         return self.step == "sync"
 
@@ -146,7 +147,8 @@ class _Run:
 
 
 class World:
-    """A group, event by event. `switch_s`: of a phase's start, by pool; nothing for a job alone."""
+    """Event simulation of a group. `switch_s` is the time of a switch at the start of a phase, by
+    pool; a job alone has none."""
 
     def __init__(
         self,
@@ -168,7 +170,8 @@ class World:
             self._at(0.0, "ask", job.member.job)
 
     def run(self, iterations: int) -> Trace:
-        """Until every job has done so many. RuntimeError where nothing can go on."""
+        """Simulate until every job has done `iterations`. If no job can continue, raise
+        RuntimeError."""
         while any(len(e) < iterations for e in self.trace.ends.values()):
             if not self._events:
                 raise RuntimeError(f"nobody can go on: {self.mux.waiting()} {self.mux.holders()}")
@@ -225,7 +228,7 @@ class World:
         self._do(self.mux.freed(move.job, move.free, now), now)
 
     def _plan(self, name: str, run: _Run, now: float) -> None:
-        """From now on the phase has this speed, and ends then."""
+        """Update the speed of the phase and queue its new end."""
         run.change_speed(self._tail_share)
         self._at(now + max(0.0, run.left_s) / run.rate, "end", name)
         before_tail = run.left_s - (run.now.rollout_s - run.now.tail_s)

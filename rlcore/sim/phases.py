@@ -1,4 +1,4 @@
-"""Seconds of what is not decoding: training, weights for the engines, other sizes, a judge."""
+"""Seconds of everything but decoding: training, weight updates, changes of `tp`, a judge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,44 +8,44 @@ from rlcore.sim.cost import EFFICIENCY, Gpu, Model
 MFU = 0.35
 """Share of a GPU's arithmetic that training reaches; a round number. `--mfu` changes it."""
 ADAM_BYTES = 16
-"""Per parameter, of what moves to the host and back around a rollout: fp32 weights, gradient and
+"""Bytes per parameter that move between GPU and host around a rollout: fp32 weights, gradient and
 two moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """Of the learner over all its GPUs. A sample of n tokens, prompt included, takes
+    """Cost of the learner over all its GPUs. A sample of n tokens, prompt included, takes
 
-    sample_s + token_s n + square_s n^2     forward and backward
+        sample_s + token_s n + square_s n^2     forward and backward
 
-    and `forward_share` of it once more for its log-probs before the update.
+    seconds, and `forward_share` of that again for its log-probs before the update.
     """
 
     sample_s: float = 0.0
     token_s: float = 0.0
     square_s: float = 0.0
     forward_share: float = 1 / 3
-    """A forward pass against forward and backward; twice that with a reference model."""
+    """Time of a forward pass relative to forward and backward; doubled with a reference model."""
     step_s: float = 0.0
-    """Of a step: the states come from the host and go back, and the optimizer works."""
+    """Seconds per step to move the states from and to the host and to run the optimizer."""
     sync_s: float = 0.0
-    """The new weights go to the engines."""
+    """Seconds of a weight update to the engines."""
 
     def update_s(self, lengths: Sequence[int]) -> float:
-        """Forward and backward of samples of these lengths."""
+        """Return the seconds of forward and backward for samples of these lengths."""
         squares = sum(n * n for n in lengths) if self.square_s else 0
         return len(lengths) * self.sample_s + self.token_s * sum(lengths) + self.square_s * squares
 
     def logprobs_s(self, lengths: Sequence[int]) -> float:
-        """Their log-probs, before the first update."""
+        """Return the seconds of the log-probs of these samples before the first update."""
         return self.forward_share * self.update_s(lengths)
 
 
 def training_from_data_sheet(
     model: Model, gpu: Gpu, gpus: int, *, mfu: float = MFU, reference: bool = False
 ) -> Training:
-    """6 operations a parameter and token, and of causal attention 6 x layers x hidden a pair of
-    tokens; packed samples, so no padding."""
+    """Return the training cost: 6 operations per parameter and token, and for causal attention 6 x
+    layers x hidden per pair of tokens. Samples are packed, so there is no padding."""
     arithmetic = mfu * gpu.tflops * 1e12 * gpus
     return Training(
         token_s=6 * model.parameters / arithmetic,
@@ -57,36 +57,38 @@ def training_from_data_sheet(
 
 
 def weights_s(model: Model, gpu: Gpu, tp: int) -> float:
-    """Weights into engines of `tp` ranks over the links of a node: for a push, and for engines of
-    another size. The paper calls the latter negligible; graphs that must be captured again are not
-    counted."""
+    """Return the seconds to load weights into engines of `tp` ranks over the links of a node. This
+    applies to a weight update and to a change of `tp`, which the paper calls negligible. Recapture
+    of CUDA graphs is not counted."""
     return 2 * model.parameters / tp / (EFFICIENCY * gpu.link_gbs * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judge:
-    """A model that reads prompt and response and says a word: prefill only, one at a time."""
+    """Judge model that reads prompt and response and answers with one word: prefill only, one at a
+    time."""
 
     token_s: float
     least_s: float = 0.0
-    """Of one response, however short: the layers that are streamed from the host."""
+    """Minimum seconds of one response, for the layers that are streamed from the host."""
     is_overlapped: bool = True
-    """The next layer comes while one computes; else after it."""
+    """Whether the next layer is loaded while one computes, rather than after it."""
 
     def seconds(self, tokens: int) -> float:
-        """Of one response with its prompt."""
+        """Return the seconds of one response with its prompt."""
         compute = self.token_s * tokens
         return max(compute, self.least_s) if self.is_overlapped else compute + self.least_s
 
 
 JUDGE_SHARE = 0.5
-"""Of a streamed judge's layers that stay: `LAYER_BY_LAYER_CACHE_RATIO` of RollPacker's code."""
+"""Share of a streamed judge's layers that stay on the GPU: `LAYER_BY_LAYER_CACHE_RATIO` of
+RollPacker's code."""
 
 
 def judge_from_data_sheet(
     model: Model, gpu: Gpu, gpus: int, *, utilization: float = EFFICIENCY, streamed: bool = False
 ) -> Judge:
-    """A judge over `gpus` GPUs that compute at `utilization` of their data sheet."""
+    """Return a judge over `gpus` GPUs that compute at `utilization` of their data sheet."""
     read = 2 * model.parameters * (1 - JUDGE_SHARE) / gpus if streamed else 0.0
     return Judge(
         token_s=2 * model.parameters / (utilization * gpu.tflops * 1e12 * gpus),
@@ -95,5 +97,5 @@ def judge_from_data_sheet(
 
 
 def judge_bytes(model: Model, *, streamed: bool) -> float:
-    """What a judge takes of the memory of the GPUs that it shares."""
+    """Return the bytes that a judge takes on the GPUs that it shares."""
     return 2 * model.parameters * (JUDGE_SHARE if streamed else 1.0)

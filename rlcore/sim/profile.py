@@ -1,5 +1,5 @@
-"""What an engine costs on a machine, as measured there: the file between `python -m rlcore
-profile`, which writes it, and whoever plans with it.
+"""Measured costs of an engine on a machine, as a file that `python -m rlcore profile` writes and
+the planners read.
 
 One JSON object:
 
@@ -7,23 +7,23 @@ One JSON object:
     engine     "torch" or "sglang"
     model      folder or name of the model; its weights are random, which costs the same
     device     "cpu, 2 cores", or a GPU's name
-    dtype      of the engine, such as "bfloat16"
-    load       load average of the machine, before and after: above the number of cores somebody
-               else was at work, and the seconds are worth little
+    dtype      data type of the engine, such as "bfloat16"
+    load       load average of the machine, before and after: above the number of cores, other
+               programs were running, and the seconds are unreliable
     best_tp    the layout for `--rollout.tp`: see `best`
     layouts    one object for every tensor-parallel size:
         tp             ranks of the engine
         cache_tokens   tokens that its KV cache holds
-        start_s        from nothing to an engine that takes weights: what a change of layout costs
-        decode         rows {"sequences", "context", "step_s"}: seconds of a decode step of so many
-                       sequences with so many tokens each (prompt and response, the mean over the
-                       steps that were timed)
+        start_s        start of an engine until it accepts weights: the cost of a change of layout
+        decode         rows {"sequences", "context", "step_s"}: seconds of a decode step of
+                       this many sequences with `context` tokens each (prompt and response, the
+                       mean over the timed steps)
         prefill        rows {"tokens", "seconds"}: one prompt to its first token
         cost           the fields of `sim.cost.Cost` that fit these rows best; cache_tokens included
         error          largest relative error of the fit among the decode rows
 
 Seconds are of the wall clock, sizes in tokens. `read` takes the file back, `Cost(**layout["cost"])`
-is all that a simulation needs.
+has all that a simulation needs.
 """
 
 import itertools
@@ -44,17 +44,17 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decode:
-    """A row of the table."""
+    """Measured decode step."""
 
     sequences: int
     context: float
-    """Tokens of each."""
+    """Tokens of each sequence."""
     step_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill:
-    """A row of the table."""
+    """Measured prefill of one prompt."""
 
     tokens: int
     seconds: float
@@ -62,7 +62,7 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Engines of one size."""
+    """Measurements for engines of one tensor-parallel size."""
 
     tp: int
     cost: Cost
@@ -72,7 +72,7 @@ class Layout:
 
 
 def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: float) -> Cost:
-    """The cost model nearest to the rows: least squares of relative errors, no term below 0.
+    """Fit a cost model to the rows: least squares of relative errors, no term below 0.
 
     Raises:
         ConfigError: there is no row to fit.
@@ -84,7 +84,7 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
     step, sequence, context = _positive(terms, [r.step_s for r in decode])
     of_prompt = 0.0
-    if prefill:  # a constant is of the call, and no cost of a token
+    if prefill:  # the constant belongs to the call, not to a token
         ones = [[1.0, r.tokens] for r in prefill]
         of_prompt = _positive(ones, [r.seconds for r in prefill])[-1]
     return Cost(
@@ -97,27 +97,27 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
 
 
 def error(cost: Cost, decode: Sequence[Decode]) -> float:
-    """Largest relative error among rows."""
+    """Return the largest relative error among the rows."""
     found = [cost.decode_s(r.sequences, r.sequences * r.context, 1) / r.step_s for r in decode]
     return max(abs(ratio - 1) for ratio in found)
 
 
 def rate(cost: Cost, tp: int, sequences: int, context: float) -> float:
-    """Tokens a second and rank, where every rank brings `sequences` sequences of `context` tokens:
-    an engine over tp ranks has tp times as many, or as many as its cache holds at a time."""
+    """Return the tokens per second and rank at a load of `sequences` sequences of `context` tokens
+    per rank. An engine over tp ranks has tp times as many, or as many as its KV cache holds."""
     most = cost.cache_tokens // max(context, 1)
     n = max(1, min(sequences * tp, int(min(most, 2**31))))
     return n / cost.decode_s(n, n * context, 1) / tp
 
 
 def best(layouts: Sequence[Layout], sequences: int, context: float) -> int:
-    """The size that decodes most tokens a second and rank at this load of a rank. Among equals the
-    smallest, whose engines fail one by one."""
+    """Return the size with the most tokens per second and rank at this load per rank. Ties go to
+    the smallest size, whose failures affect the fewest ranks."""
     return max(layouts, key=lambda x: (rate(x.cost, x.tp, sequences, context), -x.tp)).tp
 
 
 def to_json(layouts: Sequence[Layout], *, best_tp: int, head: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's contents. `head`: engine, model, device, dtype, load."""
+    """Return the contents of the file. `head` has engine, model, device, dtype and load."""
     return {
         "format": FORMAT,
         **head,
@@ -138,10 +138,10 @@ def to_json(layouts: Sequence[Layout], *, best_tp: int, head: Mapping[str, Any])
 
 
 def read(path: Path) -> dict[int, Layout]:
-    """Layouts by size.
+    """Read the layouts, by tensor-parallel size.
 
     Raises:
-        ConfigError: it is no such file; says what is wrong.
+        ConfigError: the file is invalid; the error says why.
     """
     try:
         found = json.loads(path.read_text())
@@ -175,8 +175,8 @@ def _layout(row: Mapping[str, Any]) -> Layout:
 
 
 def _positive(terms: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """x >= 0 with the least sum of squares of (terms x - wanted) / wanted: of a handful of terms,
-    all choices of those that are not 0 are tried."""
+    """Return x >= 0 with the least sum of squares of (terms x - wanted) / wanted. As there are few
+    terms, every choice of nonzero ones is tried."""
     scale = np.asarray(wanted, np.float64)
     a = np.asarray(terms, np.float64) / scale[:, None]
     count, best_x, least = a.shape[1], np.zeros(a.shape[1]), math.inf

@@ -1,8 +1,8 @@
-"""What papers have published, to hold a simulation against; where each constant of ours is from.
+"""Published results of papers to compare simulations with, and the origin of each of our constants.
 
-Nothing here is fitted to make a table agree, except what says so. [paper]: RollPacker, arXiv
-2509.21009 and its submission; [code]: its artifact, Farrrrland/RollPacker; [A8]: the generator
-of lengths in workload.py.
+Nothing here is fitted to make a table agree, unless marked as fitted. [paper]: RollPacker, arXiv
+2509.21009 and its submission; [code]: its artifact, Farrrrland/RollPacker; [A8]: the generator of
+lengths in workload.py.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ PROMPTS, SAMPLES = 128, 8
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of figure 11."""
+    """Column of figure 11."""
 
     generator: str
-    """In `workload.GENERATORS`."""
+    """Name of the generator in `workload.GENERATORS`."""
     step_s: float
-    """Of a decode step, whatever the batch: the baseline's published mean over its cap, since its
-    longest answers reach the cap in every round [A8]."""
+    """Seconds of a decode step at any batch size: the baseline's published mean over its cap, since
+    its longest responses reach the cap in every round [A8]."""
     baseline_s: float
     fitted: bool
-    """The generator is fitted on the ratios of this column [A8], so agreement there says that one
-    generator can have them all, and predicts none."""
+    """Whether the generator is fitted on the ratios of this column [A8]. If so, agreement only
+    shows that one generator can reproduce them all, and is no prediction."""
     note: str = ""
 
 
@@ -77,16 +77,16 @@ FIGURE_11_SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A model of [paper] 6, its cluster of H800 and its lengths."""
+    """Model of [paper] 6 with its H800 cluster and its lengths."""
 
     model: str
     gpus: int
     tp: int
     column: str
-    """Of figure 11: its generator."""
+    """Column of figure 11 whose generator is used."""
     step_s: float
-    """Of an empty decode step: so that the baseline's rollout, with what the data sheet says of
-    batch and context, takes figure 11's 82, 277 and 673 s (20 steps, seed 0). Fitted on these three
+    """Seconds of an empty decode step. With the data sheet's costs of batch and context, the
+    baseline's rollout takes figure 11's 82, 277 and 673 s (20 steps, seed 0). Fitted on these three
     numbers; the data sheet has 8.3, 9.7 and 19.5 ms."""
 
 
@@ -97,22 +97,25 @@ SYSTEMS = {
 }
 
 TRAINING_S = 277 / 0.72 * 0.23
-"""Of a step of 14B/16k over 32 GPUs, 1,024 samples: its share of 23 % beside a rollout of 72 %
-([paper] table 1, math) that takes 277 s ([paper] figure 11). 88 s; code and judge give 88 and 86.
-Of other models and clusters: in proportion to parameters, samples and the cap of the length,
+"""Training seconds of a step of 14B/16k over 32 GPUs with 1,024 samples. It is the share of 23 %
+beside a rollout of 72 % ([paper] table 1, math) that takes 277 s ([paper] figure 11). 88 s; code
+and judge give 88 and 86.
+
+For other models and clusters: in proportion to parameters, samples and the cap of the length,
 against GPUs. That proportion is ours, and nothing is fitted on 7B and 32B. It is not in proportion
 to tokens: short rounds, which have half of them, take 93 s beside their rollout ([paper] figures
-10c, 11)."""
+10c, 11).
+"""
 FORWARD_SHARE = 2 / 3
-"""Log-probs of the actor and of a reference of its size ([paper] 6), each a third of forward and
-backward."""
+"""Time of the log-probs of the actor and of a reference of its size ([paper] 6), each a third of
+forward and backward."""
 
 # ---- rewards
 
 MATH_WORKERS = 32
 """[code] `world_size` of the math reward."""
 MATH_S = 277 / 0.72 * 0.05 * MATH_WORKERS / (PROMPTS * SAMPLES)
-"""Of one response: 5 % of the step of table 1, 0.6 s. Fitted on that cell."""
+"""Seconds per response: 5 % of the step of table 1, 0.6 s. Fitted on that cell."""
 SANDBOX_QUANTILES = (
     (0.0, 0.026),
     (0.01, 0.027),
@@ -126,14 +129,14 @@ SANDBOX_QUANTILES = (
 )
 """[code] `data/time_list.json`: seconds of the reference programs of 2,001 prompts."""
 LOOPING = 0.05
-"""[paper] 4.3: about 5 % run into the 30 s."""
+"""Share of programs that loop; [paper] 4.3: about 5 % run into the 30 s."""
 SANDBOX_WORKERS = MATH_WORKERS
 SANDBOX_TIMEOUT_S = 30.0
-"""The same again."""
+"""Timeout in seconds, also from [paper] 4.3."""
 JUDGE_GPUS = 0.25
-"""[paper] 4.3: share of the GPUs that a dedicated judge has."""
+"""Share of the GPUs that a dedicated judge has; [paper] 4.3."""
 JUDGE_UTILIZATION = 0.226
-"""[paper] figure 7b: of the arithmetic of its GPU."""
+"""Share of its GPU's arithmetic that a judge reaches; [paper] figure 7b."""
 
 TABLE_1 = {
     # shares of a step of veRL, 14B/16k: rollout, reward, training
@@ -153,11 +156,11 @@ TABLE_2: dict[str, dict[str, tuple[float, ...]]] = {
     },
     "32B/32k": {"tail": (2.21,), "reward": (2.48,), "planner": (2.52,), "trainer": (2.56,)},
 }
-"""Speed-ups over veRL, each with what is before it."""
+"""Speed-ups over veRL; each entry includes the techniques before it."""
 OVER_RLHFUSE = {"7B/8k": 1.14, "14B/16k": 1.68, "32B/32k": 2.24}
 
 FIGURE_10C = {"7B/8k": (106, 129), "14B/16k": (134, 302), "32B/32k": (261, 771)}
-"""Seconds of a step, short and long."""
+"""Seconds of a short and of a long step."""
 
 # ---- stream trainer, tables 3 and 4: 7B/8k, math, long rounds
 
@@ -177,7 +180,7 @@ FIGURE_6_SECONDS = {("short", 1): 1029, ("long", 1): 1172, ("short", 2): 768, ("
 UTILIZATION = 0.85
 """[code] `gpu_memory_utilization`."""
 FIGURE_12A_SPEEDUP = 1.9
-"""14B over 16 GPUs, cap from 8k to 32k by 2k a step, against tp 1."""
+"""Speed-up for 14B over 16 GPUs with the cap rising from 8k to 32k by 2k a step, against tp 1."""
 
 # ---- scaling, figure 14: 14B/16k
 

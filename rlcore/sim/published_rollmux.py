@@ -1,7 +1,8 @@
-"""What RollMux has published, to hold a simulation against; where each constant of ours is from.
+"""Published results of RollMux to compare simulations with, and the origin of each of our
+constants.
 
-[paper]: arXiv 2512.11306 and its OSDI version (Weave); [ours]: not
-published, a stand-in, chosen once and not to make a table agree, except where it says fitted.
+[paper]: arXiv 2512.11306 and its OSDI version (Weave). [ours]: not published, a stand-in chosen
+once and not to make a table agree, unless marked as fitted.
 """
 
 from dataclasses import dataclass
@@ -9,31 +10,32 @@ from dataclasses import dataclass
 # ---- pools
 
 H20, H800 = 8 * 1.85, 8 * 5.28
-"""[paper] of a node of eight for an hour, $."""
+"""Price in $ of a node of eight GPUs for an hour; [paper]."""
 NODE_GB = 1500.0
 """[ours] host memory of a node; [paper] 1 to 2 TB."""
 WARM_S = {"rollout": 1.9, "train": 5.9}
-"""[paper] OSDI: 0.9 to 1.9 and 4.1 to 5.9; the larger ones, as a promise needs."""
+"""Seconds of a warm start by pool; [paper] OSDI: 0.9 to 1.9 and 4.1 to 5.9. The larger values are
+used, as a guarantee needs."""
 COLD_S = {"v1": 80.0, "OSDI": 135.8}
-"""[paper] the most that a start without the state in host memory takes."""
+"""Maximum seconds of a start without the state in host memory; [paper]."""
 
 # ---- the nine profiles
 
 SHAPES = {"balanced": 1 / 2, "rollout-heavy": 3 / 4, "train-heavy": 1 / 3}
-"""[ours] rollout / (rollout + train), worst case. The names are [paper]'s, the durations are not
-published."""
+"""Share rollout / (rollout + train) in the worst case; [ours]. The names are [paper]'s, the
+durations are not published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a job. [ours]"""
+    """Size class of a job; [ours]."""
 
     seconds: tuple[float, float]
-    """Rollout and train together, uniform between."""
+    """Range of the seconds of rollout and train together, uniformly distributed."""
     nodes: tuple[int, ...]
-    """Of each pool, one of these."""
+    """Choices for the number of nodes in each pool."""
     gb: float
-    """Of host memory, on each node."""
+    """Host memory on each node."""
 
 
 SIZES = {
@@ -42,30 +44,30 @@ SIZES = {
     "L": Size((600, 1100), (2,), 490),  # [paper] a phase of 32B is up to 490 GB
 }
 SLO = (1.0, 2.0)
-"""[paper] uniform between."""
+"""Range of the SLO, uniformly distributed; [paper]."""
 MEAN_HOURS, SIGMA = 27.9, 1.0
-"""Of a job alone: the mean is [paper]'s; log-normal, and its width, [ours]."""
+"""Duration of a job alone: the mean is [paper]'s; the log-normal form and its width are [ours]."""
 
 # ---- traces
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Jobs that come and go."""
+    """Trace of jobs that arrive and leave."""
 
     jobs: int
     hours: float
-    """In which they come, Poisson. [ours]; the traces are not published."""
+    """Duration of the Poisson arrivals. [ours]; the traces are not published."""
     sizes: dict[str, float]
-    """Weights."""
+    """Weights of the size classes."""
 
 
 TRACE_200 = Trace(200, 336, {"S": 0.80, "M": 0.17, "L": 0.03})
-"""Two weeks. The sizes are fitted on what its jobs cost alone: 940 $/h / (200 x 27.9 h / 370 h) is
-62.3 $/h a job, 1.09 times that of 8 and 8 GPUs."""
+"""Trace of two weeks. The sizes are fitted on the cost of its jobs alone: 940 $/h / (200 x 27.9 h /
+370 h) is 62.3 $/h a job, 1.09 times that of 8 and 8 GPUs."""
 TRACE_300 = Trace(300, 580, {"S": 1.0, "M": 1.0, "L": 1.0})
 WINDOW_HOURS = 370
-"""[paper] 188.8 k$ at 510 $/h."""
+"""Hours of the measured window; [paper] 188.8 k$ at 510 $/h."""
 TRACE_200_TOLD = {
     "RollMux, $/h": 510,
     "solo, $/h": 940,
@@ -80,26 +82,27 @@ TRACE_200_TOLD = {
     "peak H20, solo": 328,
     "peak H800, solo": 328,
 }
-"""What it has of bubbles is read as the share of idle time that is gone."""
+"""Published results for that trace. Its reduction of bubbles is read as the share of idle time that
+is removed."""
 
 OVER_OPTIMUM = {"RollMux": (1.01, 1.12), "random": (1.72, 2.00), "greedy": (1.38, 1.89)}
-"""Bill against the optimum's, least and most of the workloads."""
+"""Ratio of the cost to the optimum's: minimum and maximum over the workloads."""
 SLO_KEPT = {"RollMux": (1.0, 1.0), "random": (0.37, 0.58), "greedy": (0.42, 0.61)}
 DECISION_MS = 591
-"""At 2,000 jobs."""
+"""Milliseconds of a decision at 2,000 jobs."""
 
 # ---- micro-benchmarks
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of a job of the micro-benchmarks."""
+    """Kind of job in the micro-benchmarks."""
 
     rollout_per_train: float
-    """[paper] 2.5 and 6 for D and E. A and C are not published: [ours], balanced and train-heavy
-    as in `SHAPES`."""
+    """Ratio of rollout to training time; [paper] 2.5 and 6 for D and E. A and C are not published:
+    [ours], balanced and train-heavy as in `SHAPES`."""
     nodes: int = 1
-    """Of each pool [paper]."""
+    """Number of nodes in each pool; [paper]."""
     train_scaling: float = 0.0
 
 
@@ -110,9 +113,9 @@ KINDS = {
     "E": Kind(6.0),
 }
 SOLO_S = 300.0
-"""[ours] of an iteration of each kind alone; [paper] a phase takes 50 to 900 s."""
+"""Seconds of an iteration of each kind alone; [ours]. [paper]: a phase takes 50 to 900 s."""
 MODEL, LENGTHS, PROMPTS, SAMPLES = "7B", "8k", 128, 8
-"""[ours] whose lengths make iterations differ: the generator of RollPacker's figure 11."""
+"""Workload that makes iterations differ: the generator of RollPacker's figure 11; [ours]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +126,10 @@ class Micro:
     pins: tuple[tuple[int, ...], ...]
     train: int
     over_solo: tuple[float, float]
-    """Cost efficiency, arXiv v1 and OSDI."""
+    """Cost efficiency relative to the jobs alone, in arXiv v1 and OSDI."""
     over_colocated: float
     price: float
-    """[ours] bills alone against that of the group: the most there is to gain."""
+    """Cost of the jobs alone against that of the group: the maximum possible gain; [ours]."""
 
 
 MICRO = {
@@ -135,16 +138,16 @@ MICRO = {
     "C+D+D": Micro("CDD", ((0, 1), (0,), (1,)), 2, (2.11, 1.99), 1.661, 2.0),
 }
 OVER_GAVEL = (1.43, 1.78)
-"""OSDI, least and most of the three."""
+"""Minimum and maximum of the three; OSDI."""
 SLOWDOWN = (1.016, 1.098)
-"""OSDI, of a job, least and most; v1: 1.05 to 1.09."""
+"""Minimum and maximum slowdown of a job; OSDI. v1: 1.05 to 1.09."""
 NAIVE_SLOWDOWN = (1.40, 1.64)
-"""Of two rollout-heavy jobs that share without turns."""
+"""Slowdown of two rollout-heavy jobs that share nodes without an order."""
 
 MIGRATION = (1.06, 1.28)
-"""Least and most gain; the most is 14B with 8k."""
+"""Minimum and maximum gain of migration; the maximum is 14B with 8k."""
 MIGRATION_MODELS = (("7B", "8k"), ("14B", "8k"), ("14B", "16k"), ("32B", "32k"))
-"""The second is [paper], the others [ours]."""
+"""Models and lengths of the migration results: the second is [paper], the others are [ours]."""
 COLD_LOSS = 0.45
-"""OSDI: of throughput, where states do not stay in host memory."""
+"""Loss of throughput if states do not stay in host memory; OSDI."""
 WARM_RATIO = {"v1": 48.0, "OSDI": 71.5}

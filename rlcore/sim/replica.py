@@ -1,9 +1,9 @@
-"""A virtual replica: continuous batching over a cost model, in virtual time.
+"""A virtual engine: continuous batching over a cost model, in virtual time.
 
-All running requests grow by one token a step, so between two events (an end, a full cache, an
-arrival) everything has a closed form: an event costs the heap's logarithm, however many tokens lie
-between. Where the cache is full the request that came last is preempted: it waits with its tokens
-and is prefilled again, as in the engines.
+All running requests grow by one token a step, so the state between two events has a closed form.
+Events are an end, a full KV cache and an arrival. An event costs the heap's logarithm, however many
+tokens are between. If the KV cache is full, the most recent request is preempted: it waits with its
+tokens and is prefilled again, as in real engines.
 """
 
 import heapq
@@ -17,51 +17,52 @@ from rlcore.sim.cost import Cost
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way."""
+    """A request in an engine."""
 
     id: RequestId
     prompt: int
     length: int
-    """Tokens that its response will have."""
+    """Final number of response tokens."""
     have: int = 0
     start: int = 0
-    """The step at which its first token of this stay is decoded."""
+    """Step at which its first token in this engine is decoded."""
     gone: bool = False
 
     def start_at(self, step: int) -> None:
-        """Begin a stay: its first token is decoded at this step."""
+        """Start decoding; the first token is decoded at this step."""
         self.start = step
 
     def leave(self, step: int) -> None:
-        """End its stay at this step, with the tokens that it has by then."""
+        """Stop decoding at this step, and keep the tokens decoded so far."""
         self.have += step - self.start
         self.gone = True
 
 
 class Span(NamedTuple):
-    """It has worked without a pause. A new one begins where twice or half as many are decoded."""
+    """Interval of uninterrupted work. A new one begins when the batch size crosses a power of
+    two."""
 
     start: float
     end: float
     running: int
-    """Requests, when it began."""
+    """Number of running requests at the start."""
 
 
 @dataclass(slots=True)
 class Replica:
-    """`now` is the virtual time up to which it has worked."""
+    """Virtual engine; `now` is the virtual time up to which it has been simulated."""
 
     cost: Cost
     max_running: int = 1 << 30
     now: float = 0.0
     decoded: int = 0
-    """Tokens of all requests."""
+    """Number of decoded tokens of all requests."""
     steps: int = 0
     prefilled: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    """When it has worked."""
+    """Intervals of work."""
     peak_context: float = 0.0
     _step: int = 0
     _context: float = 0.0
@@ -76,24 +77,24 @@ class Replica:
 
     @property
     def begun(self) -> list[RequestId]:
-        """Requests that have a token."""
+        """Requests that have at least one token."""
         ids = [job.id for job in self._running.values() if job.have or job.start < self._step]
         return ids + [job.id for job in self._waiting if job.have]
 
     # ---- requests
 
     def submit(self, jobs: list[Job], time: float) -> None:
-        """They arrive; those that fit start."""
+        """Add requests; start those that fit."""
         self.advance(time)
         self._waiting.extend(jobs)
         self._admit()
 
     def release(self, time: float) -> list[Job]:
-        """Let go of all requests; what they had comes back, to be prefilled elsewhere."""
+        """Remove and return all requests, to be prefilled elsewhere."""
         return self.abort([*self._running, *(job.id for job in self._waiting)], time)
 
     def abort(self, ids: list[RequestId], time: float) -> list[Job]:
-        """Stop them; what they had comes back."""
+        """Stop and return these requests, with their tokens so far."""
         self.advance(time)
         wanted, out = set(ids), []
         for id in ids:
@@ -110,19 +111,20 @@ class Replica:
     # ---- time
 
     def next_event(self) -> float | None:
-        """When the next request ends, or must wait for room; None where nothing runs."""
+        """Return the time at which the next request ends or the KV cache is full; None if nothing
+        runs."""
         steps = self._steps_ahead()
         if steps is None:
             return None
         return self.now + self.cost.decode_s(len(self._running), self._context, steps)
 
     def advance(self, time: float) -> None:
-        """Work until `time`, before the next event."""
+        """Work until `time`, which is before the next event."""
         if self._running and time > self.now:
             ahead = self._steps_ahead()
             steps = self.cost.steps_within(len(self._running), self._context, time - self.now)
             if ahead is not None and steps >= ahead:
-                steps = ahead - 1  # the event itself is `step_to_event`'s
+                steps = ahead - 1  # `step_to_event` handles the event itself
             seconds = self.cost.decode_s(len(self._running), self._context, steps)
             self._decode(steps)
             self._worked(seconds)
@@ -130,11 +132,11 @@ class Replica:
             self.now = time
 
     def stand_still(self, time: float) -> None:
-        """Do nothing until `time`, whatever it has."""
+        """Stay idle until `time`, even with requests."""
         self.now = max(self.now, time)
 
     def step_to_event(self) -> list[Job]:
-        """Work up to the next event; the requests that ended at it."""
+        """Work up to the next event and return the requests that end there."""
         ahead = self._steps_ahead()
         assert ahead is not None
         seconds = self.cost.decode_s(len(self._running), self._context, ahead)
@@ -155,11 +157,11 @@ class Replica:
         self._admit()
         return out
 
-    # ---- inside
+    # ---- internals
 
     @property
     def _next_context(self) -> float:
-        """After one more step."""
+        """Context tokens after one more step."""
         return self._context + len(self._running)
 
     def _worked(self, seconds: float) -> None:
@@ -209,7 +211,8 @@ class Replica:
         self._waiting.appendleft(again)
 
     def _admit(self) -> None:
-        """Start waiting requests, oldest first, while they and the next tokens have room."""
+        """Start waiting requests, oldest first, while they and the next tokens fit into the KV
+        cache."""
         prefill = 0
         while self._waiting and len(self._running) < self.max_running:
             job = self._waiting[0]

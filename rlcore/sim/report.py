@@ -1,4 +1,4 @@
-"""What a simulated run looks like: a table, a picture of the replicas over time, a trace."""
+"""Output of a simulated run: a table, a picture of the engines over time, a trace."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ SAYS = {
     "stream": "update while others decode",
 }
 MOST_ROWS = 64
-"""Replicas in a picture; of more, every so many-th."""
+"""Maximum number of engines in a picture; of more, every n-th is shown."""
 
 
 def table(arms: Mapping[str, Summary]) -> list[str]:
-    """Mean seconds of a step by phase, a line an arm; the first arm is what others are held
-    against."""
+    """Return a table of the mean seconds of a step by phase, one line per arm. Speed-ups are
+    relative to the first arm."""
     used = [p for p in PHASES if any(a.phases[p] >= 0.005 for a in arms.values())]
     width = max(12, *(len(name) + 2 for name in arms))
     head = f"{'seconds a step':{width}}" + "".join(f"{p:>10}" for p in used)
@@ -64,7 +64,8 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
 
 
 def gantt(arms: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
-    """A PNG: who does what over time. A panel an arm, all on one time axis; a row a replica."""
+    """Write a PNG of the activity over time, with one panel per arm on a common time axis and one
+    row per engine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,8 +111,8 @@ def gantt(arms: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
 
 
 def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """A PNG: published against simulated, a pair of bars a cell, hatched where a constant was
-    fitted on the cell."""
+    """Write a PNG of published against simulated values, two bars per cell. Cells on which a
+    constant was fitted are hatched."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,8 +149,8 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
 
 
 def flash(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """A PNG of ROLL Flash's tables, a panel for each that there is: speed-up by age, by GPUs,
-    samples a second by split, and published against simulated."""
+    """Write a PNG of ROLL Flash's tables with one panel for each given table: speed-up by alpha and
+    by GPUs, samples per second by split, and published against simulated."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -193,7 +194,7 @@ def flash(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def _bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Published and simulated ratios, hatched where a constant is fitted."""
+    """Draw published and simulated ratios, hatched if a constant is fitted."""
     rows = [r for r in rows if r["published"] is not None and r["published"] < 20]
     for at, r in enumerate(rows):
         hatch = "///" if r["fitted"] else None
@@ -213,7 +214,7 @@ def curves(
     is_log: bool = False,
     is_step: bool = False,
 ) -> None:
-    """A PNG: a line each, over one another; `is_step`: what holds until the next point."""
+    """Write a PNG with one curve per line. With `is_step`, a value holds until the next point."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -243,7 +244,8 @@ def curves(
 
 
 def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: float = 5) -> None:
-    """A PNG: who has which slot over time, a panel a group, the first iterations."""
+    """Write a PNG of the job that holds each slot over time, one panel per group, for the first
+    iterations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -258,7 +260,7 @@ def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: flo
         end = min(e[-1] / len(e) for e in trace.ends.values()) * iterations
         slots = sorted({s.slot for s in trace.spans}, key=lambda s: (s[0] != "r", s))
         tops, bottom = {}, 0.0
-        for slot in slots:  # a train node is one slot, a rollout node one for each GPU
+        for slot in slots:  # a train node is one slot, a rollout node has one per GPU
             tops[slot] = (bottom, 1.0 if slot[0] == "r" else 5.0)
             bottom += tops[slot][1]
         colours = dict(zip(trace.ends, palette, strict=False))
@@ -334,13 +336,14 @@ def _panel(axes: Any, steps: Sequence[Step], shown: int, seen: dict[str, None]) 
 
 
 def _strength(running: int, most: int) -> float:
-    """Of a colour: all of it where most requests are decoded, a quarter for a single one."""
+    """Return the opacity of a color by batch size: full for the largest batch, a quarter for one
+    request."""
     return 0.25 + 0.75 * math.log2(max(running, 1)) / max(math.log2(max(most, 1)), 1.0)
 
 
 def trace(arms: Mapping[str, Sequence[Step]], path: Path) -> None:
-    """A file for ui.perfetto.dev or chrome://tracing: a process an arm, a thread a replica, and one
-    for the phases of the whole."""
+    """Write a file for ui.perfetto.dev or chrome://tracing, with one process per arm, one thread
+    per engine, and one for the phases of the whole."""
     events: list[traces.Event] = []
     for pid, (name, steps) in enumerate(arms.items()):
         replicas = max(len(s.outcome.spans) for s in steps)

@@ -1,4 +1,4 @@
-"""Who scores responses, and how long that takes."""
+"""Simulated scorers of responses, and the time that they take."""
 
 import heapq
 import math
@@ -17,23 +17,23 @@ UNLIMITED = 1 << 30
 
 
 class Scorer(Protocol):
-    """Scores one response at a time, on any of its workers."""
+    """A scorer that handles one response at a time on each of its workers."""
 
     workers: int
 
     def seconds(self, request: Request, length: int) -> float:
-        """That a worker, which takes it up now, will need."""
+        """Return the seconds that a worker needs if it starts the response now."""
 
     def is_right(self, request: Request, length: int) -> bool:
-        """What comes of it."""
+        """Return whether the response is right."""
 
     def told(self, request: Request, seconds: float, is_right: bool) -> None:
-        """It is done."""
+        """Record a finished scoring."""
 
 
 @dataclass(slots=True)
 class Fixed:
-    """Always the same."""
+    """Scorer with a constant time."""
 
     each_s: float = 0.0
     workers: int = UNLIMITED
@@ -45,12 +45,12 @@ class Fixed:
         return bool(length % 2)
 
     def told(self, request: Request, seconds: float, is_right: bool) -> None:
-        """Nothing is learned."""
+        """Do nothing: the time is constant."""
 
 
 @dataclass(slots=True)
 class Judged:
-    """By a model: in proportion to what it reads."""
+    """Scorer by a judge model: the time depends on the tokens that it reads."""
 
     of_tokens: Callable[[int], float]
     workers: int
@@ -62,27 +62,27 @@ class Judged:
         return bool(length % 2)
 
     def told(self, request: Request, seconds: float, is_right: bool) -> None:
-        """Nothing is learned."""
+        """Do nothing: the time does not adapt."""
 
 
 @dataclass(slots=True)
 class Sandbox:
-    """Runs programs. A share of them never ends and costs the whole time-out; the others take what
-    their prompt's programs take, of which half are right."""
+    """Scorer that runs programs. A share of them loops and uses the whole timeout. The others take
+    their prompt's time, and half of them are right."""
 
     quantiles: Sequence[tuple[float, float]]
-    """(share of the prompts, seconds that their programs take at most), from 0 to 1."""
+    """Distribution of program times as (share of the prompts, maximum seconds), from 0 to 1."""
     looping: float
-    """Share of the responses that do not end."""
+    """Share of the responses whose program loops."""
     workers: int
     seed: int
     prompt_of: Callable[[Request], str]
     timeout: AdaptiveTimeout | None = None
-    """None: always `most_s`."""
+    """Adaptive timeout; None: always `most_s`."""
     most_s: float = published.SANDBOX_TIMEOUT_S
     right: float = 0.5
     timed_out_s: float = 0.0
-    """Worker seconds that went into programs that were stopped."""
+    """Worker seconds spent on programs that timed out."""
 
     def seconds(self, request: Request, length: int) -> float:
         prompt = self.prompt_of(request)
@@ -101,12 +101,13 @@ class Sandbox:
             self.timeout.scored(self.prompt_of(request), seconds, is_right)
 
     def _dice(self, request: Request) -> tuple[float, float]:
-        """Two numbers of its own."""
+        """Return two random numbers of the request."""
         bits = derive(self.seed, "program", request.id)
         return (bits >> 32) / 2**31, (bits & 0xFFFFFFFF) / 2**32
 
     def _own(self, prompt: str) -> float:
-        """Of a prompt: between the quantiles on a logarithmic scale."""
+        """Return the program time of a prompt, interpolated between the quantiles on a logarithmic
+        scale."""
         at = derive(self.seed, "prompt's program", prompt) / 2**63
         shares = [share for share, _ in self.quantiles]
         logs = [math.log(seconds) for _, seconds in self.quantiles]
@@ -115,13 +116,14 @@ class Sandbox:
 
 @dataclass(slots=True)
 class Pool:
-    """The workers of one scorer: first come, first served."""
+    """Workers of one scorer, first come, first served."""
 
     scorer: Scorer
     _free: list[float] = field(default_factory=list)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
-        """When its score is there, and the seconds that a worker will have spent on it."""
+        """Return the time at which the score is ready, and the seconds of worker time that it
+        takes."""
         if self.scorer.workers >= UNLIMITED:
             took = self.scorer.seconds(request, length)
             return now + took, took
@@ -133,13 +135,13 @@ class Pool:
         return start + took, took
 
     def clear(self) -> None:
-        """A round begins: nobody is at work."""
+        """Begin a round, with all workers free."""
         self._free.clear()
 
 
 class Rewards:
-    """Scorers by domain. `after`: all responses are scored when the tokens of a round are there, as
-    a program does that calls one phase after the other; else each as soon as it ends."""
+    """Scorers by domain. With `after`, all responses are scored at the end of the rollout, as in
+    programs that run the phases one by one. Otherwise each is scored as soon as it ends."""
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class Rewards:
         self.after = after
 
     def after_all(self) -> "Rewards":
-        """The same scorers, when the rollout is over, with a fixed time-out."""
+        """Return the same scorers, run at the end of the rollout with a fixed timeout."""
         scorers = {name: pool.scorer for name, pool in self._pools.items()}
         fixed = {
             name: replace(scorer, timeout=None)
@@ -163,13 +165,14 @@ class Rewards:
         return Rewards(scorers | fixed, self._domain_of, after=True)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
-        """When its score is there, and what it takes a worker."""
+        """Return the time at which the score is ready, and the seconds of worker time that it
+        takes."""
         if self.after:
             return now, 0.0
         return self._pools[self._domain_of(request)].done_at(now, request, length)
 
     def score(self, request: Request, length: int, seconds: float) -> float:
-        """Its score is there: 1 where it is right."""
+        """Return the score, 1 if the response is right, and record the scoring."""
         scorer = self._pools[self._domain_of(request)].scorer
         is_right = scorer.is_right(request, length)
         if not self.after:
@@ -177,7 +180,8 @@ class Rewards:
         return float(is_right)
 
     def all_at_once(self, responses: Sequence[tuple[Request, int]]) -> float:
-        """Seconds until the last of (request, length) has its score, in the order given."""
+        """Return the seconds until the last of these (request, length) is scored, in the given
+        order."""
         ends = [0.0]
         for request, length in responses:
             pool = self._pools[self._domain_of(request)]
@@ -188,6 +192,6 @@ class Rewards:
         return max(ends)
 
     def clear(self) -> None:
-        """A round begins."""
+        """Begin a round, with all workers free."""
         for pool in self._pools.values():
             pool.clear()

@@ -1,22 +1,24 @@
-"""RhymeRL simulated: drafts from history, and workers that take turns (arXiv:2508.18588).
+"""Simulation of RhymeRL: drafts from history, and workers that alternate between groups
+(arXiv:2508.18588).
 
-Decisions are the shipped ones (`sched/histopipe.py`); the window of drafts is the chain of the
-forest's rule, which a test holds against the forest itself. What a worker decodes has a closed form
-between two ends of responses.
+Decisions come from the shipped `sched/histopipe.py`. The draft window is the Markov chain of the
+forest's rule, which a test compares with the forest itself. The decoding of a worker has a closed
+form between two ends of responses.
 
-Assumed, as the paper does not say or we cannot measure:
+The following are assumptions, since the paper does not state them or we cannot measure them:
 
-  - lengths: the generator of `workload.py`, in which prompts differ more and a prompt's answers
-    less than in RollPacker's data: with that one 40 % of the prompts jump to a higher group (16 %
-    published for math, 28 % for code). Fitted to 20 %; how many answers migrate is not fitted;
-  - seconds: the data sheet of an H100 at 60 %, two GPUs a replica; caches hold everything;
-  - drafts: a token is right with probability .90, each by itself, where there is a draft, which is
-    at .75 of the positions. .90 gives the published acceptance (65 to 79 %), .75 is the low end of
-    the published share of tokens that come again;
+  - lengths: the generator of `workload.py`, with more variation between prompts and less within a
+    prompt than in RollPacker's data. With the original, 40 % of the prompts jump to a higher group
+    (16 % published for math, 28 % for code). Fitted to 20 %; the share of responses that migrate
+    is not fitted;
+  - seconds: the data sheet of an H100 at 60 %, two GPUs per engine; KV caches hold everything;
+  - drafts: .75 of the positions have a draft, and each drafted token is right with probability
+    .90, independently. .90 gives the published acceptance (65 to 79 %), .75 is the low end of the
+    published share of repeated tokens;
   - training: .13 of the baseline's step on all GPUs, as published (rollout is 84 to 91 %); in the
-    pipeline on GPUs of its own, as many as are best;
-  - an answer beyond its group's threshold goes on beside a group of a higher one in the same step,
-    in turn, after a prefill of what it has, and from the highest in the next step.
+    pipeline on separate GPUs, in the best number;
+  - migration: a response beyond its group's threshold continues with the higher groups of the same
+    step in rotation, after a prefill of its tokens; from the highest group, in the next step.
 """
 
 import math
@@ -39,26 +41,27 @@ AIMD_TABLE = (
     (0.95, 5.78, 0.80),
     (0.98, 8.8, 0.87),
 )
-"""Derived from the paper's AIMD: probability that a token is right, tokens of a forward, share
-accepted."""
+"""Values derived from the paper's AIMD: probability that a token is right, tokens per forward,
+share accepted."""
 ACCEPT = 0.90
 DRAFTED = 0.75
 ROLLOUT_SHARE = 0.87
 GPU_COUNT, TP, PROMPTS, SAMPLES = 32, 2, 256, 16
-"""The public recipe's: 32 H100, batch 256, 16 answers."""
+"""Settings of the public recipe: 32 H100, batch 256, 16 responses."""
 LENGTHS = {
     name: replace(GENERATORS[name], sp=0.9, sr=0.3, b=4.0, s=0.1, a=-9.0) for name in ("8k", "16k")
 }
 PUBLISHED = {"8k": 1.9}
-"""Mean over models and tasks against veRL. The headline, 2.6, is of a setting that is not said."""
+"""Published mean speed-up over veRL, over models and tasks. The headline, 2.6, is of an unspecified
+setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What drafts give in the long run, of one request and forward."""
+    """Long-run yield of drafts for one request in one forward."""
 
     tokens: float
-    """With the one that is sampled behind them."""
+    """Tokens per forward, including the one sampled after the draft."""
     drafted: float
 
     @property
@@ -69,9 +72,9 @@ class Window:
 
 @lru_cache(maxsize=4096)
 def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: int = 32) -> Window:
-    """The stationary state of the window: + `growth` when all is right, up to `most`, else back to
-    `start`; drafts are no longer than `cap`. `start` = `most`: fixed. Every token is right with
-    probability `accept`."""
+    """Return the stationary state of the draft window. It grows by `growth` up to `most` if the
+    whole draft is right, else it resets to `start`. Drafts have at most `cap` tokens. With `start`
+    = `most` the window is fixed. Every token is right with probability `accept`."""
     share, window, states = 1.0, start, []
     while True:
         length = min(window, cap)
@@ -88,18 +91,18 @@ def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: in
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An answer, or what is left of one."""
+    """A response, or the rest of one."""
 
     tokens: int
     context: int
-    """Before them: the prompt, and what another worker has decoded."""
+    """Context before these tokens: the prompt, and tokens decoded by another worker."""
     is_prefilled: bool = True
-    """False: it came from elsewhere."""
+    """Whether the context is in the KV cache; False if the response migrated."""
 
 
 def decode_s(cost: Cost, parts: Sequence[Part], accept: float) -> tuple[float, float]:
-    """Seconds of one replica for `parts` side by side, and tokens that drafts had right. `accept`
-    0: no drafts."""
+    """Return the seconds in which one engine decodes `parts` in one batch, and the number of tokens
+    from accepted drafts. `accept` 0: no drafts."""
     order = sorted(parts, key=lambda p: p.tokens)
     seconds = cost.prefill_s * sum(p.context for p in order if not p.is_prefilled)
     knee = cost.step_s / cost.sequence_s
@@ -127,7 +130,7 @@ def decode_s(cost: Cost, parts: Sequence[Part], accept: float) -> tuple[float, f
 
 
 def worker_s(cost: Cost, parts: Sequence[Part], replicas: int, accept: float) -> float:
-    """Of several replicas, over which parts are dealt out by length."""
+    """Return the seconds of several engines, over which the parts are distributed by length."""
     order = sorted(parts, key=lambda p: -p.tokens)
     return max(decode_s(cost, order[i::replicas], accept)[0] for i in range(replicas))
 
@@ -135,9 +138,9 @@ def worker_s(cost: Cost, parts: Sequence[Part], replicas: int, accept: float) ->
 def stability(
     workload: Workload, *, prompts: int, samples: int, epochs: int, seed: int
 ) -> dict[str, float]:
-    """Between two epochs of a workload: shares of the prompts that are in a higher one of 8 ranking
-    groups (`jump_up`), exactly one higher (`jump_one`), and of the answers that exceed the
-    threshold of their group (`migrated`)."""
+    """Return statistics between epochs of a workload. `jump_up` is the share of prompts that move
+    to a higher one of 8 ranking groups, `jump_one` the share that moves by exactly one. `migrated`
+    is the share of responses that exceed their group's threshold."""
     rows = range(prompts)
     lengths = [
         {row: workload.lengths(row, samples, seed * 1000 + e) for row in rows}
@@ -163,11 +166,11 @@ def stability(
 
 @dataclass(slots=True)
 class Pipeline:
-    """Rollout workers and a learner on GPUs of their own."""
+    """Rollout workers and a learner on separate GPUs."""
 
     cost: Cost
     replicas: int
-    """Of all workers together."""
+    """Number of engines of all workers together."""
     train_s: float
     accept: float
     migrates: bool
@@ -178,8 +181,8 @@ class Pipeline:
     def seconds(
         self, steps: Sequence[tuple[dict[int, list[int]], dict[int, list[int]]]], prompt: int
     ) -> float:
-        """Mean seconds of a step in the long run. A step is the answers of the epoch before and of
-        this one, by prompt."""
+        """Return the mean seconds of a step in the long run. A step has the responses of the
+        previous epoch and of this one, by prompt."""
         groups = min(histopipe.GROUPS, self.replicas)
         free, trained, ends = [0.0] * groups, [0.0, 0.0], []
         late: list[Part] = []
@@ -207,14 +210,15 @@ class Pipeline:
         prompt: int,
         groups: int,
     ) -> list[int]:
-        """Tier 2: a group's GPUs. They are its for the run, so the worker changes with the step."""
+        """Return the number of engines of each group (tier 2). The group keeps them for the run, so
+        the worker changes with the step."""
         equal = [
             self.replicas * (g + 1) // groups - self.replicas * g // groups for g in range(groups)
         ]
         if not self.tiered:
             return equal
         parts, _ = self._parts(ranked, before, before, prompt, [])
-        self.answers = self.migrated = 0  # these were the history's
+        self.answers = self.migrated = 0  # reset: these counted the history
 
         @cache
         def seconds(g: int, n: int) -> float:
@@ -230,7 +234,7 @@ class Pipeline:
         prompt: int,
         late: list[Part],
     ) -> tuple[list[list[Part]], list[Part]]:
-        """What every group decodes in a step, and what is left for the next one."""
+        """Return the parts that every group decodes in a step, and the rest for the next step."""
         groups = [[Part(n, prompt) for row in group for n in after[row]] for group in ranked]
         self.answers += sum(map(len, groups))
         if not self.migrates:
@@ -257,7 +261,8 @@ class Pipeline:
 def ablation(
     steps: int = 24, seed: int = 0, lengths: str = "8k", model: str = "14B"
 ) -> dict[str, Any]:
-    """Mean seconds of a step: a synchronous baseline, then one part of RhymeRL after the other."""
+    """Return the mean seconds of a step for a synchronous baseline and for RhymeRL's techniques,
+    added one by one."""
     cost = from_data_sheet(MODELS[model], GPUS["H100"], TP)
     workload = LENGTHS[lengths]
 
@@ -269,7 +274,7 @@ def ablation(
     prompt, replicas = workload.prompt_tokens, GPU_COUNT // TP
 
     def synchronous(accept: float) -> tuple[float, float]:
-        """Seconds of a rollout, and the share of the tokens that drafts had right."""
+        """Return the seconds of a rollout, and the share of tokens from accepted drafts."""
         times, right, tokens = [], 0.0, 0
         for _, after in data:
             parts = [[Part(n, prompt) for n in lengths] for lengths in after.values()]
@@ -325,7 +330,7 @@ def ablation(
 
 
 def report(steps: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Tables on the screen, and everything as plain data."""
+    """Print the tables and return all results as plain data."""
     say("AIMD 2, +2, 32: right   tokens (derived)   accepted (derived)")
     windows = []
     for accept, tokens, rate in AIMD_TABLE:

@@ -1,7 +1,7 @@
 """ROLL Flash's tables from the shipped controller and sample buffer: published against simulated.
 
-arXiv:2510.11345. What the paper leaves open stands as a constant here, with
-where it is from; cells that a constant is fitted on say so, and so do those that do not agree.
+arXiv:2510.11345. Settings that the paper leaves open are constants here, with their origin. Cells
+on which a constant is fitted are marked, and so are those that do not agree.
 """
 
 import math
@@ -26,21 +26,21 @@ from rlcore.sim.world import World
 from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16
-"""Of a step: the paper's rollout batch of 256 prompts; 16 responses each is ours."""
+"""Prompts and responses of a step: 256 is the paper's rollout batch; 16 responses each is ours."""
 MODEL, GPU, TP = MODELS["8B"], GPUS["H800"], 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Law:
-    """Lengths of a model's answers, for want of the paper's own."""
+    """Assumed response lengths of a model, since the paper's are not available."""
 
     generator: Generator
     max_running: int
-    """Requests of a replica at a time, so that its cache mostly holds them."""
+    """Maximum number of requests per engine, so that its KV cache usually holds them."""
     speed_up: float
-    """Published, of asynchronous over Sync-Naive on 128 GPUs."""
+    """Published speed-up of asynchronous training over Sync-Naive on 128 GPUs."""
     prompts: int = PROMPTS
-    """Of a step."""
+    """Number of prompts in a step."""
 
 
 def _around(middle: int) -> Generator:
@@ -52,23 +52,25 @@ LAWS = {
     "8k": Law(generator=_around(8000), max_running=32, speed_up=2.13),
     "RollPacker": Law(generator=GENERATORS["32k"], max_running=256, speed_up=2.24),
 }
-"""Tokens in the middle, of at most 32,768. 3k: a base model (published beside it: Qwen3-8B-Base),
-fitted on the speed-up of 16 + 24 GPUs; 8k: a model that thinks (Think), ours, not fitted. Both have
-a response in 20 in the tail. RollPacker: its 32k generator (workload.py), 800 in the middle, whose
-longest is more than 20 times that, as the paper says of its own."""
+"""Assumed lengths by name, with their median in tokens, of at most 32,768. 3k: a base model
+(published beside it: Qwen3-8B-Base), fitted on the speed-up of 16 + 24 GPUs. 8k: a thinking model
+(Think), ours, not fitted. Both have 1 in 20 responses in the tail. RollPacker: its 32k generator
+(workload.py) with median 800, whose longest response is more than 20 times that, as the paper says
+of its own."""
 
 SIZES = (16, 32, 64, 128)
-"""GPUs; speed-ups are published by number for the last alone."""
+"""Numbers of GPUs; speed-ups are published as numbers for the last only."""
 GROWTH = 7.6
-"""Published: throughput of asynchronous training over 8 times the GPUs; not said of which model."""
+"""Published growth of asynchronous throughput over 8 times the GPUs; the model is not stated."""
 SPLIT, SPLIT_SPEED_UP = (16, 24), 2.0
-"""Train and infer; about that over Sync-Naive on the same 40, not said of which model."""
+"""GPUs that train and that infer, and their approximate published speed-up over Sync-Naive on the
+same 40; the model is not stated."""
 ALPHAS = (0, 1, 2, 4, 8)
 SYNC_STEPS = 3
-"""Of Sync-Naive."""
+"""Number of simulated steps of Sync-Naive."""
 
 QUEUE_S = {"batch": 125, "queue": 58, "queue, 16 more": 37}
-"""8 prompts x 8 responses with dynamic filtering."""
+"""Published seconds for 8 prompts x 8 responses with dynamic filtering."""
 EXTRA = {"queue": 0, "queue, 16 more": 16}
 HARD = 0.05
 MIDDLE = Generator(
@@ -81,56 +83,60 @@ MIDDLE = Generator(
     b=20.0,
     s=0.0,
 )
-"""Lengths for `queue` and `replication`, fitted on the two ratios of the first: 2,000 tokens in the
-middle, and all responses of a prompt in 20 reach the limit of 8,192. With the limit, the data sheet
-of an 8B on an H800 also gives the seconds: 8,192 steps of 9 ms are 75 s, and every other response
-of that length beside it on the same worker costs 2.5 s. RollPacker's law, where only some responses
-of a prompt are long, gives none of the five ratios."""
+"""Lengths for `queue` and `replication`, fitted on the two ratios of the first: a median of 2,000
+tokens, and for 1 in 20 prompts all responses reach the limit of 8,192. With the limit, the data
+sheet of an 8B on an H800 also gives the seconds: 8,192 steps of 9 ms are 75 s. Every other response
+of that length on the same worker adds 2.5 s. RollPacker's law, in which only some responses of a
+prompt are long, reproduces none of the five ratios."""
 KEPT = 0.75
-"""Share of the prompts whose rewards differ, which the filter keeps; fitted as well."""
+"""Share of the prompts with different rewards, which the filter keeps; also fitted."""
 QUEUE_REPLICAS, QUEUE_ROUNDS = 8, 10
-"""Workers (ours), and how many such batches make one of `--rounds`."""
+"""Number of workers (ours), and number of such batches per `--rounds`."""
 
 REPLICATION_S = {(32, 16): (116, 89), (64, 16): (149, 81), (16, 32): (162, 83)}
-"""(prompts, responses): seconds with the responses of a prompt on one worker, and anywhere. The
-last is 16 x 64 in another source; a worker with 64 responses at the limit would need 250 s."""
+"""Published seconds by (prompts, responses): with the responses of a prompt on one worker, and on
+any. The last is 16 x 64 in another source; a worker with 64 responses at the limit would need 250
+s."""
 REPLICATION_REPLICAS = 16
-"""Ours."""
+"""Number of engines; ours."""
 
 EPISODES, TURNS, TURN_TOKENS = 256, 23, 50
 LATENCY_S = 10.0, 10.0
-"""Of a step of an environment, published: mean and deviation of a Gaussian, never below 0. The
-turns are fitted on the 892 s of the batch that steps together."""
+"""Published mean and standard deviation of an environment step's seconds: a Gaussian, cut at 0. The
+number of turns is fitted on the 892 s of the batch that steps together."""
 ENV_S = 892, 362
-"""Published seconds of a rollout: all environments step together, and each by itself."""
+"""Published seconds of a rollout: with all environments stepping together, and each
+independently."""
 AGENTIC = {"ALFWorld": (1.58, 2.72), "SWE": (1.23, 1.81)}
-"""Published speed-ups over all in turn: environments each by itself; that beside training."""
+"""Published speed-ups over the fully sequential version: with independent environments, and with
+training overlapped as well."""
 AGENTIC_GPUS, AGENTIC_INFER = 64, 4
-"""Ours: of all and of those that sample where they are not the same."""
+"""Number of GPUs in total, and of those that sample if training is separate; ours."""
 
 
 def cost() -> Cost:
-    """Of one replica, from the data sheet."""
+    """Return the data-sheet costs of one engine."""
     return from_data_sheet(MODEL, GPU, TP)
 
 
 def learner(gpus: int) -> tuple[Callable[[Sequence[int]], float], float]:
-    """Seconds of an update of samples of these lengths, and of a push."""
+    """Return a function from sample lengths to the seconds of an update, and the seconds of a
+    weight update."""
     training = training_from_data_sheet(MODEL, GPU, gpus)
     return lambda n: training.update_s(n) + training.logprobs_s(n), training.sync_s
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Seconds of a step."""
+    """Simulated seconds of a step with their bound."""
 
     seconds: float
     bound: float
-    """That Proposition 2 allows."""
+    """Upper bound by Proposition 2."""
 
     @property
     def facts(self) -> dict[str, object]:
-        """For a row."""
+        """Entries for a table row."""
         return {
             "seconds": round(self.seconds, 1),
             "bound_s": round(self.bound, 1),
@@ -139,9 +145,9 @@ class Found:
 
 
 def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
-    """Seconds of a step: all GPUs sample, then all train; states move to the host between. The
-    responses of a prompt are on one replica, and everything goes out at once: no proposition is on
-    that."""
+    """Return the seconds of a Sync-Naive step: all GPUs sample, then all train, and states move to
+    the host between. The responses of a prompt share one engine, and all requests start at once. No
+    proposition covers this case."""
     lengths, source = Lengths(law.generator, SAMPLES, seed), Source(SAMPLES)
     train_s, sync_s = learner(gpus)
     moved = training_from_data_sheet(MODEL, GPU, gpus).step_s
@@ -155,8 +161,8 @@ def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
 
 
 def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> Flow:
-    """Asynchronous training with so many GPUs for either; every request waits at the controller for
-    whoever is free first (queue scheduling), wherever that is (prompt replication)."""
+    """Return asynchronous training with `train` and `infer` GPUs. Requests wait at the controller
+    for the first engine with room (queue scheduling), on any engine (prompt replication)."""
     train_s, sync_s = learner(train)
     return Flow(
         [cost()] * infer,
@@ -172,7 +178,7 @@ def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> Flow:
 
 
 def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: int) -> Found:
-    """Of an update, past the first ones, which fill the buffer."""
+    """Return the mean seconds of an update, after the first ones, which fill the buffer."""
     made = flow(law, train, infer, alpha, seed)
     made.run(math.ceil(alpha) + 1)
     updates = made.run(steps)
@@ -183,8 +189,8 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
-    """GPUs that train by Proposition 2, beta* = E mu_t / (mu_g + E mu_t), in whole eighths of a
-    node's: mu are the seconds of one sample on one GPU."""
+    """Return the GPUs that train by Proposition 2, beta* = E mu_t / (mu_g + E mu_t), in multiples
+    of a sixteenth of all GPUs. mu are the seconds of one sample on one GPU."""
     source, lengths = Source(SAMPLES), Lengths(law.generator, SAMPLES, seed)
     out = World([cost()] * gpus, lengths, max_running=law.max_running).run(
         Round(work=source(law.prompts), stop=All())
@@ -200,27 +206,28 @@ def best_share(law: Law, gpus: int, seed: int) -> int:
 
 
 def bound_1(lengths: Sequence[int], workers: int, alpha: float) -> float:
-    """Seconds of a batch, N times mu_g / K + L_g / ((alpha + 1) N); a token takes a second."""
+    """Return the bound of Proposition 1 in seconds of a batch: N times mu_g / K + L_g / ((alpha +
+    1) N). A token takes a second."""
     batches = len(lengths) / (4 * workers)
     return sum(lengths) / batches / workers + max(lengths) / (alpha + 1)
 
 
 def bound_2(law: Law, lengths: Sequence[int], infer: int, alpha: float, trained: float) -> float:
-    """max(N E mu_t / (beta K), N mu_g / ((1 - beta) K) + L_g / (alpha + 1)), and a push; with
-    alpha 0 the two take turns, so it is their sum. A worker is a place in a replica's batch at full
-    load, so mu_g is of such a place. `trained`: seconds of training a step, the first of the two.
-    """
+    """Return the bound of Proposition 2: max(N E mu_t / (beta K), N mu_g / ((1 - beta) K) + L_g /
+    (alpha + 1)), plus a weight update. With alpha 0 the two phases alternate, so it is their sum. A
+    worker is a slot in an engine's batch at full load, and mu_g is the time of such a slot.
+    `trained` is the seconds of training in a step, the first of the two terms."""
     work, longest = _generation(law, lengths, infer)
     samples, mean = law.prompts * SAMPLES, sum(lengths) / len(lengths)
-    again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # caches are made anew
+    again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # KV caches are rebuilt
     generated = work + again + longest / (alpha + 1)
     sync_s = learner(1)[1]
     return (max(trained, generated) if alpha else trained + generated) + sync_s
 
 
 def _generation(law: Law, lengths: Sequence[int], infer: int) -> tuple[float, float]:
-    """Seconds of a step's samples over all places, and of the longest one in its place. A request
-    has half of its length behind it in the mean, and long ones are there for longer."""
+    """Return the seconds of a step's samples over all slots, and of the longest one in its slot. On
+    average, a request has half of its length decoded, and long ones are present for longer."""
     c, full = cost(), law.max_running
     total, samples = sum(lengths), law.prompts * SAMPLES
     behind = sum(n * n for n in lengths) / (2 * total)
@@ -238,7 +245,8 @@ def _holds(seconds: float, bound: float) -> bool:
 
 
 def broken(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Cells in which a proposition does not hold: the simulation or the bound is wrong."""
+    """Return the cells in which a proposition does not hold, so the simulation or the bound is
+    wrong."""
     return [str(r["cell"]) for r in rows if r.get("holds") is False]
 
 
@@ -246,7 +254,7 @@ def broken(rows: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def scaling(steps: int, seed: int) -> Made:
-    """Speed-up over Sync-Naive by GPUs, alpha 2."""
+    """Return the speed-up over Sync-Naive by number of GPUs, with alpha 2."""
     rows: list[Row] = []
     for name, law in list(LAWS.items())[:2]:
         speed = {}
@@ -267,7 +275,7 @@ def scaling(steps: int, seed: int) -> Made:
 
 
 def staleness(steps: int, seed: int) -> Made:
-    """16 + 24 GPUs: speed-up over Sync-Naive on 40 by alpha."""
+    """Return the speed-up of 16 + 24 GPUs over Sync-Naive on 40, by alpha."""
     rows: list[Row] = []
     for name, law in LAWS.items():
         naive = sync_naive(law, sum(SPLIT), SYNC_STEPS, seed)
@@ -285,7 +293,8 @@ def staleness(steps: int, seed: int) -> Made:
 
 
 def splits(steps: int, seed: int) -> Made:
-    """40 GPUs: samples a second for every split, alpha 2, and the one of Proposition 2."""
+    """Return the samples per second for every split of 40 GPUs with alpha 2, and the split of
+    Proposition 2."""
     rows: list[Row] = []
     notes = []
     for name, law in list(LAWS.items())[:1]:
@@ -301,8 +310,8 @@ def splits(steps: int, seed: int) -> Made:
 
 
 def propositions(steps: int, seed: int) -> Made:
-    """Propositions 1 and 2: seconds of a batch that are simulated, and the bounds, which must not
-    be below. For the first, 64 workers have one place each and training takes no time."""
+    """Return simulated seconds of a batch and the bounds of Propositions 1 and 2, which must not be
+    below. For the first, 64 workers have one slot each and training takes no time."""
     rows: list[Row] = []
     for alpha in ALPHAS:
         found, bound = list_scheduling(64, alpha, 4 * steps, seed)
@@ -320,8 +329,8 @@ def propositions(steps: int, seed: int) -> Made:
 
 
 def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[float, float]:
-    """Seconds of a batch of four samples a worker where only generation takes time, a second a
-    token, and Proposition 1's bound."""
+    """Return the seconds of a batch of four samples per worker, and Proposition 1's bound. Only
+    generation takes time, one second per token."""
     made = Flow(
         [Cost(step_s=1.0)] * workers,
         Lengths(GENERATORS["16k"], 1, seed),
@@ -340,7 +349,8 @@ def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[
 
 
 def queue(steps: int, seed: int) -> Made:
-    """8 x 8 with dynamic filtering: seconds until 8 groups are kept, against batches."""
+    """Return the seconds until 8 groups are kept, for 8 x 8 with dynamic filtering, relative to
+    batches."""
     arms = {
         "queue": (MIDDLE, Running),
         "a prompt only for one that is dropped": (MIDDLE, First),
@@ -377,8 +387,8 @@ def queue(steps: int, seed: int) -> Made:
 
 
 class Running(First):
-    """As in ROLL's scheduler: whenever a prompt ends, kept or dropped, another one starts, until
-    enough are kept."""
+    """Stop policy as in ROLL's scheduler: whenever a prompt ends, kept or dropped, another starts,
+    until enough are kept."""
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
         verdict = super().judge(groups, group)
@@ -395,7 +405,7 @@ def _keeps(group: str, seed: int, round_: int) -> bool:
 
 
 class _Filter(Rewards):
-    """Scores of a group are equal where the filter drops it."""
+    """Scores that are equal within a group if the filter drops it."""
 
     def __init__(self, seed: int, round_: int) -> None:
         super().__init__()
@@ -407,7 +417,8 @@ class _Filter(Rewards):
 
 
 def _in_batches(lengths: Lengths, seed: int, round_: int) -> float:
-    """Whole batches until 8 groups are kept: all responses of one are waited for."""
+    """Return the seconds of whole batches until 8 groups are kept; each batch waits for all
+    responses."""
     source, kept, seconds = Source(8, first=1000 * round_), 0, 0.0
     while kept < 8:
         work = source(8)
@@ -418,7 +429,7 @@ def _in_batches(lengths: Lengths, seed: int, round_: int) -> float:
 
 
 def _in_a_queue(lengths: Lengths, seed: int, round_: int, more: int, stop: type[First]) -> float:
-    """`more` prompts run besides the first 8."""
+    """Return the seconds of a round in which `more` prompts run in addition to the first 8."""
     source = Source(8, first=1000 * round_)
     work = source(8 + more)
     policy = stop({"s": 8}, {w.id: "s" for w in work}, lambda domain: _another(source))
@@ -431,7 +442,7 @@ def _another(source: Source) -> Work:
 
 
 def replication(steps: int, seed: int) -> Made:
-    """The responses of a prompt on one replica, against anywhere."""
+    """Compare the responses of a prompt on one engine with those on any engine."""
     rows: list[Row] = []
     for name, generator in (("", MIDDLE), ("; RollPacker's 16k lengths", GENERATORS["16k"])):
         for (prompts, samples), (one, anywhere) in REPLICATION_S.items():
@@ -461,8 +472,9 @@ def replication(steps: int, seed: int) -> Made:
 
 
 class Turns(Rewards):
-    """Seconds that an episode's environment takes in all its turns. Whoever waits for it holds no
-    place at the engine, so it does not matter that they are between the tokens."""
+    """Environment seconds of an episode over all its turns. A request that waits for its
+    environment holds no slot of the engine, so the position of the waits between the tokens does
+    not matter."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -475,7 +487,7 @@ class Turns(Rewards):
 
 
 def agentic(steps: int, seed: int) -> Made:
-    """Environments that step together or each by itself, and training beside that."""
+    """Compare environments that step together, independently, and with training overlapped."""
     together = sum(_together(derive(seed, "together", k)) for k in range(steps)) / steps
     engines, tokens = [cost()] * AGENTIC_GPUS, _fixed(TURNS * TURN_TOKENS)
     apart = 0.0
@@ -490,7 +502,7 @@ def agentic(steps: int, seed: int) -> Made:
     ]
     share = (AGENTIC_GPUS - AGENTIC_INFER) / AGENTIC_GPUS
     for name, (by_itself, beside) in AGENTIC.items():
-        # (together + t) / (apart + t) is what is published
+        # the published ratio is (together + t) / (apart + t)
         train = (together - by_itself * apart) / (by_itself - 1)
         made = Flow(
             [cost()] * AGENTIC_INFER,
@@ -522,7 +534,8 @@ def agentic(steps: int, seed: int) -> Made:
 
 
 def _together(seed: int) -> float:
-    """A turn of all episodes at a time: its tokens, then the slowest environment."""
+    """Return the seconds of episodes that step together: in each turn the tokens, then the slowest
+    environment."""
     dice = np.random.default_rng(seed)
     latency = np.maximum(dice.normal(*LATENCY_S, (TURNS, EPISODES)), 0).max(axis=1).sum()
     running = EPISODES // AGENTIC_GPUS

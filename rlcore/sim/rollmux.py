@@ -1,4 +1,4 @@
-"""RollMux's experiments from the shipped schedulers (`sched/cluster.py`, `sched/phase_mux.py`):
+"""RollMux's experiments with the shipped schedulers (`sched/cluster.py`, `sched/phase_mux.py`):
 published against simulated."""
 
 import random
@@ -27,18 +27,18 @@ POOLS = (
     Pool(price=told.H800, memory_gb=told.NODE_GB, switch_s=told.WARM_S[TRAIN]),
 )
 SLOTS = 8
-"""GPUs of a node."""
+"""Number of GPUs in a node."""
 KEEP, KEPT = 4, (1, 2, 4)
-"""Replicas of a node on which a tail may go on."""
+"""Number of engines of a node that a tail keeps: the default, and the choices."""
 
 
 @dataclass(slots=True)
 class Result:
-    """A table, and what its picture needs."""
+    """A table with the data for its plot."""
 
     made: Made
     lines: dict[str, list[tuple[float, float]]]
-    """By name: points."""
+    """Points of each curve, by name."""
     axes: tuple[str, str] = ("", "")
     is_log: bool = False
     happened: dict[str, Happened] | None = None
@@ -49,17 +49,19 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Of a rollout: when its last response and the tail's first are done, and what it had."""
+    """Lengths of one rollout: time of the last response, start of the tail, and number of
+    tokens."""
 
     seconds: float
     tail_s: float
     tokens: int
     moved_s: Mapping[int, float]
-    """By replicas that are kept: seconds of the rest there, its prefill included."""
+    """Seconds of the tail after it has moved, with its prefill, by number of kept engines."""
 
 
 def finish_times(lengths: Sequence[int], prompt: int, cost: Cost) -> list[float]:
-    """Of responses that one replica decodes side by side from the start on, rising."""
+    """Return the ascending finish times of responses that one engine decodes in one batch from the
+    start."""
     now, before, out = 0.0, 0, []
     for done, length in enumerate(sorted(lengths)):
         live = len(lengths) - done
@@ -71,7 +73,7 @@ def finish_times(lengths: Sequence[int], prompt: int, cost: Cost) -> list[float]
 
 @cache
 def rounds(model: Model, column: str, gpu: Gpu, tp: int, count: int, seed: int) -> list[Round]:
-    """`count` rollouts on a node of eight GPUs; prompts in epoch order."""
+    """Return `count` rollouts on a node of eight GPUs, with prompts in epoch order."""
     cost = from_data_sheet(model, gpu, tp)
     generator = GENERATORS[column]
     replicas = SLOTS // tp
@@ -95,8 +97,9 @@ def rounds(model: Model, column: str, gpu: Gpu, tp: int, count: int, seed: int) 
 
 
 def _moved_s(lengths: Sequence[int], prompt: int, cost: Cost, kept: int, replicas: int) -> float:
-    """The longest fifth, from the length on at which the others are done, over `kept` replicas;
-    what was on others is prefilled first."""
+    """Return the seconds of the moved tail on `kept` engines. The tail is the longest fifth of the
+    responses, from the time at which the others are done. Requests from other engines are prefilled
+    first."""
     at = int(TAIL * len(lengths))
     done = lengths[at]
     left = [length - done for length in lengths[at:]]
@@ -106,7 +109,8 @@ def _moved_s(lengths: Sequence[int], prompt: int, cost: Cost, kept: int, replica
 
 
 def batch_share(model: Model, column: str, gpu: Gpu, tp: int) -> float:
-    """Of the time of a decode step at the start of a rollout, what grows with the batch."""
+    """Return the share of a decode step's time that grows with the batch, at the start of a
+    rollout."""
     cost = from_data_sheet(model, gpu, tp)
     size = told.PROMPTS * told.SAMPLES * tp // SLOTS
     step = cost.decode_s(size, size * GENERATORS[column].prompt_tokens, 1)
@@ -117,7 +121,8 @@ def batch_share(model: Model, column: str, gpu: Gpu, tp: int) -> float:
 
 
 def iterations_of(kind: told.Kind, shapes: Sequence[Round], train: int) -> list[Iteration]:
-    """The rounds' form, scaled to the mean durations of a kind; trained on `train` nodes."""
+    """Return iterations with the shape of the rounds, scaled to the mean durations of a kind and
+    trained on `train` nodes."""
     mean_s = statistics.fmean(r.seconds for r in shapes)
     mean_tokens = statistics.fmean(r.tokens for r in shapes)
     train_s = told.SOLO_S / (1 + kind.rollout_per_train)
@@ -137,7 +142,7 @@ def iterations_of(kind: told.Kind, shapes: Sequence[Round], train: int) -> list[
 def _group(
     micro: told.Micro, count: int, seed: int, *, migrates: bool
 ) -> tuple[list[VirtualJob], list[Sequence[Iteration]]]:
-    """The jobs of a group, and what each takes alone."""
+    """Return the jobs of a group, and the iterations of each job alone."""
     model, gpu = MODELS[told.MODEL], GPUS["H20"]
     jobs: list[VirtualJob] = []
     alone: list[Sequence[Iteration]] = []
@@ -164,7 +169,7 @@ def _cycled(its: Sequence[Iteration]) -> Callable[[int], Iteration]:
 
 
 def micro(count: int, seed: int) -> Result:
-    """Three groups on the nodes that the paper gives them."""
+    """Simulate three groups on the nodes that the paper gives them."""
     rows: list[Row] = []
     happened = {}
     slow: list[float] = []
@@ -214,7 +219,8 @@ def micro(count: int, seed: int) -> Result:
 
 
 def colocated_gain(one: told.Micro, where: str) -> float:
-    """Cost efficiency over the jobs alone on two pools, where each has nodes of one kind."""
+    """Return the cost efficiency of colocated jobs on nodes of one kind, relative to the jobs alone
+    on two pools."""
     price = {"H800": told.H800, "H20": told.H20}[where]
     faster = colocated_rollout(where)
     slower = GPUS["H800"].tflops / GPUS[where].tflops
@@ -230,7 +236,7 @@ def colocated_gain(one: told.Micro, where: str) -> float:
 
 @cache
 def colocated_rollout(where: str) -> float:
-    """Seconds of a rollout there against H20, by the data sheets."""
+    """Return the rollout time on this GPU relative to H20, from the data sheets."""
     model = MODELS[told.MODEL]
     seconds = [
         statistics.fmean(r.seconds for r in rounds(model, told.LENGTHS, GPUS[gpu], 1, 3, 0))
@@ -246,7 +252,7 @@ def _bubbles(
     jobs: Sequence[VirtualJob],
     alone: Sequence[Sequence[Iteration]],
 ) -> list[Row]:
-    """Share of the time in which nodes have nothing to do, alone and in the group."""
+    """Return the share of the time in which nodes are idle, alone and in the group."""
     end = min(e[-1] for e in trace.ends.values())
     rows = []
     for pool, took in ((ROLLOUT, "rollout_s"), (TRAIN, "train_s")):
@@ -267,7 +273,7 @@ def _bubbles(
 
 
 def migration(count: int, seed: int) -> Result:
-    """Two rollout-heavy jobs on one rollout node, with and without moving tails."""
+    """Simulate two rollout-heavy jobs on one rollout node, with and without migration of tails."""
     rows: list[Row] = []
     gains: dict[tuple[str, str], float] = {}
     for name, column in told.MIGRATION_MODELS:
@@ -294,8 +300,8 @@ def migration(count: int, seed: int) -> Result:
 
 
 def _shared(shapes: Sequence[Sequence[Round]], share: float, tp: int, kept: int) -> float:
-    """Seconds of an iteration of two rollout-heavy jobs on one rollout node; tails go on on `kept`
-    replicas, 0: where they are."""
+    """Return the seconds of an iteration of two rollout-heavy jobs on one rollout node. Tails
+    continue on `kept` engines; 0: they do not move."""
     jobs = []
     for n, mine in enumerate(shapes):
         mean_train = statistics.fmean(r.seconds for r in mine) / KINDS["D"].rollout_per_train
@@ -321,7 +327,7 @@ def _shared(shapes: Sequence[Sequence[Round]], share: float, tp: int, kept: int)
 
 
 def switches(count: int, seed: int) -> Result:
-    """States in host memory against states that are loaded again."""
+    """Compare states kept in host memory with states that are loaded again."""
     rows = [row("start, cold / warm (v1)", told.WARM_RATIO["v1"], told.COLD_S["v1"] / 1.7)]
     rows.append(
         row("start, cold / warm (OSDI)", told.WARM_RATIO["OSDI"], told.COLD_S["OSDI"] / 1.9)
@@ -345,7 +351,8 @@ def switches(count: int, seed: int) -> Result:
 
 
 def _colocated(arrivals: Sequence[mux_trace.Arrival]) -> list[mux_trace.Arrival]:
-    """Every job alone on its train nodes; it takes longer or shorter by its rollouts."""
+    """Return the jobs as colocated on their train nodes; their durations change with their
+    rollouts."""
     faster = colocated_rollout("H800")
     out = []
     for a in arrivals:
@@ -373,7 +380,7 @@ def _lines(arms: Mapping[str, mux_trace.Outcome]) -> dict[str, list[tuple[float,
 
 
 def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.Outcome]]) -> list[Row]:
-    """What is not published, of every arm."""
+    """Return unpublished results of every arm."""
     facts: dict[str, Callable[[mux_trace.Outcome, mux_trace.Outcome], float]] = {
         "$/h of the time until the last job is done": lambda o, ours: o.per_hour,
         "bill / RollMux's": lambda o, ours: o.bill / ours.bill,
@@ -394,7 +401,7 @@ def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.Outcome]]) -> lis
 
 _Of = Callable[[mux_trace.Outcome, mux_trace.Outcome, mux_trace.Outcome], float]
 FACTS_200: dict[str, _Of] = {
-    # of RollMux, solo, colocated
+    # arguments: RollMux, solo, colocated
     "RollMux, $/h": lambda m, s, c: m.bill / told.WINDOW_HOURS,
     "solo, $/h": lambda m, s, c: s.bill / told.WINDOW_HOURS,
     "colocated, $/h": lambda m, s, c: c.bill / told.WINDOW_HOURS,
@@ -412,7 +419,7 @@ OF_OTHERS = ("solo, $/h", "colocated, $/h", "peak H20, solo", "peak H800, solo")
 
 
 def trace200(count: int, seed: int) -> Result:
-    """Two hundred jobs in two weeks; means over `count` traces."""
+    """Simulate two hundred jobs in two weeks; means over `count` traces."""
     runs = []
     for n in range(count):
         runs.append(_arms(draw_trace(told.TRACE_200, derive(seed, n)), derive(seed, n)))
@@ -440,7 +447,7 @@ def trace200(count: int, seed: int) -> Result:
 
 
 def trace300(count: int, seed: int) -> Result:
-    """Three hundred jobs in 580 hours; nine profiles and their mix."""
+    """Simulate three hundred jobs in 580 hours, for nine profiles and their mix."""
     rows: list[Row] = []
     lines = {}
     for name, sizes in (("S", {"S": 1.0}), ("M", {"M": 1.0}), ("L", {"L": 1.0}), ("mixed", None)):
@@ -466,7 +473,7 @@ def trace300(count: int, seed: int) -> Result:
 
 
 def slo(count: int, seed: int) -> Result:
-    """How tight the promises are, against the bill."""
+    """Simulate the cost by the tightness of the SLO."""
     arrivals = draw_trace(told.TRACE_200, seed)
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {"RollMux": [], "with moves": []}
@@ -486,7 +493,7 @@ def slo(count: int, seed: int) -> Result:
 
 
 def group_size(count: int, seed: int) -> Result:
-    """At most so many jobs in a group."""
+    """Simulate the cost by the maximum number of jobs in a group."""
     arrivals = draw_trace(told.TRACE_200, seed)
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {"RollMux": []}
@@ -505,7 +512,8 @@ PER_INSTANCE = 12
 
 
 def against_optimum(count: int, seed: int) -> Result:
-    """`count` instances of twelve jobs for every profile and their mix."""
+    """Compare with the optimum on `count` instances of twelve jobs, for every profile and their
+    mix."""
     rows: list[Row] = []
     workloads = {f"{shape} {size}": ([shape], [size]) for shape in SHAPES for size in SIZES}
     workloads["mixed"] = (list(SHAPES), list(SIZES))
@@ -570,7 +578,7 @@ SIZES_OF_CLUSTERS = (100, 200, 500, 1000, 2000, 5000, 10_000)
 
 
 def decisions(count: int, seed: int) -> Result:
-    """Processor time of an admission into a cluster that has so many jobs."""
+    """Measure the processor time of an admission by the number of jobs in the cluster."""
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {}
     dice = random.Random(seed)
@@ -605,7 +613,7 @@ def decisions(count: int, seed: int) -> Result:
 
 
 EXPERIMENTS: dict[str, tuple[Callable[[int, int], Result], int]] = {
-    # what makes it, how many rounds (instances, decisions) without --rounds
+    # function, and number of rounds (instances, decisions) without --rounds
     "micro": (micro, 100),
     "migration": (migration, 60),
     "switches": (switches, 60),

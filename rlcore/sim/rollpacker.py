@@ -23,7 +23,7 @@ H800 = GPUS["H800"]
 
 
 def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: int) -> Plan:
-    """One cell: nothing but decoding, whose steps all take the same time."""
+    """Return the plan of one cell: decoding only, with a constant step time."""
     at = published.FIGURE_11[column]
     cost = Cost(step_s=at.step_s)
     return Plan(
@@ -43,7 +43,7 @@ def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: 
 
 
 def figure_11(count: int, seed: int, data: Path) -> Made:
-    """A row per cell: ratio of the mean seconds of a round to those of the baseline."""
+    """Return a row per cell: the mean seconds of a round relative to the baseline."""
     rows, notes = [], []
     for column, at in published.FIGURE_11.items():
         seconds = {}
@@ -75,7 +75,8 @@ def figure_11(count: int, seed: int, data: Path) -> Made:
 
 
 def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> Training:
-    """As published for 14B/16k, in proportion for others (`published.TRAINING_S`)."""
+    """Return the training cost as published for 14B/16k, scaled for others
+    (`published.TRAINING_S`)."""
     model = MODELS[system.model]
     scale = model.parameters / MODELS["14B"].parameters
     scale *= GENERATORS[system.column].cap / GENERATORS["16k"].cap
@@ -89,7 +90,7 @@ def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> Traini
 
 
 def costs_of(system: System, other_bytes: float = 0.0) -> Callable[[int], Cost]:
-    """The data sheet's, with the fitted step at the published size."""
+    """Return the data-sheet costs, with the fitted step time at the published size."""
     model = MODELS[system.model]
     sheet = from_data_sheet(model, H800, system.tp)
 
@@ -103,7 +104,7 @@ def costs_of(system: System, other_bytes: float = 0.0) -> Callable[[int], Cost]:
 
 
 def plan_of(name: str, system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0) -> Plan:
-    """veRL: everything is waited for; then all is scored; then trained."""
+    """Return the plan of veRL: wait for all responses, then score all, then train."""
     gpus = gpus or system.gpus
     made = partial(rewards, "mix", H800, "dedicated", gpus, seed)
     return Plan(
@@ -122,8 +123,8 @@ def plan_of(name: str, system: System, seed: int, *, prompts: int = PROMPTS, gpu
 
 
 def ladder(system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0) -> dict[str, Plan]:
-    """veRL, what table 2 adds to it one after the other, and RLHFuse as the paper strengthened
-    it."""
+    """Return plans for veRL, the techniques of table 2 added one by one, and RLHFuse as the paper
+    strengthened it."""
     verl = plan_of("veRL", system, seed, prompts=prompts, gpus=gpus)
     tail = replace(verl, name="tail", schedule="tail_batching")
     judge = judge_bytes(MODELS["7B"], streamed=True)
@@ -152,7 +153,7 @@ def _run(plans: Mapping[str, Plan], count: int) -> dict[str, Summary]:
 
 
 def table_1(count: int, seed: int, data: Path) -> Made:
-    """Shares of a step of veRL."""
+    """Return the shares of a step of veRL."""
     rows = []
     system = published.SYSTEMS["14B/16k"]
     for task, told in published.TABLE_1.items():
@@ -173,7 +174,7 @@ def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
 
 
 def table_2(count: int, seed: int, data: Path) -> Made:
-    """Speed-ups over veRL; both versions where two were published."""
+    """Return speed-ups over veRL, with two rows where two versions were published."""
     rows = []
     for name, system in published.SYSTEMS.items():
         arms = ladder(system, seed)
@@ -209,12 +210,12 @@ def table_2(count: int, seed: int, data: Path) -> Made:
 
 
 def figure_10c(count: int, seed: int, data: Path) -> Made:
-    """Seconds of a short and of a long step of the whole system."""
+    """Return the seconds of a short and of a long step of the whole system."""
     rows = []
     for name, system in published.SYSTEMS.items():
         whole = ladder(system, seed)["trainer"]
         for what, plan in (("", whole), (", tp fixed", replace(whole, max_tp=0))):
-            steps = list(Run(plan).steps(max(count, 5)))  # one is long
+            steps = list(Run(plan).steps(max(count, 5)))  # at least one of them is long
             for kind, told in zip(("short", "long"), published.FIGURE_10C[name], strict=True):
                 found = summarize([s for s in steps if s.kind == kind])
                 rows.append(
@@ -242,7 +243,7 @@ def figure_10c(count: int, seed: int, data: Path) -> Made:
 
 
 def stream(count: int, seed: int, data: Path) -> Made:
-    """Tables 3 and 4: 7B/8k, math, means over long rounds."""
+    """Return tables 3 and 4: 7B/8k, math, means over long rounds."""
     system = published.SYSTEMS["7B/8k"]
     math = partial(rewards, "math", H800, "dedicated", system.gpus, seed)
     rest = published.STREAM_S["none"] - published.FIGURE_11["8k"].baseline_s
@@ -289,7 +290,8 @@ def stream(count: int, seed: int, data: Path) -> Made:
 
 
 def planner(count: int, seed: int, data: Path) -> Made:
-    """Figures 6 and 12a: preemptions and rollout seconds by TP, and a TP that follows them."""
+    """Return figures 6 and 12a: preemptions and rollout seconds by TP, and the planner's choice of
+    TP."""
     path = data / "lengths" / "epochs_long.jsonl.gz"
     lengths, said = read_lengths(path)
     rows = []
@@ -364,7 +366,7 @@ def _planner_plan(model: str, gpus: int, tp: int, lengths: Workload, seed: int) 
 
 
 def _figure_12a(lengths: Recorded, seed: int) -> Row:
-    """The cap grows from 8k to 32k; the planner against TP 1."""
+    """Return the planner's speed-up over TP 1 while the cap grows from 8k to 32k."""
     seconds: dict[str, list[float]] = {}
     sizes: list[int] = []
     for name, top in (("fixed", 0), ("planner", H800.per_node)):
@@ -390,7 +392,7 @@ def _figure_12a(lengths: Recorded, seed: int) -> Row:
 
 @dataclass(slots=True)
 class Growing:
-    """Lengths under a cap that is moved."""
+    """Recorded lengths under a cap that can be raised."""
 
     of: Recorded
     cap: int
@@ -400,7 +402,7 @@ class Growing:
         return self.of.prompt_tokens
 
     def raise_cap(self, cap: int) -> None:
-        """Let responses be longer from now on."""
+        """Raise the cap for the following rounds."""
         self.cap = cap
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
@@ -411,7 +413,7 @@ class Growing:
 
 
 def scaling(count: int, seed: int, data: Path) -> Made:
-    """Figure 14: samples a second of 14B/16k, against veRL over 32 GPUs."""
+    """Return figure 14: samples per second of 14B/16k, relative to veRL on 32 GPUs."""
     system = published.SYSTEMS["14B/16k"]
     rows: list[Row] = []
     first: dict[str, float] = {}

@@ -1,5 +1,5 @@
-"""Samples a second of every split of a cluster into GPUs that train and GPUs that sample, and what
-the planner (`sched/balance.py`) proposes: `python -m rlcore sim splits`."""
+"""Throughput of every split of a cluster into GPUs that train and GPUs that sample, and the split
+that the planner (`sched/balance.py`) proposes: `python -m rlcore sim splits`."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def rates(plan: Plan) -> Rates:
-    """What the planner is to know of a step: lengths drawn once, and the costs of one engine."""
+    """Return the rates of a step for the planner, from one draw of lengths and the costs of one
+    engine."""
     w, n = plan.workload, plan.num_prompts
     lengths = [x for row in range(n) for x in w.lengths(row, plan.num_samples, plan.seed)]
     cost, alone, mean = plan.costs(plan.tp), over(plan, 1), sum(lengths) / len(lengths)
@@ -35,7 +36,7 @@ def rates(plan: Plan) -> Rates:
 
 
 def over(plan: Plan, gpus: int) -> Training:
-    """The plan's training, over so many GPUs."""
+    """Return the plan's training cost over `gpus` GPUs."""
     t, factor = plan.training, plan.gpus / gpus
     return replace(
         t,
@@ -46,8 +47,8 @@ def over(plan: Plan, gpus: int) -> Training:
 
 
 def table(plan: Plan, alpha: float, steps: int) -> Made:
-    """Some fifteen splits, whole engines each. `steps`: updates of each, past those that fill the
-    buffer."""
+    """Return a table of about fifteen splits into whole engines. `steps` is the number of updates
+    simulated for each, after those that fill the buffer."""
     sizes = range(plan.tp, plan.gpus, plan.tp)
     sizes = sizes[:: max(1, len(sizes) // 15)]
     if not sizes:

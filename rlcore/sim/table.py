@@ -1,4 +1,4 @@
-"""Published against simulated: the rows that every experiment gives."""
+"""Tables of published against simulated values, used by every experiment."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A table."""
+    """A table of cells with notes."""
 
     title: str
     rows: list[Row]
@@ -17,7 +17,8 @@ class Made:
 def row(
     cell: str, published: float | None, simulated: float, *, fitted: bool = False, **more: object
 ) -> Row:
-    """A cell, its error as a difference; `published` None: nobody has said."""
+    """Return a cell with its error as a difference; `published` is None if there is no published
+    value."""
     return {
         "cell": cell,
         "published": None if published is None else round(published, 3),
@@ -29,7 +30,7 @@ def row(
 
 
 def show(made: Made) -> list[str]:
-    """A line a cell."""
+    """Return the table as lines of text, one per cell."""
     width = max(30, *(len(str(r["cell"])) + 2 for r in made.rows))
     lines = [made.title, "", f"{'cell':{width}}{'published':>11}{'simulated':>11}{'error':>10}"]
     for r in made.rows:

@@ -1,4 +1,4 @@
-"""A plan from what a user says of a cluster (`python -m rlcore sim run`)."""
+"""A simulation plan from the options of `python -m rlcore sim run`."""
 
 import argparse
 import json
@@ -30,10 +30,10 @@ BASELINES = ("verl", "rlhfuse", "none")
 
 
 def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
-    """What the options of `sim run` say, and sentences about where its numbers are from.
+    """Return the plan for the options of `sim run`, and sentences on the origin of its numbers.
 
     Raises:
-        ConfigError: an option that makes no cluster; the sentence names it.
+        ConfigError: an option is invalid for the cluster; the error names it.
     """
     gpu, model = _gpu(a.gpu), read_model(a.model)
     workload, said = _workload(a)
@@ -118,13 +118,14 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
 def _measured(
     layouts: Mapping[int, profile.Layout],
 ) -> tuple[Callable[[int], Cost], Callable[[int], float]]:
-    """Costs of a size, and what it takes to have engines of it."""
+    """Return functions from `tp` to the measured costs and to the seconds to start engines of that
+    size."""
     return lambda tp: layouts[tp].cost, lambda tp: layouts[tp].start_s
 
 
 def baseline(ours: Plan, name: str) -> Plan:
-    """`verl`: every response is waited for, then all are scored, then trained. `rlhfuse`: rewards
-    and log-probs are computed beside the tail of the rollout."""
+    """Return a baseline of the plan. `verl`: wait for every response, then score all, then train.
+    `rlhfuse`: compute rewards and log-probs during the tail of the rollout."""
     plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
     if name == "rlhfuse":
         return replace(plain, overlap_logprobs=True)
@@ -132,7 +133,7 @@ def baseline(ours: Plan, name: str) -> Plan:
 
 
 def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf) -> Rewards:
-    """Scorers of a run."""
+    """Make the scorers of a run."""
     math: Scorer = Fixed(published.MATH_S, published.MATH_WORKERS)
     code: Scorer = Sandbox(
         quantiles=published.SANDBOX_QUANTILES,
@@ -171,7 +172,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def read_model(name: str) -> Model:
-    """By name, or from a Hugging Face config.json."""
+    """Return a model by name, or from a Hugging Face config.json."""
     found = {m.lower(): model for m, model in MODELS.items()}
     if name.lower() in found:
         return found[name.lower()]

@@ -1,4 +1,5 @@
-"""How long responses are. A prompt keeps its character: the long ones are long again."""
+"""Response lengths of a workload. Each prompt has its own distribution: a long one stays long in
+later rounds."""
 
 import math
 import random
@@ -14,11 +15,11 @@ from rlcore.utils.seed import derive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
-    """Ours, for published lengths: a log-normal body, and with a prompt's own probability a tail up
-    to the cap.
+    """Generator fitted by us to published lengths: a log-normal body and, with a probability per
+    prompt, a tail up to the cap.
 
-    z, e ~ N(0, 1) per prompt    q = sigmoid(a + b z + s e)
-    body = exp(mu + sp z + sr e')    tail = exp(log cap + pt (0.3 - |e''|))
+        z, e ~ N(0, 1) per prompt    q = sigmoid(a + b z + s e)
+        body = exp(mu + sp z + sr e')    tail = exp(log cap + pt (0.3 - |e''|))
     """
 
     cap: int
@@ -31,10 +32,11 @@ class Generator:
     s: float
     prompt_tokens: int = 300
     seed: int = 0
-    """Of the data set: which prompts there are."""
+    """Seed of the data set, which determines the prompts."""
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Of `count` responses to the prompt of `row`; `seed` tells rounds apart."""
+        """Return the lengths of `count` responses to the prompt of `row`; `seed` differs between
+        rounds."""
         z, e = _characters(self.seed, row // BLOCK)[row % BLOCK]
         q = 1 / (1 + math.exp(-(self.a + self.b * z + self.s * e)))
         dice = np.random.default_rng(derive(seed, "lengths", row))
@@ -55,7 +57,7 @@ BLOCK = 1024
 
 @lru_cache(maxsize=4096)
 def _characters(seed: int, block: int) -> list[list[float]]:
-    """(z, e) of prompts."""
+    """Return (z, e) of each prompt in a block."""
     dice = np.random.default_rng(derive(seed, "prompts", block))
     return dice.standard_normal((BLOCK, 2)).tolist()
 
@@ -66,13 +68,13 @@ GENERATORS: Mapping[str, Generator] = {
     "16k": _16K,
     "32k": Generator(cap=32_768, mu=6.709, sp=0.005, sr=0.674, pt=1.683, a=-4.037, b=1.646, s=0.06),
 }
-"""Fitted on the ratios of figure 11 of RollPacker, each on its own column; 8k is 16k
-with another cap."""
+"""Generators by name, fitted on the ratios of figure 11 of RollPacker, each on its own column; 8k
+is 16k with another cap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Lengths that were measured: of every prompt those that it had. More are drawn from them."""
+    """Measured lengths by prompt, from which further ones are drawn."""
 
     by_prompt: Sequence[Sequence[int]]
     prompt_tokens: int = 300
@@ -82,7 +84,7 @@ class Recorded:
         return max(map(max, self.by_prompt))
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Without replacement while there are enough."""
+        """Draw `count` lengths, without replacement while there are enough."""
         own = self.by_prompt[row % len(self.by_prompt)]
         dice = random.Random(derive(seed, "lengths", row))
         if count <= len(own):
@@ -91,7 +93,7 @@ class Recorded:
 
 
 class Workload(Protocol):
-    """Lengths of responses, such as a `Generator` or a `Recorded`."""
+    """Response lengths, such as a `Generator` or a `Recorded`."""
 
     @property
     def cap(self) -> int: ...

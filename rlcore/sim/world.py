@@ -1,10 +1,9 @@
-"""Rounds of the shipped controller over virtual replicas.
+"""Rounds of the shipped controller over virtual engines.
 
-Every event is at a virtual time; ties go by the order in which they were made, so a simulation
-repeats itself exactly. Messages take no time; rewards are scored by workers, first come, first
-served.
+Every event has a virtual time; ties keep the order of creation, so a simulation is exactly
+repeatable. Messages take no time; workers score rewards first come, first served.
 
-Own code instead of SimPy: a heap of events calls the shipped controller as a run does.
+A heap of events calls the shipped controller as a run does, which needs no SimPy.
 """
 
 import heapq
@@ -46,44 +45,45 @@ from rlcore.sim.rewards import UNLIMITED, Rewards
 
 @dataclass(slots=True)
 class Outcome:
-    """What a round came to. Times are virtual seconds since it began."""
+    """Result of a round. Times are virtual seconds since the round began."""
 
     kind: str
     seconds: float
     kept: list[str]
     dropped: dict[str, str]
     lengths: list[int]
-    """Of the kept responses."""
+    """Response lengths of the kept responses."""
     prompts: list[int]
-    """Tokens of their prompts."""
+    """Prompt lengths of the kept responses."""
     decoded: int
-    """Tokens of all, kept or not."""
+    """Number of decoded tokens of all responses, kept or not."""
     steps: int
-    """Decode steps of the replica that made most."""
+    """Largest number of decode steps of any engine."""
     preemptions: int
     last_finish: float
-    """When the last response that counted had its tokens; rewards come later."""
+    """Time at which the last response finished decoding; its reward comes later."""
     reward_s: float
-    """After the end: scoring, where that waits for the round."""
+    """Seconds of scoring after the end of the round, if scoring waits for it."""
     idle: float
-    """Share of the replicas' time in which they had nothing to do."""
+    """Share of the engines' time in which they were idle."""
     cache_used: float
-    """Largest share of its cache that a replica had in use."""
+    """Largest share of its KV cache that any engine had in use."""
     spans: list[list[Span]] = field(default_factory=list)
-    """When each replica decoded."""
+    """Decoding intervals of each engine."""
     streamed: set[str] = field(default_factory=set)
-    """Kept groups that were trained meanwhile."""
+    """Kept groups that were trained during the round."""
     stream_spans: list[list[Span]] = field(default_factory=list)
-    """When each replica trained them; `running` is the number of groups."""
+    """Training intervals of each engine; `running` is the number of groups."""
     stream_left_s: float = 0.0
-    """What of that was not over when the round was, shared by all."""
+    """Remaining seconds of that training at the end of the round, divided over all engines."""
     groups: list[str] = field(default_factory=list)
-    """That the kept responses belong to, one each."""
+    """Group of each kept response."""
     events: int = 0
     stats: dict[str, float] = field(default_factory=dict)
 
     def samples(self) -> Iterator[tuple[int, int, bool]]:
-        """(prompt, response, is trained already) of each kept response."""
+        """Yield (prompt length, response length, whether it is trained already) of each kept
+        response."""
         for prompt, length, group in zip(self.prompts, self.lengths, self.groups, strict=True):
             yield prompt, length, group in self.streamed
 
@@ -94,12 +94,12 @@ def _some_tokens(count: int) -> np.ndarray:
 
 
 def _tokens(count: int) -> np.ndarray:
-    """int32 [count], of no meaning; many share their memory."""
+    """Return int32 [count] placeholder tokens; the arrays share memory."""
     return _some_tokens(1 << max(count, 1).bit_length())[:count]
 
 
 class World:
-    """Replicas with one cost, or one each."""
+    """Virtual engines with their costs, and the settings of a round."""
 
     def __init__(
         self,
@@ -116,11 +116,12 @@ class World:
     ) -> None:
         """
         Args:
-            place: makes the policy of a round that says where requests go.
-            lengths: how many tokens a request will have.
-            elastic: which replicas train while the others decode; rank r is replica r.
-            train_s: what samples of these lengths, prompt included, take one of them.
-            trains_once: each trains only the first groups that it is given.
+            place: makes the router of a round.
+            lengths: returns the response length of a request.
+            elastic: policy for which engines train while the others decode; rank r is engine r.
+            train_s: seconds in which one engine's GPUs train samples of these lengths
+                (with prompt).
+            trains_once: each engine trains only the first groups that it is given.
         """
         self._costs, self._lengths = list(costs), lengths
         self._elastic, self._train_s, self._once = elastic, train_s, trains_once
@@ -129,42 +130,42 @@ class World:
         self._place = place
 
     def run(self, round_: Round) -> Outcome:
-        """One round. RuntimeError where the controller gives it up."""
+        """Run one round. If the controller gives it up, raise RuntimeError."""
         return _Run(self, round_).outcome()
 
 
 class Engines(ABC):
-    """Virtual replicas under a controller, and the queue of what happens when. What the controller
-    orders beside requests, and what replicas have no part in, is the subclass's."""
+    """Virtual engines under a controller, with the event queue. A subclass handles the further
+    commands and events."""
 
     def __init__(self, world: World, controller: Controller, first: int = 0) -> None:
-        """`first`: the rank of the first replica; the others follow it."""
+        """`first` is the rank of the first engine; the others follow it."""
         self._world, self._controller, self._first = world, controller, first
         self._replicas = [Replica(cost, world._max_running) for cost in world._costs]
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
-        self._planned: list[int] = [0] * len(self._replicas)  # the newest plan of each replica
+        self._planned: list[int] = [0] * len(self._replicas)  # the newest plan of each engine
         self._now = self._last_finish = 0.0
         self.is_over = False
 
     @abstractmethod
     def _obey(self, commands: Sequence[AnyCommand]) -> None:
-        """Carry out what the controller orders."""
+        """Carry out the commands of the controller."""
 
     @abstractmethod
     def _happens(self, what: str, who: int, it: Any) -> None:
-        """Something that the replicas have no part in."""
+        """Handle an event that does not concern the engines."""
 
     def _next(self) -> None:
-        """Up to the next event, and what follows from it."""
+        """Process the next event and its consequences."""
         while True:
             if not self._queue:
                 raise RuntimeError("it has stopped: nothing is under way and it is not over")
             time, _, (what, who, it) = heapq.heappop(self._queue)
             if what != "replica" or it == self._planned[who - self._first]:
-                break  # else it was made for a state that has changed
+                break  # else the plan is outdated
         self._now = time
         if what == "replica":
             self._step(who)
@@ -191,7 +192,7 @@ class Engines(ABC):
             length = self._length.get(request.id)
             if length is None:
                 length = self._length[request.id] = self._world._lengths(request)
-            have = len(request.resume.tokens) if request.resume else 0  # it comes from elsewhere
+            have = len(request.resume.tokens) if request.resume else 0  # resumed tokens
             prompt = len(request.prompt)
             jobs.append(Job(id=request.id, prompt=prompt, length=length, have=have))
         self._replicas[command.rank - self._first].submit(jobs, self._now)
@@ -219,7 +220,7 @@ class Engines(ABC):
             self._push(at, ("reward", rank, (job.id, took)))
 
     def _plan(self, rank: int) -> None:
-        """When this replica will have something to say."""
+        """Schedule the next event of this engine."""
         self._planned[rank - self._first] += 1
         time = self._replicas[rank - self._first].next_event()
         if time is not None:
@@ -312,7 +313,7 @@ class _Run(Engines):
                 raise RuntimeError(command.reason)
 
     def _release(self, rank: int) -> None:
-        """Its requests leave with the tokens that they have; another replica prefills them."""
+        """Release the engine's requests with their tokens; another engine prefills them."""
         partials = {}
         for job in self._replicas[rank].release(self._now):
             none = _tokens(job.have)
