@@ -309,7 +309,7 @@ class Stats(Event):
     cache_used: float = 0.0
     """Peak share of the KV cache in use by running requests."""
     cache_tokens: int = 0
-    """Capacity of the KV cache in tokens."""
+    """Capacity of the KV cache, in tokens."""
     verify_steps: int = 0
     """Number of decode steps that could verify drafts."""
     verify_rows: int = 0
