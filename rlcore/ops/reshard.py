@@ -371,7 +371,8 @@ def _check_storage(name: str, tensor: Tensor) -> tuple[int, int]:
 
 
 def _check_memory(name: str, tensor: Tensor, bucket: Tensor) -> None:
-    """Raise ValueError if the tensor is a lazy view or its memory overlaps the bucket's."""
+    """Raise ValueError if the tensor is a lazy view, its storage is too small, or its memory
+    overlaps the bucket's."""
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
             f"{name}: a lazy view (is_conj {tensor.is_conj()}, is_neg {tensor.is_neg()}); give "
