@@ -162,7 +162,7 @@ class Sample(Record):
     versions: IntArray  # [R], policy version that produced each token, -1 where an environment did
     finish: Finish
     drafted: np.ndarray | None = None
-    """[R] bool: the token was drafted and accepted; None if the engine does not draft."""
+    """Whether each token was drafted and accepted, [R] bool; None if the engine does not draft."""
 
     @property
     def group(self) -> GroupId:

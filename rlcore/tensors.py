@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def sequence_index(self) -> Tensor:
-        """[T] int64: the sequence that each token belongs to, on the CPU."""
+        """Index of each token's sequence, [T] int64, on the CPU."""
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     def check(self) -> None:
@@ -165,7 +165,7 @@ class LossOutput:
     per_token: Tensor  # [T]
     metrics: dict[str, Tensor]  # name -> [T], detached
     mask: Tensor | None = None
-    """[T] bool: tokens that the loss keeps; None keeps all."""
+    """Tokens that the loss keeps, [T] bool; None keeps all."""
 
 
 Loss = Callable[[LossInputs], LossOutput]

@@ -132,10 +132,10 @@ class AlgoConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """The start weights are kept and asked for log-probs."""
+        """Whether the objective needs log-probs of the reference, the start weights."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     def problems(self) -> list[str]:
-        """Say what cannot work together, one sentence each: key, value, what is allowed. An
-        algorithm extends it for keys of its own; ranges are stated at the fields."""
+        """Return one error message per conflict between settings: key, value, allowed values. An
+        algorithm extends it for its own keys; ranges are stated at the fields."""
         return []

@@ -8,8 +8,8 @@ averaged over the tokens of a response, then over responses. If advantage and co
 the same for all tokens of a response, both levels have the same value and gradient. Otherwise, at
 token level, a token's advantage and weight act only on that token.
 
-Differs from the paper: GSPO-token is the default, since it is what verl computes and correction
-weights are per token; log s is held below 10, as in verl.
+Differs from the paper: GSPO-token is the default, because verl computes it and correction weights
+are per token; log s is held below 10, as in verl.
 Equals verl `compute_policy_loss_gspo` (token), TRL importance_sampling_level "sequence" with
 loss_type "grpo".
 """

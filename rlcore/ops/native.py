@@ -85,7 +85,7 @@ def _library() -> str:
     """Load `_C_torch.so`; return the reason if that fails, else ""."""
     import torch
 
-    # The library lies in the package folder, in an editable build too.
+    # The library is in the package folder, in an editable build too.
     path = Path(__file__).resolve().parents[1] / "_C_torch.so"
     if not path.is_file():
         return "no native build"
