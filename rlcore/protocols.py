@@ -36,7 +36,7 @@ class Engine(Protocol):
     """One rollout engine: token ids in, samples out. All calls come from one thread."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raise ValueError if a prompt exceeds the engine's context length."""
+        """Queue requests. Raise ValueError if a prompt is longer than the engine supports."""
 
     def abort(self, ids: Collection[RequestId]) -> None:
         """Stop requests; each comes back as an `Aborted` event with its partial sample. Unknown or
@@ -77,7 +77,8 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str:
-        """Reason of the engine's failure; empty while it works. `poll` reports it as `Down`."""
+        """Reason of the engine's failure; empty while the engine works. `poll` reports a failure as
+        `Down`."""
 
     def fail(self, reason: str) -> None:
         """Mark the engine as failed and end it, because something that it depends on has failed."""

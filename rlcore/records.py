@@ -271,7 +271,7 @@ class Finished(Event):
     finish: Finish
     sample: Sample | None = None
     version: Version = 0
-    """Policy version of the first token; only the controller of an endless round sets it."""
+    """Policy version of the first token; known only to the controller of an endless round."""
     num_observed: int = 0
     """Number of tokens that an environment produced; they are not trained."""
 
@@ -327,7 +327,7 @@ class Stats(Event):
     """Counts by decode batch size (1, 2 to 3, 4 to 7, and so on): requests, tokens generated, and
     requests in verify steps."""
     episodes: int = 0
-    """Number of finished episodes, with `--env`."""
+    """Number of ended episodes, with `--env`."""
     turns: int = 0
     """Number of sampled turns, including those of aborted or failed episodes."""
     env_calls: int = 0

@@ -6,8 +6,8 @@
 
 w is the rollout-correction weight, detached; the objective adds KL, entropy and aggregation.
 
-Differs from the paper: the upper clip is wider (DAPO's clip-higher), a dual clip, no reference KL
-by default, and the loss is averaged over all tokens of the update, not per sequence first.
+Differs from the paper: a wider upper clip (DAPO's clip-higher), a dual clip, and no reference KL
+by default. The loss is averaged over all tokens of the update, not per sequence first.
 Equals verl `compute_policy_loss_vanilla` with clip_ratio_high 0.28; TRL loss_type "dapo" with
 epsilon_high 0.28 and delta 3, which is the dual clip.
 """

@@ -57,7 +57,8 @@ class AdaptiveController:
     """
 
     def __init__(self, target: float, horizon: float) -> None:
-        """
+        """Start with a factor of 1.
+
         Args:
             target: KL to keep; 0 keeps the factor at 1.
             horizon: number of samples over which the factor adapts.

@@ -166,7 +166,7 @@ def load(
     returns each set of data.val by name, which is the file's stem. `data.num_prompts`
     (`num_val_prompts`) limits each file. Held-out rows of a generated task are equal for all seeds.
 
-    Raises ConfigError if a file is missing, has an unknown type or no usable row, or, under
+    Raises ValueError if a file is missing, has an unknown type or no usable row, or, under
     `bad_rows refuse`, has an invalid row.
     """
     sources = config.train if which == "train" else config.val

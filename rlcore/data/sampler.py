@@ -30,7 +30,7 @@ class EpochSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next row; 0 in an endless set."""
+        """Epoch of the next row; 0 in an endless set."""
         return self._position // self._num_rows if self._num_rows else 0
 
     def next(self, n: int) -> list[tuple[int, int]]:
@@ -49,7 +49,7 @@ class EpochSampler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`. Raise ConfigError if the order would differ."""
+        """Continue from the position in `state`. Raise ValueError if the order would differ."""
         names = {"num_rows": "rows in data.train", "seed": "run.seed", "shuffle": "data.shuffle"}
         for key, now in self.state().items():
             if key != "position" and state[key] != now:

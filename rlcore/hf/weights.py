@@ -49,7 +49,7 @@ class WeightReader:
     """Tensors of one folder by name. Files are opened when first needed and stay mapped."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Find the tensors. Raise ConfigError if the folder has no safetensors, or lacks a shard
+        """Find the tensors. Raise ValueError if the folder has no safetensors, or lacks a shard
         that the index names."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class WeightReader:
         return name in self._file_of or name in self._stacked
 
     def shape(self, name: str) -> Shape:
-        """Return the shape of a tensor without reading it. Raise ConfigError if it is missing."""
+        """Return the shape of a tensor without reading it. Raise ValueError if it is missing."""
         if name in self._stacked:
             stored, index = self._stacked[name]
             _, *shape = self._slice(stored).get_shape()
@@ -74,7 +74,7 @@ class WeightReader:
 
     def get(self, name: str, index: Index = ()) -> Tensor:
         """Return a tensor, or the part that `index` selects, on the CPU in the file's dtype. Raise
-        ConfigError if it is missing."""
+        ValueError if it is missing."""
         if name in self._stacked:
             stored, (expert, rows) = self._stacked[name]
             tensor = self._slice(stored)[expert, rows][0]
@@ -84,7 +84,7 @@ class WeightReader:
         return self._slice(name)[index]
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ConfigError for the first tensor that is missing or has another shape."""
+        """Raise ValueError for the first tensor that is missing or has another shape."""
         for name, shape in shapes.items():
             found = self.shape(name)
             if found != tuple(shape):

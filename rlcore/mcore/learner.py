@@ -567,7 +567,7 @@ class MegatronLearner:
     def _must_agree(
         self, micro: MicroBatch, fused: dict[str, Tensor], total: Tensor, x: Any, out: LossOutput
     ) -> None:
-        """Raise ConfigError if the fused op's losses and gradients, `fused`, differ from those of
+        """Raise ValueError if the fused op's losses and gradients, `fused`, differ from those of
         the loss in torch. One token of a thousand may differ: near a clip rounding decides."""
         kept = x.mask if out.mask is None else x.mask & out.mask
         weight = 1.0 if micro.batch.weight is None else micro.batch.weight

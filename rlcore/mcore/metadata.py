@@ -54,7 +54,7 @@ class _Index(pickle.Unpickler):
 
 
 def check(folder: Path) -> None:
-    """Raise ConfigError if the index of the checkpoint in `folder` holds unexpected classes or
+    """Raise ValueError if the index of the checkpoint in `folder` holds unexpected classes or
     entries."""
     path = folder / FILE
     try:

@@ -281,8 +281,8 @@ def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics [R, 4, T] of all parts to log-prob and entropy, [T] each, and
-    logsumexp [2, T] as the two terms top and log sum e^(x - top)."""
+    """Combine the statistics [R, 4, T] of all parts to log-prob [T], entropy [T] and logsumexp
+    [2, T]. The latter has two terms: top and log sum e^(x - top)."""
     if stats.size(0) == 1:
         top, total, dot, target = stats[0]
     else:

@@ -80,7 +80,9 @@ class Forest:
         stream: int = 4096,
         threads: int = 0,
     ) -> None:
-        """Args:
+        """Create an empty forest.
+
+        Args:
         limit: maximum match length; 0: no limit.
         min_match: minimum match length for a draft.
         min_prob: minimum probability of a draft's path; 0: off.

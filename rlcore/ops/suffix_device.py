@@ -64,7 +64,9 @@ class DeviceForest:
         stream: int = 8192,
         **options: Any,
     ) -> None:
-        """Args:
+        """Allocate the requests on the device.
+
+        Args:
             device: device of all tensors.
             requests: maximum number of open requests.
             stream: capacity of a request's own stream in tokens (18.7 to 29.3 bytes each); 0 with
