@@ -101,9 +101,9 @@ class Sampling(Struct, frozen=True, kw_only=True):
     """Sampling settings. Returned log-probs are of the distribution that these settings define."""
 
     temperature: float = 1.0
-    """0 means greedy."""
+    """Sampling temperature; 0 means greedy."""
     top_k: int = 0
-    """0 keeps all tokens."""
+    """Number of most likely tokens to sample from; 0 keeps all."""
     top_p: float = 1.0
     min_p: float = 0.0
     max_tokens: int = 256
@@ -231,7 +231,7 @@ class History(Record):
     """Key of the prompt, the same in all epochs (`rollout/histospec.py`)."""
     id: RequestId
     tokens: IntArray
-    """The prompt's last tokens and the response."""
+    """Last tokens of the prompt, then the response."""
     score: float
 
 

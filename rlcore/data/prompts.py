@@ -41,7 +41,7 @@ class Tokens(Protocol):
 
 
 class Settings(Protocol):
-    """The keys of `DataConfig` that are read here."""
+    """Keys of `DataConfig` that this module reads."""
 
     @property
     def train(self) -> tuple[str, ...]: ...

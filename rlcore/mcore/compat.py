@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch.distributed as dist
 from torch import Tensor
 
-# 2.13 renames both and warns at the old names.
+# torch 2.13 renames both functions and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -104,7 +104,7 @@ class MegatronLearner:
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
             # No code reads uninitialized memory, so filling it would only cost time.
             fill = False
-            # A flag that torch's stubs lack.
+            # torch's type stubs lack this flag.
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         with ExitStack() as undo:
             self.layout, self._groups = parallel.initialise(

@@ -29,7 +29,7 @@ BLOCK_BYTES = 64 << 20
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# 2.13 renames it and warns at the old name.
+# torch 2.13 renames the function and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

@@ -39,7 +39,7 @@ _GAP = -1
 _MAX_RUNS = 1 << 26
 _FEW = 1024  # maximum number of holes with their own row, besides one per piece
 
-# As in csrc/reshard/plan.h.
+# The codes are those of csrc/reshard/plan.h.
 _FLOATS = {torch.float64: 5, torch.float32: 6, torch.bfloat16: 7, torch.float16: 8}
 _RAW = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 _FIELDS = 22
