@@ -1,8 +1,8 @@
-"""The seams: what the trainer knows of engines, learners, weight channels, rewards, phases. That
-of environments is `envs/kind.py`, which knows no torch.
+"""Protocols between the trainer and engines, learners, weight channels, rewards and phase gates.
 
-Each has one production implementation and at least one small one; `tests/contracts/` runs the same
-suite over all of them. Nothing here imports a backend.
+The protocol of environments is in `envs/kind.py`, which must not import torch. Each protocol has
+one production implementation and at least one small one; `tests/contracts/` runs the same suite
+over all of them. Nothing here imports a backend.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,67 +33,68 @@ PARTS: tuple[Part, ...] = ("weights", "optimizer", "gradients")
 
 @runtime_checkable
 class Engine(Protocol):
-    """One replica of a sampler: token ids in, samples out. Calls come from one thread."""
+    """One rollout engine: token ids in, samples out. All calls come from one thread."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. A prompt longer than the engine takes raises ValueError."""
+        """Queue requests. Raise ValueError if a prompt is longer than the engine supports."""
 
     def abort(self, ids: Collection[RequestId]) -> None:
         """Stop requests; each comes back as an `Aborted` event with its partial sample. Unknown or
         finished ids are ignored."""
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Events since the last call; waits up to `timeout_s` for the first one."""
+        """Return the events since the last call; wait up to `timeout_s` for the first one."""
 
     def pause(self, mode: PauseMode) -> None:
         """Stop decoding. `in_place` keeps the cache, `recompute` drops it and prefills again on
         resume, `abort` ends every request with an `Aborted` event."""
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue decoding after `pause`."""
 
     def begin_load(self, version: int) -> None:
-        """New weights are coming. Until `end_load` succeeds the engine refuses to decode."""
+        """Begin a weight update. Until `end_load` succeeds, the engine refuses to decode."""
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """One piece of the weights, one payload per tensor-parallel rank of the engine."""
+        """Load one bucket of weights, given one payload per tensor-parallel rank of the engine."""
 
     def end_load(self) -> None:
-        """All weights are in: tokens from now on carry the new version. Raises RuntimeError naming
-        the tensors that did not come."""
+        """Finish the weight update: tokens from now on carry the new version. If tensors are
+        missing, raise RuntimeError with their names."""
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Give the memory of these parts back. Needs an idle or paused engine."""
+        """Release the memory of these parts. The engine must be idle or paused."""
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Take memory again; contents are undefined until weights are pushed."""
+        """Allocate the memory again; its contents are undefined until the next weight update."""
 
     def relayout(self, tp: int) -> None:
-        """Change the tensor-parallel size at a step boundary, on every rank; ValueError where it
-        cannot. The engine has no weights then, and may still be starting."""
+        """Change the tensor-parallel size; called on every rank at a step boundary. Afterwards the
+        engine has no weights and may still be starting. Raise ValueError if `tp` is unsupported."""
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Earlier responses, for drafting; engines that do not draft ignore them."""
+        """Store earlier responses as draft source; engines that do not draft ignore them."""
 
     @property
     def failure(self) -> str:
-        """Why the engine has failed; empty while it works. `poll` reports a failure as `Down`."""
+        """Reason of the engine's failure; empty while the engine works. `poll` reports a failure as
+        `Down`."""
 
     def fail(self, reason: str) -> None:
-        """End the engine, since something that it needs has failed."""
+        """Mark the engine as failed and end it, because something that it depends on has failed."""
 
     def restart(self) -> None:
-        """Start the engine again, without requests and weights."""
+        """Start the engine again. It has no requests and no weights then."""
 
     def is_starting(self, timeout_s: float) -> bool:
-        """Whether the engine has neither started nor failed after a wait of up to `timeout_s`."""
+        """Wait up to `timeout_s` for the start; return whether the engine is still starting."""
 
     def close(self) -> None:
-        """End the engine and what it started. Safe to call twice."""
+        """End the engine and every process that it started. Idempotent."""
 
 
 class Loads(Protocol):
-    """The part of `Engine` that a push speaks to."""
+    """The part of `Engine` that a weight update calls."""
 
     def begin_load(self, version: int) -> None: ...
 
@@ -106,49 +107,52 @@ class Loads(Protocol):
 
 
 class InProcess:
-    """Health of an engine that runs in its caller's process and fails only together with it."""
+    """Health methods of an engine in its caller's process: it fails only with that process."""
 
     failure = ""
 
     def fail(self, reason: str) -> None:
-        """Raise RuntimeError: the process would have to end."""
+        """Raise RuntimeError: the engine cannot end without its process."""
         raise RuntimeError(f"an engine in this process cannot be ended alone: {reason}")
 
     def restart(self) -> None:
-        """Raise RuntimeError: the process would have to start again."""
+        """Raise RuntimeError: the engine cannot restart without its process."""
         raise RuntimeError("an engine in this process cannot be started again alone")
 
     def is_starting(self, timeout_s: float) -> bool:
-        """Return False: the engine has started when it is constructed."""
+        """Return False: a constructed engine has started."""
         return False
 
 
 class Learner(Protocol):
-    """The model in training. Every call is collective over the train ranks (`accumulate` over one
-    model replica only); a `Batch` is the shard of the caller's data-parallel rank. A learner with a
-    value head, a critic, has `values` where the others have `logprobs`, `reference` and `export`;
-    what it lacks raises RuntimeError."""
+    """The model in training.
+
+    Unless stated otherwise, a call is collective over the train ranks; `accumulate` is collective
+    over one model-parallel group only. A `Batch` is the shard of the caller's data-parallel rank.
+    A critic is a learner with a value head: it has `values` instead of `logprobs`, `reference` and
+    `export`. Calling a method that a learner lacks raises RuntimeError."""
 
     replicas: Sequence[Sequence[int]]
-    """Global ranks that get the same batch, for every data-parallel rank."""
+    """Global ranks of each model-parallel group, by data-parallel rank; a group gets one batch."""
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
-        """[T] float32 on the CPU, valid on every rank."""
+        """Return the log-prob of every token: [T] float32 on the CPU, valid on every rank."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """Keeps the reference's weights in place for many `logprobs(batch, "reference")`; nothing
-        else works inside."""
+        """Keep the reference weights loaded over many calls of `logprobs(batch, "reference")`. No
+        other method may be called inside."""
 
     def values(self, batch: Batch) -> Tensor:
-        """[T] float32 on the CPU, valid on every rank: the critic's, before each token is drawn."""
+        """Return the critic's value before each token is sampled: [T] float32 on the CPU, valid on
+        every rank."""
 
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Add the gradient of sum(per_token * mask * weight) of this batch. Local to one model
-        replica: no data-parallel communication. A critic's loss is a `ValueLoss`."""
+        """Add the gradient of sum(per_token * mask * weight) over this batch. Local to one
+        model-parallel group: no data-parallel communication. A critic takes a `ValueLoss`."""
 
     def kept(self) -> tuple[int, int]:
-        """Tokens and sequences that the loss left in its mask since the last `apply`, over all
-        ranks."""
+        """Return the numbers of tokens and of sequences that the loss has kept in its mask since
+        the last `apply`, over all ranks."""
 
     def apply(self, normaliser: float) -> dict[str, float]:
         """Reduce the accumulated gradients once over the data-parallel ranks, divide by
@@ -156,73 +160,74 @@ class Learner(Protocol):
         means of the loss's metrics since the last call."""
 
     def discard(self) -> None:
-        """Forget what was accumulated: no step, no metrics."""
+        """Discard the accumulated gradients and metrics without an optimizer step."""
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under Hugging Face names, one tensor at a time, full on every rank. Collective:
-        every rank must exhaust it."""
+        """Yield the weights under Hugging Face names, one full tensor at a time on every rank.
+        Collective: every rank must exhaust the iterator."""
 
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """This rank's own parts of the weights; not collective. The elements of a tensor, in order,
-        are those of the part; it is a view of the live weights, of any shape, where it can be.
-        Parts of two ranks are equal or do not overlap, and together they are all of the weights."""
+        """Yield this rank's shards of the weights; not collective. A tensor has the elements of its
+        shard in order, in any shape; where possible it is a view of the live weights. Shards of two
+        ranks are equal or disjoint, and all shards together cover all weights."""
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """Move these parts off the accelerator; twice is once. `export` needs the weights alone,
-        `save` all but the gradients."""
+        """Move these parts off the accelerator. Idempotent. `export` needs only the weights on it,
+        `save` needs weights and optimizer."""
 
     def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """Bring them back; gradients come back as zeros."""
+        """Move these parts back to the accelerator; gradients come back as zeros."""
 
     def resident_bytes(self) -> dict[Part, int]:
-        """What each part takes on the learner's device."""
+        """Return the bytes that each part occupies on the learner's device."""
 
     def save(self, path: Path) -> None:
-        """Write model and optimizer; collective."""
+        """Write a checkpoint of model and optimizer. Collective."""
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, under any layout; collective."""
+        """Read a checkpoint of `save`, which may come from another layout. Collective."""
 
 
 class WeightChannel(Protocol):
     """Carries the learner's weights to the engines.
 
-    A push succeeds on all ranks or fails on all of them. There is no way back to the weights
-    before: where it fails, every engine that had begun to load refuses to decode until a push
-    succeeds. An engine that dies in a push ends nothing: its rank goes on without it."""
+    A push (weight update) succeeds on all ranks or fails on all of them. The old weights cannot be
+    restored: if a push fails, every engine that had begun to load refuses to decode until a later
+    push succeeds. If an engine fails during a push, its rank continues the push without it."""
 
     def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
-        """Collective: every rank enters, with its own learner and engine or None.
+        """Update the engines' weights. Collective: every rank calls it with its own learner and
+        engine, or None for either.
 
-        Returns figures by name: `bytes` that went to one engine, `time_s`, `transient_gb` (memory
-        that this rank took for it at most, beside weights and engine), and `slow_bytes` that
-        crossed from one site to another, all links together, where there are sites.
+        Returns figures by name: `bytes` sent to one engine; `time_s`; `transient_gb`, the peak
+        memory of this rank for the push, besides weights and engine. With several sites there is
+        also `slow_bytes`, the bytes that crossed between sites, summed over all links.
 
         Raises:
-            RuntimeError, TimeoutError: it failed on some rank; the same sentence on all of them
-                names the cause, with bucket, rank and peer where they are known.
+            RuntimeError, TimeoutError: the push failed on some rank. All ranks raise the same
+                message, which names the cause and, if known, bucket, rank and peer.
         """
 
     def relayout(self, tp: int) -> None:
-        """From the next push on the engines have this tensor-parallel size; every rank says so."""
+        """Set the engines' tensor-parallel size from the next push on. Every rank calls it."""
 
 
 class Reward(Protocol):
-    """Scores one sample; runs in a child process, so it may block, crash or loop."""
+    """Reward function of one sample. It runs in a child process, so it may block, crash or loop."""
 
     def score(self, sample: Sample, prompt: Prompt, text: str) -> RewardResult:
-        """`text` is the decoded response without special tokens."""
+        """Return the reward; `text` is the decoded response without special tokens."""
 
 
 class Scorer(Protocol):
-    """What an agent needs of the reward service of its rank; no call blocks."""
+    """Interface of a rank's reward service to its rollout worker. No call blocks."""
 
     @property
     def num_pending(self) -> int: ...
 
     @property
     def room(self) -> int:
-        """Samples that `submit` takes now."""
+        """Number of samples that `submit` accepts now."""
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None: ...
 
@@ -236,7 +241,7 @@ class Scorer(Protocol):
 
 
 class PhaseGate(Protocol):
-    """Lets a phase run when its turn on the shared hardware has come."""
+    """Permission to run a phase on hardware that several jobs share."""
 
     def phase(self, name: str, resident: object | None = None) -> AbstractContextManager[None]:
-        """Enter when permitted, leave the hardware afterwards."""
+        """Wait for the permit on entry; release the hardware on exit."""

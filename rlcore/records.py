@@ -1,8 +1,8 @@
-"""The records that travel between controller, replicas, rewards and trainer. No torch here.
+"""Messages between controller, rollout workers, rewards and trainer. No torch here.
 
 Every record is a frozen `msgspec.Struct`: cheap to make, typed on the wire, never a pickle
-(`utils/net.py` encodes them). Arrays are numpy; a `Sample` is the only record that holds tokens
-of a response, and it travels once, from the replica that made it to the rank that trains it.
+(`utils/net.py` encodes them). Arrays are numpy. Finished responses travel once, as a `Sample`, from
+the rank that generated them to the rank that trains them.
 
 Letters in shapes: P prompt tokens, R response tokens.
 """
@@ -17,19 +17,20 @@ FloatArray = np.ndarray  # float32
 
 RequestId = str
 """Stable name of one response, `t<issue>.<k>` for the k-th response of the issue-th prompt issued
-in training, `e<step>.<index>.<k>` in evaluation. Random numbers of the sampler are keyed by it."""
+in training, `e<step>.<index>.<k>` in evaluation. It seeds the token sampler of the response."""
 GroupId = str
-"""The part of a request id before the last dot: all responses to one issue of a prompt."""
+"""Part of a request id before the last dot; it names all responses to one issue of a prompt."""
 Version = Annotated[int, Meta(ge=0)]
-"""Number of training steps (rounds) behind the weights: 0 is the model that was loaded."""
+"""Number of training steps (rounds) that made the weights; 0 is the loaded model."""
 Finish = Literal["stop", "length", "abort", "failed"]
-"""Why a response ended; `failed`: its environment did, and it is not trained."""
+"""Reason that a response ended. `failed`: its environment failed, so it is not trained."""
 HoldMode = Literal["in_place", "recompute", "release"]
-"""What becomes of requests while weights change: the engine keeps tokens and cache, or tokens alone
-and prefills them again, or it lets go of them, and the controller has the tokens."""
+"""Treatment of running requests during a weight update. `in_place`: the engine keeps tokens and KV
+cache. `recompute`: it keeps the tokens and prefills them again. `release`: it removes the requests,
+and the controller keeps their tokens."""
 
 
-# Ids are made and read here alone (`tests/unit/test_ids.py`):
+# Ids are made and parsed only here (`tests/unit/test_ids.py`):
 #
 #     t12      the 13th prompt of training     bt12     greedy answer to it: a baseline, not trained
 #     t12.3    the 4th response to it          e40.1.7  evaluation at step 40, set 1, prompt 7
@@ -42,32 +43,32 @@ def training_group(issue: int) -> GroupId:
 
 
 def issue_of(group: GroupId) -> int:
-    """Return the number that the prompt of a training group was issued as."""
+    """Return the issue number of a training group's prompt."""
     return int(group.removeprefix(_BASELINE)[1:])
 
 
 def baseline_of(group: GroupId) -> GroupId:
-    """Return the group of the greedy answer to this group's prompt."""
+    """Return the id of the baseline group: the greedy answer to this group's prompt."""
     return _BASELINE + group
 
 
 def is_baseline(group: GroupId) -> bool:
-    """Whether the group is a baseline of another one."""
+    """Return whether the group is the baseline of another group."""
     return group.startswith(_BASELINE)
 
 
 def without_baseline(group: GroupId) -> GroupId:
-    """Return the group that this one is a baseline of."""
+    """Return the group whose baseline this group is."""
     return group.removeprefix(_BASELINE)
 
 
 def eval_group(tag: str, eval_set: int, prompt: int) -> GroupId:
-    """Return the group of a prompt of a validation set. `tag`: names the evaluation, no dots."""
+    """Return the group of a validation prompt. `tag` names the evaluation and has no dots."""
     return f"{tag}.{eval_set}.{prompt}"
 
 
 def eval_set_of(group: GroupId) -> int:
-    """Return the number of the validation set that the group's prompt is in."""
+    """Return the number of the validation set that contains the group's prompt."""
     return int(group.split(".")[1])
 
 
@@ -77,7 +78,7 @@ def request_of(group: GroupId, response: int) -> RequestId:
 
 
 def turn_of(request: RequestId, turn: int) -> RequestId:
-    """Return the id of a turn of a dialogue; the first one has the id of the whole."""
+    """Return the id of one turn of a dialogue; turn 0 has the id of the dialogue."""
     return f"{request}.{turn}" if turn else request
 
 
@@ -97,18 +98,18 @@ class Record(Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How to sample. The log-probs returned are of the distribution that these settings define."""
+    """Sampling settings. Returned log-probs are of the distribution that these settings define."""
 
     temperature: float = 1.0
-    """0 means greedy."""
+    """Sampling temperature; 0 means greedy."""
     top_k: int = 0
-    """0 keeps all tokens."""
+    """Number of most likely tokens to sample from; 0 keeps all."""
     top_p: float = 1.0
     min_p: float = 0.0
     max_tokens: int = 256
-    """Most tokens in a response, resumed ones included."""
+    """Maximum number of tokens in a response, resumed tokens included."""
     stop_ids: tuple[int, ...] = ()
-    """A response ends with the first of these; the stop token is part of the response."""
+    """Tokens that end a response; the stop token is part of the response."""
 
 
 class Prompt(Record):
@@ -117,18 +118,17 @@ class Prompt(Record):
     index: int
     """Row number in its data set, after filtering: stable over epochs and restarts."""
     source: str
-    """Name of the data set: metrics are reported by it."""
+    """Name of the data set; metrics are reported per data set."""
     tokens: IntArray  # [P]
     answer: str = ""
     text: str = ""
-    """The prompt as text, for rewards and for reading."""
+    """The prompt as text, for rewards and logs."""
     fields: dict[str, Any] = {}
-    """The other columns of the row, as they came: rewards may use them."""
+    """The other columns of the row, unchanged; rewards may use them."""
 
 
 class Partial(Record):
-    """What an aborted request had produced: hand it back in `Request.resume` to go on from
-    there."""
+    """Tokens of an aborted request; pass them in `Request.resume` to continue the response."""
 
     tokens: IntArray  # [R]
     logps: FloatArray  # [R]
@@ -137,18 +137,18 @@ class Partial(Record):
 
 
 class Request(Record):
-    """One response wanted from an engine."""
+    """Request to an engine for one response."""
 
     id: RequestId
     prompt: IntArray  # [P]
     sampling: Sampling
     priority: int = 0
-    """Lower starts first; equal priorities start in order of submission."""
+    """Order of starts: lower values first, equal values in order of submission."""
     resume: Partial | None = None
 
     @property
     def group(self) -> GroupId:
-        """Requests of one group have the same prompt, so an engine prefills it once."""
+        """Return the group id. A group shares its prompt, so an engine prefills it once."""
         return group_of(self.id)
 
 
@@ -162,7 +162,7 @@ class Sample(Record):
     versions: IntArray  # [R], policy version that produced each token, -1 where an environment did
     finish: Finish
     drafted: np.ndarray | None = None
-    """[R] bool: the token was guessed and found right; None where the engine does not draft."""
+    """Whether each token was drafted and accepted, [R] bool; None if the engine does not draft."""
 
     @property
     def group(self) -> GroupId:
@@ -170,40 +170,40 @@ class Sample(Record):
 
 
 class SampleRef(Struct, frozen=True, kw_only=True):
-    """Names a sample without carrying it: the rank that holds it, and its id."""
+    """Reference to a sample: the rank that holds it, and its id."""
 
     owner: int
     id: RequestId
 
 
 class RewardResult(Record):
-    """What a reward function said about one sample."""
+    """Result of the reward function for one sample."""
 
     score: float
     details: dict[str, float] = {}
-    """Further numbers, shown as `reward/<name>`."""
+    """Further metrics, logged as `reward/<name>`."""
     error: str = ""
-    """Why the score is a substitute: `timeout`, `crash`, or the exception's first line."""
+    """Reason that the score is a substitute: `timeout`, `crash`, or the exception's first line."""
     latency_s: float = 0.0
     timeout_s: float = 0.0
-    """The deadline that it had, where deadlines adapt to prompts."""
+    """Deadline of this score in seconds, if deadlines adapt to prompts."""
     anchor_s: float = 0.0
-    """The same as latency_s where deadlines adapt and this is a right answer."""
+    """Equal to latency_s if deadlines adapt to prompts and the answer is right, else 0."""
     queued_s: float = 0.0
-    """Time that it waited before, and its score on the way back."""
+    """Seconds before scoring began plus those until the score was returned."""
     num_ahead: int = 0
-    """Samples of its rank that had no score yet when it came."""
+    """Number of unscored samples of the same rank when this one was submitted."""
 
 
 class Work(Record):
-    """One prompt to be answered `num_samples` times under the group id `id`."""
+    """Order for `num_samples` responses to one prompt, under the group id `id`."""
 
     id: GroupId
     prompt: Prompt
     num_samples: int
     sampling: Sampling
     wanted: int = 0
-    """Responses that make the group complete: the first that are finished and rewarded. 0: all."""
+    """Number of finished and rewarded responses that complete the group. 0: all of them."""
 
 
 class Group(Record):
@@ -215,68 +215,69 @@ class Group(Record):
     refs: tuple[SampleRef, ...]
     scores: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Tokens of each response."""
+    """Number of tokens of each response."""
     finishes: tuple[Finish, ...]
     errors: tuple[str, ...]
-    """Why a score is a substitute; empty where it is genuine."""
+    """Reason that each score is a substitute; empty if the score is genuine."""
     prompt_length: int
     observed: tuple[int, ...] = ()
-    """Of the tokens of each response, those that an environment gave; empty where there is none."""
+    """Number of environment tokens in each response; empty without an environment."""
 
 
 class History(Record):
-    """An earlier response to a prompt with its reward, for drafting."""
+    """An earlier response to a prompt with its reward, used as draft source."""
 
     key: int
-    """The prompt's, in all epochs: `rollout/histospec.py`."""
+    """Key of the prompt, the same in all epochs (`rollout/histospec.py`)."""
     id: RequestId
     tokens: IntArray
-    """The prompt's last tokens and the response."""
+    """Last tokens of the prompt, then the response."""
     score: float
 
 
-# ---- events: replicas and rewards to the controller
+# ---- events: rollout workers and rewards to the controller
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Event(Struct, frozen=True, eq=False, kw_only=True, tag=True):
-    """Something that happened at a replica. `time` is the sender's clock in seconds."""
+    """Event at a rollout worker or its engine. `time` is the sender's clock in seconds."""
 
     round: int = 0
-    """Number of the sender's round: what comes late is dropped."""
+    """Round of the sender; events of earlier rounds are dropped."""
     rank: int = 0
     time: float = 0.0
 
 
 class Ready(Event):
-    """The rank has entered the round and takes commands."""
+    """The rank has entered the round and accepts commands."""
 
 
 class Progress(Event):
-    """Lengths of the live requests of one replica; one per interval, not one per token."""
+    """Lengths of the live requests of one engine; sent once per interval, not per token."""
 
     ids: tuple[RequestId, ...]
     lengths: tuple[int, ...]
     tails: tuple[Partial, ...] = ()
-    """What each has produced since the last report, or nothing: what an engine in a child process
-    has told outlives it. It stays at the replica."""
+    """New tokens of each request since the last report, or empty. If an engine process fails, its
+    rank can recover the reported tokens; they are not sent to the controller."""
 
 
 class Finished(Event):
-    """A response ended by itself. The engine attaches the sample; on the wire it stays home."""
+    """A response is complete. The engine attaches the sample; the controller gets the event
+    without it."""
 
     id: RequestId
     num_tokens: int
     finish: Finish
     sample: Sample | None = None
     version: Version = 0
-    """Of its first token; known to the controller of an endless round alone."""
+    """Policy version of the first token; known only to the controller of an endless round."""
     num_observed: int = 0
-    """Of its tokens, those that an environment gave: they are not trained."""
+    """Number of tokens that an environment produced; they are not trained."""
 
 
 class Aborted(Event):
-    """A request was stopped on demand; its partial sample comes along from the engine."""
+    """A request was aborted by command; the engine attaches its partial sample."""
 
     id: RequestId
     num_tokens: int
@@ -284,14 +285,14 @@ class Aborted(Event):
 
 
 class Rewarded(Event):
-    """A finished response has its score."""
+    """The reward of a finished response is known."""
 
     id: RequestId
     result: RewardResult
 
 
 class Preempted(Event):
-    """The engine threw a request out of its cache and will prefill it again."""
+    """The engine evicted a request from its KV cache and will prefill it again."""
 
     id: RequestId
 
@@ -306,82 +307,83 @@ class Stats(Event):
     running: int = 0
     waiting: int = 0
     cache_used: float = 0.0
-    """Largest share of the KV cache that running requests took at a time."""
+    """Peak share of the KV cache in use by running requests."""
     cache_tokens: int = 0
-    """Tokens that it holds."""
+    """Capacity of the KV cache, in tokens."""
     verify_steps: int = 0
-    """Of the decode steps, those that could verify drafts."""
+    """Number of decode steps that could verify drafts."""
     verify_rows: int = 0
-    """Requests in them."""
+    """Number of requests in these verify steps, summed over the steps."""
     verify_tokens: int = 0
-    """Tokens that they gained."""
+    """Number of tokens generated in verify steps."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Drafted ones that are part of a response."""
+    """Number of drafted tokens that became part of a response."""
     draft_s: float = 0.0
-    """Of busy_s: making drafts."""
+    """Part of busy_s spent on drafting."""
     verify_s: float = 0.0
-    """Of busy_s: decode steps that could verify drafts, the making of drafts included."""
+    """Part of busy_s spent in verify steps, drafting included."""
     by_batch: tuple[tuple[int, int, int], ...] = ()
-    """Requests in decode steps, tokens that they gained, and how many of the requests were in steps
-    that could verify drafts; by the size of the batch: 1, 2 to 3, 4 to 7, and so on."""
+    """Counts by decode batch size (1, 2 to 3, 4 to 7, and so on): requests, tokens generated, and
+    requests in verify steps."""
     episodes: int = 0
-    """That ended, with `--env`."""
+    """Number of ended episodes, with `--env`."""
     turns: int = 0
-    """That were sampled, of episodes that were aborted or failed too."""
+    """Number of sampled turns, including those of aborted or failed episodes."""
     env_calls: int = 0
-    """Resets and steps of environments that were answered."""
+    """Number of environment resets and steps that were answered."""
     env_s: float = 0.0
-    """What these took, summed."""
+    """Total seconds of these calls."""
     env_timeouts: int = 0
-    """Attempts at an episode that ended since the environment did not answer in time."""
+    """Number of episode attempts that ended because the environment did not answer in time."""
     env_crashes: int = 0
-    """... since its process died."""
+    """Number of episode attempts that ended because the environment's process exited."""
     env_errors: int = 0
-    """... since it raised."""
+    """Number of episode attempts that ended because the environment raised an exception."""
     env_lost_tokens: int = 0
-    """That these had sampled."""
+    """Number of tokens sampled in these failed attempts."""
     knee: float = 0.0
-    """Tokens of a forward that takes twice as long as one of none, as far as drafting knows it."""
+    """Number of tokens at which a forward pass takes twice as long as an empty one, as estimated
+    for drafting."""
 
 
 class Down(Event):
-    """The engine died. `lost` are the requests that it held."""
+    """The engine has failed. `lost` are the requests that it held."""
 
     reason: str
     lost: tuple[RequestId, ...] = ()
     partials: dict[RequestId, Partial] = {}
-    """What the lost requests had produced, as far as it is known."""
+    """Known tokens of the lost requests."""
 
 
 class Released(Event):
-    """The replica has let go of its live requests; `partials` is what they had produced."""
+    """The rollout worker has removed its live requests; `partials` holds their tokens."""
 
     partials: dict[RequestId, Partial] = {}
 
 
 class Moved(Event):
-    """The replica has let go of requests that were to `Move`."""
+    """The rollout worker has removed the requests of a `Move`; `partials` holds their tokens."""
 
     partials: dict[RequestId, Partial] = {}
 
 
 class Trained(Event):
-    """The rank is through with the oldest `Train` that it was sent."""
+    """The rank has finished the oldest `Train` command that it was sent."""
 
     seconds: float = 0.0
 
 
 class Held(Event):
-    """The replica has stopped decoding, as it was told, and has nothing more to report."""
+    """The rollout worker has stopped decoding after a `Hold` and has no more events to report."""
 
 
 class Wanted(Event):
-    """The learner waits for the groups of its next update."""
+    """The learner is waiting for the groups of its next update."""
 
 
 class Holding(Event):
-    """The learner has new weights: all are to stop for the push."""
+    """The learner has new weights; all engines must stop decoding for the weight update."""
 
     mode: HoldMode
 
@@ -409,26 +411,26 @@ AnyEvent = (
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Command(Struct, frozen=True, eq=False, kw_only=True, tag=True):
-    """An order to one rank."""
+    """Command to one rank."""
 
     rank: int
 
 
 class Submit(Command):
-    """Start these requests; `prompts` are the rows they come from, by group, for the reward."""
+    """Start these requests; `prompts` holds their dataset rows by group, for the reward."""
 
     requests: tuple[Request, ...]
     prompts: dict[GroupId, Prompt]
 
 
 class Remember(Command):
-    """Earlier responses to prompts that you are about to get, for drafting."""
+    """Store earlier responses to upcoming prompts as draft source."""
 
     histories: tuple[History, ...]
 
 
 class Histories(Record):
-    """What a rank's replica has finished in a round, for those that come later."""
+    """Responses that a rank finished in a round, kept as draft source for later rounds."""
 
     rank: int
     histories: tuple[History, ...]
@@ -441,20 +443,22 @@ class Abort(Command):
 
 
 class Move(Command):
-    """Let go of these requests and say `Moved`: they go on elsewhere."""
+    """Remove these requests and reply `Moved`; they continue on another engine."""
 
     ids: tuple[RequestId, ...]
 
 
 class Streamed(Struct, frozen=True, kw_only=True):
-    """Groups that were trained while others were still decoded, and who shared them."""
+    """Groups trained while other groups were still decoding, and the data-parallel ranks that
+    trained them."""
 
     groups: tuple[GroupId, ...]
     dp_ranks: tuple[int, ...]
 
 
 class Release(Command):
-    """Let go of all live requests and say `Released`: they go on elsewhere, you train."""
+    """Remove all live requests and reply `Released`; they continue elsewhere while this rank
+    trains."""
 
 
 class Ship(Command):
@@ -465,66 +469,67 @@ class Ship(Command):
 
 
 class Train(Command):
-    """Accumulate the gradient of these groups, which the data-parallel ranks `dp_ranks` share. The
-    samples are on their way."""
+    """Accumulate the gradient of these groups, which are divided over the data-parallel ranks
+    `dp_ranks`. Their samples are sent separately."""
 
     groups: tuple[Group, ...]
     dp_ranks: tuple[int, ...]
 
 
 class EndRound(Command):
-    """The round is over: these groups were kept."""
+    """End the round; `groups` are the groups to train."""
 
     groups: tuple[Group, ...]
     dropped: dict[GroupId, str] = {}
-    """Complete groups that do not count, and why; what is in neither was late."""
+    """Complete groups that are not trained, with the reason. Groups in neither field were late."""
     anchors: dict[str, float] = {}
-    """Seconds that the slowest right answer of the round took, by prompt (`sched/reward.py`)."""
+    """Scoring time in seconds of the slowest right answer of the round, by prompt
+    (`sched/reward.py`)."""
     streamed: tuple[Streamed, ...] = ()
-    """What of `groups` has been trained, in the order in which it was."""
+    """Groups of `groups` that are trained already, in order of training."""
     stats: dict[str, float] = {}
 
 
 class Batch(Command):
-    """What the learner trains next, in an endless round."""
+    """Train these groups next, in an endless round."""
 
     groups: tuple[Group, ...]
     stats: dict[str, float] = {}
 
 
 class Hold(Command):
-    """Stop decoding for a push, keep what is under way, and say `Held`; the samples of the groups
-    `forget` are of no more use."""
+    """Stop decoding for a weight update, keep running requests, and reply `Held`. The samples of
+    the groups in `forget` may be deleted."""
 
     mode: HoldMode
     forget: tuple[GroupId, ...] = ()
     anchors: dict[str, float] = {}
-    """As in `EndRound`."""
+    """Scoring times of the slowest right answers, as in `EndRound`."""
 
 
 class Fail(Command):
-    """The round cannot end; `reason` is the sentence that every rank raises."""
+    """Fail the round; every rank raises an error with the message `reason`."""
 
     reason: str
 
 
 class Drop(Command):
-    """End your engine: another rank that it needs has lost its part."""
+    """End this rank's engine, because another rank of the same engine has failed."""
 
     reason: str
 
 
 class Repair(Command):
-    """No engine is left: start yours again if it is dead, take part in a push of the weights, say
-    Ready."""
+    """No engine works: restart this rank's engine if it has failed, take part in a weight update,
+    and reply `Ready`."""
 
 
 class Alive(Command):
-    """The controller is there and waits for others; resets the receiver's deadline."""
+    """Heartbeat of a controller that waits for other ranks; resets the receiver's deadline."""
 
 
 class Meet(Command):
-    """The ranks that train are through: come to the push."""
+    """Join the weight update; the training ranks are ready for it."""
 
 
 AnyCommand = (
@@ -550,7 +555,7 @@ AnyCommand = (
 
 
 class TensorMeta(Struct, frozen=True, kw_only=True):
-    """Where one tensor lies in a bucket."""
+    """Name, type, shape and place of one tensor in a bucket."""
 
     name: str
     """Hugging Face name."""
@@ -562,28 +567,28 @@ class TensorMeta(Struct, frozen=True, kw_only=True):
 
 
 class Shard(Struct, frozen=True, kw_only=True):
-    """A part of one tensor as one rank has it: the indices from `start` up to `stop` of `dim`, all
-    of the other dimensions."""
+    """One rank's part of one tensor: indices `start` to `stop` (exclusive) of dimension `dim`, and
+    all indices of the other dimensions."""
 
     name: str
     """Hugging Face name."""
     dtype: str
-    """As in `TensorMeta`."""
+    """Data type, spelled as in `TensorMeta`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dim: int
     start: int
     stop: int
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
-    """A piece of the weights. `transport` says what a payload is: `bytes` are the bytes themselves,
-    `shm` is the name of a shared-memory file that holds them, `cuda_ipc` the handle of memory of a
-    GPU (`utils/buckets.py`). A payload may be read until the engine's call returns."""
+    """Group of tensors sent together in a weight update. `transport` defines the payload: `bytes`
+    is the data itself, `shm` the name of a shared-memory file, `cuda_ipc` a handle of GPU memory
+    (`utils/buckets.py`). A payload stays readable until the engine's call returns."""
 
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
     checksum: int
-    """Of all bytes, 64 bits without sign, as `ops.reshard.checksum`: an engine takes nothing from a
-    bucket that has another one."""
+    """Unsigned 64-bit checksum of all bytes, as `ops.reshard.checksum`; an engine rejects a bucket
+    whose bytes have another checksum."""
     transport: Literal["bytes", "shm", "cuda_ipc"] = "bytes"

@@ -1,8 +1,8 @@
-"""The tensors of training: `Batch` (packed samples), `LossInputs` and `LossOutput`.
+"""Tensors of training: `Batch` (packed samples), `LossInputs` and `LossOutput`.
 
 One convention holds everywhere: a per-token value is indexed by the token it is about. `logp[t]` is
-log p(tokens[t] | tokens before t); it is 0 for the first token of a sequence. The learner shifts by
-one inside and nobody else does.
+log p(tokens[t] | tokens before t); it is 0 for the first token of a sequence. Only the learner
+shifts values by one, internally.
 
 Letters: T packed tokens, B sequences.
 """
@@ -16,20 +16,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Samples packed one after the other, prompt then response. Tensors live on the CPU or the
-    learner's device; `cu_seqlens` always on the CPU."""
+    """Samples packed one after the other, prompt then response. Tensors are on the CPU or on the
+    learner's device; `cu_seqlens` is always on the CPU."""
 
     tokens: Tensor  # [T] int64
     cu_seqlens: Tensor  # [B+1] int32, on the CPU
     mask: Tensor  # [T] bool: tokens that are trained (the response)
-    logp_sampler: Tensor | None = None  # [T] float32: of the distribution that was sampled
+    logp_sampler: Tensor | None = None  # [T] float32: log-prob under the rollout's distribution
     versions: Tensor | None = None  # [T] int32: policy version of each token, -1 on the prompt
-    score: Tensor | None = None  # [T] float32: the sequence's reward, as the reward gave it
+    score: Tensor | None = None  # [T] float32: the sequence's raw reward
     advantage: Tensor | None = None  # [T] float32
     logp_old: Tensor | None = None  # [T] float32: learner, before the first update of this step
     logp_ref: Tensor | None = None  # [T] float32: reference model
     value_old: Tensor | None = None  # [T] float32: critic, before the first update of this step
-    returns: Tensor | None = None  # [T] float32: what the critic learns to tell
+    returns: Tensor | None = None  # [T] float32: target of the critic
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
     weight: Tensor | None = None  # [T] float32: multiplies the loss of every token
     ids: tuple[str, ...] = ()  # [B] request ids
@@ -44,17 +44,17 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, prompt included."""
+        """Number of tokens of each sequence, prompt included."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
 
     @property
     def sequence_index(self) -> Tensor:
-        """[T] int64: the sequence that each token belongs to, on the CPU."""
+        """Index of each token's sequence, [T] int64, on the CPU."""
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     def check(self) -> None:
-        """ValueError naming the first tensor whose length is not the tokens', and the first trained
-        token whose value is nan or infinite."""
+        """Raise ValueError if a tensor does not have one value per token, or a trained token has a
+        value that is not finite. The message names the first such tensor or token."""
         for f in fields(self):
             value = getattr(self, f.name)
             if not isinstance(value, Tensor) or f.name == "cu_seqlens":
@@ -81,11 +81,11 @@ class Batch:
             )
 
     def with_(self, **changes) -> "Batch":
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
     def select(self, rows: Sequence[int]) -> "Batch":
-        """The sequences `rows`, in that order, packed again."""
+        """Return a batch of the sequences `rows`, packed in that order."""
         starts, lengths = self.cu_seqlens.tolist(), self.lengths
         if rows:
             index = torch.cat([torch.arange(starts[r], starts[r] + lengths[r]) for r in rows])
@@ -105,34 +105,36 @@ class Batch:
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
-    """[B+1] int32 of running sums, beginning with 0."""
+    """Return the running sums of `lengths`, beginning with 0: [B+1] int32."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What an algorithm sees of one micro-batch. All [T], float32 unless said; only `logp` and
-    `entropy` carry gradients. Tokens outside `mask` have arbitrary finite values."""
+    """Inputs of a policy loss for one micro-batch. All are [T], float32 unless stated otherwise;
+    only `logp` and `entropy` carry gradients. Tokens outside `mask` have arbitrary finite values.
+    """
 
     logp: Tensor
     """Log-prob of the sampled token under the learner, with the sampling temperature applied."""
     entropy: Tensor
-    """Entropy of the learner's distribution at that token, same temperature; with a gradient where
-    the config says `uses_entropy` or has an `entropy_coef`."""
+    """Entropy of the learner's distribution at that token, same temperature. It carries a gradient
+    if the config has `uses_entropy` or an `entropy_coef`."""
     mask: Tensor
     """bool: tokens that are trained."""
     score: Tensor
-    """The sequence's reward as the reward function gave it, before shaping and baseline."""
+    """The sequence's raw reward, before shaping and baseline."""
     advantage: Tensor
     logp_old: Tensor
-    """Learner before the first update of this step; `logp.detach()` where nobody recomputed it."""
+    """Log-prob under the learner before the first update of this step; `logp.detach()` if it was
+    not recomputed."""
     logp_sampler: Tensor
     correction: Tensor
-    """Rollout-correction weight (TIS), detached; 1 where it is off. A policy loss multiplies by
-    it."""
+    """Rollout-correction weight (TIS), detached; 1 if the correction is off. A policy loss
+    multiplies by it."""
     logp_ref: Tensor | None
     sequence: Tensor
-    """int64: which sequence of the micro-batch a token belongs to."""
+    """int64: index of the token's sequence in the micro-batch."""
     num_sequences: int
     versions: Tensor
     """int32: the policy version that produced each token, -1 on prompts."""
@@ -140,30 +142,30 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueInputs:
-    """What a value loss sees of one micro-batch. All [T], float32 unless said; only `value` carries
-    gradients."""
+    """Inputs of a value loss for one micro-batch. All are [T], float32 unless stated otherwise;
+    only `value` carries gradients."""
 
     value: Tensor
-    """The critic's estimate of the return before the token is drawn."""
+    """The critic's estimate of the return before the token is sampled."""
     value_old: Tensor
-    """The same before the first update of this step."""
+    """The critic's estimate before the first update of this step."""
     returns: Tensor
     mask: Tensor
     """bool: tokens that are trained."""
     sequence: Tensor
-    """int64: which sequence of the micro-batch a token belongs to."""
+    """int64: index of the token's sequence in the micro-batch."""
     num_sequences: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
     """Loss and metrics per token. The learner masks the loss, sums, and divides by the global
-    normaliser in `apply`; metrics are averaged over the tokens that are left, of all ranks."""
+    normaliser in `apply`; metrics are averaged over the kept tokens of all ranks."""
 
     per_token: Tensor  # [T]
     metrics: dict[str, Tensor]  # name -> [T], detached
     mask: Tensor | None = None
-    """[T] bool: the tokens that are left where the loss rejects some; None keeps all."""
+    """Tokens that the loss keeps, [T] bool; None keeps all."""
 
 
 Loss = Callable[[LossInputs], LossOutput]

@@ -1,5 +1,5 @@
-"""Rewards of a group to one advantage per response. R_1..R_n are the rewards of a group, l_i the
-trained tokens of response i, m and s mean and standard deviation (n - 1) of the group.
+"""Advantage estimators with one advantage per response. R_1..R_n are the rewards of a group, l_i
+the trained tokens of response i, m and s mean and standard deviation (n - 1) of the group.
 
     estimator                     A_i                                              n = 1
     grpo                          (R_i - m) / (s + 1e-6)                           R / (1 + 1e-6)
@@ -10,16 +10,16 @@ trained tokens of response i, m and s mean and standard deviation (n - 1) of the
     opo                           R_i - sum_j l_j R_j / sum_j l_j                  R
     gpg                           alpha (R_i - m)                                  alpha R
 
-alpha is the number of responses of the step by the number of those whose reward is not 0. Whitening
-is over the trained tokens of the step:
+alpha is the number of responses of the step, divided by the number of responses with a reward other
+than 0. Whitening is over the trained tokens of the step:
 
     whitened(A) = (A - mean A) / sqrt(var A + 1e-8)     var with N - 1 for N tokens
 
-A group whose rewards are all equal has advantage 0 exactly, before whitening. Responses without
-trained tokens have no part in opo's baseline and in the whitening.
+If all rewards of a group are equal, its advantages are exactly 0 before whitening. Responses
+without trained tokens do not count in opo's baseline and in the whitening.
 
-Differs from verl: float64, and no rounding where rewards are equal; whitening over at most one
-token gives 0, verl raises. rloo with one response gives its reward, as verl's `rloo`; its
+Differs from verl: float64, and no rounding if rewards are equal. Whitening over at most one token
+gives 0, where verl raises. rloo with one response gives its reward, as verl's `rloo`; verl's
 `rloo_vectorized` gives 0.
 
 Sources: verl core_algos.compute_*_outcome_advantage; grpo arXiv:2402.03300, its mean alone
@@ -40,14 +40,14 @@ WHITEN_EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """The responses to one prompt."""
+    """Rewards and lengths of the responses to one prompt."""
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Tokens of each response."""
+    """Number of tokens of each response."""
     trained: tuple[int, ...] = ()
-    """Those of them that are trained, for whitening: 0 where a response was left out after it was
-    sampled. Empty: all of them."""
+    """Number of trained tokens of each response, for whitening; 0 if the response was dropped after
+    sampling. Empty: all tokens are trained."""
 
     def __post_init__(self) -> None:
         if not self.rewards or len(self.rewards) != len(self.lengths):
@@ -61,22 +61,22 @@ Groups = Sequence[GroupRewards]
 
 
 def is_equal(rewards: Sequence[float]) -> bool:
-    """All of them are the same, so none of the group's samples teaches anything."""
+    """Return whether all rewards are equal, so that the group gives no gradient."""
     return max(rewards) - min(rewards) < 1e-8
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:
-    """R_i - m; R alone."""
+    """Return R_i - m of each response; with one response, its reward."""
     if len(rewards) == 1:
         return list(rewards)
     if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)  # the mean may differ by a rounding, which s + 1e-6 blows up
+        return [0.0] * len(rewards)  # dividing a rounding error of m by s + 1e-6 would amplify it
     mean = math.fsum(rewards) / len(rewards)
     return [r - mean for r in rewards]
 
 
 def _scale(rewards: Sequence[float], cfg: AlgoConfig) -> float:
-    """s + 1e-6, with s = 1 for a group of one; 1 where the std is off."""
+    """Return s + 1e-6, with s = 1 for a group of one; return 1 if norm_adv_by_std is off."""
     if not cfg.norm_adv_by_std:
         return 1.0
     if len(rewards) == 1:
@@ -86,7 +86,7 @@ def _scale(rewards: Sequence[float], cfg: AlgoConfig) -> float:
 
 
 def grpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Distance to the group's mean, in standard deviations."""
+    """Return the distances to the group's mean, in standard deviations."""
     out = []
     for g in groups:
         scale = _scale(g.rewards, cfg)
@@ -95,7 +95,7 @@ def grpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """The best response gets what it is ahead of the second, the others 0; so do all on a tie."""
+    """Give the best response its lead over the second best and the others 0. On a tie all get 0."""
     out = []
     for i, g in enumerate(groups):
         if len(g.rewards) < 2:
@@ -111,7 +111,8 @@ def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Distance to the mean of the others, which is n / (n - 1) times that to the group's mean."""
+    """Return the distances to the mean of the other rewards: n / (n - 1) times the distance to the
+    group's mean."""
     out = []
     for g in groups:
         n = len(g.rewards)
@@ -120,13 +121,13 @@ def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def reinforce_plus_plus_baseline(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Distance to the group's mean; `outcome` whitens it."""
+    """Return the distances to the group's mean; `outcome` whitens them."""
     return [_centred(g.rewards) for g in groups]
 
 
 def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Distance to the mean over the group's tokens, the baseline of least variance if the gradient
-    of a response grows with its length. Without trained tokens the baseline is 0."""
+    """Return the distances to the length-weighted mean of the rewards. This baseline has the least
+    variance if a response's gradient grows with its length. Without tokens it is 0."""
     out = []
     for g in groups:
         tokens = sum(g.lengths)
@@ -141,7 +142,8 @@ def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Distance to the group's mean, larger the fewer responses of the step have a reward."""
+    """Return the distances to the group's mean times alpha, which is larger if fewer responses of
+    the step have a reward."""
     rewards = [r for g in groups for r in g.rewards]
     alpha = len(rewards) / max(sum(r != 0 for r in rewards), 1)
     return [[alpha * a for a in _centred(g.rewards)] for g in groups]
@@ -150,11 +152,12 @@ def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
     f.__name__: f for f in (grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg)
 }
-"""Estimators with one number per response; those per token are in returns.py."""
+"""Estimators with one advantage per response; those with one per token are in returns.py."""
 
 
 def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Advantages of every response of a step by `cfg.adv_estimator`, in the order of the groups."""
+    """Return the advantages of all responses of a step by `cfg.adv_estimator`, in the order of the
+    groups."""
     if cfg.adv_estimator not in OUTCOME:
         raise ConfigError(
             f"--algo.adv_estimator {cfg.adv_estimator}: has no single number per response; take "
@@ -174,7 +177,7 @@ def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
-    """Mean 0 and variance 1 over the trained tokens of all groups."""
+    """Shift and scale to mean 0 and variance 1 over the trained tokens of all groups."""
     flat = [
         (a, n)
         for row, g in zip(values, groups, strict=True)
@@ -184,7 +187,7 @@ def whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
     tokens = sum(n for _, n in flat)
     if tokens < 2:
         return [[0.0] * len(row) for row in values]
-    start = flat[0][0]  # from where the mean of equal values has no rounding
+    start = flat[0][0]  # an offset that makes the mean of equal values exact
     mean = start + math.fsum(n * (a - start) for a, n in flat) / tokens
     variance = math.fsum(n * (a - mean) ** 2 for a, n in flat) / (tokens - 1)
     scale = math.sqrt(variance + WHITEN_EPSILON)

@@ -1,6 +1,6 @@
-"""The settings that every algorithm has. The shapes it works on are in `rlcore/tensors.py`.
+"""Settings that all algorithms have in common. The tensors of a loss are in `rlcore/tensors.py`.
 
-`trainer/objective.py` puts a loss together from them:
+`trainer/objective.py` composes the objective of these parts:
 
     correction (sampler against learner), rejection      correction.py
     per-token policy loss                                the algorithm's own file
@@ -51,10 +51,9 @@ Cap = Annotated[
     ),
 ]
 Clip = Annotated[float, at_least(0, unbounded=True)]
-"""Distance of a bound from a ratio of 1, or the bound itself; inf is none."""
+"""Distance of a bound from a ratio of 1, or the bound itself; inf means no bound."""
 DualClip = Annotated[float, above(1, unbounded=True, off=0, note="; 0 turns it off")]
-"""Bound of a ratio where the advantage is negative: at 1 or less it would cut where nothing has
-moved."""
+"""Bound of a ratio for negative advantages; a bound of 1 or less would clip an unchanged policy."""
 
 
 LOG_LIMIT = 20.0
@@ -133,10 +132,10 @@ class AlgoConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """The start weights are kept and asked for log-probs."""
+        """Whether the objective needs log-probs of the reference, the start weights."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     def problems(self) -> list[str]:
-        """Say what cannot work together, one sentence each: key, value, what is allowed. An
-        algorithm extends it for keys of its own; ranges are stated at the fields."""
+        """Return one error message per conflict between settings: key, value, allowed values. An
+        algorithm extends it for its own keys; ranges are stated at the fields."""
         return []

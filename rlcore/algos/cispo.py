@@ -1,12 +1,12 @@
-"""CISPO: the ratio is a bounded constant weight, so no token loses its gradient. arXiv:2506.13585
+"""CISPO: the ratio is a clipped detached weight, so no token loses its gradient. arXiv:2506.13585
 
     r = p(a_t) / p_old(a_t)
     L = -sg(clip(r, 1 - low, 1 + high)) A log p(a_t)
     L = 0 where A > 0 and r > 1 + high, or A < 0 and r < 1 - low          with unified_mask
 
-Differs from the paper, which drops the lower bound and gives no upper one: both bounds are those
-of verl's clip_ratio. `clip_low` of 1 or more has no effect (verl's example sets 10); cispo_m1 has
-the upper bound alone. Tokens that unified_mask silences stay in the denominator, as in ROLL.
+Differs from the paper, which has no lower bound and does not state the upper one: both bounds are
+those of verl's clip_ratio. `clip_low` of 1 or more has no effect (verl's example sets 10); cispo_m1
+has only the upper bound. Tokens masked by unified_mask stay in the denominator, as in ROLL.
 Equals verl `compute_policy_loss_cispo` and ROLL `_compute_cispo_loss` (there low = high = 0.1).
 """
 
@@ -30,7 +30,7 @@ class CISPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: CISPOConfig) -> LossOutput:
-    """Policy loss [T] and the shares of bounded weights."""
+    """Return the policy loss [T] and the shares of clipped weights."""
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     policy = -weight * x.advantage * x.logp * x.correction

@@ -1,10 +1,10 @@
-"""CISPO with the upper bound alone, as MiniMax-M1 trains it. arXiv:2506.13585, arXiv:2510.13786
+"""CISPO with only the upper bound, as in MiniMax-M1. arXiv:2506.13585, arXiv:2510.13786
 
     r = p(a_t) / p_old(a_t)
     L = -sg(min(r, clip_max)) A log p(a_t)
 
-Differs from the M1 paper, which writes the bound as 1 + eps_high and does not print it: clip_max
-bounds the ratio itself, and 5 is TRL's setting of ScaleRL (arXiv:2510.13786).
+Differs from the M1 paper, which writes the bound as 1 + eps_high and does not state its value:
+clip_max bounds the ratio itself, and 5 is TRL's setting of ScaleRL (arXiv:2510.13786).
 Equals TRL loss_type "cispo" with epsilon_high = clip_max. `cispo` has the two-sided bound.
 """
 
@@ -24,7 +24,7 @@ class CISPOM1Config(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: CISPOM1Config) -> LossOutput:
-    """Policy loss [T] and the share of bounded weights."""
+    """Return the policy loss [T] and the share of clipped weights."""
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(max=cfg.clip_max)
     return LossOutput(

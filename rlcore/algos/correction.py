@@ -6,22 +6,22 @@
     token        min(w_t, C)                                   TIS; C = inf: vanilla IS
     sequence     min(prod_t w_t, C) on all of its tokens       sequence TIS
 
-    rollout_rs   keeps the token or the whole response while
+    rollout_rs   keeps the token or the whole response if
     token_k1     lower <= 1 / w_t <= upper                     token MIS; with a weight: IcePop
     seq_sum_k1   lower <= prod_t 1 / w_t <= upper              sequence MIS
     seq_mean_k1  lower <= exp(mean_t -log w_t) <= upper        geometric
     *_k2         (log w)^2 / 2 <= upper
     *_k3         w - 1 - log w <= upper                        seq_mean_k3: k3 rejection
-    seq_max_*    the largest k2 or k3 of the response is within
+    seq_max_*    max_t of k2 or k3 <= upper
 
-The bounds of k1 are those of p_sampler / p_old, the inverse of the weight, as in verl: IcePop's
+The bounds of k1 apply to p_sampler / p_old, the inverse of the weight, as in verl: IcePop's
 alpha <= w <= beta is token_k1 with 1/beta_1/alpha. Weights are detached and multiply the policy
-loss; there is no lower bound, w < 1 stays. A rejected token leaves the denominators too. Both see
-all trained tokens of a response, before any rejection. Equal log-probs give weight 1 exactly and
-reject nothing.
+loss; they have no lower bound. A rejected token does not count in the denominators either. Weights
+and rejection use all trained tokens of a response, before any rejection. Equal log-probs give
+weight 1 exactly and reject nothing.
 
-Differs from verl: k3 by expm1; the bounds of k1 must enclose 1; thresholds are given one by one,
-verl takes one for all. Weights outside the mask are finite, verl's are 0.
+Differs from verl: k3 is computed by expm1, the bounds of k1 must enclose 1, and each rule has its
+own threshold (verl: one for all). Weights outside the mask are finite; verl's are 0.
 
 Sources: verl rollout_corr_helper.compute_rollout_correction_weights and
 compute_rollout_rejection_mask; TIS, fengyao.notion.site/off-policy-rl; MIS and geometric rejection,
@@ -45,11 +45,11 @@ DEFAULTS = {
     "seq_mean_k1": "0.999_1.001",
     "seq_mean_k3": "0.01",
 }
-"""Thresholds where rollout_rs_threshold is empty."""
+"""Thresholds that apply if rollout_rs_threshold is empty."""
 
 
 class Rule(NamedTuple):
-    """One of rollout_rs with the bounds of its statistic, both within."""
+    """One rule of rollout_rs with the inclusive bounds of its statistic."""
 
     name: str
     lower: float
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
 def weights(
     cfg: AlgoConfig, log_w: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    """[T] detached weights in (0, cap], before batch normalisation."""
+    """Return the detached weights in (0, cap], [T], before batch normalisation."""
     kept = torch.where(mask, log_w.detach(), 0.0)
     if cfg.rollout_is == "none":
         return torch.ones_like(kept)
@@ -72,9 +72,9 @@ def weights(
 def normalisation_sums(
     cfg: AlgoConfig, weights: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    """[2] float64: sum and count of the weights, of tokens or of sequences with trained tokens as
-    rollout_is says. The sums of all ranks give the mean that rollout_is_batch_normalize divides by.
-    """
+    """Return sum and count of the weights, [2] float64, over trained tokens or, if rollout_is is
+    `sequence`, over sequences with trained tokens. The sums of all ranks give the mean for
+    rollout_is_batch_normalize."""
     if cfg.rollout_is == "sequence":
         weights = sequences.mean(weights.double(), mask, sequence, num_sequences)
         mask = sequences.count(mask, sequence, num_sequences) > 0
@@ -85,9 +85,9 @@ def normalisation_sums(
 def keep(
     cfg: AlgoConfig, log_w: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    """[T] bool: the tokens that pass all of rollout_rs; True outside the mask.
+    """Return which tokens pass all rules of rollout_rs, [T] bool; True outside the mask.
 
-    A NaN passes: it must reach the loss, where it is noticed, and not vanish here.
+    A NaN passes, so that it reaches the loss, where it is detected.
     """
     out = torch.ones_like(mask)
     if not cfg.rollout_rs:
@@ -110,7 +110,7 @@ def keep(
 
 
 def thresholds(cfg: AlgoConfig) -> list[Rule]:
-    """The rules of rollout_rs; ConfigError in one sentence where a threshold cannot be one."""
+    """Return the rules of rollout_rs. Raise ConfigError if a threshold is invalid or missing."""
     given = cfg.rollout_rs_threshold
     if given and len(given) != len(cfg.rollout_rs):
         raise ConfigError(
@@ -129,11 +129,11 @@ def thresholds(cfg: AlgoConfig) -> list[Rule]:
 
 
 def problems(cfg: AlgoConfig) -> list[str]:
-    """What cannot work in rollout_rs and rollout_rs_threshold, one sentence each."""
+    """Return one error message for each invalid setting in rollout_rs and rollout_rs_threshold."""
     given = cfg.rollout_rs_threshold
     paired = given and len(given) == len(cfg.rollout_rs)
     out = []
-    # One at a time where they go in pairs, so that every wrong threshold is named.
+    # Parse matching pairs one by one, so that every wrong threshold is reported.
     for name, text in zip(cfg.rollout_rs, given, strict=True) if paired else ():
         try:
             _parsed(name, text)
@@ -165,7 +165,7 @@ def _parsed(name: str, text: str) -> Rule:
 
 
 def _number(text: str) -> float:
-    """NaN, which passes no comparison, for what is no number."""
+    """Parse a number; return NaN, which fails every comparison, if it is none."""
     try:
         return float(text)
     except ValueError:

@@ -5,12 +5,12 @@ arXiv:2503.14476
     L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
     L = min(that, -dual A)                                   A < 0
 
-over all trained tokens of the update (token-mean). Groups without spread are left out, and a
+over all trained tokens of the update (token-mean). Groups with equal rewards are left out. A
 response that enters the last fifth of rollout.max_tokens loses reward, linearly up to 1.
 
-Differs from the paper: groups that are left out are not replaced by further prompts, the dual clip
-at 10 is that of the published verl script, and overlong filtering (truncated_responses drop) is
-off as there. Equals verl `compute_policy_loss_vanilla` with that script's clips.
+Differs from the paper: dropped groups are not replaced by further prompts. The dual clip at 10 is
+that of the published verl script, and overlong filtering (truncated_responses drop) is off as
+there. Equals verl `compute_policy_loss_vanilla` with that script's clips.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class DAPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: DAPOConfig) -> LossOutput:
-    """Policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

@@ -1,14 +1,14 @@
-"""Decoupled PPO: clip around the learner of this step, weigh by how far the sampler was from it.
+"""Decoupled PPO: clip around this step's learner and weigh by its distance from the sampler.
 arXiv:2110.00641, arXiv:2505.24298
 
     r = p / p_prox       p_prox: the learner before the first update of this step (logp_old)
     w = sg(p_prox / p_behave)                p_behave: the sampler, with the weights it had
-    L = -w min(r A, clip(r, 1 - low, 1 + high) A), and PPO's dual clip where clip_dual is on
+    L = -w min(r A, clip(r, 1 - low, 1 + high) A), and PPO's dual clip if clip_dual is on
 
-Above the cap, `token_mask` gives the token no loss but leaves it in the denominator, `truncate`
-takes the cap for w. `none` takes w = 1.
+If w exceeds the cap, `token_mask` gives the token no loss but keeps it in the denominator, and
+`truncate` sets w to the cap. `none` always uses w = 1.
 
-Differs from the papers, which do not cap: truncate with behave_cap inf is theirs. Equals AReaL
+Differs from the papers, which have no cap: truncate with behave_cap inf equals them. Equals AReaL
 `ppo_actor_loss_fn`: token_mask is rejection_sampling {level: token, action: mask, metric: ratio,
 upper: 5} (its old behave_imp_weight_cap), truncate is action clamp, none is no rejection_sampling.
 verl's token-level rollout_is on ppo equals truncate.
@@ -56,7 +56,8 @@ class DecoupledPPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: DecoupledPPOConfig) -> LossOutput:
-    """Policy loss [T], clip fractions, the weight and the share of tokens above the cap."""
+    """Return the policy loss [T] and, as metrics, clip fractions, weight and share of tokens above
+    the cap."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     log_w = (x.logp_old - x.logp_sampler).detach().clamp(-LOG_LIMIT, LOG_LIMIT)

@@ -35,7 +35,7 @@ class DrGRPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: DrGRPOConfig) -> LossOutput:
-    """Policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

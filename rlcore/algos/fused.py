@@ -1,5 +1,8 @@
-"""Which objectives the fused policy loss can say (`--train.fused_loss`, rlcore/ops/policy.py): a
-clipped ratio, with everything else of a token known before its logits are read, or its own."""
+"""Objectives that the fused policy loss supports (`--train.fused_loss`, rlcore/ops/policy.py).
+
+The policy loss must be a clipped ratio. The op's other inputs for a token must be known before its
+logits are read, or depend only on that token.
+"""
 
 from typing import Protocol
 
@@ -10,7 +13,7 @@ NAMES = ("ppo", "grpo", "dapo", "dr_grpo")
 
 
 class Clipped(Protocol):
-    """What the settings of all of them have beside those of every algorithm."""
+    """Settings that the fusible algorithms have besides those of `AlgoConfig`."""
 
     @property
     def clip_low(self) -> float: ...
@@ -23,7 +26,7 @@ class Clipped(Protocol):
 
 
 def problems(name: str, cfg: AlgoConfig) -> list[str]:
-    """What of algorithm `name` with these settings cannot be fused, one sentence each."""
+    """Return one error message for each setting of algorithm `name` that cannot be fused."""
     if name not in NAMES:
         return [
             f"--train.fused_loss: {name} is not among the losses that can be fused "

@@ -8,10 +8,9 @@ A is the mean advantage of the sequence and w_t the correction weights, which en
 geometric mean. Every token of the sequence carries L, so the mean over its tokens is L again.
 
 Differs from the paper in nothing. Equals verl `compute_policy_loss_geo_mean`, save that verl
-averages over the sequences of a micro-batch, where this is over those of the update, that it adds
-1e-10 to w before the logarithm, that |d_t| is held below 20 here, and that the clip fractions count
-only where the clip cut the gradient: A > 0 in pg_clipfrac, A < 0 in pg_clipfrac_lower. TRL:
-trl.experimental.gmpo.
+averages over the sequences of a micro-batch (here: of the update) and adds 1e-10 to w before the
+logarithm. Here |d_t| is also held below 20, and the clip fractions count only tokens whose gradient
+is clipped: A > 0 in pg_clipfrac, A < 0 in pg_clipfrac_lower. TRL: trl.experimental.gmpo.
 """
 
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class GMPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: GMPOConfig) -> LossOutput:
-    """Policy loss [T], equal for all tokens of a sequence, and clip fractions."""
+    """Return the policy loss [T], equal for all tokens of a sequence, and clip fractions."""
     where = (x.mask, x.sequence, x.num_sequences)
     d, sign = ratio.log_ratio(x), x.advantage.sign()  # [T]
     held = d.clamp(-cfg.clip_low, cfg.clip_high)

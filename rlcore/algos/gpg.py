@@ -1,10 +1,10 @@
-"""GPG: the plain policy gradient with advantages scaled up for groups that teach nothing.
+"""GPG: the plain policy gradient, with advantages scaled up to make up for groups without gradient.
 arXiv:2504.02546
 
     L = -A log p(a_t),        A = alpha (R - mean R)          (adv_estimator gpg)
 
-Differs from the paper in alpha, which is verl's: all samples over those with a reward that is not
-0. Equals verl `compute_policy_loss_gpg`.
+Differs from the paper in alpha, which is verl's: the number of samples divided by the number of
+samples with a reward other than 0. Equals verl `compute_policy_loss_gpg`.
 """
 
 from dataclasses import dataclass
@@ -23,5 +23,5 @@ class GPGConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: GPGConfig) -> LossOutput:
-    """Policy loss [T]."""
+    """Return the policy loss [T]."""
     return LossOutput(per_token=-x.advantage * x.logp * x.correction, metrics={})

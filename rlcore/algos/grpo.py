@@ -4,10 +4,10 @@
     L = -w min(r A, clip(r, 1 - low, 1 + high) A)            A >= 0
     L = min(that, -w dual A)                                 A < 0
 
-w is the rollout-correction weight, detached; KL, entropy and aggregation are the objective's.
+w is the rollout-correction weight, detached; the objective adds KL, entropy and aggregation.
 
-Differs from the paper: the upper clip is wider (DAPO's clip-higher), a dual clip, no reference KL
-by default, and the loss is averaged over all tokens of the update, not per sequence first.
+Differs from the paper: a wider upper clip (DAPO's clip-higher), a dual clip, and no reference KL
+by default. The loss is averaged over all tokens of the update, not per sequence first.
 Equals verl `compute_policy_loss_vanilla` with clip_ratio_high 0.28; TRL loss_type "dapo" with
 epsilon_high 0.28 and delta 3, which is the dual clip.
 """
@@ -30,7 +30,7 @@ class GRPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: GRPOConfig) -> LossOutput:
-    """Policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

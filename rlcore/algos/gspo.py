@@ -4,12 +4,12 @@
     s_t = sg(s) p(a_t) / sg(p(a_t))                          level token: GSPO-token
     L   = -min(s A, clip(s, 1 - low, 1 + high) A)            with s or s_t
 
-averaged over the tokens of a response, then over responses. Where advantage and correction weight
-are the same for all tokens of a response, both levels have one value and one gradient. Where they
-are not, the token level gives a token's advantage and weight to that token alone.
+averaged over the tokens of a response, then over responses. If advantage and correction weight are
+the same for all tokens of a response, both levels have the same value and gradient. Otherwise, at
+token level, a token's advantage and weight act only on that token.
 
-Differs from the paper: GSPO-token is the default, since it is what verl computes and correction
-weights are per token; log s is held below 10, as in verl.
+Differs from the paper: GSPO-token is the default, because verl computes it and correction weights
+are per token; log s is held below 10, as in verl.
 Equals verl `compute_policy_loss_gspo` (token), TRL importance_sampling_level "sequence" with
 loss_type "grpo".
 """
@@ -38,7 +38,7 @@ class GSPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: GSPOConfig) -> LossOutput:
-    """Policy loss [T] and clip fraction."""
+    """Return the policy loss [T] and clip fraction."""
     where = (x.mask, x.sequence, x.num_sequences)
     log_s = sequence.mean(x.logp - x.logp_old, *where)[x.sequence]  # [T]
     if cfg.level == "token":

@@ -3,8 +3,8 @@
     d = log p(a_t) - log p_old(a_t)
     L = -A log p(a_t) + tau / 2 d^2,        A = R - mean R
 
-Differs from the paper, whose d is the sum over the response: here it is of the token, as in ROLL.
-The log-ratio is not clamped, since its gradient is what pulls a far token back. The correction
+Differs from the paper, whose d is the sum over the response: here it is per token, as in ROLL.
+The log-ratio is not clamped, because its gradient pulls a distant token back. The correction
 weight multiplies both terms, as in ROLL. Equals ROLL pg_variant "kimi15" (`_compute_kimi15_loss`).
 """
 
@@ -27,7 +27,7 @@ class Kimi15Config(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: Kimi15Config) -> LossOutput:
-    """Policy loss [T] and its second term."""
+    """Return the policy loss [T] and its second term as a metric."""
     pull = cfg.tau / 2 * (x.logp - x.logp_old).square()
     policy = (pull - x.advantage * x.logp) * x.correction
     return LossOutput(per_token=policy, metrics={"algo/pull": pull.detach()})

@@ -7,11 +7,11 @@
     k2          d^2 / 2             biased, low variance         of KL(p || p_ref)
     k3          exp(d) - 1 - d      unbiased, never negative     of KL(p_ref || p)
     abs         |d|
-    low_var_kl  k3 of d clamped to +-20, then clamped to +-10    0 where the clamp is at work
+    low_var_kl  k3 of d clamped to +-20, then clamped to +-10    0 if clamped
     k1+, k3+    of k1, k3                                        of k2 (straight through)
 
-Differs from verl: k3 is exact; verl's k3 is its low_var_kl. exp(d) - 1 is expm1(d), since the
-difference would be rounding noise for nearly equal log-probs.
+Differs from verl: k3 is exact; verl's k3 is its low_var_kl. exp(d) - 1 is computed as expm1(d),
+because the difference would be rounding noise for nearly equal log-probs.
 
 Sources: verl core_algos.kl_penalty; http://joschu.net/blog/kl-approx.html; the controller
 arXiv:1909.08593, section 2.2.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def estimate(kind: str, logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """[T] estimate per token; gradients flow through `logp`."""
+    """Return the estimate per token, [T]; gradients flow through `logp`."""
     d = logp_ref - logp
     if kind.endswith("+"):
         value = estimate(kind.removesuffix("+"), logp, logp_ref).detach()
@@ -47,36 +47,36 @@ def estimate(kind: str, logp: Tensor, logp_ref: Tensor) -> Tensor:
 
 
 class AdaptiveController:
-    """A factor on the KL's weight that holds the KL at a target.
+    """Adaptive factor on the KL's weight that keeps the KL at a target.
 
         e     = clip(KL / target - 1, -0.2, 0.2)
         scale = scale (1 + e samples / horizon)
 
-    Differs from verl: a step with more samples than the horizon counts as one horizon, or the
-    factor could become negative; a KL that is not finite (the update was left out and counted)
-    changes nothing.
+    Differs from verl: a step with more samples than the horizon counts as one horizon, so that the
+    factor cannot become negative. A KL that is not finite (of a skipped update) changes nothing.
     """
 
     def __init__(self, target: float, horizon: float) -> None:
-        """
+        """Start with a factor of 1.
+
         Args:
-            target: KL to hold; 0 keeps the factor at 1.
-            horizon: samples over which it answers.
+            target: KL to keep; 0 keeps the factor at 1.
+            horizon: number of samples over which the factor adapts.
         """
         self._target, self._horizon = target, horizon
         self.scale = 1.0
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Answer the mean KL of a step of `num_samples` responses."""
+        """Adapt the factor to the mean KL of a step of `num_samples` responses."""
         if not self._target or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1, -0.2), 0.2)
         self.scale *= 1 + error * min(num_samples / self._horizon, 1.0)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from `state()`."""
+        """Restore the state that `state()` returned."""
         self.scale = float(state["scale"])

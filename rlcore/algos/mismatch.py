@@ -1,6 +1,6 @@
-"""How far the learner is from the sampler, from sums that ranks and micro-batches add.
+"""Metrics of the mismatch between learner and sampler, from sums over micro-batches and ranks.
 
-p is the sampler's, q the learner's probability of a sampled token, w = q / p. A mean is over
+p is the sampler's and q the learner's probability of a sampled token, w = q / p. A mean is over
 trained tokens, [mean] over responses with trained tokens; t runs over those of one response.
 
     rollout_corr/
@@ -31,12 +31,12 @@ trained tokens, [mean] over responses with trained tokens; t runs over those of 
       trajectory_staleness_worst            the same of n - oldest v_t
       trajectory_spans         the same of newest - oldest + 1: versions within a response
 
-All figures see the trained tokens before rejection. rollout_is_* stand only where the weight is
-used and rollout_rs_* only where something may be rejected, as in verl.
+All metrics are over the trained tokens before rejection. As in verl, rollout_is_* exist only if the
+weight is used, and rollout_rs_* only if rollout_rs has rules.
 
-Differs from verl: responses without trained tokens count nowhere (verl takes them with log-prob 0);
-standard deviations divide by n, so that ranks with the same tokens may count them twice; k3 by
-expm1.
+Differs from verl: responses without trained tokens are not counted (verl counts them with log-prob
+0). Standard deviations divide by n, so that ranks with the same tokens may count them twice. k3 is
+computed by expm1.
 
 Sources: verl rollout_corr_helper.compute_offpolicy_metrics and compute_is_metrics,
 utils/debug/metrics.calculate_debug_metrics; the two measures of a response,
@@ -54,7 +54,7 @@ from rlcore.algos import sequence as sequences
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 from rlcore.tensors import LossInputs
 
-# The healthy range: `unhealthy` speaks up outside of it.
+# The healthy range: outside of it, `unhealthy` returns a note for the step line.
 MAX_PROBS_DIFF = 0.5
 """Largest |p - q| of a step; the TIS study counts responses above it."""
 MAX_K3 = 1e-2
@@ -101,7 +101,7 @@ ADDED = (
     "spans",
     "known_responses",
 )
-"""What `Sums.added` holds."""
+"""Names of the sums in `Sums.added`."""
 HIGHEST = (
     "log_ppl_diff",
     "-log_ppl_diff",
@@ -117,21 +117,22 @@ HIGHEST = (
     "spans",
     "-spans",
 )
-"""What `Sums.highest` holds; a minus turns a minimum into a maximum."""
+"""Names of the maxima in `Sums.highest`; with a minus, the maximum of the negated values."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one micro-batch, or of several with `total`. On the device of the loss, float64."""
+    """Sums and maxima of one micro-batch, or of several with `total`; float64, on the loss's
+    device."""
 
     added: Tensor
-    """[len(ADDED)]"""
+    """Sums by the names in ADDED, [len(ADDED)]."""
     highest: Tensor
-    """[len(HIGHEST)], -inf where there was nothing."""
+    """Maxima by the names in HIGHEST, [len(HIGHEST)]; -inf without any values."""
 
     @staticmethod
     def total(parts: Sequence["Sums"]) -> "Sums":
-        """Of all parts together; of none: zeros and -inf, on the CPU."""
+        """Combine all parts; without parts, return zeros and -inf on the CPU."""
         if not parts:
             return Sums(
                 torch.zeros(len(ADDED), dtype=torch.float64),
@@ -145,19 +146,19 @@ class Sums:
 
 @torch.no_grad()
 def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version: int) -> Sums:
-    """Of one micro-batch, without waiting for the device.
+    """Compute the sums of one micro-batch, without waiting for the device.
 
     Args:
-        x: its `mask` is what rejection has left of `trained`.
-        log_w: [T] log-prob of the learner less that of the sampler.
+        x: loss inputs; `mask` has the tokens of `trained` that passed rejection.
+        log_w: [T] log-prob of the learner minus that of the sampler.
         trained: [T] the mask before rejection.
-        version: of the weights that are trained.
+        version: policy version of the weights in training.
     """
     where = (trained, x.sequence, x.num_sequences)
     log_w, log_p = log_w.double(), x.logp_sampler.double()
     log_q = log_p + log_w
-    # p - 1 and q - 1: the moments keep their digits where the model is sure, and nearly always it
-    # is. Variance, correlation and difference are those of p and q.
+    # p - 1 and q - 1 keep precision near probability 1, where most tokens are. Variance,
+    # correlation and difference are the same as those of p and q.
     p, q = log_p.expm1(), log_q.expm1()
     diff = (p - q).abs()
     tokens = trained.double()
@@ -250,13 +251,13 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
 
 
 def _highest(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest value in the mask, -inf without one."""
+    """Return the largest value in the mask, -inf if the mask is empty."""
     start = values.new_full((1,), -math.inf)
     return torch.cat([start, torch.where(mask, values, -math.inf)]).amax()
 
 
 def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -> dict[str, float]:
-    """The figures from the sums of all ranks; none if nothing was trained."""
+    """Compute the metrics from the sums of all ranks; empty if no token was trained."""
     s = dict(zip(ADDED, added, strict=True))
     top = dict(zip(HIGHEST, highest, strict=True))
     n, b = s["tokens"], s["responses"]
@@ -332,7 +333,7 @@ def _std(total: float, squares: float, n: float) -> float:
 
 
 def _pearson(s: dict[str, float]) -> float | None:
-    """None where the spread of p or q is only rounding."""
+    """Return the correlation of p and q; None if the spread of either is only rounding."""
     n = s["tokens"]
     var_p, var_q = s["p2"] - s["p"] ** 2 / n, s["q2"] - s["q"] ** 2 / n
     if not (var_p > 1e-12 * s["p2"] and var_q > 1e-12 * s["q2"]):
@@ -342,12 +343,12 @@ def _pearson(s: dict[str, float]) -> float | None:
 
 
 def unhealthy(metrics: dict[str, float]) -> str:
-    """A phrase for the step line where the mismatch leaves the healthy range, else ""."""
+    """Return a note for the step line if the mismatch is outside the healthy range, else ""."""
     diff = metrics.get("rollout_corr/response_max_diff_max", 0.0)
     k3 = metrics.get("rollout_corr/k3_kl", 0.0)
     ess = metrics.get("rollout_corr/rollout_is_eff_sample_size")
     if diff <= MAX_PROBS_DIFF and k3 <= MAX_K3 and (ess is None or ess >= MIN_ESS):
-        return ""  # so a NaN is unhealthy
+        return ""  # comparisons with NaN are false, so a NaN is reported
     k1 = metrics.get("rollout_corr/kl", 0.0)
     note = f"mismatch: max |dp| {diff:.2g}, k1 {k1:.2g}, k3 {k3:.2g}"
     return note if ess is None else f"{note}, ess {ess:.2g}"

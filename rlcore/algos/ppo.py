@@ -1,11 +1,12 @@
-"""PPO: advantages of a critic, a step held near the old policy by clipping. arXiv:1707.06347
+"""PPO: advantages from a critic, and a clipped ratio that keeps the policy near the old one.
+arXiv:1707.06347
 
     r = p(a_t) / p_old(a_t)
     L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
     L = min(that, -dual A)                                   A < 0
 
-Differs from the paper in the dual clip (arXiv:1912.09729): a token that became `dual` times more
-likely although it was bad would pull without bound. The bounds of the clip are two keys.
+Differs from the paper in the dual clip (arXiv:1912.09729): without it, a token with a negative
+advantage that became much more likely has an unbounded loss. Lower and upper clip are two keys.
 Equals verl `compute_policy_loss_vanilla`. The same loss with group baselines is grpo.
 """
 
@@ -29,7 +30,7 @@ class PPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: PPOConfig) -> LossOutput:
-    """Policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

@@ -1,4 +1,4 @@
-"""What losses share: the ratio of the learner to its old self, and PPO's clip around it.
+"""Functions that losses share: the ratio of the learner to the old policy, and PPO's clip of it.
 
 Shapes: T packed tokens of one micro-batch.
 """
@@ -13,14 +13,14 @@ from rlcore.tensors import LossInputs
 
 
 def log_ratio(x: LossInputs) -> Tensor:
-    """[T] log(p / p_old), clamped as in verl: beyond the limit there is no gradient."""
+    """Return log(p / p_old), [T], clamped as in verl: beyond the limit it has no gradient."""
     return (x.logp - x.logp_old).clamp(-LOG_LIMIT, LOG_LIMIT)
 
 
 def clipped(
     ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's pessimistic loss [T] and the clip fractions.
+    """Return PPO's clipped loss [T] and the clip fractions.
 
         L = -min(r A, clip(r, 1 - low, 1 + high) A)          A >= 0
         L = min(that, -dual A)                               A < 0   (dual clip, arXiv:1912.09729)

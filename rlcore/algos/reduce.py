@@ -8,10 +8,10 @@
     seq-mean-token-mean       1 / |o_i|            sequences of the update, all ranks
     seq-mean-token-sum-norm   1 / max_tokens       sequences of the update, all ranks
 
-A token or sequence that is rejected is in none of them. N is handed to `Learner.apply`; nothing
-here averages over what one rank happens to hold.
+A rejected token or sequence is not counted. N is passed to `Learner.apply`; no function here
+averages over the tokens of one rank.
 
-Differs from verl's trainer, whose N counts what is rejected too in modes over sequences.
+Differs from verl's trainer, whose N in modes over sequences also counts rejected ones.
 """
 
 import torch
@@ -28,7 +28,7 @@ def weights(
     max_tokens: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[T]; |o_i| counts the tokens of a sequence in `mask` [T]."""
+    """Return the weights [T]; |o_i| counts the tokens of a sequence in `mask` [T]."""
     if mode == "seq-mean-token-mean":
         count = sequences.count(mask, sequence, num_sequences).to(dtype)
         return 1.0 / count.clamp(min=1)[sequence]
@@ -37,5 +37,5 @@ def weights(
 
 
 def normaliser(mode: str, num_tokens: float, num_sequences: float) -> float:
-    """N of an update that trains this many tokens and sequences over all ranks."""
+    """Return N of an update with these numbers of trained tokens and sequences over all ranks."""
     return float(num_tokens if mode == "token-mean" else num_sequences)

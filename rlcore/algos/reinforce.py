@@ -1,12 +1,14 @@
-"""REINFORCE, leave-one-out baseline, summed over the response. Williams 1992, arXiv:2402.14740
+"""REINFORCE with a leave-one-out baseline, summed over the response. Williams 1992,
+arXiv:2402.14740
 
     L = -w A log p(a_t),        A_i = R_i - mean of the other rewards       (adv_estimator rloo)
 
-w is the rollout-correction weight; with bypass_mode it is p / p_sampler of this very pass.
+w is the rollout-correction weight; with bypass_mode it is p / p_sampler of the current forward
+pass.
 
-Differs from arXiv:2402.14740 in nothing; it takes the response for one action, hence the sum over
-its tokens. Equals verl `compute_policy_loss_reinforce`, the loss of its preset bypass_pg_is
-(bypass_mode, rollout_is sequence).
+Differs from arXiv:2402.14740 in nothing. The response is one action, hence the sum over its tokens.
+Equals verl `compute_policy_loss_reinforce`, the loss of its preset bypass_pg_is (bypass_mode,
+rollout_is sequence).
 """
 
 from dataclasses import dataclass
@@ -27,5 +29,5 @@ class ReinforceConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: ReinforceConfig) -> LossOutput:
-    """Policy loss [T]."""
+    """Return the policy loss [T]."""
     return LossOutput(per_token=-x.advantage * x.logp * x.correction, metrics={})

@@ -1,5 +1,5 @@
-"""Rewards to one advantage per token. r_t is the reward of token t, V_t the critic's value before
-it; t runs over the trained tokens of a response, so t + 1 is the next trained one.
+"""Advantage estimators with one advantage per token. r_t is the reward of token t, V_t the critic's
+value before it; t runs over the trained tokens of a response, so t + 1 is the next trained one.
 
     estimator            G_t (returns)                     A_t
     reinforce_plus_plus  r_t + gamma G_{t+1}               G_t                        whitened
@@ -7,10 +7,10 @@ it; t runs over the trained tokens of a response, so t + 1 is the next trained o
     gae                  A_t + V_t                         d_t + gamma lam A_{t+1}    whitened
                          d_t = r_t + gamma V_{t+1} - V_t
 
-After the last trained token G, A and V are 0. Tokens of a response outside the mask (the output of
-a tool) are skipped: they neither discount nor end a return. Outside the mask everything is 0.
+After the last trained token, G, A and V are 0. Tokens of a response outside the mask (the output of
+a tool) are skipped: they neither discount nor end a return. Results outside the mask are 0.
 
-Everything is float64 inside.
+Computations are in float64.
 
 Sources: verl core_algos.compute_{reinforce_plus_plus_outcome,remax_outcome,gae}_advantage*;
 reinforce_plus_plus arXiv:2501.03262, remax arXiv:2310.10505, gae arXiv:1506.02438.
@@ -29,13 +29,14 @@ from rlcore.tensors import Batch
 from rlcore.utils.errors import ConfigError
 
 TOKEN = ("reinforce_plus_plus", "remax", "gae")
-"""Estimators with one number per token; those per response are in advantage.py."""
+"""Estimators with one advantage per token; those with one per response are in advantage.py."""
 
 
 def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None) -> Tensor:
-    """[T] the response's reward on its last trained token, less `penalty` [T] on all of them.
+    """Return the reward of each token, [T]: the response's reward on its last trained token, minus
+    `penalty` [T] on all trained tokens.
 
-    A row without trained tokens has no reward. The dtype is that of `penalty`, else of the
+    A row without trained tokens has no reward. The dtype is that of `penalty`, or else of the
     sampler's log-probs.
     """
     if len(rewards) != batch.num_sequences:
@@ -56,11 +57,12 @@ def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None
 def advantages(
     batch: Batch, reward: Tensor, cfg: AlgoConfig, baseline: Sequence[float] | None
 ) -> tuple[Tensor, Tensor]:
-    """(advantage [T], returns [T]) by `cfg.adv_estimator`, before whitening, in `reward`'s dtype.
+    """Compute (advantage [T], returns [T]) by `cfg.adv_estimator`, before whitening, in `reward`'s
+    dtype.
 
     Args:
         reward: [T] from `token_rewards`.
-        baseline: of every sequence, the reward of the greedy response; only for remax.
+        baseline: reward of the greedy response for each sequence; only for remax.
     """
     where = batch.mask.nonzero().squeeze(1)  # [M]
     sequence = batch.sequence_index.to(batch.mask.device)[where]
@@ -92,7 +94,7 @@ def advantages(
 
 
 def _later(values: Tensor, sequence: Tensor, steps: int) -> Tensor:
-    """[M] the value `steps` tokens later in the same sequence, 0 after its end."""
+    """Return the value `steps` tokens later in the same sequence, [M]; 0 after its end."""
     out = torch.zeros_like(values)
     if steps < len(values):
         same = sequence[steps:] == sequence[:-steps]
@@ -101,10 +103,10 @@ def _later(values: Tensor, sequence: Tensor, steps: int) -> Tensor:
 
 
 def _discounted(values: Tensor, sequence: Tensor, factor: float, longest: int) -> Tensor:
-    """[M] sum_i factor^i values[t + i] to the end of the sequence.
+    """Return sum_i factor^i values[t + i] to the end of the sequence, [M].
 
-    By doubling: the sum over 2 k tokens is that over k plus factor^k times the one k later. So
-    log2(longest) passes over the packed tokens do what a loop over time does in `longest`.
+    The sum over 2 k tokens is the sum over k plus factor^k times the sum k tokens later. Doubling
+    therefore needs log2(longest) passes over the packed tokens, where a loop needs `longest`.
     """
     total, steps = values, 1
     while steps < longest:
@@ -114,20 +116,22 @@ def _discounted(values: Tensor, sequence: Tensor, factor: float, longest: int) -
 
 
 def whitening_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """[3] float64: count, sum and sum of squares over the mask; add those of all ranks.
+    """Return count, sum and sum of squares over the mask, [3] float64; the caller adds those of all
+    ranks.
 
-    The variance from them is wrong by about 1e-16 mean^2, against the 1e-8 that is added to it: of
-    no matter while advantages are below 1e3.
+    The variance from these sums has an error of about 1e-16 mean^2. It is negligible against the
+    added 1e-8 while advantages are below 1e3.
     """
     kept = torch.where(mask, values.double(), 0.0)
     return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
 
 
 def whitened(values: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-    """[T] (A - mean) / sqrt(var + 1e-8) with the unbiased variance of the tokens in `sums`.
+    """Return (A - mean) / sqrt(var + 1e-8), [T], with the unbiased variance of the tokens in
+    `sums`.
 
-    0 outside the mask, and everywhere if `sums` counts at most one token, where verl's
-    `masked_whiten` raises.
+    The result is 0 outside the mask. If `sums` counts at most one token it is 0 everywhere; verl's
+    `masked_whiten` raises then.
     """
     count, total, squares = sums.double().to(values.device)
     mean = total / count.clamp(min=1)

@@ -33,7 +33,7 @@ class SAPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: SAPOConfig) -> LossOutput:
-    """Policy loss [T] and the gate's factor on the gradient."""
+    """Return the policy loss [T] and, as a metric, the gate's factor on the gradient."""
     r = ratio.log_ratio(x).exp()
     tau = torch.full_like(r, cfg.tau_neg).masked_fill(x.advantage > 0, cfg.tau_pos)
     s = torch.sigmoid(tau * (r - 1))

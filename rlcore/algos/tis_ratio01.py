@@ -1,10 +1,10 @@
-"""ROLL's truncated importance sampling: the ratio is a constant weight, held between 0 and 1.
+"""ROLL's truncated importance sampling: the ratio is a detached weight, clamped to 0 to 1.
 
     r = p(a_t) / p_old(a_t)
     L = -sg(clip(r, clip_min, clip_max)) A log p(a_t)
 
-Not the TIS of sampler against learner: that is `rollout_is token`, works with every loss and caps
-p_old / p_sampler at 2. Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
+This is not the TIS between sampler and learner, which is `rollout_is token`: it works with every
+loss and caps p_old / p_sampler at 2. Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class TISRatio01Config(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: TISRatio01Config) -> LossOutput:
-    """Policy loss [T] and the shares of bounded weights."""
+    """Return the policy loss [T] and the shares of clamped weights."""
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(cfg.clip_min, cfg.clip_max)
     metrics = {

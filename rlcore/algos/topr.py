@@ -1,14 +1,14 @@
-"""TOPR: good responses are learned as they are, bad ones with a tapered weight. arXiv:2503.14286
+"""TOPR: good responses have a constant weight, bad ones a tapered weight. arXiv:2503.14286
 
     r = p(a_t) / p_old(a_t)                       level token
     r = prod_t p(a_t) / p_old(a_t)                level sequence
     L = -positive_weight A log p(a_t)             score > 0
     L = -negative_weight sg(min(r, 1)) A log p(a_t)      else
 
-`score` is what the reward function gave, before shaping and baseline.
+`score` is the raw reward, before shaping and baseline.
 
-Differs from the paper: the ratio is of the token unless level is sequence, the return is the
-advantage, and a score of 0 is negative. Equals ROLL pg_variant "topr" (level token) with
+Differs from the paper: the ratio is per token unless level is sequence, the advantage replaces the
+return, and a score of 0 counts as negative. Equals ROLL pg_variant "topr" (level token) with
 topr_positive_weight and topr_negative_weight (weighted TOPR).
 """
 
@@ -34,7 +34,8 @@ class TOPRConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:
-    """Policy loss [T], the share of tapered tokens and of tokens of positive responses."""
+    """Return the policy loss [T] and, as metrics, the shares of tapered tokens and of tokens in
+    positive responses."""
     d = (x.logp - x.logp_old).detach()
     if cfg.level == "sequence":
         d = sequence.total(d, x.mask, x.sequence, x.num_sequences)[x.sequence]

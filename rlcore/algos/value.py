@@ -1,4 +1,4 @@
-"""The critic's loss: squared error to the returns, without reward for moves beyond the clip.
+"""The critic's loss: squared error to the returns, with PPO's value clip.
 
     L = max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) / 2
 
@@ -15,7 +15,8 @@ from rlcore.tensors import LossOutput, ValueInputs
 
 
 def loss(x: ValueInputs, clip: float) -> LossOutput:
-    """`clip` is c; inf does not clip. 0 outside the mask, and so is the gradient."""
+    """Return the value loss [T]; loss and gradient are 0 outside the mask. `clip` is c; inf does
+    not clip."""
     bounded = torch.clamp(x.value, x.value_old - clip, x.value_old + clip)
     plain = torch.where(x.mask, x.value - x.returns, 0.0).square()
     clipped = torch.where(x.mask, bounded - x.returns, 0.0).square()
@@ -29,7 +30,8 @@ def loss(x: ValueInputs, clip: float) -> LossOutput:
 
 
 def variance_sums(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """[5] float64: count, sums of G and G^2, of G - V and its square; add those of all ranks."""
+    """Return count and sums of G, G^2, G - V and (G - V)^2 over the mask, [5] float64; the caller
+    adds those of all ranks."""
     gain = torch.where(mask, returns.double(), 0.0)
     error = torch.where(mask, returns.double() - value.double(), 0.0)
     parts = [mask.double(), gain, gain.square(), error, error.square()]
@@ -37,8 +39,10 @@ def variance_sums(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(sums: Sequence[float]) -> float:
-    """1 - var(G - V) / (var G + 1e-5), verl's critic/vf_explained_var: 1 is a perfect critic, 0 one
-    that knows the mean. 0 with fewer than two tokens."""
+    """Return 1 - var(G - V) / (var G + 1e-5), verl's critic/vf_explained_var.
+
+    1 means a perfect critic, 0 one that predicts only the mean. With fewer than two tokens it is
+    0."""
     count, gain, gain2, error, error2 = sums
     if count < 2:
         return 0.0

@@ -1,8 +1,9 @@
-"""Hands of blackjack to be played (`--env blackjack`), as gymnasium deals them.
+"""Generated task: hands of blackjack (`--env blackjack`), dealt by gymnasium.
 
-    you 15, dealer 7        a turn is h (hit) or s (stick), and the answer to a hit is the new hand
+    you 15, dealer 7        a turn is h (hit) or s (stick); after a hit the environment shows the
+                            new hand
 
-A hand is one number, the seed of the cards: what follows is the same for all who play it alike.
+A game is defined by one number, the seed of the cards: equal turns give equal hands.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +17,14 @@ from rlcore.utils.seed import rng
 NAME = "blackjack"
 PAD, EOS = 0, 1
 CHARS = "0123456789 ,\nadefhilorstuy"
-"""The tokens after <pad> and <eos>, one for each character."""
+"""Characters of the vocabulary, one token each, after <pad> and <eos>."""
 
 _STICK_AT = 17
-"""The demonstration hits below; a soft hand counts as it stands."""
+"""Smallest sum at which the demonstration sticks; a soft hand counts with its shown sum."""
 
 
 def make(split: Split, seed: int, index: int) -> Row:
-    """The row number `index` of a split: endless, the same for the same three arguments."""
+    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 
     check(split, index)
@@ -36,7 +37,7 @@ def make(split: Split, seed: int, index: int) -> Row:
 
 
 def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """A row as the prompt number `index`; the game is where `--env blackjack` looks for it."""
+    """Convert a row to prompt number `index`, with the field `game` for `--env blackjack`."""
     tokens = np.array(encode(row.prompt), np.int32)
     return Prompt(
         index=index, source=NAME, tokens=tokens, text=row.prompt, fields={"game": int(row.answer)}
@@ -44,13 +45,13 @@ def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> P
 
 
 def hand(seen: tuple[int, int, int]) -> str:
-    """What there is to see: gymnasium's sum, dealer's card, usable ace."""
+    """Return the text of an observation: gymnasium's sum, dealer's card and usable ace."""
     total, dealer, ace = map(int, seen)
     return f"you {total}{' soft' if ace else ''}, dealer {dealer}\n"
 
 
 def _demonstration(env) -> str:
-    """Turns, and the hands between them."""
+    """Return the text of turns and of the hands between them."""
     out, over = "", False
     while not over:
         hits = env._get_obs()[0] < _STICK_AT

@@ -1,7 +1,7 @@
-"""What generated tasks share: rows, and splits that have no prompt in common.
+"""Common parts of generated tasks: rows, and splits that have no prompt in common.
 
-A prompt belongs to one split by a hash of its text, whatever the seed: what `val` asks can stand in
-no training set.
+A hash of its text assigns a prompt to one split, for every seed. A prompt of `val` is therefore
+never in a training set.
 """
 
 import hashlib
@@ -10,23 +10,23 @@ from typing import Literal, NamedTuple
 Split = Literal["train", "val", "probe"]
 
 NUM_VAL = 1024
-"""Held-out prompts where nobody asks for another number."""
+"""Default number of held-out prompts."""
 SHARES: dict[Split, range] = {"val": range(0, 20), "probe": range(20, 30), "train": range(30, 100)}
 
 
 class Row(NamedTuple):
-    """One question with a correct way to the answer."""
+    """A question with its answer and a correct solution."""
 
     prompt: str
     demonstration: str
-    """Working and answer, without the end-of-sequence token."""
+    """Solution with the answer, without the end-of-sequence token."""
     answer: str
     tests: tuple[str, ...] = ()
-    """Statements that hold of a right answer, where it is a program."""
+    """Assertions that a right answer passes, if it is a program."""
 
 
 def check(split: str, index: int) -> None:
-    """ValueError for a row that no task has."""
+    """Raise ValueError if the split is unknown or the index negative."""
     if split not in SHARES:
         raise ValueError(f"split {split}: allowed are {', '.join(SHARES)}")
     if index < 0:
@@ -34,6 +34,6 @@ def check(split: str, index: int) -> None:
 
 
 def split_of(prompt: str) -> Split:
-    """The split that a prompt belongs to."""
+    """Return the split of a prompt."""
     bucket = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest(), "big") % 100
     return next(split for split, share in SHARES.items() if bucket in share)

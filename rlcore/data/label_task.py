@@ -1,12 +1,12 @@
-"""The tiny task: running sums of labelled digits, made on the fly; its splits share no prompt.
+"""Generated task: running sums of labelled digits; its splits share no prompt.
 
     a7b5c9= -> b5+7=12;c9+12=21;>21
 
-The label makes finding the next term a look-up, so that a model of half a million parameters can do
-it; 2 to 16 terms with a geometric tail make the longest answer five times as long as the median.
+The label makes finding the next term a look-up, so that a model of half a million parameters can
+solve it. The 2 to 16 terms have a geometric tail, so the longest answer is five times the median.
 
-The number of terms is drawn before the split decides (generated.py), so all splits have the same
-lengths; the 100 prompts of two terms are shared out too, so a split repeats its few of them.
+The number of terms is drawn before the split is decided (generated.py), so all splits have the same
+lengths. The 100 prompts of two terms are divided among the splits, so a split repeats its few.
 """
 
 import random
@@ -23,13 +23,13 @@ PAD, EOS = 0, 1
 LABELS = "abcdefghijklmnop"
 CHARS = "0123456789+=;>*-" + LABELS
 VOCAB = ("<pad>", "<eos>", *CHARS)
-"""34 tokens, one for each character; the id is the position."""
+"""Vocabulary of 34 tokens, one per character after <pad> and <eos>; the id is the position."""
 
 _MIN_TERMS, _MAX_TERMS, _STOP = 2, 16, 0.28
 
 
 def make(split: Split, seed: int, index: int) -> Row:
-    """The row number `index` of a split: endless, the same for the same three arguments."""
+    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     num_terms = _draw_num_terms(random)
@@ -41,7 +41,7 @@ def make(split: Split, seed: int, index: int) -> Row:
 
 
 def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """A row as the prompt number `index`."""
+    """Convert a row to prompt number `index`."""
     tokens = np.array(encode(row.prompt), np.int32)
     return Prompt(index=index, source=NAME, tokens=tokens, answer=row.answer, text=row.prompt)
 

@@ -1,11 +1,12 @@
-"""The tiny task of several turns: walk over a frozen lake, made on the fly (`--env frozenlake`).
+"""Generated task of several turns: walk over a frozen lake (`--env frozenlake`).
 
-    P..O        P you, G where to go, O holes, . ice; a turn is one of L D R U, and the answer to
-    .O..        it is the board after the move
+    P..O        P player, G goal, O holes, . ice; a turn is one of L D R U, and the environment
+    .O..        then shows the board after the move
     ...G
     O...
 
-Start and goal lie anywhere, so some walks are one step and some are six; a right one always exists.
+Start and goal are anywhere, so that some walks have one step and some six. A solution always
+exists.
 """
 
 import random
@@ -21,18 +22,18 @@ from rlcore.utils.seed import rng
 NAME = "frozenlake"
 PAD, EOS = 0, 1
 CHARS = ".OPG\nLDRU"
-"""The tokens after <pad> and <eos>, one for each character."""
+"""Characters of the vocabulary, one token each, after <pad> and <eos>."""
 
 TURNS = "LDRU"
-"""The characters of a demonstration that the policy says; the others are the environment's."""
+"""Characters of a demonstration that the policy produces; the environment produces the others."""
 
 MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
-"""In the order of gymnasium's actions: row and column."""
+"""Change of row and column by move, in the order of gymnasium's actions."""
 _SIDE, _HOLES = 4, 0.2
 
 
 def make(split: Split, seed: int, index: int) -> Row:
-    """The row number `index` of a split: endless, the same for the same three arguments."""
+    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     while True:
@@ -44,7 +45,7 @@ def make(split: Split, seed: int, index: int) -> Row:
 
 
 def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """A row as the prompt number `index`; the map is where `--env frozenlake` looks for it."""
+    """Convert a row to prompt number `index`, with the field `desc` for `--env frozenlake`."""
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"desc": [line.translate(_TO_DESC) for line in row.prompt.split()]}
     return Prompt(
@@ -53,7 +54,7 @@ def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> P
 
 
 def board(desc: Sequence[str], at: tuple[int, int]) -> str:
-    """What there is to see: gymnasium's map `desc` (S F H G), with the walker at row and column."""
+    """Return the board of gymnasium's map `desc` (S F H G), with the player at row and column."""
     rows = [line.translate(_TO_BOARD) for line in desc]
     row, column = at
     rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
@@ -61,7 +62,7 @@ def board(desc: Sequence[str], at: tuple[int, int]) -> str:
 
 
 def shortest(desc: Sequence[str]) -> str:
-    """The letters of a shortest walk from S to G; empty where there is none."""
+    """Return the moves of a shortest walk from S to G; empty if there is none."""
     start = _find(desc, "S")
     found: dict[tuple[int, int], str] = {start: ""}
     queue = deque([start])
@@ -78,7 +79,7 @@ def shortest(desc: Sequence[str]) -> str:
 
 
 def moved(desc: Sequence[str], at: tuple[int, int], letter: str) -> tuple[int, int]:
-    """Where a move leads; nowhere at the edge."""
+    """Return the place after a move; a move over the edge changes nothing."""
     row, column = at[0] + MOVES[letter][0], at[1] + MOVES[letter][1]
     inside = 0 <= row < len(desc) and 0 <= column < len(desc[0])
     return (row, column) if inside else at
@@ -101,7 +102,7 @@ def _find(desc: Sequence[str], letter: str) -> tuple[int, int]:
 
 
 def _demonstration(desc: Sequence[str], walk: str) -> str:
-    """Moves, and the boards between them."""
+    """Return the text of moves and of the boards between them."""
     at, out = _find(desc, "S"), walk[0]
     for last, letter in zip(walk, walk[1:], strict=False):
         at = moved(desc, at, last)

@@ -1,9 +1,9 @@
-"""The tiny code task: a chain of operations, to be written as a function of one line.
+"""Generated code task: a chain of operations, to be written as a function of one line.
 
     +3*5-2= -> f=lambda x:(x+3)*5-2        assert f(2) == 23
 
-How many brackets open has to be known before the first operation is written, and whatever passes
-the tests is right, such as more brackets than needed. 1 to 8 operations with a geometric tail.
+The number of opening brackets must be known before the first operation is written. Every answer
+that passes the tests is right, also with extra brackets. 1 to 8 operations with a geometric tail.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from rlcore.utils.seed import rng
 NAME = "oneline"
 PAD, EOS = 0, 1
 CHARS = "0123456789+-*=():f lambdx"
-"""The tokens after <pad> and <eos>, one for each character."""
+"""Characters of the vocabulary, one token each, after <pad> and <eos>."""
 
 _LEAST, _MOST, _STOP = 1, 8, 0.28
 _HEAD = "f=lambda x:"
@@ -25,7 +25,7 @@ _AT = (2, -3, 10)
 
 
 def make(split: Split, seed: int, index: int) -> Row:
-    """The row number `index` of a split: endless, the same for the same three arguments."""
+    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     count = _LEAST
@@ -41,7 +41,7 @@ def make(split: Split, seed: int, index: int) -> Row:
 
 
 def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """A row as the prompt number `index`; its tests are where `--reward code` looks for them."""
+    """Convert a row to prompt number `index`, with the field `test_list` for `--reward code`."""
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"test_list": list(row.tests)}
     return Prompt(
@@ -50,7 +50,7 @@ def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> P
 
 
 def _body(steps: list[tuple[str, int]]) -> str:
-    """The expression with no more brackets than it needs."""
+    """Return the expression with the fewest brackets."""
     text, is_sum = "x", False
     for op, n in steps:
         if op == "*" and is_sum:

@@ -1,4 +1,4 @@
-"""Samples to the learner's packed `Batch`: prompt and response of each, one after the other."""
+"""Conversion of samples to the learner's packed `Batch`: each prompt followed by its response."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,10 +12,11 @@ from rlcore.tensors import Batch, cumulative
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
-    """[T] tokens of all samples in their order, on the CPU. The mask are sampled tokens: those of
-    responses, but for what an environment gave. Elsewhere `logp_sampler` is 0 and `versions` is -1.
-    No samples give an empty batch. ValueError for a sample without a prompt: the first token of a
-    sequence has no log-prob."""
+    """Pack samples in their order into a batch on the CPU; no samples give an empty batch.
+
+    The mask has the sampled tokens: responses without the environment's tokens. Outside the mask
+    `logp_sampler` is 0 and `versions` is -1. Raises ValueError for a sample without a prompt,
+    because the first token of a sequence has no log-prob."""
     for s in samples:
         if not len(s.prompt):
             raise ValueError(f"sample {s.id}: has no prompt tokens; a prompt needs at least one")
@@ -46,7 +47,8 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
 
 
 def per_token(values: Sequence[float], batch: Batch) -> Tensor:
-    """[T] float32 on the batch's device: the value of its sequence for every token, prompts too."""
+    """Expand one value per sequence to all its tokens, prompts included: [T] float32 on the batch's
+    device."""
     assert len(values) == batch.num_sequences, (len(values), batch.num_sequences)
     lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).to(torch.int64)
     expanded = torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths)

@@ -1,10 +1,11 @@
 """Prompt sets: JSONL and parquet files, or a generated task, as tokenised `Prompt` records.
 
-Junk rows are named by file and line and counted, long prompts are counted, and the run goes on; a
-file without one usable row ends it. Rows are tokenised when they are read: the length filter has to
-know, and a row's number counts what is kept.
+Invalid rows are reported by file and line and counted, long prompts are counted, and the run goes
+on. A file without a usable row is an error. Rows are tokenised when they are read, because the
+length filter needs it and row numbers count only kept rows.
 
-Own code instead of `datasets`: no second copy of the files in a cache, junk rows by file and line.
+Own code instead of `datasets`: no second copy of the files in a cache, and errors name file and
+line.
 """
 
 import json
@@ -25,14 +26,14 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 _SHOWN = 5
-"""Junk rows that are named one by one; the rest is counted."""
+"""Number of invalid rows that are reported one by one; the others are only counted."""
 _EXAMPLE_CHARS = 60
 
 Message = Mapping[str, Any]
 
 
 class Tokens(Protocol):
-    """What this needs of a tokenizer; `hf.tokenizer.Tokenizer` is one."""
+    """Tokenizer methods that this module needs; `hf.tokenizer.Tokenizer` has them."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -40,7 +41,7 @@ class Tokens(Protocol):
 
 
 class Settings(Protocol):
-    """The keys of `DataConfig` that are read here."""
+    """Keys of `DataConfig` that this module reads."""
 
     @property
     def train(self) -> tuple[str, ...]: ...
@@ -77,13 +78,13 @@ class Settings(Protocol):
 
 
 class Task(Protocol):
-    """A module that makes rows."""
+    """Module of a generated task."""
 
     NAME: str
     CHARS: str
-    """Of all its texts, in the order of their tokens."""
+    """Characters of the task's texts, in the order of their tokens."""
 
-    # TURNS, where it has some: the characters of a demonstration that the policy says
+    # A task of several turns also has TURNS: the characters that the policy produces
 
     def make(self, split: Split, seed: int, index: int) -> Row: ...
 
@@ -93,11 +94,11 @@ class Task(Protocol):
 TASKS: dict[str, Task] = {
     task.NAME: task for task in (label_task, oneline_task, lake_task, cards_task)
 }
-"""Generated tasks by the name that stands for them in data.train and data.val."""
+"""Generated tasks by their name in data.train and data.val."""
 
 
 class PromptSet(Protocol):
-    """Rows by number; one with `is_finite` False goes on for ever and has no length."""
+    """Prompts by row number. If `is_finite` is False, the set is endless and has no length."""
 
     @property
     def is_finite(self) -> bool: ...
@@ -109,13 +110,13 @@ class PromptSet(Protocol):
 
 @dataclass(frozen=True)
 class TaskSet:
-    """Rows of a generated task, made when they are asked for."""
+    """Rows of a generated task, generated on access."""
 
     task: Task
     split: Split
     seed: int
     num_rows: int
-    """0 is endless."""
+    """Number of rows; 0: endless."""
     encode: Callable[[str], Sequence[int]]
 
     @property
@@ -161,11 +162,12 @@ def load(
 def load(
     config: Settings, which: Literal["train", "val"], tokenizer: Tokens, seed: int
 ) -> PromptSet | list[tuple[str, RowSet]]:
-    """`train`: all of data.train as one set, files one after the other. `val`: each of data.val by
-    name, the file's stem. `data.num_prompts` (`num_val_prompts`) caps each file. The held-out rows
-    of a generated task are the same for every seed.
+    """Load prompt sets. `train` joins all of data.train to one set, in order of the files; `val`
+    returns each set of data.val by name, which is the file's stem. `data.num_prompts`
+    (`num_val_prompts`) limits each file. Held-out rows of a generated task are equal for all seeds.
 
-    ValueError: no such file, an unknown kind, no usable row, or a junk row under `bad_rows refuse`.
+    Raises ValueError if a file is missing, has an unknown type or no usable row, or, under
+    `bad_rows refuse`, has an invalid row.
     """
     sources = config.train if which == "train" else config.val
     if not sources and which == "train":
@@ -193,10 +195,10 @@ def load(
 
 
 def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
-    """How many validation prompts also stand in a training set of files; warns where there are any.
-    Upper and lower case and everything but letters and digits do not count."""
+    """Count the validation prompts that are also in a training set of files, and warn if there are
+    any. The comparison ignores case and all characters but letters and digits."""
     if not isinstance(train, RowSet):
-        return 0  # a generated task keeps its splits apart by itself
+        return 0  # the splits of a generated task share no prompt
     known = {_fingerprint(row.text): row for row in train.rows}
     total = 0
     for name, rows in val:
@@ -221,7 +223,7 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
 def read_file(
     path: Path, name: str, config: Settings, tokenizer: Tokens, cap: int = 0
 ) -> list[Prompt]:
-    """The usable rows of a file, at most `cap` (0: all), with a report of what was left out."""
+    """Return the usable rows of a file, at most `cap` (0: all), and report the others."""
     prompts: list[Prompt] = []
     report = _Report(path)
     for place, row in _rows(path):
@@ -247,7 +249,7 @@ def read_file(
 
 
 class _Report:
-    """Counts what a file's reader leaves out, and says it."""
+    """Counts and reports the rows of a file that are left out."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -300,7 +302,7 @@ class _Report:
 
 
 def _shown(name: str) -> str:
-    """A field's name, as far as people can read it."""
+    """Return a field's name, shortened and printable."""
     short = name[:_EXAMPLE_CHARS]
     return short if short.isprintable() else ascii(short)
 
@@ -317,14 +319,14 @@ def _train_task(config: Settings, tokenizer: Tokens, seed: int) -> TaskSet:
 
 
 def _encoder(config: Settings, tokenizer: Tokens) -> Callable[[str], list[int]]:
-    """Generated tasks take their prompts as they are unless a chat is asked for."""
+    """Return the encoder of generated prompts; they become chats only with `template chat`."""
     if config.template != "chat":
         return lambda text: tokenizer.encode(text + config.suffix)
     return lambda text: tokenizer.encode(tokenizer.render_chat(_messages(text, config)))
 
 
 def _names(sources: Sequence[str]) -> list[str]:
-    """A name for each source: the file's stem, with its folder where two stems are equal."""
+    """Return a name for each source: the file's stem, with its folder if two stems are equal."""
     stems = [Path(s).stem for s in sources]
     names = [
         stem if stems.count(stem) == 1 else f"{Path(s).absolute().parent.name}/{stem}"
@@ -337,7 +339,7 @@ def _names(sources: Sequence[str]) -> list[str]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(`file:line`, row or the exception that its line raised) of every row."""
+    """Yield (`file:line`, row) for every row; if the line is invalid, its exception is the row."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}"
@@ -382,7 +384,7 @@ def _first(error: Exception) -> str:
 
 
 def _prompt(row: Any, index: int, name: str, config: Settings, tokenizer: Tokens) -> Prompt:
-    """A row as a prompt; ValueError says what is wrong with it."""
+    """Convert a row to a prompt. Raise ValueError if the row is invalid."""
     if not isinstance(row, dict):
         raise ValueError(f"not an object but a {type(row).__name__}")
     asked = _field(row, config.prompt_field)
@@ -417,7 +419,7 @@ def _field(row: dict[str, Any], name: str) -> Any:
 
 
 def _answer(row: dict[str, Any], name: str) -> str:
-    """The answer as text; no answer at all where the field's name is empty."""
+    """Return the answer as text; "" if the field's name is empty."""
     if not name:
         return ""
     answer = _field(row, name)
@@ -427,7 +429,8 @@ def _answer(row: dict[str, Any], name: str) -> str:
 
 
 def _messages(asked: Any, config: Settings) -> list[dict[str, Any]]:
-    """The chat that a row asks for: a text is one user message. The suffix goes to the last one."""
+    """Return the messages of a row; a text becomes one user message. The suffix is appended to the
+    last message."""
     key = config.prompt_field
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]

@@ -1,4 +1,4 @@
-"""Which rows come next: shuffled epochs, or counting up an endless set; resumable by an integer.
+"""Order of the rows: shuffled epochs, or counting up in an endless set; one integer resumes it.
 
 Own code instead of torchdata's StatefulDataLoader: the state is one position.
 """
@@ -12,10 +12,11 @@ from rlcore.utils.seed import derive
 
 
 class EpochSampler:
-    """Row numbers in an order that depends on (seed, epoch) alone."""
+    """Row numbers in an order that depends only on (seed, epoch)."""
 
     def __init__(self, num_rows: int | None, seed: int, shuffle: bool = True) -> None:
-        """`num_rows` None is an endless set: its rows come in their own order, epoch 0 for ever."""
+        """Start at the first row. `num_rows` None is an endless set: rows are not shuffled, and the
+        epoch is always 0."""
         if num_rows is not None and num_rows < 1:
             raise ValueError(f"a data set of {num_rows} rows: needs at least one")
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
@@ -24,22 +25,22 @@ class EpochSampler:
 
     @property
     def position(self) -> int:
-        """Rows handed out so far."""
+        """Number of rows returned so far."""
         return self._position
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next row; 0 in an endless set."""
+        """Epoch of the next row; 0 in an endless set."""
         return self._position // self._num_rows if self._num_rows else 0
 
     def next(self, n: int) -> list[tuple[int, int]]:
-        """The next n rows as (epoch, row); an epoch may end inside."""
+        """Return the next n rows as (epoch, row); they may span several epochs."""
         out = [self._at(p) for p in range(self._position, self._position + n)]
         self._position += n
         return out
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {
             "num_rows": self._num_rows,
             "seed": self._seed,
@@ -48,7 +49,7 @@ class EpochSampler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where the sampler of `state` stood. ValueError where the order would be another."""
+        """Continue from the position in `state`. Raise ValueError if the order would differ."""
         names = {"num_rows": "rows in data.train", "seed": "run.seed", "shuffle": "data.shuffle"}
         for key, now in self.state().items():
             if key != "position" and state[key] != now:

@@ -1,4 +1,4 @@
-"""The KV cache: one dense slab per layer, a slot per running row, as long as the longest row.
+"""The KV cache: one dense slab per layer, with a slot per running row and capacity for the longest.
 
 A slab grows by copying and is never larger than the budget, counted in tokens as slots x capacity.
 Rows are left-aligned: column t of a slot is position t of its sequence. Columns past a row's length
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STEP = 16  # columns are added in multiples of it; also what GPU attention kernels want of a mask
+_STEP = 16  # granularity of columns, which GPU attention kernels need for masks
 
 
 def columns(length: int, budget: int) -> int:
-    """Columns that a row of `length` tokens takes."""
+    """Return the number of columns of a row with `length` tokens."""
     return min(-(-length // _STEP) * _STEP, budget)
 
 
 class Cache:
-    """Keys and values of all layers. `slots` and `capacity` are what is allocated now."""
+    """Keys and values of all layers. `slots` and `capacity` are the allocated sizes."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Cache:
         budget: int,
         shared: bool = False,
     ):
-        """`shared`: all layers use one place in turn, so that only one of them is kept."""
+        """Create an empty cache. With `shared`, all layers use the same slab in turn, so that only
+        the last one's keys and values are kept."""
         self.num_layers = layers
         self.shared = shared
         self.kv_heads = kv_heads
@@ -56,25 +57,25 @@ class Cache:
         return sum(slab.numel() * slab.element_size() for slab in slabs)
 
     def fits(self, rows: int, longest: int) -> bool:
-        """May `rows` rows, the longest of `longest` tokens, be held at once?"""
+        """Return whether `rows` rows of up to `longest` tokens fit into the budget."""
         return rows * columns(longest, self.budget) <= self.budget
 
     def longest(self, rows: int) -> int:
-        """Tokens that each of `rows` rows may have at once."""
+        """Return the maximum number of tokens per row if there are `rows` rows."""
         each = self.budget // rows
         return each if rows == 1 else each // _STEP * _STEP
 
     def share(self, rows: int, longest: int) -> float:
-        """Of the budget that `rows` rows, the longest of `longest` tokens, take."""
+        """Return the share of the budget that `rows` rows of up to `longest` tokens take."""
         return rows * columns(longest, self.budget) / self.budget
 
     def reserve(self, rows: int, longest: int, used: int) -> bool:
-        """Make room for `rows` rows of up to `longest` tokens; the first `used` slots keep their
-        contents. The caller has asked `fits`. True when the slabs are new."""
+        """Allocate room for `rows` rows of up to `longest` tokens, which must fit (`fits`). The
+        first `used` slots keep their contents. Return whether the slabs are new."""
         if rows <= self.slots and longest <= self.capacity:
             return False
         need = columns(longest, self.budget)
-        # Grow in large strides where the budget has room: each growth copies the slab.
+        # Each growth copies the slab, so grow in large strides if the budget allows.
         roomy = min(max(need, self.capacity * 3 // 2), columns(self.max_columns, self.budget))
         wide = max(rows, min(max(self.slots, 1 << (rows - 1).bit_length()), self.max_slots))
         for slots, capacity in ((wide, roomy), (wide, need), (rows, need)):
@@ -91,7 +92,7 @@ class Cache:
             slab = torch.zeros(shape, dtype=self.dtype, device=self.device)
             if used:
                 slab[:, :used, :, :keep] = old[0][:, :used, :, :keep]
-            del old[:1]  # so that only one layer is held twice
+            del old[:1]  # free the old slab, so that only one layer exists twice
             self.layers.append(slab)
         if self.shared:
             self.layers *= self.num_layers
@@ -105,10 +106,10 @@ class Cache:
         to = torch.as_tensor(target, device=self.device)
         come = torch.as_tensor(source, device=self.device)
         for slab in self.layers:
-            # Indexing, not index_select: that one would first copy the whole slab.
+            # Indexing, because index_select would first copy the whole slab.
             slab[:, to, :, :length] = slab[:, come, :, :length]
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.layers = []
         self.slots = self.capacity = 0

@@ -1,8 +1,8 @@
 """A model's config.json as one frozen record, read without transformers.
 
-Both spellings are taken: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`,
-`num_experts`) and 5 (`rope_parameters`, `dtype`, `num_local_experts`). What we do not compute is
-refused, not ignored.
+Both spellings are supported: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`,
+`num_experts`) and 5 (`rope_parameters`, `dtype`, `num_local_experts`). Unsupported settings are an
+error and not ignored.
 
 Own code instead of AutoConfig: importing transformers takes seconds (`hf/tokenizer.py`).
 """
@@ -24,7 +24,7 @@ ARCHITECTURES: dict[str, Arch] = {
 }
 
 _CLASSES = {arch: name for name, arch in ARCHITECTURES.items()}
-# What transformers assumes where a config.json is silent.
+# Defaults of transformers for keys that config.json lacks.
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
 _DEFAULT_MAX_POSITIONS = {"llama": 2048}
 _LLAMA3_KEYS = (
@@ -64,7 +64,7 @@ class HFConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of the dense MLP; an MoE model has none and uses `moe_intermediate_size`."""
+    """Width of the dense MLP; an MoE model uses `moe_intermediate_size` instead."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -79,7 +79,7 @@ class HFConfig:
     qk_norm: bool
     max_positions: int
     num_experts: int = 0
-    """0 is a dense model."""
+    """Number of experts; 0 for a dense model."""
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
@@ -88,14 +88,14 @@ class HFConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     dtype: str = ""
-    """Of the tensors on disk as the folder says it, without `torch.`; empty where it is silent."""
+    """Dtype of the tensors on disk according to config.json, without `torch.`; empty if missing."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
-    """config.json as it came."""
+    """Unchanged contents of config.json."""
 
     @classmethod
     def from_folder(cls, path: str | Path, key: str = "--model.path") -> "HFConfig":
-        """Read `<path>/config.json`; `key` is the setting that names the folder. ConfigError:
-        missing, not JSON, or unsupported."""
+        """Read `<path>/config.json`; `key` is the setting that names the folder. Raise ConfigError
+        if the file is missing, not JSON, or unsupported."""
         path = Path(path)
         if not path.is_dir():
             raise ConfigError(
@@ -111,7 +111,7 @@ class HFConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], path: Path | None = None) -> "HFConfig":
-        """The record of a parsed config.json. ConfigError where it is unsupported."""
+        """Convert a parsed config.json. Raise ConfigError if it is unsupported."""
         where = str(path / "config.json") if path is not None else "model config"
         arch = _arch(raw, where)
         _refuse_unsupported(raw, arch, where)
@@ -160,8 +160,8 @@ class HFConfig:
         return config
 
     def with_(self, **changes: Any) -> "HFConfig":
-        """A copy with some sizes replaced, such as `num_layers`; `to_dict` says the same.
-        ConfigError for a field that `to_dict` could not write down."""
+        """Return a copy with some sizes replaced, such as `num_layers`; `to_dict` includes them.
+        Raise ConfigError for a field that `to_dict` cannot express."""
         unknown = sorted(set(changes) - set(_KEYS))
         if unknown:
             raise ConfigError(f"model config: cannot change {unknown[0]}; can {', '.join(_KEYS)}")
@@ -170,13 +170,13 @@ class HFConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds for this record: as it came, with the changed sizes written in."""
+        """Return the contents of config.json: the original with the changed sizes."""
         raw, before = dict(self.raw), HFConfig.from_dict(self.raw)
         for name, keys in _KEYS.items():
             value = getattr(self, name)
             if value != getattr(before, name):
                 raw[next((key for key in keys if key in raw), keys[0])] = value
-        # transformers finds the class by these; a config made by hand may have one of them only.
+        # transformers finds the class by these keys; a hand-made config may have only one of them.
         raw.setdefault("model_type", self.arch)
         raw.setdefault("architectures", [_CLASSES[self.arch]])
         if raw.get("layer_types"):
@@ -196,7 +196,7 @@ class HFConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. ConfigError where it is not one."""
+    """Read a JSON object from a file. Raise ConfigError if it is not one."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -207,7 +207,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids as config.json and generation_config.json write them: none, one or a list."""
+    """Convert token ids of config.json and generation_config.json (none, one or a list)."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -227,11 +227,11 @@ def _arch(raw: dict[str, Any], where: str) -> Arch:
 
 
 def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
-    """Settings that change the computation and that neither the learner nor the engine has."""
+    """Raise ConfigError for settings that learner and engine do not support."""
     sliding = "sliding_attention" in (raw.get("layer_types") or ())
     refused = {
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        # Qwen2 has its query, key and value bias whatever the key says, and no other.
+        # Qwen2 always has a bias on query, key and value only, regardless of the key.
         "attention_bias": arch != "qwen2" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
@@ -249,7 +249,7 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
 
 
 def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | None]:
-    """RoPE base and Llama 3's scaling from either spelling."""
+    """Return RoPE base and Llama 3's scaling, from either spelling."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

@@ -1,25 +1,25 @@
 """Decoder-only transformer in plain torch for Qwen2, Qwen3, Llama 3 and Qwen3-MoE, with a KV cache.
 
-Weights live in fused buffers (query-key-value, gate-up, experts), transposed to [in, out] because
-small batches multiply faster that way. `views` maps every Hugging Face name to the part of a buffer
-that holds it, so that loading copies each tensor once, to where it is used.
+Weights are stored in fused buffers (query-key-value, gate-up, experts), transposed to [in, out],
+which makes products of small batches faster. `views` maps every Hugging Face name to its part of a
+buffer, so that loading copies each tensor once, to its final place.
 
 The head dimension of queries and keys is stored interleaved: dimensions i and i + D/2, which RoPE
-rotates together, lie side by side and are rotated as one complex number. Dot products of queries
-and keys do not notice.
+rotates together, are adjacent and rotated as one complex number. This does not change dot products
+of queries and keys.
 
-A layer's buffers may lie one after the other in a single one (`make_layer` over `Flat`), and the
-layers may come from outside (`Model.allocate(layers)`): so the judge brings them one by one from
-where there is more room, and its results are those of a model that is here as a whole.
+The buffers of a layer may be parts of a single one (`make_layer` over `Flat`), and layers may be
+supplied from outside (`Model.allocate(layers)`). The judge uses both to load its layers one by one
+from a larger memory; its results equal those of a model in memory as a whole.
 
-With `quantize` the projections are rounded to a coarse grid as they are copied, always from the
-values that came. With `fp32_head` the final norm and lm_head are held and computed in float32; an
-embedding that is tied to the head is rounded to the model's dtype when it is looked up.
+With `quantize`, projections are rounded to a coarse grid when they are copied, always from the full
+values. With `fp32_head`, final norm and lm_head are stored and computed in float32; an embedding
+tied to the head is rounded to the model's dtype on look-up.
 
-Letters: B rows, S new tokens of a row, T of all of them that are no padding, H query heads, K
+Letters: B rows, S new tokens per row, T new tokens of all rows without padding, H query heads, K
 key-value heads, D head dimension.
 
-Own code instead of transformers' models: rows of a batch start and end by themselves. With the
+Own code instead of transformers' models: rows of a batch start and end independently. With the
 engine, sampling of a step takes .27 s, TRL's with transformers .91 s (`tools/results/README.md`).
 """
 
@@ -45,36 +45,36 @@ from rlcore.hf.quantize import (
 from rlcore.hf.rope import inverse_frequencies
 
 Span = tuple[int, int, int]
-"""Rows from, rows to, columns that they attend to."""
+"""First row, last row (exclusive), and number of columns that these rows attend to."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward: where new tokens go and what they see."""
+    """Inputs of one forward pass: new tokens, their places in the cache, and attended columns."""
 
     tokens: Tensor  # [B, S] int64
     positions: Tensor  # [B, S] int64
     slot: int
     """Slot of the first row; the others follow."""
     spans: list[Span]
-    """Row ranges with their own attended length; one range unless lengths differ a lot."""
+    """Row ranges, each with its attended length; a single range unless lengths differ a lot."""
     causal: bool
-    """The new tokens are the whole sequence: no mask is needed."""
+    """Whether the new tokens are the whole sequence, so that no mask is needed."""
     index: Tensor | None = None
-    """`cache_index` of the positions, made at the first use."""
+    """`cache_index` of the positions, computed at the first use."""
     place: Tensor | None = None
-    """[T] of the B * S places that hold a token, in order; the others are padding, for which
-    nothing but attention is computed. None: all do."""
+    """Indices [T] of the B * S places that hold a token, in order. The others are padding, for
+    which only attention is computed. None: there is no padding."""
 
     def find(self, cache: Cache) -> Tensor:
-        """`cache_index` of the tokens that are no padding."""
+        """Return `cache_index` of all tokens but padding."""
         if self.index is None:
             index = cache_index(self.positions, self.slot, cache)
             self.index = index if self.place is None else index[:, self.place]
         return self.index
 
     def forget_cache(self) -> None:
-        """Look for the places anew: the cache has been made anew."""
+        """Discard the cache indices, because the cache has new slabs."""
         self.index = None
 
     def advance(self, tokens: Tensor) -> None:
@@ -110,16 +110,16 @@ class _Weights:
 
 
 class _New(Protocol):
-    """Makes tensors."""
+    """Factory of tensors."""
 
     def __call__(self, *shape: int) -> Tensor: ...
 
 
 class Flat:
-    """Makes tensors one after the other in one buffer, each on a boundary of 256 bytes."""
+    """Factory of tensors one after the other in one buffer, each aligned to 256 bytes."""
 
     def __init__(self, buffer: Tensor) -> None:
-        """`buffer`: [numbers], of the dtype of the tensors."""
+        """Start at the beginning of `buffer`, which has one dimension and the tensors' dtype."""
         self._buffer, self._end = buffer, 0
 
     def __call__(self, *shape: int) -> Tensor:
@@ -129,13 +129,13 @@ class Flat:
 
 
 def padded(count: int, dtype: torch.dtype) -> int:
-    """Numbers that a tensor of `count` takes in a `Flat` buffer."""
+    """Return the number of elements that a tensor of `count` elements takes in a `Flat` buffer."""
     step = 256 // dtype.itemsize
     return -(-count // step) * step
 
 
 def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
-    """Numbers of one layer's `Flat` buffer."""
+    """Return the number of elements in one layer's `Flat` buffer."""
     total = 0
 
     def count(*shape: int) -> Tensor:
@@ -150,9 +150,9 @@ def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
 def make_layer(
     hf: HFConfig, new: _New, *, rows_first: bool = False
 ) -> tuple[Layer, dict[str, Tensor]]:
-    """One layer of what `new` makes, and its views: Hugging Face name without the layer's prefix ->
-    the part of a buffer that holds the tensor. With `rows_first` matrices lie as on disk, [out, in]
-    in memory: they are filled by plain copies, and small batches multiply slower."""
+    """Make one layer of tensors from `new`, and its views: Hugging Face name without the layer's
+    prefix -> part of a buffer. With `rows_first`, matrices are [out, in] in memory, as on disk:
+    loading is a plain copy, but products of small batches are slower."""
     views: dict[str, Tensor] = {}
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -177,7 +177,7 @@ def make_layer(
             views[f"self_attn.{name}_proj.bias"] = view
     qk_norm = None
     if hf.qk_norm:
-        # One row per head, all equal: queries and keys are normalised by one multiplication.
+        # One equal row per head, so that one multiplication normalises queries and keys.
         qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
         pairs = qk_norm.view(-1, half, 2).transpose(1, 2)
         views["self_attn.q_norm.weight"] = pairs[: hf.num_heads]
@@ -208,7 +208,7 @@ def make_layer(
 
 
 class Model:
-    """Weights and forward. Not loaded until every name of `views` has been copied."""
+    """Weights and forward pass. The model is loaded once every name of `views` has been copied."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Model:
         self.shapes = expected(hf)
         self.views: dict[str, Tensor] = {}
         self._weights: _Weights | None = None
-        # RoPE angles in float32, as transformers and Megatron compute them, whatever the dtype.
+        # RoPE angles are float32 for every dtype, as in transformers and Megatron.
         angles = torch.outer(
             torch.arange(max_tokens).float(),
             inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling),
@@ -242,9 +242,9 @@ class Model:
         return self._weights is not None
 
     def allocate(self, layers: Iterable[Layer] | None = None) -> None:
-        """Take the memory of the weights; contents are undefined. With `layers` only that of the
-        embedding, the last norm and the head: every forward goes through `layers` once, and asks
-        for the next when the work of the one before has been queued."""
+        """Allocate the weights; their contents are undefined. With `layers`, allocate only
+        embedding, final norm and head: every forward pass iterates over `layers` once, and takes
+        the next layer when the work of the previous one is queued."""
         if self._weights is not None:
             return
         hf, new, wide = self.hf, self._empty, self._head_dtype
@@ -268,8 +268,8 @@ class Model:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor, quantised where that is asked for and converted to the dtype of its
-        place. ValueError: unknown name or shape."""
+        """Copy one tensor to its place, converted to the dtype there and quantised if configured.
+        Raise ValueError for an unknown name or a wrong shape."""
         if name not in self.shapes:
             raise ValueError(f"tensor {name}: the model has none of that name")
         if tuple(tensor.shape) != self.shapes[name]:
@@ -280,7 +280,7 @@ class Model:
         place(self.views[name], tensor)
 
     def free(self) -> None:
-        """Give the memory of the weights back."""
+        """Free the memory of the weights."""
         self.views, self._weights = {}, None
 
     @property
@@ -289,18 +289,18 @@ class Model:
         return self._weights
 
     def forward(self, step: Step, cache: Cache) -> Tensor:
-        """Write keys and values of the new tokens and return the last hidden states [B, S, h], of a
-        padded step [T, h], in the head's dtype."""
+        """Write keys and values of the new tokens and return the last hidden states in the head's
+        dtype: [B, S, h], or [T, h] of a step with padding."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
         return rms_norm(hidden.to(self._head_dtype), self._here.norm, self.hf.rms_norm_eps)
 
     def fill(self, step: Step, cache: Cache) -> None:
-        """Write keys and values of the new tokens; nothing is predicted from them."""
+        """Write keys and values of the new tokens without computing outputs."""
         self._run(step, cache, fill=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., vocab] of hidden states, in float32 (float64 stays)."""
+        """Return the logits [..., vocab] of hidden states, in float32 (float64 stays)."""
         logits = F.linear(hidden, self._here.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -348,13 +348,13 @@ class Model:
         return x if place is not None else x.view(rows, new, hf.hidden_size)
 
     def _input(self, h: Tensor) -> Tensor:
-        """What a quantised projection multiplies: `h`, or its values on the grid."""
+        """Return the input of a projection: `h`, quantised if the format includes activations."""
         if self._format is None or not self._format.activations:
             return h
         return quantize_tokens(h, self._format)
 
     def _rotate(self, qk: Tensor, rope: Tensor) -> Tensor:
-        """RoPE on interleaved pairs; in float32 where the model is narrower."""
+        """Apply RoPE to interleaved pairs; in float32 if the model's dtype is narrower."""
         if qk.dtype in (torch.float32, torch.float64):
             pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))
             return torch.view_as_real(pairs * rope).flatten(-2)
@@ -362,7 +362,7 @@ class Model:
         return torch.view_as_real(pairs * rope).flatten(-2).to(qk.dtype)
 
     def _masks(self, step: Step) -> list[Tensor]:
-        """Per span [B, 1, repeats * S, T]: 0 where a query may look, -inf elsewhere."""
+        """Return a mask per span, [B, 1, repeats * S, T]: 0 where a query may attend, else -inf."""
         if step.causal:
             return []
         repeats = self.hf.num_heads // self.hf.num_kv_heads
@@ -378,8 +378,8 @@ class Model:
         return [mask[a:b, :, :, :length] for a, b, length in step.spans]
 
     def _attend(self, query: Tensor, slab: Tensor, step: Step, masks: list[Tensor]) -> Tensor:
-        """[B * S, H D]: attention over the cached columns. The queries that share a key-value head
-        are laid along the query axis, so keys are never repeated."""
+        """Attend to the cached columns, [B * S, H D]. Queries that share a key-value head are
+        concatenated along the query axis, so that keys are never repeated."""
         rows, new, heads, dim = query.shape
         kv = slab.shape[2]
         keys, values = slab[:, step.slot : step.slot + rows]
@@ -410,7 +410,7 @@ class Model:
         return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
 
     def _experts(self, h: Tensor, layer: Layer) -> Tensor:
-        """Mixture of experts: tokens sorted by expert, one matrix product per expert."""
+        """Compute the mixture of experts: sort tokens by expert, one matrix product per expert."""
         hf = self.hf
         assert layer.router is not None
         scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
@@ -423,13 +423,13 @@ class Model:
         gate, up = grouped(self._input(h)[token], layer.gate_up, ends).chunk(2, -1)
         out = grouped(self._input(F.silu(gate) * up), layer.down, ends)
         out = out * weight.flatten()[order, None].to(out.dtype)
-        # Back in place before the sum: adding by index has no fixed order on a GPU.
+        # Restore the order before the sum, because adding by index has no fixed order on a GPU.
         mixed = torch.empty_like(out).index_copy_(0, order, out)
         return mixed.view(len(h), hf.experts_per_token, -1).sum(1)
 
 
 def place(view: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor as it lies on disk to its view of `make_layer`."""
+    """Copy a tensor in its on-disk layout to its view of `make_layer`."""
     if view.dim() == 3 and tensor.dim() == 1 and tensor.numel() == view.shape[1] * view.shape[2]:
         view.copy_(tensor.view(1, 2, -1).expand(view.shape))  # a norm over each head's dimensions
     else:
@@ -437,7 +437,7 @@ def place(view: Tensor, tensor: Tensor) -> None:
 
 
 def cache_index(positions: Tensor, slot: int, cache: Cache) -> Tensor:
-    """[2, B * S, K] rows that keys and values of new tokens take in a slab seen as [-1, D]."""
+    """Return the rows [2, B * S, K] of new tokens' keys and values in a slab viewed as [-1, D]."""
     heads, device = cache.kv_heads, positions.device
     row = torch.arange(slot, slot + len(positions), device=device) * heads
     head = row[:, None] + torch.arange(heads, device=device)  # [B, K]
@@ -447,18 +447,19 @@ def cache_index(positions: Tensor, slot: int, cache: Cache) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; the weight may have more axes."""
+    """Normalise to x / sqrt(mean(x^2) + eps) * weight on the last axis; weight may have more."""
     size = x.shape[-1]
     if x.is_cuda or x.dtype not in (torch.float32, torch.float64):
         return F.rms_norm(x, (size,), None, eps) * weight
-    # torch has no fused kernel on the CPU, and composes this one of twice as many operations.
+    # On the CPU torch has no fused kernel; its composed version takes twice as many operations.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * norm.mul_(norm).mul_(1 / size).add_(eps).rsqrt_()).mul_(weight)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """x [N, in] sorted by group, weights [E, out, in], ends [E]: each group by its own matrix."""
-    if x.dtype == torch.bfloat16:  # the only type that its GPU kernels take
+    """Multiply each group of rows by its own matrix: x [N, in] sorted by group, weights [E, out,
+    in], ends [E]."""
+    if x.dtype == torch.bfloat16:  # the only dtype that the GPU kernels support
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends.to(torch.int32))
     out = x.new_empty(x.shape[0], weights.shape[1])
     start = 0

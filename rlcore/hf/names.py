@@ -1,7 +1,7 @@
-"""Names and shapes of every tensor of a model as it lies on disk, in one fixed order.
+"""Names and shapes of all tensors of a model on disk, in one fixed order.
 
-Order: embedding, layers by number, final norm, lm_head (absent where it is tied); inside a layer
-that of `layer_shapes`. Qwen3-MoE has one tensor per expert and projection, as transformers writes.
+Order: embedding, layers by number, final norm, lm_head (absent if tied); inside a layer that of
+`layer_shapes`. Qwen3-MoE has one tensor per expert and projection, as transformers writes it.
 """
 
 import math
@@ -16,12 +16,13 @@ HEAD = "lm_head.weight"
 
 
 def layer_prefix(layer: int) -> str:
-    """`model.layers.3.` for layer 3."""
+    """Return the name prefix of a layer: `model.layers.3.` for layer 3."""
     return f"model.layers.{layer}."
 
 
 def layer_shapes(hf: HFConfig) -> dict[str, Shape]:
-    """Tensors of one layer: name after the layer's prefix -> shape; matrices are [out, in]."""
+    """Return the tensors of one layer: name without the layer's prefix -> shape; matrices are
+    [out, in]."""
     hidden = hf.hidden_size
     queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
@@ -51,7 +52,7 @@ def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
 
 
 def expected(hf: HFConfig) -> dict[str, Shape]:
-    """Every tensor of the model, name -> shape, in the order in which weights are exported."""
+    """Return all tensors of the model, name -> shape, in the order of export."""
     shapes: dict[str, Shape] = {EMBED: (hf.vocab_size, hf.hidden_size)}
     layer = layer_shapes(hf)
     for number in range(hf.num_layers):
@@ -64,5 +65,5 @@ def expected(hf: HFConfig) -> dict[str, Shape]:
 
 
 def num_parameters(hf: HFConfig) -> int:
-    """Parameters of the model; a tied head counts once."""
+    """Return the number of parameters of the model; a tied head counts once."""
     return sum(math.prod(shape) for shape in expected(hf).values())

@@ -1,18 +1,18 @@
-"""Fake quantisation: weights take the values that few bits represent and stay in a full dtype.
+"""Fake quantisation: weights are rounded to a format of few bits and stay in a full dtype.
 
     scale = max |x| / largest,  q(x) = scale * round(x / scale)
 
-The grid is symmetric; a scale belongs to one output channel or to a whole tensor. The products run
-in the engine's dtype with these values, so a quantised engine samples from the distribution of the
-model with quantised weights, and is neither faster nor smaller than a full one.
+The grid is symmetric; each output channel, or the whole tensor, has one scale. Products run in the
+engine's dtype with these values, so a quantised engine samples from the distribution of the model
+with quantised weights. It is neither faster nor smaller than a full one.
 
-Quantised are the projections of attention and MLP, experts included. Embedding, lm_head, the router
-of experts, norms and biases keep the values that came, as in 8-bit rollouts (FlashRL) and 8-bit
-checkpoints. Differs from those: an integer kernel sums in int32 and scales the sum, here the sum is
-the engine's; in bfloat16 the quantised value is rounded once more.
+The projections of attention and MLP are quantised, experts included. Embedding, lm_head, the router
+of experts, norms and biases keep their values, as in 8-bit rollouts (FlashRL) and 8-bit
+checkpoints. It differs from those in the products: an integer kernel sums in int32 and scales the
+sum; here the engine sums in its dtype. In bfloat16 the quantised value is rounded once more.
 
-The formats below eight bits are for experiments on small models, where eight bits leave hardly a
-gap between sampler and learner; `tools/studies/exp_tis.py --formats FOLDER` measures each.
+The formats below eight bits are for experiments on small models, where eight bits cause hardly any
+mismatch between sampler and learner; `tools/studies/exp_tis.py --formats FOLDER` measures each.
 
 Own code instead of torchao: a few lines of torch save the dependency.
 """
@@ -30,17 +30,17 @@ Quantize = Literal["none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """Which numbers there are, and what shares a scale."""
+    """Number grid of a format, and the scope of a scale."""
 
     largest: int
     mantissa_bits: int | None = None
-    """Of a floating-point grid; None: the integers."""
+    """Mantissa bits of a floating-point grid; None: the grid is the integers."""
     min_exponent: int = 0
-    """Of the smallest normal number of a floating-point grid."""
+    """Exponent of the smallest normal number of a floating-point grid."""
     per_tensor: bool = False
-    """One scale for a whole weight instead of one for each output channel."""
+    """Use one scale for a whole weight instead of one for each output channel."""
     activations: bool = False
-    """The inputs of the quantised projections too, with a scale for each token as it comes."""
+    """Quantise the inputs of the quantised projections too, with a dynamic scale per token."""
 
 
 FORMATS: dict[str, Format | None] = {
@@ -58,26 +58,27 @@ assert FORMATS.keys() == set(get_args(Quantize))
 
 
 def format_of(name: str) -> Format | None:
-    """The format of a name; None quantises nothing. ConfigError for a name that is not there."""
+    """Return the format of a name; None means no quantisation. Raise ConfigError for an unknown
+    name."""
     if name not in FORMATS:
         raise ConfigError(f"--rollout.quantize {name}: unknown; give one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def is_quantized(name: str) -> bool:
-    """Is the tensor of this name one of those that a format changes?"""
+    """Return whether the tensor of this name is quantised."""
     return name.endswith("_proj.weight")
 
 
 def quantize_weight(weight: Tensor, form: Format) -> Tensor:
-    """[out, in] with the values that `form` has, in the weight's dtype."""
+    """Round a weight [out, in] to the values of `form`, in the weight's dtype."""
     wide = _wide(weight)
     top = wide.abs().amax() if form.per_tensor else wide.abs().amax(-1, keepdim=True)
     return _on_grid(wide, top, form).to(weight.dtype)
 
 
 def quantize_tokens(x: Tensor, form: Format) -> Tensor:
-    """[..., in] with a scale for each token; a token's values depend on no other token."""
+    """Round activations [..., in] with one scale per token; tokens do not affect each other."""
     wide = _wide(x)
     return _on_grid(wide, wide.abs().amax(-1, keepdim=True), form).to(x.dtype)
 
@@ -87,7 +88,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _on_grid(x: Tensor, top: Tensor, form: Format) -> Tensor:
-    """`x` rounded to the grid whose largest number is `top`; ties go to even."""
+    """Round `x` to the grid whose largest number is `top`, ties to even."""
     scale = torch.where(top == 0, 1, top / form.largest)
     y = x / scale
     if form.mantissa_bits is None:

@@ -1,8 +1,8 @@
-"""Tokenizers of Hugging Face folders on the `tokenizers` library alone, chat templates included.
+"""Tokenizers of Hugging Face folders with only the `tokenizers` library, chat templates included.
 
 Own code instead of AutoTokenizer: importing that takes 2.6 s of CPU time beside torch and 4.2 s
-without; all that a dry run imports takes 2.2 s. It is asked where a folder has no tokenizer.json.
-Unlike in transformers, decoding never "cleans up" spaces: the text is what the ids say.
+without; all imports of a dry run take 2.2 s. AutoTokenizer is used only if a folder has no
+tokenizer.json. Unlike in transformers, decoding never "cleans up" spaces.
 """
 
 import json
@@ -23,16 +23,16 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Our chat template, for tokenizers that bring none: the format of Qwen's models."""
+"""Default chat template for tokenizers without one: the format of Qwen's models."""
 
 _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MOST_TOKENS_OF_A_CHARACTER = 8  # more are no character, but bytes that the model got wrong
+_MOST_TOKENS_OF_A_CHARACTER = 8  # a longer sequence is invalid UTF-8 from the model
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
-    """Text to token ids and back. Made by `load_tokenizer`."""
+    """Converter between text and token ids. Use `load_tokenizer` to create one."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         name: str = "tokenizer",
     ) -> None:
-        """`specials`: role (`eos_token`, ...) -> token; `eos_ids`: further ids that end a response,
-        besides that of `eos_token`."""
+        """Create a tokenizer. `specials` maps roles (`eos_token`, ...) to tokens; `eos_ids` are ids
+        that end a response, besides that of `eos_token`."""
         self._backend = backend
         self._specials = dict(specials)
         self._template = template
@@ -54,11 +54,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the folder brought a chat template; `render_chat` works either way."""
+        """Whether the folder has a chat template; `render_chat` works either way."""
         return self._template is not None
 
     def token_id(self, token: str) -> int:
-        """Id of one token, written as the vocabulary has it. ConfigError where it has not."""
+        """Return the id of one token, spelled as in the vocabulary. Raise ConfigError if it is not
+        in the vocabulary."""
         found = self._backend.token_to_id(token)
         if found is None:
             raise ConfigError(
@@ -67,8 +68,8 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of a text. Special tokens written in the text become their ids; none are added unless
-        asked. ConfigError: a character that the vocabulary cannot express."""
+        """Encode a text. Special tokens written in the text become their ids; others are added only
+        with `add_special_tokens`. Raise ConfigError if a character is not in the vocabulary."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises nothing more precise
@@ -77,15 +78,16 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; special tokens are left out, ids outside the vocabulary too."""
+        """Decode ids to text. Special tokens (by default) and ids outside the vocabulary are left
+        out."""
         listed = [int(i) for i in ids]
         return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds, special tokens included; joined they are the decoded
-        whole. A character of several tokens stands at the last of them, the others are empty."""
+        """Return the text that each token adds, special tokens included; joined they equal the
+        decoded text. A character of several tokens appears at the last of them."""
         out: list[str] = []
-        start, done = 0, 0  # what the text before depends on; what has been given out
+        start, done = 0, 0  # start of the decoding context; number of tokens whose text is returned
         for i in range(len(ids)):
             before = self.decode(ids[start:done], skip_special_tokens=False)
             text = self.decode(ids[start : i + 1], skip_special_tokens=False)
@@ -99,13 +101,13 @@ class Tokenizer:
     def decode_batch(
         self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = True
     ) -> list[str]:
-        """Text of each row of ids."""
-        # One by one: the library's own batch starts a thread pool, which does not survive a fork.
+        """Decode each row of ids to text."""
+        # One by one: the library's batch call starts a thread pool, which does not survive a fork.
         return [self.decode(row, skip_special_tokens) for row in rows]
 
     def defused(self, text: str) -> str:
-        """The text with a space in every special token that is written in it, so that `encode`
-        reads it as words: text of others must not end a message or begin one."""
+        """Return the text with a space inserted into every special token in it, so that `encode`
+        reads plain words: untrusted text must not end or begin a message."""
         for token in self._special_texts:
             text = text.replace(token, f"{token[:1]} {token[1:]}")
         return text
@@ -116,9 +118,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Messages (`role`, `content`) as the text that the model was trained on, up to where the
-        assistant answers. `variables` go to the template, such as `enable_thinking=False`.
-        ConfigError with the template's own words where it refuses the messages."""
+        """Render messages (`role`, `content`) with the chat template, by default up to the start of
+        the assistant's answer. `variables` are passed to the template, such as
+        `enable_thinking=False`. Raise ConfigError if the template rejects the messages."""
         from jinja2 import TemplateError
 
         try:
@@ -147,10 +149,11 @@ class Tokenizer:
 def load_tokenizer(
     folder: str | Path, eos_ids: Sequence[int] = (), key: str = "--model.tokenizer"
 ) -> Tokenizer:
-    """The tokenizer of a folder, which the setting `key` names. `eos_ids` are further ids that end
-    a response, such as those of the model's config.json when the tokenizer lies elsewhere; the
-    folder's own config.json and generation_config.json are always read. ConfigError: no folder, or
-    no tokenizer in it."""
+    """Load the tokenizer of a folder, which the setting `key` names.
+
+    `eos_ids` are further ids that end a response, such as those of the model's config.json if the
+    tokenizer is in another folder. The folder's own config.json and generation_config.json are
+    always read. Raise ConfigError if there is no folder, or no tokenizer in it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"{key} {folder}: no such folder; give one with tokenizer.json")
@@ -170,9 +173,9 @@ def make_char_tokenizer(
     folder: str | Path, chars: Iterable[str], pad: str = "<pad>", eos: str = "<eos>"
 ) -> Tokenizer:
     """Write a tokenizer with one token per character: `pad` is 0, `eos` 1, then `chars` in order.
-    transformers and SGLang load the folder too. Other characters are refused, not replaced."""
+    transformers and SGLang can load the folder too. Other characters raise an error."""
     vocabulary = {token: number for number, token in enumerate([pad, eos, *chars])}
-    # The library does not ask for an unknown token until one is met, and then raises.
+    # The library uses the unknown token only when it meets one, and then raises: it has no id.
     backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -202,7 +205,7 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
         raise ConfigError(f"{file}: not a tokenizer ({error}); fetch the file again") from error
     backend.no_padding()
     backend.no_truncation()
-    # Tokens that only tokenizer_config.json has, in the order of the ids that they must get.
+    # Add tokens that only tokenizer_config.json has, in the order of the ids that they must get.
     listed = settings.get("added_tokens_decoder") or {}
     for number, token in sorted((int(key), value) for key, value in listed.items()):
         if backend.token_to_id(token["content"]) is None:
@@ -218,7 +221,7 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
 
 
 def _converted(folder: Path, key: str) -> Backend:
-    """A tokenizer kept in another format (vocab.json, tokenizer.model), read by transformers."""
+    """Read a tokenizer in another format (vocab.json, tokenizer.model) through transformers."""
     if not any((folder / name).is_file() for name in _OTHER_FORMATS):
         raise ConfigError(
             f"{key} {folder}: no tokenizer.json in it; give a folder with a tokenizer"
@@ -228,7 +231,7 @@ def _converted(folder: Path, key: str) -> Backend:
 
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         backend = tokenizer.backend_tokenizer
-    except Exception as error:  # transformers raises whatever the format's reader does
+    except Exception as error:  # the reader of a format may raise any exception
         reason = str(error).strip().splitlines()
         raise ConfigError(
             f"{key} {folder}: no tokenizer.json in it, and transformers cannot make one"
@@ -243,7 +246,7 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Role -> token, from either way of writing one: a string, or an object with `content`."""
+    """Return role -> token; a token is written as a string or as an object with `content`."""
     found = {}
     for role in _SPECIALS:
         token = settings.get(role)
@@ -253,7 +256,8 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own goes before the settings, as in transformers."""
+    """Return the chat template; a separate file has precedence over the settings, as in
+    transformers."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     legacy = _optional(folder / "chat_template.json").get("chat_template")
@@ -264,14 +268,14 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _compile(template: str) -> Any:
-    """A template compiled with the environment that transformers gives to chat templates: templates
-    come with downloaded models, so they run in a sandbox."""
+    """Compile a chat template in the environment of transformers. It runs in a sandbox, because
+    templates come with downloaded models."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant says; the text inside is kept as it is."""
+        """Support for `{% generation %}`, which marks the assistant's text; it is kept as it is."""
 
         tags = {"generation"}
 

@@ -1,7 +1,7 @@
-"""Safetensors folders, one tensor at a time: read whole or in slices, written in shards.
+"""Safetensors folders: tensors are read one at a time, in full or in slices, and written in shards.
 
-A folder has `model.safetensors`, or shards with `model.safetensors.index.json`. Reading maps the
-files, so a rank that needs a tenth of a tensor reads a tenth of it.
+A folder has `model.safetensors`, or shards with `model.safetensors.index.json`. Files are memory-
+mapped, so that a rank that needs a tenth of a tensor reads only a tenth.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from rlcore.hf.names import Shape, expected
 from rlcore.utils.errors import ConfigError
 
 Index = tuple[slice, ...]
-"""One slice per leading dimension; dimensions that are left out are taken whole."""
+"""One slice per leading dimension; the other dimensions are taken in full."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
 
-# Everything beside the weights that a folder needs in order to be served.
+# Tokenizer files that an engine needs beside weights and config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,7 +41,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# transformers 5 keeps the experts of a layer in two stacked tensors; files may hold them like that.
+# transformers 5 stacks the experts of a layer in two tensors, and files may have this form.
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -49,21 +49,22 @@ class WeightReader:
     """Tensors of one folder by name. Files are opened when first needed and stay mapped."""
 
     def __init__(self, folder: str | Path) -> None:
-        """ValueError: no safetensors in the folder, or a shard that the index names is missing."""
+        """Find the tensors. Raise ValueError if the folder has no safetensors, or lacks a shard
+        that the index names."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._stacked = self._unstack()
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted; stacked experts appear one by one."""
+        """Return the names of all tensors, sorted; stacked experts appear one by one."""
         return sorted({*self._file_of, *self._stacked} - self._stacks())
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of or name in self._stacked
 
     def shape(self, name: str) -> Shape:
-        """Shape of a tensor without reading it. ValueError where it is missing."""
+        """Return the shape of a tensor without reading it. Raise ValueError if it is missing."""
         if name in self._stacked:
             stored, index = self._stacked[name]
             _, *shape = self._slice(stored).get_shape()
@@ -72,8 +73,8 @@ class WeightReader:
         return tuple(self._slice(name).get_shape())
 
     def get(self, name: str, index: Index = ()) -> Tensor:
-        """A tensor on the CPU in the file's dtype, or the part of it that `index` names.
-        ValueError where it is missing."""
+        """Return a tensor, or the part that `index` selects, on the CPU in the file's dtype. Raise
+        ValueError if it is missing."""
         if name in self._stacked:
             stored, (expert, rows) = self._stacked[name]
             tensor = self._slice(stored)[expert, rows][0]
@@ -83,7 +84,7 @@ class WeightReader:
         return self._slice(name)[index]
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """ValueError naming the first tensor that is missing or has another shape."""
+        """Raise ValueError for the first tensor that is missing or has another shape."""
         for name, shape in shapes.items():
             found = self.shape(name)
             if found != tuple(shape):
@@ -114,7 +115,7 @@ class WeightReader:
         return {name for name in self._file_of if _STACKED.fullmatch(name)}
 
     def _unstack(self) -> dict[str, tuple[str, Index]]:
-        """Name of one expert's matrix -> the stored stack and where it lies in it."""
+        """Map the name of each expert's matrix to the stored stack and its index in it."""
         where: dict[str, tuple[str, Index]] = {}
         for stored in self._stacks():
             match = _STACKED.fullmatch(stored)
@@ -164,7 +165,7 @@ class WeightReader:
 
 
 def read_folder(folder: str | Path, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model in the order of `names.expected`, checked for completeness."""
+    """Check the folder for completeness and yield all tensors in the order of `names.expected`."""
     reader, shapes = WeightReader(folder), expected(hf)
     reader.check(shapes)
     for name in shapes:
@@ -180,10 +181,12 @@ def save_folder(
 ) -> None:
     """Write a Hugging Face folder: weights in shards, config.json, tokenizer files.
 
-    `tensors` is exhausted whatever happens, since it may be collective; the other ranks of such an
-    export pass `path=None` and write nothing. The folder appears, or replaces an older one, only
-    when it is whole. At most one shard is in memory. ValueError: a tensor is missing or has another
-    shape; OSError in one sentence: the disk is full or not writable.
+    `tensors` is always exhausted, even after an error, because it may be collective. In a
+    collective export the other ranks pass `path=None` and write nothing. The folder appears, or
+    replaces an older one, only when it is complete. At most one shard is in memory.
+
+    Raises ValueError if a tensor is missing or has another shape, and OSError if the disk is full
+    or not writable.
     """
     tensors = iter(tensors)
     try:
@@ -219,7 +222,7 @@ def _write(
 def _write_shards(
     tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[str, Shape], part: Path, limit: int
 ) -> str:
-    """Write all tensors and the index; returns the dtype of the first."""
+    """Write all tensors and the index; return the dtype of the first tensor."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0
@@ -260,7 +263,8 @@ def _write_shards(
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU with a storage of its own: views of one storage cannot share a file."""
+    """Return the tensor on the CPU with its own storage, because safetensors cannot write views of
+    one storage to the same file."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
@@ -274,7 +278,7 @@ def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -
 
 
 def _replace(part: Path, path: Path) -> None:
-    """Put the finished folder in place; an older one leaves only after that."""
+    """Move the finished folder into place; an older one is deleted only afterwards."""
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -284,8 +288,8 @@ def _replace(part: Path, path: Path) -> None:
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Take the pages of a tensor that `WeightReader.get` mapped out of this process; the system may
-    keep them in its cache. Use it no more: what is read of it later comes from the file again."""
+    """Release the pages of a tensor that `WeightReader.get` mapped; the system may keep them in its
+    page cache. A later access reads the file again, so do not use the tensor any more."""
     page = mmap.PAGESIZE
     start = -(-tensor.data_ptr() // page) * page
     size = (tensor.data_ptr() + tensor.nbytes) // page * page - start

@@ -1,7 +1,7 @@
 """Megatron-Core as a learner: the only package that imports `megatron.core`.
 
-Importing it prepares Megatron for this machine (exact version, and without CUDA the CPU shim), so
-that every process that unpickles something of ours can import `megatron.core` afterwards.
+Importing it checks Megatron's version and, without CUDA, installs the CPU shim. A process that
+unpickles an object of this package can therefore import `megatron.core` afterwards.
 """
 
 from rlcore.mcore.shim import prepare

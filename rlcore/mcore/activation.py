@@ -1,6 +1,6 @@
-"""SwiGLU as a module for Megatron's MLP, quick on the CPU.
+"""SwiGLU as a module for Megatron's MLP, fast on the CPU.
 
-Own code instead of Megatron's: it keeps the input only, and one tensor takes both gradients.
+Own code instead of Megatron's: it saves only the input and writes both gradients to one tensor.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class SwiGLU(torch.nn.Module):
-    """[..., 2F] of gate and up -> silu(gate) * up, [..., F]."""
+    """SwiGLU: gate and up in one tensor [..., 2F] -> silu(gate) * up, [..., F]."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
@@ -20,12 +20,13 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(x)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Megatron's MLP asks each of its parts; there is nothing to save."""
+        """Return an empty state: Megatron's MLP calls it on all parts, and this one has no
+        weights."""
         return {}
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps the input only and writes both gradients into one tensor."""
+    """SwiGLU that saves only its input and writes both gradients to one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
-"""Causal self-attention on packed tokens, on torch alone, with RoPE and context parallelism.
+"""Causal self-attention on packed tokens in plain torch, with RoPE and context parallelism.
 
-It is plugged into Megatron's layer spec as the core attention: q, k, v come as [T, heads, dim].
-What depends on the lengths only is planned once per micro-batch (`plan`) and travels with
-Megatron's `PackedSeqParams` (`Packed`), so that all layers share it.
+Megatron's layer spec uses it as the core attention; q, k, v have the shape [T, heads, dim]. All
+layers share one plan of the sequence lengths, which `plan` makes once per micro-batch. Megatron's
+`PackedSeqParams` carries it (`Packed`).
 
-    CUDA, half precision   torch's variable-length flash attention (head sizes that it takes)
+    CUDA, half precision   torch's variable-length flash attention, for supported head sizes
     otherwise              sequences of similar length, padded to one dense batch per bucket;
-                           padding lies right, where the causal mask hides it from real tokens
+                           padding is on the right, where the causal mask hides it
 
 Context parallel ranks hold chunks r and 2 cp - 1 - r of every sequence (zigzag), each sequence
 padded to a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
 
-Own code instead of Transformer Engine's attention: torch alone, so that CPUs run it too.
+Own code instead of Transformer Engine's attention: plain torch also runs on CPUs.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,13 @@ from rlcore.mcore import compat
 from rlcore.mcore.rope import rotate
 
 SHRINK = 0.8
-"""A bucket takes lengths down to this part of its longest."""
+"""Smallest length in a bucket, as a fraction of its longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """`count` units padded to `query` by `key` tokens; `mask` where queries are not the first."""
+    """Batch of `count` units padded to `query` by `key` tokens. `mask` is given if the queries do
+    not start at the first key (cp > 1)."""
 
     count: int
     query: int
@@ -44,7 +45,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where every token goes. A unit is what attends together: a sequence, or a chunk of one."""
+    """Place of every token in the padded buckets. A unit is a sequence or, under context
+    parallelism, a chunk of one; its queries attend together."""
 
     buckets: tuple[Bucket, ...]
     query_index: Tensor  # [P] local token of each padded query row
@@ -61,7 +63,7 @@ class Plan:
 
 @dataclass
 class Packed(PackedSeqParams):
-    """Megatron's description of packed sequences, with our plan and RoPE tables."""
+    """Megatron's description of packed sequences, with the attention plan and RoPE tables."""
 
     plan: Plan | None = None
     cos: Tensor | None = None  # [T, 1, dim / 2]
@@ -69,7 +71,7 @@ class Packed(PackedSeqParams):
 
     @property
     def gathered(self) -> Tensor:
-        """Of the plan, under context parallelism."""
+        """Return the plan's `gathered`; only under context parallelism."""
         assert self.plan is not None and self.plan.gathered is not None
         return self.plan.gathered
 
@@ -79,7 +81,7 @@ class _Unit:
     rows: range  # local tokens
     start: int  # first token of the sequence, in sequence order
     first: int  # position of the first query in its sequence
-    key: int  # keys that it sees
+    key: int  # number of keys that its last query attends to
 
     @property
     def query(self) -> int:
@@ -87,9 +89,10 @@ class _Unit:
 
 
 def local_positions(lengths: Sequence[int], cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
-    """Packed index and position in its sequence of every token of one context-parallel rank.
+    """Return the packed index of each token of a context-parallel rank, and its position in its
+    sequence: two [T/cp] int64 tensors.
 
-    `lengths` are multiples of 2 cp (of anything when cp is 1). Returns two [T/cp] int64 tensors.
+    If cp > 1, `lengths` must be multiples of 2 cp.
     """
     index, position = [], []
     for unit in _units(lengths, cp, cp_rank):
@@ -117,7 +120,7 @@ def _units(lengths: Sequence[int], cp: int, cp_rank: int) -> list[_Unit]:
 
 
 def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
-    """Units of similar size together, longest first."""
+    """Group units of similar size into buckets, longest first."""
     buckets: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda u: (-u.key, -u.query, u.rows.start)):
         head = buckets[-1][0] if buckets else None
@@ -131,7 +134,7 @@ def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
 def plan(
     lengths: Sequence[int], *, cp: int = 1, cp_rank: int = 0, device: torch.device | None = None
 ) -> Plan:
-    """The plan of packed sequences of these lengths (each a multiple of 2 cp when cp > 1)."""
+    """Make the plan of packed sequences. If cp > 1, each length must be a multiple of 2 cp."""
     units = _units(lengths, cp, cp_rank)
     total = sum(unit.query for unit in units)
     query_index, key_index, buckets = [], [], []
@@ -199,7 +202,7 @@ def _to(made: Plan, device: torch.device) -> Plan:
 
 
 class CoreAttention(MegatronModule):
-    """RoPE and attention; see the module's docstring."""
+    """RoPE and attention as described in the module docstring."""
 
     def __init__(
         self,
@@ -228,7 +231,7 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Packed | None = None,
     ) -> Tensor:
-        """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
+        """Attend: query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
         packed = packed_seq_params
         assert packed is not None and packed.plan is not None, "packed input with a plan is needed"
         if packed.cos is not None and packed.sin is not None:
@@ -241,7 +244,7 @@ class CoreAttention(MegatronModule):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None = None) -> Tensor:
-    """q [T, heads, dim], k and v [cp*T, groups, dim] in sequence order -> [T, heads, dim]."""
+    """Attend: q [T, heads, dim], k and v [cp*T, groups, dim] in sequence order -> like q."""
     if q.is_cuda and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
         return _Reproducible.apply(q, k, v, made, scale)
     return _attend(q, k, v, made, scale)
@@ -278,23 +281,22 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | N
 
 
 def _dense(x: Tensor, count: int) -> Tensor:
-    """[count * length, heads, dim] -> [count, heads, length, dim]."""
+    """Reshape [count * length, heads, dim] to [count, heads, length, dim]."""
     return x.view(count, -1, x.size(1), x.size(2)).transpose(1, 2)
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
     if made.prefix is not None:
         k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
-    # The causal window is aligned to the last key, which is what a chunk's prefix needs.
+    # The causal mask is aligned to the last key, as a chunk that attends to its prefix needs.
     return compat.varlen_attention(
         q, k, v, made.cu_query, made.cu_key, made.max_query, made.max_key, scale
     )
 
 
 class _Reproducible(torch.autograd.Function):
-    """Attention whose gradient has the same bits in every run. torch's fused kernels add up in an
-    order of their own as long as what cannot be deterministic only warns, so for the length of
-    their backward pass it may not."""
+    """Attention with a bitwise reproducible gradient. torch's fused kernels sum in a varying order
+    while deterministic mode only warns, so the backward pass runs in strict mode."""
 
     @staticmethod
     def forward(
@@ -308,7 +310,7 @@ class _Reproducible(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         out, inputs = ctx.out, ctx.inputs
-        ctx.out = ctx.inputs = None  # the memory goes with the layer, not with the graph
+        ctx.out = ctx.inputs = None  # free the memory now and not with the whole graph
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)
         try:
@@ -319,7 +321,7 @@ class _Reproducible(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to their padded places. Padding has no gradient: no real token attends to it."""
+    """Copy rows to their padded places. Padding has no gradient: no real token attends to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, rows: Tensor | None) -> Tensor:
@@ -337,7 +339,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Real rows out of the padded ones."""
+    """Select the real rows from the padded ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -353,7 +355,8 @@ class _Collect(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Tokens of all context-parallel ranks in sequence order; backward sums and keeps our own."""
+    """Gather the tokens of all context-parallel ranks in sequence order. Backward sums the
+    gradients over the ranks and keeps this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gathered: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
-"""Weights between Megatron's parameters and Hugging Face's tensors, both ways, streamed.
+"""Conversion between Megatron's parameters and Hugging Face tensors, in both directions, streamed.
 
 Megatron fuses query, key and value (by query group) and gate and up, and splits over tensor,
-pipeline and expert parallel ranks. One `Piece` ties a Megatron parameter, named as if one rank had
-the whole model, to the tensors that it is made of; loading and exporting walk the same list.
+pipeline and expert parallel ranks. One `Piece` maps a Megatron parameter, named as if one rank had
+the whole model, to the Hugging Face tensors in it. Loading and exporting use the same list.
 
-    load     each rank reads its slice of each tensor, and nothing else
-    export   bundle by bundle: the owners gather over TP and undo the fusing, then broadcast over EP
-             and PP; every rank yields every tensor in the order of `hf.names.expected`
-    shards   each rank undoes the fusing of what it has, in views: slices of tensors, no messages
+    load     each rank reads only its slice of each tensor
+    export   bundle by bundle: the owners gather over TP and split the fused parameters, then
+             broadcast over EP and PP; every rank yields every tensor in the order of
+             `hf.names.expected`
+    shards   each rank splits its own fused parameters into views, without communication
 
-The vocabulary may be padded to a multiple of the tensor-parallel size: the model's parameter says
-by how much, padded rows are zero and never leave.
+The vocabulary may be padded to a multiple of the tensor-parallel size, which the shape of the
+model's parameter shows. Padded rows are zero and are never exported.
 
 Own code instead of Megatron-Bridge or mbridge: saves the dependency, and runs on CPUs.
 """
@@ -36,39 +37,39 @@ from rlcore.records import Shard
 from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
-"""Weights that one round of collectives exports; larger tensors travel alone."""
+"""Bytes of weights per bundle (one round of collectives); larger tensors form their own bundle."""
 
 Kind = Literal["copy", "vocab", "columns", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One Megatron parameter and the tensors that it is made of."""
+    """One Megatron parameter and the Hugging Face tensors that it contains."""
 
     name: str
-    """Megatron's name in a model that is neither split nor fused with its norms."""
+    """Megatron's name in a model that is not split over ranks and keeps norms separate."""
     tensors: tuple[str, ...]
     kind: Kind
     layer: int
-    """Layer that it belongs to; -1 before the first, `num_layers` after the last."""
+    """Layer of the parameter; -1 before the first layer, `num_layers` after the last."""
     expert: int = -1
 
 
 class Source(Protocol):
-    """Where `load` takes tensors from."""
+    """Source of the tensors that `_fill` loads."""
 
     def get(self, name: str, index: Index = ()) -> Tensor:
-        """A tensor on the CPU, or the part of it that `index` names."""
+        """Return a tensor on the CPU, or the part of it that `index` selects."""
 
 
 def load_hf(
     models: Sequence[Module], hf: HFConfig, folder: str | Path, layout: Layout, *, head: bool = True
 ) -> None:
-    """Fill the model chunks of this rank from a Hugging Face folder. Not collective. Without
-    `head`, the output layer stays as it is and the folder needs no lm_head.
+    """Load the model chunks of this rank from a Hugging Face folder. Not collective. Without
+    `head`, the output layer stays unchanged and the folder needs no lm_head.
 
-    ValueError, the same on every rank: a shard or tensor is missing, or has another shape than
-    config.json asks for.
+    Raises ValueError, the same on every rank, if a shard or tensor is missing or its shape differs
+    from config.json.
     """
     reader = WeightReader(folder)
     reader.check({n: shape for n, shape in expected(hf).items() if head or n != HEAD})
@@ -78,19 +79,20 @@ def load_hf(
 def init_random(
     models: Sequence[Module], hf: HFConfig, layout: Layout, seed: int, *, head: bool = True
 ) -> None:
-    """Random weights that depend on (seed, tensor name) only, so every layout gets the same model:
-    normal with `initializer_range` for matrices, norms 1, biases 0. `head` as in `load_hf`."""
+    """Initialise random weights that depend only on seed and tensor name, so that all layouts get
+    the same model. Matrices are normal with `initializer_range`, norms 1, biases 0. `head` is as in
+    `load_hf`."""
     _fill(models, hf, layout, _Random(hf, seed), head)
 
 
 def export_hf(
     models: Sequence[Module], hf: HFConfig, layout: Layout
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in full on every rank, on the model's device and in its dtype, in the order of
-    `hf.names.expected`. Collective: every rank must exhaust it, in step with the others.
+    """Yield every tensor in full on every rank, on the model's device and in its dtype, in the
+    order of `hf.names.expected`. Collective: all ranks must exhaust the iterator in step.
 
-    Nothing is copied that need not be: a tensor may be a view of the live parameter, or of a bundle
-    of `BUNDLE_BYTES`. Copy what you keep.
+    A tensor may be a view of the live parameter or of a bundle of `BUNDLE_BYTES`; copy it to keep
+    it.
     """
     params = _parameters(models, hf, layout)
     like = next(iter(params.values()))
@@ -100,15 +102,17 @@ def export_hf(
         with torch.no_grad():
             full = _export(bundle, params, hf, layout, [shapes[name] for name in names], like)
         yield from zip(names, full, strict=True)
-        del full  # not beside the next bundle
+        del full  # free the memory before the next bundle
 
 
 def shards(
     models: Sequence[Module], hf: HFConfig, layout: Layout
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """This rank's own parts of the tensors, in the model's dtype: views of the parameters, whose
-    elements in order are those of the part. Query, key and value have their groups in a dimension
-    of their own. Not collective; the second copy of a tied embedding is no part."""
+    """Yield this rank's shards of the tensors, in the model's dtype. Not collective.
+
+    A shard is a view of the parameter with the same elements in the same order. Query, key and
+    value have a separate dimension of query groups. The second copy of a tied embedding is left
+    out."""
     params = _parameters(models, hf, layout)
     dtype = next(iter(params.values())).dtype
     shapes = expected(hf)
@@ -118,7 +122,7 @@ def shards(
         local = params[piece.name].detach().to(dtype)
         parts = _own_parts(piece, local, hf, layout)
         for name, (dim, start, size, tensor) in zip(piece.tensors, parts, strict=True):
-            if size:  # a rank may have nothing but the padding of the vocabulary
+            if size:  # a rank may hold only padding of the vocabulary
                 yield (
                     Shard(
                         name=name,
@@ -132,11 +136,11 @@ def shards(
                 )
 
 
-# ---- which parameter is made of what
+# ---- parameters and their tensors
 
 
 def pieces(hf: HFConfig) -> list[Piece]:
-    """All parameters of the model, in the order of `hf.names.expected`."""
+    """Return all parameters of the model, in the order of `hf.names.expected`."""
     found = [Piece("embedding.word_embeddings.weight", (EMBED,), "vocab", -1)]
     for layer in range(hf.num_layers):
         found += _layer_pieces(hf, layer)
@@ -181,7 +185,7 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[Piece]:
 
 
 def _parameters(models: Sequence[Module], hf: HFConfig, layout: Layout) -> dict[str, Parameter]:
-    """Parameters of this rank under the names that `Piece` uses."""
+    """Return the parameters of this rank under the names that `Piece` uses."""
     first_expert = layout.experts(hf.num_experts).start if hf.num_experts else 0
     found = {}
     for whole in models:
@@ -195,8 +199,8 @@ def _parameters(models: Sequence[Module], hf: HFConfig, layout: Layout) -> dict[
 
 
 def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
-    """The name that a parameter of this rank has in the whole model. Transformer Engine keeps a
-    norm inside the projection after it, and numbers grouped experts at the end of the name."""
+    """Return the name that a parameter of this rank has in the whole model. Transformer Engine
+    keeps a norm inside the next projection and numbers grouped experts at the end of the name."""
     name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"layers.{numbers[int(m[1])]}", name)
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
@@ -216,7 +220,7 @@ def _fill(
     if not head:
         params.pop(output, None)
     todo = [piece for piece in pieces(hf) if piece.name in params]
-    if hf.tie_word_embeddings and output in params:  # the last stage has a copy of its own
+    if hf.tie_word_embeddings and output in params:  # the last stage has its own copy
         todo.append(Piece(output, (EMBED,), "vocab", hf.num_layers))
     unknown = sorted(params.keys() - {piece.name for piece in todo})
     assert not unknown, f"the bridge does not know the parameters {unknown[:3]}"
@@ -229,7 +233,7 @@ def _fill(
 
 
 def _read(piece: Piece, source: Source, hf: HFConfig, layout: Layout, shape: Shape) -> Tensor:
-    """This rank's part of a parameter; `shape` is that of the part."""
+    """Read this rank's part of a parameter; `shape` is the shape of the part."""
     names, rank = piece.tensors, layout.tp_rank
     match piece.kind:
         case "copy":
@@ -263,12 +267,12 @@ def _read_qkv(names: Sequence[str], source: Source, hf: HFConfig, layout: Layout
 
 
 def _fuse_qkv(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """Rows of q, k, v -> rows by query group: its queries, its key, its value."""
+    """Fuse the rows of q, k and v into rows by query group: queries, key, value of each group."""
     return torch.cat([p.unflatten(0, (groups, -1)) for p in parts], 1).flatten(0, 1)
 
 
 class _Random:
-    """A source of random tensors, each from a generator of its own."""
+    """Source of random tensors; each tensor has its own generator."""
 
     def __init__(self, hf: HFConfig, seed: int) -> None:
         self._std, self._seed, self._shapes = hf.initializer_range, seed, expected(hf)
@@ -289,7 +293,8 @@ class _Random:
 def _own_parts(
     piece: Piece, local: Tensor, hf: HFConfig, layout: Layout
 ) -> list[tuple[int, int, int, Tensor]]:
-    """(dimension, first index, number of indices, view) of each tensor of a local parameter."""
+    """Return (dimension, first index, number of indices, view) for each tensor of a local
+    parameter."""
     rank = layout.tp_rank
     match piece.kind:
         case "copy":
@@ -314,7 +319,8 @@ def _own_parts(
 
 
 def _bundles(hf: HFConfig, layout: Layout, element_size: int) -> Iterator[list[Piece]]:
-    """Runs of pieces with one owner, of at most `BUNDLE_BYTES` unless a single one is larger."""
+    """Yield consecutive pieces with one owner, of at most `BUNDLE_BYTES` unless a single piece is
+    larger."""
     shapes = expected(hf)
     bundle: list[Piece] = []
     size = 0
@@ -330,7 +336,8 @@ def _bundles(hf: HFConfig, layout: Layout, element_size: int) -> Iterator[list[P
 
 
 def _owner(piece: Piece, hf: HFConfig, layout: Layout) -> tuple[int, int]:
-    """Pipeline stage that has a piece, and the expert-parallel rank, -1 where all have it."""
+    """Return the pipeline stage and the expert-parallel rank (-1: all of them) that hold a
+    piece."""
     if piece.layer < 0:
         return 0, -1
     if piece.layer == hf.num_layers:
@@ -349,7 +356,7 @@ def _export(
     shapes: Sequence[Shape],
     like: Tensor,
 ) -> list[Tensor]:
-    """The tensors of a bundle in full on every rank; `like` gives dtype and device."""
+    """Return the tensors of a bundle in full on every rank; `like` gives dtype and device."""
     stage, expert_rank = _owner(bundle[0], hf, layout)
     here = layout.pp_rank == stage
     owner = here and expert_rank in (-1, layout.ep_rank)
@@ -373,7 +380,7 @@ def _gather(
     layout: Layout,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The tensors of a bundle from the tensor-parallel parts. Experts are not split."""
+    """Gather the tensors of a bundle from the tensor-parallel parts. Experts are not split."""
     local = [params[piece.name].detach().to(dtype) for piece in bundle]
     if layout.tp == 1 or bundle[0].expert >= 0:
         parts = [[tensor] for tensor in local]
@@ -381,7 +388,7 @@ def _gather(
         flat = _flat(local)
         every = flat.new_empty(layout.tp * flat.numel())
         compat.all_gather(every, flat, group=_group("tensor_model"))
-        del flat  # two bundles at a time are enough
+        del flat  # keep at most two bundles in memory
         rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(layout.tp)]
         parts = [[row[i].view(tensor.shape) for row in rows] for i, tensor in enumerate(local)]
     return [
@@ -392,15 +399,15 @@ def _gather(
 
 
 def _group(kind: str) -> dist.ProcessGroup:
-    """Megatron's group of this rank over `tensor_model`, `pipeline_model` or `expert_model`."""
-    # Imported late: the shim must come before it, and one rank alone needs no groups.
+    """Return Megatron's group of this rank: `tensor_model`, `pipeline_model` or `expert_model`."""
+    # Imported late: the shim must be installed first, and a single rank needs no groups.
     from megatron.core import parallel_state
 
     return getattr(parallel_state, f"get_{kind}_parallel_group")()
 
 
 def _split(piece: Piece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
-    """The tensors that a parameter is made of, from its tensor-parallel parts."""
+    """Split a parameter, given as tensor-parallel parts, into its Hugging Face tensors."""
     match piece.kind:
         case "copy":
             return [parts[0]]
@@ -417,7 +424,7 @@ def _split(piece: Piece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
 
 
 def _group_rows(hf: HFConfig) -> list[int]:
-    """Rows of the queries, the key and the value of one query group."""
+    """Return the numbers of query, key and value rows in one query group."""
     width = hf.head_dim
     return [hf.num_heads // hf.num_kv_heads * width, width, width]
 

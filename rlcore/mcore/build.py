@@ -33,22 +33,22 @@ from rlcore.mcore.value_head import ValueHead
 from rlcore.utils.log import announce
 
 Head = Literal["lm", "value"]
-"""What the model's last layer says of a token: its logits, or one value (a critic)."""
+"""Output of the model's last layer per token: logits (`lm`), or one value (`value`, a critic)."""
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size.
-    The rows beyond the vocabulary are never looked up and have probability 0."""
+    """Return the rows of the embedding: the vocabulary size rounded up to a multiple of `tp`.
+    Rows beyond the vocabulary are never looked up and have probability 0."""
     return -(-vocab_size // tp) * tp
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:
-    """The parameters' dtype."""
+    """Return the parameters' dtype."""
     return getattr(torch, model.dtype)
 
 
 def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> TransformerConfig:
-    """Megatron's settings for this model under this layout."""
+    """Return Megatron's settings for this model under this layout."""
     dtype = dtype_of(model)
     cuda = torch.cuda.is_available()
     local = train.spec == "local"
@@ -77,13 +77,12 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Sums of token losses: the learner divides once, by the global count.
+        # The loss is a sum over tokens; the learner divides once, by the global count.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": train.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
-        # The weights are always loaded or initialised by name afterwards. Megatron must believe
-        # that it initialises them: that is where it marks a weight as tensor-parallel, and unmarked
-        # ones are left out of the gradient norm.
+        # Weights are loaded or initialised by name later, but Megatron's initialisation must run:
+        # it marks tensor-parallel weights, and unmarked ones are left out of the gradient norm.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
@@ -127,7 +126,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """An initialisation that does nothing."""
+    """Leave the weight as it is; used as Megatron's initialisation."""
 
 
 def _block_spec(
@@ -157,7 +156,7 @@ def _block_spec(
             mlp.experts.submodules.activation_func = SwiGLU
         else:
             mlp.activation_func = SwiGLU
-    # The final norm is the block's, not a layer's: only a block spec can replace it.
+    # The final norm belongs to the block, so only a block spec can replace it.
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
@@ -170,8 +169,8 @@ def build(
     device: torch.device,
     head: Head = "lm",
 ) -> list[GPTModel]:
-    """This rank's model chunks; weights are undefined but for a value head, which is new. Needs the
-    process groups of `layout`."""
+    """Build this rank's model chunks; the process groups of `layout` must exist. The weights are
+    undefined, except those of a value head, which is initialised."""
     check(hf, model, train)
     if hf.num_experts:
         patch_moe_utils()
@@ -190,7 +189,7 @@ def build(
             pre_process=layout.is_first_stage and stage == 0,
             post_process=layout.is_last_stage and stage == layout.vpp - 1,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and head == "lm",
-            # The local layers rotate inside the core attention (rope.py).
+            # The local layers apply RoPE inside the core attention (rope.py).
             position_embedding_type="rope" if train.spec == "te" else "none",
             rotary_base=hf.rope_theta,
             rope_scaling=hf.rope_scaling is not None,

@@ -1,5 +1,7 @@
-"""What the learner refuses before anything is built. Does not import Megatron, which takes seconds
-that a dry run should not pay."""
+"""Checks of the learner's settings before anything is built.
+
+Megatron is not imported here, because the import takes seconds that a dry run should not spend.
+"""
 
 import importlib.util
 
@@ -12,7 +14,7 @@ from rlcore.utils.errors import ConfigError
 
 
 def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
-    """Refuse what cannot work, before anything is built. No process groups are needed.
+    """Check that the learner supports these settings. No process groups are needed.
 
     Raises:
         ConfigError: names the key, its value and what to do.

@@ -1,12 +1,12 @@
-"""Model and optimizer on disk in Megatron's `torch_dist` format, loadable under any layout.
+"""Checkpoints of model and optimizer in Megatron's `torch_dist` format, loadable under any layout.
 
-The format is `fully_reshardable`, always said aloud: Megatron's default cannot be written, and
-`dp_reshardable` loads wrong moments without an error. Four faults of the distributed optimizer
-(0.16.1) are worked round here, three of them only without TE or Apex. Files are written by this
-process itself, not by forked or spawned helpers, into a folder aside that is renamed when complete.
+The optimizer format is always set to `fully_reshardable`: Megatron's default cannot be written, and
+`dp_reshardable` loads wrong moments without an error. This module works around four faults of the
+distributed optimizer (0.16.1), three of them only without TE or Apex. This process writes the files
+itself, without forked or spawned helpers, into a temporary folder that is renamed when complete.
 
-Only tensors and one step count of the optimizer are on disk: its groups are those of the run that
-loads, so learning rate, decay and expert layout may differ from the run that saved.
+Of the optimizer, only tensors and one step count are saved. The loading run keeps its own parameter
+groups, so learning rate, decay and expert layout may differ from the run that saved.
 """
 
 import errno
@@ -34,14 +34,15 @@ from rlcore.mcore import metadata as index
 from rlcore.utils.errors import ConfigError
 
 WRITERS = 2
-"""Files that one rank writes at a time."""
+"""Number of files that one rank writes at a time."""
 
 
 def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
-    """Write to the folder `path`, replacing what is there when everything is on disk. Collective.
+    """Write a checkpoint to the folder `path`, which is replaced once all files are on disk.
+    Collective.
 
     Raises:
-        OSError: on every rank, where one could not write; what was at `path` stays.
+        OSError: a rank could not write; all ranks raise it, and `path` stays unchanged.
     """
     aside = path.with_name(path.name + ".writing")
     leader = dist.get_rank() == 0
@@ -69,12 +70,12 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
 
 
 def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm") -> dict[str, Any]:
-    """Read what `save` wrote into model and optimizer; returns its `state`. Collective.
+    """Load a checkpoint of `save` into model and optimizer; return its `state`. Collective.
 
     Raises:
-        ConfigError: `path` holds no checkpoint, or one that would run a program, or `state["head"]`
-            was not `head`. Megatron would cut logits' weights down to those of a value, since it
-            takes them for padding.
+        ConfigError: `path` holds no checkpoint or an unsafe pickle, or its `state["head"]` is not
+            `head`. Megatron would silently cut an lm head down to a value head, because it takes
+            the extra rows for padding.
     """
     if not (path / "metadata.json").is_file():
         raise ConfigError(f"{path}: holds no complete checkpoint; choose another or start afresh")
@@ -99,7 +100,8 @@ def _keys(models: Sequence[Any]) -> list[str]:
 
 
 def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """What Megatron writes or reads, by key; tensors of the optimizer by part of it."""
+    """Return the sharded state that Megatron writes or reads, by key. The entry `optimizer` holds
+    the tensors of each chained optimizer by number."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -118,7 +120,8 @@ def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[st
 
 
 def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
-    """Leave the tensors of one optimizer, and take out what `_load_part` takes from the run."""
+    """Keep only the tensors of one optimizer; `_load_part` restores the rest from the loading
+    run."""
     if isinstance(part, DistributedOptimizer):
         del sharded["optimizer"], sharded["param_state_sharding_type"]
         return
@@ -128,7 +131,7 @@ def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
 
 
 def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
-    """Load one optimizer: tensors from the checkpoint, groups from what it has, and the step."""
+    """Load one optimizer: tensors and step from the checkpoint, parameter groups from its own."""
     if isinstance(part, DistributedOptimizer):
         found["param_state_sharding_type"] = "fully_reshardable"
         found["optimizer"] = part.state_dict()["optimizer"]
@@ -148,7 +151,7 @@ def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
 
 
 def _step(optimizer: Any) -> int:
-    """Steps that the optimizer has made, as any rank knows; a rank may hold no parameters."""
+    """Return the optimizer's step count, the maximum over ranks: a rank may hold no parameters."""
     steps = [0.0]
     for inner in _inner(optimizer):
         steps += [float(s["step"]) for s in inner.state.values() if "step" in s]
@@ -161,9 +164,11 @@ def _step(optimizer: Any) -> int:
 
 @contextmanager
 def _unpadded_indices(optimizer: Any) -> Iterator[None]:
-    """Upstream joins a buffer's buckets without their padding, then cuts parameters out at places
-    that count the padding. Tied embeddings have a bucket of their own: the last pipeline stage
-    would be saved shifted, without an error. Give it the places that fit."""
+    """Correct Megatron's parameter offsets while a checkpoint is written.
+
+    Megatron joins a buffer's buckets without their padding, then slices parameters at offsets that
+    include it. Tied embeddings have a separate bucket, so the last pipeline stage would be saved
+    shifted, without an error."""
     kept = []
     try:
         for part in optimizer.chained_optimizers:
@@ -187,7 +192,7 @@ def _unpadded_indices(optimizer: Any) -> Iterator[None]:
 
 
 def _write(sharded: dict[str, Any], folder: Path) -> None:
-    # Results come back through a queue of this process: Megatron's own starts a manager process.
+    # Use a queue of this process, because Megatron's own queue starts a manager process.
     results: queue.Queue = queue.Queue()
     filesystem_async._results_queue = results
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
@@ -207,7 +212,7 @@ def _write(sharded: dict[str, Any], folder: Path) -> None:
 
 
 def _write_file(transforms: list, number: int, bucket: Any) -> list | BaseException:
-    """One file of this rank: the list of write results, or why it could not be written."""
+    """Write one file of this rank; return the list of write results, or the error."""
     done: queue.Queue = queue.Queue()
     count: queue.Queue = queue.Queue()
     count.put(number)
@@ -218,7 +223,7 @@ def _write_file(transforms: list, number: int, bucket: Any) -> list | BaseExcept
 
 
 def _agree(problem: BaseException | None, folder: Path) -> None:
-    """Raise on every rank if one has a problem: nobody waits for a rank that gave up."""
+    """Raise OSError on every rank if one has a problem, so that no rank waits for a failed one."""
     failed = torch.tensor([problem is not None], dtype=torch.int32)
     failed = failed.to("cuda") if _needs_cuda() else failed
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
@@ -239,8 +244,8 @@ def _needs_cuda() -> bool:
 
 
 def _check_space(folder: Path, models: Sequence[Any], optimizer: Any) -> None:
-    """Refuse before writing where the folder's disk cannot hold the checkpoint. A rank counts what
-    it will write; replicas of the model are counted by one of them."""
+    """Raise OSError before writing if the disk of `folder` cannot hold the checkpoint. Each rank
+    counts the bytes that it will write; copies of the model count once."""
     mine = sum(t.numel() * t.element_size() for t in _optimizer_tensors(optimizer))
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         mine += sum(p.numel() * p.element_size() for m in models for p in m.parameters())
@@ -263,7 +268,7 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _inner(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's optimizers inside Megatron's."""
+    """Yield the torch optimizers inside Megatron's."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "optimizer", None) is not None:
             yield part.optimizer
@@ -280,10 +285,10 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def fill_empty_states(optimizer: Any) -> None:
-    """Give torch's AdamW the state of a parameter that it never stepped: Megatron asserts on it."""
+    """Add AdamW's state to parameters that were never stepped, because Megatron asserts on it."""
     for inner in _inner(optimizer):
         if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
-            continue  # TE's and Apex' make their own
+            continue  # the optimizers of TE and Apex create their own state
         for group in inner.param_groups:
             for p in group["params"]:
                 if not inner.state[p]:
@@ -295,8 +300,8 @@ def fill_empty_states(optimizer: Any) -> None:
 
 
 def _patch_loading() -> None:
-    """Upstream unpickles what is no tensor, copies a `step` per parameter that the checkpoint
-    lacks, and writes a leaf in place outside no_grad."""
+    """Patch Megatron's loading, which unpickles everything but tensors. Without TE and Apex it also
+    expects a `step` per parameter and writes a leaf tensor in place outside no_grad."""
     MCoreLoadPlanner.load_bytes = index.load_bytes
 
     def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What torch spells differently in the versions that this code runs on, 2.11 to 2.13."""
+"""Functions of torch that differ between the supported versions, 2.11 to 2.13."""
 
 import inspect
 from functools import cache
@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch.distributed as dist
 from torch import Tensor
 
-# 2.13 renames both and warns at the old names.
+# torch 2.13 renames both functions and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -26,8 +26,8 @@ def varlen_attention(
     max_k: int,
     scale: float | None,
 ) -> Tensor:
-    """torch's variable-length flash attention, causal to the last key: q [Tq, heads, dim], k and v
-    [Tk, groups, dim], boundaries [U+1] int32 -> [Tq, heads, dim]."""
+    """Run torch's variable-length flash attention, causal and aligned to the last key: q [Tq,
+    heads, dim], k and v [Tk, groups, dim], boundaries [U+1] int32 -> [Tq, heads, dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
     asked: _Asked = {"enable_gqa": q.size(1) != k.size(1)} if _wants_to_be_asked() else {}
@@ -38,7 +38,8 @@ def varlen_attention(
 
 @cache
 def _wants_to_be_asked() -> bool:
-    """The kernel shares keys among heads in every version; from 2.12 on one has to say so."""
+    """Return whether grouped-query attention must be enabled by an argument, as from torch 2.12 on.
+    The kernel supports it in every version."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,4 +1,4 @@
-"""What a loss sees of a micro-batch: the inputs of policy and value losses."""
+"""Inputs of policy and value losses, from a micro-batch and the model's outputs."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,8 @@ from rlcore.tensors import LossInputs, ValueInputs
 
 
 def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
-    """Log-prob and entropy [T] with what the batch brought; what it did not has no effect."""
+    """Combine log-prob and entropy [T] with the tensors of the batch. Missing tensors get values
+    without effect."""
     batch, own = micro.batch, logp.detach()
     versions = batch.versions
     if versions is None:
@@ -30,7 +31,7 @@ def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
 
 
 def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
-    """Values [T] with what the batch brought; without returns it has no tokens."""
+    """Combine the values [T] with the tensors of the batch. Only an empty batch lacks returns."""
     batch, own = micro.batch, value.detach()
     return ValueInputs(
         value=value,
@@ -43,7 +44,7 @@ def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
 
 
 def of_nobody(head: str, device: torch.device, *, reference: bool) -> LossInputs | ValueInputs:
-    """One token that nobody trains; `reference`: with log-probs of the reference."""
+    """Return loss inputs of one token outside the mask; with `reference` they have `logp_ref`."""
     zero = torch.zeros(1, device=device)
     mask = torch.zeros(1, dtype=torch.bool, device=device)
     sequence = torch.zeros(1, dtype=torch.int64, device=device)

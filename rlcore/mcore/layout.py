@@ -1,4 +1,4 @@
-"""Where a rank stands in the parallel layout: plain arithmetic, no process groups, no Megatron.
+"""Position of a rank in the parallel layout: plain arithmetic, no process groups, no Megatron.
 
 Rank order is Megatron's default: tensor parallel ranks are neighbours, then context parallel, then
 data parallel, and pipeline stages are furthest apart. Expert parallel ranks are neighbours inside
@@ -32,12 +32,12 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Copies of each expert: ranks that hold the same experts of the same stage."""
+        """Number of copies of each expert: ranks that hold the same experts of the same stage."""
         return self.world_size // (self.ep * self.pp)
 
     @property
     def edp_rank(self) -> int:
-        """Which copy of its experts this rank holds."""
+        """Index of this rank among the ranks that hold the same experts."""
         return self.rank % (self.world_size // self.pp) // self.ep
 
     @property
@@ -52,8 +52,8 @@ class Layout:
 
     @property
     def lockstep_ranks(self) -> tuple[int, ...]:
-        """Global ranks that must run the same number of micro-batches as this one: `replica_ranks`
-        closed under the expert groups that they touch."""
+        """Global ranks that must run as many micro-batches as this one: the smallest union of
+        model-parallel and expert-parallel groups that contains it."""
         stage = self.world_size // self.pp
         replica, group = self.tp * self.cp, self.ep
         low, high = self.dp_rank * replica, (self.dp_rank + 1) * replica
@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its replica: the first of `replica_ranks`."""
+        """Whether this rank is the first of `replica_ranks`, its model-parallel group."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
     @property
@@ -93,7 +93,7 @@ class Layout:
 
 
 def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
-    """The layout of `rank` in a world of `world_size` train ranks, by sizes of at least 1.
+    """Return the layout of `rank` in a world of `world_size` train ranks. All sizes are at least 1.
 
     Raises:
         ConfigError: the sizes do not fit the world.
@@ -140,14 +140,14 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
 
 
 def replicas(train: TrainConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Global ranks of every model replica, by data-parallel rank."""
+    """Return the global ranks of every model-parallel group, by data-parallel rank."""
     layouts = [layout_of(train, world_size, rank) for rank in range(world_size)]
     leaders = sorted((x for x in layouts if x.is_leader), key=lambda x: x.dp_rank)
     return tuple(x.replica_ranks for x in leaders)
 
 
 def check_model(hf: HFConfig, train: TrainConfig) -> None:
-    """Refuse layouts that this model does not fit.
+    """Check that the model fits the layout.
 
     Raises:
         ConfigError: names the key, its value and what to do.
@@ -184,8 +184,8 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"take a divisor of {hf.num_experts}"
         )
     if hf.num_experts and train.tp > 1 and train.ep == 1:
-        # It marks experts as experts by this size alone; their gradients of other tensor-parallel
-        # ranks' tokens would be left out, and no error tells.
+        # Megatron recognises experts by ep alone: it would silently lose their gradients from the
+        # tokens of other tensor-parallel ranks.
         raise ConfigError(
             f"--train.ep 1: under --train.tp {train.tp} Megatron does not add up the gradients of "
             "experts that are not distributed; set --train.ep to 2 or more, or --train.tp 1"

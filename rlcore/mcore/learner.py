@@ -3,12 +3,11 @@
     accumulate   forward and backward of one batch; per-token sums, no data-parallel communication
     apply        one gradient reduction, division by the global count, clip, step, zero
 
-The same samples give the same gradient under every layout and every cut into micro-batches, up to
-rounding. No random numbers are drawn in training: dropout is 0.
+The same samples give the same gradient under every layout and every division into micro-batches,
+up to rounding. Training draws no random numbers: dropout is 0.
 
-The model has a head: logits over the vocabulary (the actor, and whoever gives log-probs), or one
-value per token (a critic). Actor and critic of one process share the process groups and nothing
-else.
+The model's head gives logits over the vocabulary (actor and other log-prob models) or one value per
+token (critic). Actor and critic of one process share only the process groups.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,8 +55,8 @@ from rlcore.utils.log import announce, log
 
 
 class MegatronLearner:
-    """See `protocols.Learner`. The default process group must be the train ranks' own; without one,
-    a world of one is made."""
+    """Megatron-Core implementation of `protocols.Learner`. The default process group must consist
+    of the train ranks; if there is none, the learner creates one of a single rank."""
 
     def __init__(
         self,
@@ -78,14 +77,14 @@ class MegatronLearner:
         Args:
             head: lm gives log-probs, value makes a critic: `values` instead of `logprobs`, metrics
                 named critic/* instead of actor/*, and no export.
-            temperature: of the sampler; log-probs and entropies are of logits / temperature.
-            seed: of the weights, with `model.random_init`.
-            total_updates: where a learning-rate schedule without an end of its own ends.
+            temperature: sampling temperature; log-probs and entropies are of logits / temperature.
+            seed: seed of the initial weights, with `model.random_init`.
+            total_updates: last update of a learning-rate schedule that does not set its own end.
             keep_reference: keep the start weights for `logprobs(..., "reference")`.
 
         Raises:
-            ValueError: a setting or layout that cannot work, or another than that of a learner that
-                this process has.
+            ValueError: a setting or layout is invalid, or differs from the layout of another
+                learner in this process.
         """
         check(hf, model, train)
         learning_rate(train, train.lr_warmup_updates, total_updates)
@@ -99,13 +98,13 @@ class MegatronLearner:
         self._role = "critic" if head == "value" else "actor"
         self.version = 0
         self.updates = 0
-        """Optimizer steps tried, skipped ones included: the learning rate follows it."""
+        """Number of optimizer steps, skipped ones included; the learning rate depends on it."""
         self._train, self._total_updates = train, total_updates
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
-            # Nothing reads memory before it writes it: filling it would only take time.
+            # No code reads uninitialized memory, so filling it would only cost time.
             fill = False
-            # A flag that torch's stubs lack.
+            # torch's type stubs lack this flag.
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         with ExitStack() as undo:
             self.layout, self._groups = parallel.initialise(
@@ -127,7 +126,7 @@ class MegatronLearner:
             bridge.init_random(chunks, hf, self.layout, seed, head=whole)
         else:
             bridge.load_hf(chunks, hf, model.path, self.layout, head=whole)
-        # The stage with the last layer gives hidden states, and the rest is ours.
+        # The last stage returns hidden states, so that the head can run in chunks of tokens.
         self._late = None
         if train.head_chunk_tokens and self.layout.is_last_stage and whole:
             self._late = LateHead(chunks[-1])
@@ -145,7 +144,8 @@ class MegatronLearner:
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._compared: set[bool] = set()
-        """Where the fused op was seen to be the loss: with old log-probs of its own, with given."""
+        """Cases in which the fused op was found equal to the loss: True with old log-probs computed
+        by the op, False with old log-probs from the batch."""
         self._accumulated = False
         self._has_told = False
         self._parts: dict[Part, Parked] = {
@@ -157,7 +157,7 @@ class MegatronLearner:
             "critic" if self.head == "value" else "learner",
             f"Megatron-Core on {self.device.type}, {model.dtype}, {self._describe()}",
         )
-        if whole:  # say now, and not in the first step, what will run
+        if whole:  # announce the backend at start-up, before the first step
             native.torch_ops("token_logprob", self.device.type)
             if train.fused_loss:
                 native.torch_ops("policy_loss", self.device.type)
@@ -204,7 +204,7 @@ class MegatronLearner:
     # ---- the protocol
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
-        """[T] float32 on the CPU, on every rank: log p of each token, 0 for first tokens."""
+        """Return log p of each token, 0 for first tokens: [T] float32 on the CPU, on every rank."""
         self._must_have("lm", "logprobs")
         if model == "actor":
             self._must_be_here("logprobs", "weights")
@@ -215,8 +215,8 @@ class MegatronLearner:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """While it lasts the reference's weights are on the device and the learner's own out of
-        reach: `logprobs(batch, "reference")` of many batches then fetches them once."""
+        """Keep the reference weights on the device in place of the learner's, so that
+        `logprobs(batch, "reference")` over many batches loads them once."""
         self._must_be_here("reference", "weights")
         if self._reference is None:
             raise RuntimeError("reference: there is none; build the learner with keep_reference")
@@ -224,23 +224,23 @@ class MegatronLearner:
             yield
 
     def values(self, batch: Batch) -> Tensor:
-        """[T] float32 on the CPU, on every rank: what a critic expects before each token is drawn,
-        0 for first tokens."""
+        """Return the critic's value before each token is sampled, 0 for first tokens: [T] float32
+        on the CPU, on every rank."""
         self._must_have("value", "values")
         self._must_be_here("values", "weights")
         return self._per_token(batch, self._value)
 
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Add the gradient of sum(per_token * mask * weight). Local to the model replica; under
-        expert parallelism to the replicas that share experts. An empty batch takes part too. A
-        critic hands `ValueInputs` to a `ValueLoss`.
+        """Add the gradient of sum(per_token * mask * weight). Collective over the model-parallel
+        group; with expert parallelism, over all such groups that share experts. A rank with an
+        empty batch must call it too. A critic passes `ValueInputs` to a `ValueLoss`.
 
-        With `train.fused_loss` an actor asks the loss's `policy` for what the fused op is to do
-        (`trainer.objective.Objective` has one), and the loss itself for metrics alone. The first
-        micro-batch, with given old log-probs and without, compares the two token by token.
+        With `train.fused_loss` an actor gets the fused op's inputs from the loss's `policy`
+        (`trainer.objective.Objective` has one) and calls the loss itself only for metrics. The
+        first micro-batch, with and without given old log-probs, compares both token by token.
 
         Raises:
-            ValueError: the batch lacks what the loss needs, or the fused op is not this loss.
+            ValueError: the batch lacks an input of the loss, or the fused op computes another loss.
         """
         self._must_be_here("accumulate", "weights", "gradients")
         if self.head == "value" and batch.num_tokens and batch.returns is None:
@@ -254,8 +254,8 @@ class MegatronLearner:
         self._accumulated = True
 
     def kept(self) -> tuple[int, int]:
-        """Tokens and sequences that the loss left in its mask since the last `apply`, over all
-        ranks. Collective."""
+        """Return the numbers of tokens and of sequences that the loss has kept in its mask since
+        the last `apply`, over all ranks. Collective."""
         counts = self._kept.clone()
         if self.layout.world_size > 1:
             dist.all_reduce(counts)
@@ -263,12 +263,12 @@ class MegatronLearner:
         return tokens, sequences
 
     def apply(self, normaliser: float) -> dict[str, float]:
-        """One optimizer step on the gradient sums divided by `normaliser`, counted over all ranks.
+        """Make one optimizer step on the gradient sums, divided by the global count `normaliser`.
 
-        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (a critic's are called critic/*) and the
-        means of the loss's metrics over the tokens that it kept since the last call. A gradient
-        or a loss that is not finite changes nothing and is reported as `actor/skipped` 1. Every
-        rank must have called `accumulate`.
+        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (critic/* for a critic) and the means of
+        the loss's metrics over the tokens that it kept since the last call. If the gradient norm or
+        the loss is not finite, the weights stay unchanged and `actor/skipped` is 1. Every rank must
+        have called `accumulate`.
         """
         self._must_be_here("apply", *PARTS)
         if not self._accumulated:
@@ -306,7 +306,8 @@ class MegatronLearner:
         }
 
     def discard(self) -> None:
-        """Forget what was accumulated: weights, optimizer and counters stay. Every rank does."""
+        """Discard the accumulated gradients and metrics; weights, optimizer and update counters
+        stay. Every rank must call it."""
         self._must_be_here("discard", "gradients")
         for model in self._models:
             model.zero_grad_buffer()
@@ -315,21 +316,22 @@ class MegatronLearner:
         self._sums = {}
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under Hugging Face names, full on every rank; collective, exhaust it."""
+        """Yield the weights under Hugging Face names, full on every rank. Collective: every rank
+        must exhaust the iterator."""
         self._must_have("lm", "export")
         self._must_be_here("export", "weights")
         return bridge.export_hf(self._models, self.hf, self.layout)
 
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """This rank's own parts of the weights, as views; not collective."""
+        """Yield this rank's shards of the weights as views; not collective."""
         self._must_have("lm", "shards")
         self._must_be_here("shards", "weights")
         return bridge.shards(self._models, self.hf, self.layout)
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """Give the accelerator's memory of these parts back: weights and optimizer states wait in
-        host memory, gradients come back as zeros. On the CPU the gradients go and the rest, which
-        is in host memory already, stays; it may not be used in between there either."""
+        """Release the accelerator memory of these parts. Weights and optimizer states move to host
+        memory; gradients are freed and come back as zeros. On the CPU only the gradients are freed.
+        Offloaded parts must not be used before `onload`, on the CPU either."""
         self._must_be_itself("offload")
         if self._accumulated and "gradients" in parts:
             raise RuntimeError(
@@ -343,37 +345,36 @@ class MegatronLearner:
             self._parts[part].park()
 
     def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """Bring these parts back to where they were."""
+        """Move these parts back to the learner's device."""
         for part in parts:
             self._parts[part].restore()
 
     def resident_bytes(self) -> dict[Part, int]:
-        """What each part takes on the learner's device now."""
+        """Return the bytes that each part occupies on the learner's device now."""
         return {name: part.resident_bytes for name, part in self._parts.items()}
 
     def save(self, path: Path) -> None:
-        """Write model, optimizer and counters to the folder `path`; collective.
+        """Write model, optimizer and counters to the folder `path`. Collective.
 
         Raises:
-            OSError: on every rank, where one could not write; what was at `path` stays.
+            OSError: a rank could not write; all ranks raise it, and `path` stays unchanged.
         """
         self._must_be_here("save", "weights", "optimizer")
         state = {"version": self.version, "updates": self.updates, "head": self.head}
         checkpoint.save(Path(path), self._models, self._optimizer, state)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, under any layout; collective.
+        """Read a checkpoint of `save`, which may come from another layout. Collective.
 
         Raises:
-            ValueError: `path` holds no checkpoint, or one of a model with another head.
+            ValueError: `path` holds no checkpoint, or that of a model with another head.
         """
         self._must_be_here("load", "weights", "optimizer")
         state = checkpoint.load(Path(path), self._models, self._optimizer, head=self.head)
         self.version, self.updates = state["version"], state["updates"]
 
     def close(self) -> None:
-        """Leave the process groups; the last learner of the process drops them. Safe to call
-        twice."""
+        """Leave the process groups; the last learner of the process destroys them. Idempotent."""
         self._on_close.close()
 
     def _must_have(self, head: Head, what: str) -> None:
@@ -399,7 +400,8 @@ class MegatronLearner:
             )
 
     def _must_be_here(self, what: str, *parts: Part) -> None:
-        """Emptied storages are not an error to torch, but whatever lies at address 0."""
+        """Raise RuntimeError if a part is offloaded: torch does not detect emptied storages and
+        would access address 0."""
         for part in parts:
             if self._parts[part].is_away:
                 raise RuntimeError(f"{what} between offload and onload: the {part} are not here")
@@ -421,7 +423,8 @@ class MegatronLearner:
         return self._cutter.cut(batch, rows, count)
 
     def _run(self, cut: Cut, function: Callable, *, forward_only: bool) -> None:
-        """Megatron's schedule over the micro-batches; `function(micro, logits)` makes the loss."""
+        """Run Megatron's schedule over the micro-batches; `function(micro, logits)` returns the
+        loss."""
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable]:
             micro = next(iterator)
@@ -440,7 +443,8 @@ class MegatronLearner:
         )
 
     def _per_token(self, batch: Batch, read: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor:
-        """[T] float32 on the CPU: what `read` makes of the outputs, in the batch's order."""
+        """Return `read(micro, outputs)` of all tokens in the batch's order: [T] float32, on the
+        CPU."""
         cut = self._cut(batch)
         found: list[Tensor] = []
 
@@ -462,8 +466,8 @@ class MegatronLearner:
     def _scores(
         self, micro: MicroBatch, logits: Tensor, *, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every token, [T] each, 0 for first tokens. Every rank of the
-        last stage has them; under context parallelism each contributes its part to the gradient."""
+        """Return log-prob and entropy of every token, [T] each, 0 for first tokens. They are full
+        on every rank of the last stage; a context-parallel rank has its part of the gradient."""
         where = self._where(entropy_grad=entropy_grad)
         if self._late is None:
             scores = log_probs(logits.squeeze(0), micro.targets, in_place=True, **where)
@@ -472,7 +476,7 @@ class MegatronLearner:
         return self._about(micro, scores.logp), self._about(micro, scores.entropy)
 
     def _where(self, **more: Any) -> dict[str, Any]:
-        """What every op over logits is told."""
+        """Return the arguments that all ops over logits have in common."""
         return {
             "vocab_size": self.hf.vocab_size,
             "temperature": self.temperature,
@@ -495,21 +499,22 @@ class MegatronLearner:
         return self._scores(micro, logits, entropy_grad=False)[0]
 
     def _value(self, micro: MicroBatch, outputs: Tensor) -> Tensor:
-        """[T]: the row that predicts a token holds the value before it is drawn."""
+        """Return the value before each token is sampled, [T]: the output of the row that predicts
+        the token."""
         return self._about(micro, outputs.view(-1))
 
     def _about(self, micro: MicroBatch, rows: Tensor) -> Tensor:
-        """From rows of this rank to the tokens that they predict."""
+        """Map this rank's rows to the tokens that they predict."""
         if self.layout.cp > 1:
             group = parallel_state.get_context_parallel_group()
             rows = _GatherRows.apply(rows, group, micro.packed.gathered)
         return torch.where(micro.predicted, rows.index_select(0, micro.take), 0.0)
 
     def _rows_about(self, micro: MicroBatch, values: Tensor) -> Tensor:
-        """[..., L] from [..., T]: the other way, to the rows of this rank that predict the tokens;
-        0 in rows that predict none."""
+        """Map token values [..., T] to this rank's rows [..., L] that predict the tokens; rows that
+        predict no token get 0."""
         length, cp = micro.targets.numel(), self.layout.cp
-        # First tokens have no row: theirs is one past the end.
+        # No row predicts a first token, so its value goes to an extra row past the end.
         index = torch.where(micro.predicted, micro.take, cp * length)
         rows = values.new_zeros(*values.shape[:-1], cp * length + 1)
         rows = rows.index_copy_(-1, index, values)[..., :-1]
@@ -531,7 +536,7 @@ class MegatronLearner:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         x = self._inputs(loss, micro, outputs)
         total = self._count(x, _output(loss, x), micro)
-        # The model's outputs must reach the loss, or backward of a dummy has no graph to follow.
+        # The loss must depend on the outputs, or backward of an empty micro-batch has no graph.
         if not total.requires_grad:
             total = total + 0.0 * (x.value if isinstance(x, ValueInputs) else x.logp).sum()
         return total, x.mask.sum().int(), {}
@@ -539,8 +544,8 @@ class MegatronLearner:
     def _fused(
         self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """`_loss` in one sweep: the gradient is that of the fused op, metrics are of the loss's own
-        text on the log-probs that the op has found."""
+        """Compute `_loss` with the fused op, which gives the gradient. The loss itself runs in
+        torch only for metrics, on the log-probs of the op."""
         given, spec = self._policy(loss, micro)
         made = self._policy_loss(micro, outputs, given, spec)
         own = micro.batch.logp_old is None
@@ -562,8 +567,8 @@ class MegatronLearner:
     def _must_agree(
         self, micro: MicroBatch, fused: dict[str, Tensor], total: Tensor, x: Any, out: LossOutput
     ) -> None:
-        """ValueError unless losses and gradients of this rank's rows, `fused`, are those of the
-        loss's text. One token of a thousand may lie so near to a clip that rounding decides."""
+        """Raise ValueError if the fused op's losses and gradients, `fused`, differ from those of
+        the loss in torch. One token of a thousand may differ: near a clip rounding decides."""
         kept = x.mask if out.mask is None else x.mask & out.mask
         weight = 1.0 if micro.batch.weight is None else micro.batch.weight
         slope = torch.zeros_like(x.logp)
@@ -585,7 +590,7 @@ class MegatronLearner:
                 )
 
     def _policy(self, loss: Any, micro: MicroBatch) -> tuple[PolicyInputs, PolicySpec]:
-        """What the fused op is to do, its inputs by the rows of this rank."""
+        """Return inputs (by rows of this rank) and specification of the fused op."""
         batch = micro.batch
         dtype = statistics_dtype(self._config.params_dtype)
         unknown = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device)
@@ -614,10 +619,10 @@ class MegatronLearner:
         )
 
     def _count(self, x: LossInputs | ValueInputs, out: LossOutput, micro: MicroBatch) -> Tensor:
-        """Add a micro-batch to the figures of the update; its sum of losses."""
+        """Add a micro-batch to the metrics of the update and return its sum of losses."""
         terms = out.per_token if micro.batch.weight is None else out.per_token * micro.batch.weight
         kept = x.mask if out.mask is None else x.mask & out.mask
-        # Tensor- and context-parallel ranks have the same tokens: one of them counts.
+        # Tensor- and context-parallel ranks have the same tokens, so only one of them counts.
         own = self.layout.tp_rank == self.layout.cp_rank == 0
         counted = kept if own else kept & False
         self._add("loss", torch.where(counted, terms, 0.0).sum())
@@ -632,7 +637,7 @@ class MegatronLearner:
 
     @torch.no_grad()
     def _step(self, rate: float) -> float:
-        """Step on the ready gradients if their norm is finite. Returns it, before clipping."""
+        """Step on the ready gradients if their norm is finite; return the norm before clipping."""
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -652,8 +657,8 @@ class MegatronLearner:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _name_metrics(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Stages before the last learn the metrics' names from a loss over a token that nobody
-        trains, so that all ranks reduce the same vector."""
+        """Register the metrics' names on stages before the last, by a loss over one masked token,
+        so that all ranks reduce the same vector."""
         if self.layout.is_last_stage:
             return
         x = inputs.of_nobody(self.head, self.device, reference=batch.logp_ref is not None)
@@ -675,7 +680,8 @@ class MegatronLearner:
     # ---- weights
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Main parameters and moments; moments alone where the main parameters are the model's."""
+        """Yield main parameters and moments; if the main parameters are the model's, only
+        moments."""
         own = {identity(p.data.untyped_storage()) for p in self._parameters()}
         for part in self._optimizer.chained_optimizers:
             tensors = [p.data for p in part.get_parameters()]
@@ -690,8 +696,8 @@ class MegatronLearner:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows of all context-parallel ranks in sequence order. Every rank computes the same loss of
-    them, so backward keeps this rank's part and sums nothing."""
+    """Gather the rows of all context-parallel ranks in sequence order. All ranks compute the same
+    loss on them, so backward keeps this rank's part without a sum."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, gathered: Tensor) -> Tensor:
@@ -709,23 +715,23 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _clip(parameters: Sequence[Tensor], most: float, norm: float) -> None:
-    """Scale the gradients, whose norm is `norm`, to the norm `most`."""
+    """Scale the gradients from the norm `norm` to the norm `most`."""
     if not parameters:
         return
     if parameters[0].dtype is not torch.float64:
         clip_grad_by_total_norm_fp32(parameters, most, norm)
         return
-    # Megatron refuses float64.
+    # Megatron's function does not support float64.
     for p in parameters:
         if p.grad is not None:
             p.grad.mul_(most / (norm + 1e-6))
 
 
 def _output(loss: Loss | ValueLoss, x: LossInputs | ValueInputs) -> LossOutput:
-    """`x` is what the loss takes: both are of the learner's head."""
+    """Call the loss on `x`; the learner's head decides the type of both."""
     return cast(Callable[[LossInputs | ValueInputs], LossOutput], loss)(x)
 
 
 def _metrics_of(x: LossInputs | ValueInputs, out: LossOutput) -> dict[str, Tensor]:
-    """[T] by name: what is averaged over the trained tokens."""
+    """Return the metrics to average over the trained tokens, [T] by name."""
     return out.metrics if isinstance(x, ValueInputs) else {"actor/entropy": x.entropy} | out.metrics

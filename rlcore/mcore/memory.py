@@ -1,5 +1,6 @@
-"""Takes tensors off the accelerator without moving a single pointer: storages are emptied and later
-filled again, so that views (Megatron's flat buffers) stay valid.
+"""Offloading of tensors that keeps their views valid, such as those of Megatron's flat buffers.
+
+Storages are emptied and later filled again; no tensor gets another storage.
 
 Own code instead of torch_memory_saver: no library to preload and no hook in the allocator.
 """
@@ -10,23 +11,24 @@ import torch
 from torch import Tensor
 
 BLOCK = 64 * 2**20
-"""Bytes of one allocation of pinned memory. torch rounds each up to a power of two, so that one of
-17 GB would take 34 GB of the host."""
+"""Bytes per allocation of pinned memory. torch rounds each allocation up to a power of two: a
+single one of 17 GB would take 34 GB of the host."""
 
 
 class Parked:
-    """One part of a model's state, such as its weights: on the accelerator, or in host memory. What
-    is on the CPU anyway stays where it is, unless it comes back as zeros."""
+    """One part of a model's state, such as its weights, on the accelerator or in host memory.
+    Tensors on the CPU stay there; with `zeros` they are freed as well."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, zeros: bool = False) -> None:
-        """`tensors` names the part, anew in every call. With `zeros` contents are not kept."""
+        """Define the part: each call of `tensors` returns its current tensors. With `zeros` the
+        contents are not kept."""
         self._tensors, self._zeros = tensors, zeros
         self._room = HostRoom()
         self._away: list[tuple[torch.UntypedStorage, Tensor, int]] = []
         self.is_away = False
 
     def park(self) -> None:
-        """Empty the storages; twice is once."""
+        """Move the contents to host memory and empty the storages. Idempotent."""
         if self.is_away:
             return
         self._away = [
@@ -44,7 +46,7 @@ class Parked:
         self.is_away = True
 
     def restore(self) -> None:
-        """Allocate again and fill."""
+        """Allocate the storages again and restore their contents, or zeros."""
         for storage, contents, size in self._away:
             storage.resize_(size)
             if self._zeros:
@@ -56,17 +58,17 @@ class Parked:
 
     @property
     def resident_bytes(self) -> int:
-        """What the part takes where it is computed with."""
+        """Bytes that the part occupies on the learner's device."""
         return sum(storage.nbytes() for storage in storages(self._tensors()))
 
     @property
     def host_bytes(self) -> int:
-        """Pinned memory that is held for it, parked or not."""
+        """Bytes of pinned host memory held for the part, offloaded or not."""
         return self._room.num_bytes
 
 
 class HostRoom:
-    """Pinned host memory in blocks, kept from one use to the next."""
+    """Pinned host memory in blocks, kept between uses."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self._block = block
@@ -77,8 +79,8 @@ class HostRoom:
         return sum(block.numel() for block in self._blocks)
 
     def write(self, sources: Sequence[Tensor]) -> None:
-        """Copy uint8 tensors here, one after the other; what was here is void. From an accelerator
-        it is done when that is synchronised."""
+        """Copy uint8 tensors here one after the other, overwriting earlier contents. A copy from an
+        accelerator is complete only after a synchronisation."""
         need = sum(source.numel() for source in sources)
         pinned = torch.cuda.is_available()
         while self.num_bytes < need:
@@ -87,12 +89,12 @@ class HostRoom:
             here.copy_(outside, non_blocking=True)
 
     def read(self, targets: Sequence[Tensor]) -> None:
-        """Copy back what `write` got, into tensors of the same sizes in the same order."""
+        """Copy the contents of the last `write` into tensors of the same sizes and order."""
         for outside, here in self._pieces(targets):
             outside.copy_(here, non_blocking=True)
 
     def _pieces(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the tensors with their places in the blocks."""
+        """Yield parts of the tensors with the matching parts of the blocks."""
         at = 0
         for tensor in tensors:
             start = 0
@@ -108,7 +110,7 @@ class HostRoom:
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind the tensors, those that several share once."""
+    """Return the distinct storages of the tensors."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -117,12 +119,13 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """Equal for what shares memory, also while it is empty and has no address."""
+    """Return a key that is equal for equal storages, also while they are empty."""
     return storage._cdata
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """uint8 [nbytes], a view that an emptied and refilled storage keeps."""
+    """Return the storage as a uint8 view [nbytes], which stays valid when the storage is emptied
+    and filled again."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

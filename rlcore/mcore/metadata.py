@@ -1,9 +1,9 @@
-"""The index of a torch checkpoint is a pickle, and torch unpickles it as it stands. Before that it
-is read here by an unpickler that knows the classes of such an index and nothing else: a checkpoint
-from elsewhere is data, and runs no program.
+"""Safe reading of the pickles in a torch checkpoint, so that a checkpoint cannot run code.
 
-What is no tensor is a pickle too, in the files that the index names. Only the extra states of
-modules are that, and only those of training in FP8, which we do not have, would not be empty.
+The index of a checkpoint is a pickle that torch loads unchecked. This module first loads it with an
+unpickler that knows only the classes of such an index. The files of the index hold pickles for all
+entries that are not tensors. Only extra states of modules are allowed there, and they must be empty
+(they would have contents only in FP8 training, which is not supported).
 """
 
 import io
@@ -41,7 +41,7 @@ KNOWN = {
         "WriteItemType",
     },
 }
-"""What torch 2.13 and Megatron-Core 0.16 write."""
+"""Classes in an index of torch 2.13 and Megatron-Core 0.16, by module."""
 EXTRA_STATE = "._extra_state/shard_"
 
 
@@ -54,14 +54,15 @@ class _Index(pickle.Unpickler):
 
 
 def check(folder: Path) -> None:
-    """ValueError where the index of the checkpoint in `folder` holds more than an index does."""
+    """Raise ValueError if the index of the checkpoint in `folder` holds unexpected classes or
+    entries."""
     path = folder / FILE
     try:
         with path.open("rb") as file:
             _check(_Index(file).load())
     except OSError:
         raise
-    except Exception as error:  # what is no pickle raises whatever it likes
+    except Exception as error:  # a file that is no pickle may raise any exception
         raise ConfigError(
             f"{path}: is not the index of a checkpoint ({error}); it is not read, since it may run "
             "a program"
@@ -81,8 +82,8 @@ def _check(index: Any) -> None:
 
 
 def load_bytes(planner: DefaultLoadPlanner, item: Any, value: io.BytesIO) -> None:
-    """Upstream's, of an extra state that is empty. Upstream unpickles it as it stands, and
-    Transformer Engine unpickles the bytes in one that is not."""
+    """Load an extra state with torch's `load_bytes` if it is empty, else raise ConfigError. torch
+    unpickles it unchecked, and Transformer Engine unpickles the bytes inside."""
     found = torch.load(value, weights_only=True)
     if not isinstance(found, list) or not all(
         state is None or (isinstance(state, Tensor) and state.numel() == 0) for state in found

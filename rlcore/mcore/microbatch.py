@@ -1,8 +1,8 @@
-"""Cuts a batch into micro-batches and lays each out as the model wants it.
+"""Division of a batch into micro-batches in the layout that the model needs.
 
-Sequences are sorted by length, so that those of one micro-batch are alike; results are put back by
-their index. Context parallelism pads every sequence to a multiple of 2 cp; sequence parallelism
-fills the tokens up to a multiple of tp with a dummy sequence.
+Sequences are sorted by length, so that those of one micro-batch are similar; an index restores the
+order of the results. Context parallelism pads every sequence to a multiple of 2 cp. Sequence
+parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from rlcore.tensors import Batch, cumulative
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass. T tokens of the batch; L tokens that this rank's model sees."""
+    """Inputs of one forward pass: T tokens of the batch, L tokens in this rank's model."""
 
-    batch: Batch  # T tokens, on the learner's device; no tokens in a dummy
+    batch: Batch  # T tokens, on the learner's device; T is 0 in a dummy micro-batch
     tokens: Tensor  # [1, L] model input
     positions: Tensor  # [1, L]
-    targets: Tensor  # [L] the token that each row predicts; 0 where there is none
+    targets: Tensor  # [L] the token that each row predicts; 0 if it predicts none
     packed: Packed
     take: Tensor  # [T] gathered row that predicts each token; arbitrary for first tokens
     predicted: Tensor  # [T] bool: has a token before it
@@ -40,7 +40,8 @@ class Cut:
 
 
 def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows of each micro-batch: at most `budget` tokens, a longer sequence alone; longest first."""
+    """Divide the rows into micro-batches of at most `budget` tokens, longest rows first. A longer
+    sequence has its own micro-batch."""
     found: list[list[int]] = []
     tokens = 0
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
@@ -53,8 +54,8 @@ def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def rounded_count(count: int, layout: Layout) -> int:
-    """Micro-batches that the schedule needs at least: one, one per stage, and a multiple of the
-    stages when it is interleaved."""
+    """Round the number of micro-batches up to what the schedule needs: at least one per pipeline
+    stage, and with interleaving a multiple of the stages."""
     count = max(count, layout.pp)
     if layout.vpp > 1:
         count = -(-count // layout.pp) * layout.pp
@@ -62,7 +63,7 @@ def rounded_count(count: int, layout: Layout) -> int:
 
 
 class Cutter:
-    """Lays out micro-batches for one rank."""
+    """Divides batches into micro-batches for one rank."""
 
     def __init__(
         self,
@@ -83,11 +84,11 @@ class Cutter:
         self._cos, self._sin = rope.tables(self._inverse, torch.arange(0), dtype)
 
     def groups(self, batch: Batch) -> list[list[int]]:
-        """Rows of each micro-batch of this batch."""
+        """Return the rows of each micro-batch of this batch."""
         return groups(batch.lengths, self._budget)
 
     def cut(self, batch: Batch, rows: list[list[int]], count: int) -> Cut:
-        """The micro-batches of `rows`, filled up with dummies to `count`."""
+        """Make the micro-batches of `rows`, and dummies up to `count` micro-batches."""
         flat = [row for group in rows for row in group]
         starts, lengths = batch.cu_seqlens.tolist(), batch.lengths
         pieces = [torch.arange(starts[r], starts[r] + lengths[r]) for r in flat]
@@ -114,7 +115,7 @@ class Cutter:
         filler = rest * layout.cp or (0 if padded else multiple * self._fill)
         full = [*padded, filler] if filler else padded
         total = sum(full)
-        # Where the tokens of the batch lie among the padded ones, in sequence order.
+        # `place` maps the tokens of the batch to the padded ones, in sequence order.
         count = torch.tensor(lengths, dtype=torch.int64)
         room = torch.tensor(padded, dtype=torch.int64)
         shift = (room.cumsum(0) - room) - (count.cumsum(0) - count)
@@ -166,7 +167,7 @@ class Cutter:
 
 
 def _fields(batch: Batch) -> dict[str, Tensor]:
-    """The per-token tensors that the batch has."""
+    """Return the per-token tensors of the batch by name."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 

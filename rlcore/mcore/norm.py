@@ -1,7 +1,7 @@
-"""RMSNorm as Megatron's specs want it: with a mark for sequence parallel, and quick on the CPU.
+"""RMSNorm for Megatron's layer specs, with support for sequence parallelism and fast on the CPU.
 
-Megatron's own wrapper refuses sequence parallel; the mark makes it sum the weight's gradient over
-the tensor-parallel ranks.
+Megatron's own wrapper does not support sequence parallelism. An attribute of the weight makes
+Megatron sum its gradient over the tensor-parallel ranks.
 """
 
 from typing import Any
@@ -26,14 +26,14 @@ class RMSNorm(torch.nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H], weight [H] -> [..., H] in x's dtype."""
+    """Normalise x [..., H] with weight [H]; the result [..., H] has x's dtype."""
     if x.device.type == "cpu" and x.dtype is not torch.bfloat16 and torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """torch's CPU rms_norm is composed of small operations; this one makes half the passes."""
+    """RMSNorm with half the memory passes of torch's CPU version."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         # LayerNorm's kernel with mean 0 gives scale * (gw - mean(gw) - xn * mean(gw * xn)) with
-        # gw = grad * weight and xn = x * scale: RMSNorm's gradient but for mean(gw), put back here.
+        # gw = grad * weight and xn = x * scale. RMSNorm's gradient has no mean(gw): add it back.
         zero = torch.zeros_like(scale)
         grad = grad.contiguous()
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(

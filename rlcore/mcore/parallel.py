@@ -1,7 +1,7 @@
-"""Process groups of the train ranks, made from a `Layout` by Megatron and checked against it.
+"""Process groups of the train ranks, created by Megatron and checked against a `Layout`.
 
-Megatron keeps one set of groups per process. Learners of one process share it (actor and critic):
-the first makes it, the last to leave drops it.
+Megatron keeps one set of groups per process. The learners of one process (actor and critic) share
+it: the first one creates it, the last one to leave destroys it.
 """
 
 from contextlib import ExitStack
@@ -20,10 +20,10 @@ from rlcore.utils import collective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Groups that Megatron does not keep itself."""
+    """Process groups of the train ranks that Megatron does not keep."""
 
     lockstep: dist.ProcessGroup | None
-    """Ranks that run the same number of micro-batches; None where they share their batch anyway."""
+    """Ranks that run the same number of micro-batches; None if they all share one batch anyway."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,22 +31,22 @@ class _Shared:
     layout: Layout
     groups: Groups
     own_world: bool
-    """The default process group was made here."""
+    """Whether `initialise` created the default process group."""
     users: int = 1
 
     def join(self) -> None:
-        """Have a user more."""
+        """Count one more user."""
         self.users += 1
 
     def leave(self) -> bool:
-        """Have a user less. Returns whether that was the last."""
+        """Count one user less; return whether that was the last one."""
         self.users -= 1
         return not self.users
 
 
 _shared: _Shared | None = None
 _left: list[dist.ProcessGroup] = []
-"""Groups that Megatron has let go: with gloo each keeps three threads."""
+"""Groups that Megatron no longer uses but that still exist; with gloo each keeps three threads."""
 
 
 def initialise(
@@ -56,14 +56,16 @@ def initialise(
     seed: int = 0,
     timeout_s: float = ClusterConfig.timeout_s,
 ) -> tuple[Layout, Groups]:
-    """Megatron's process groups over the default group, which must be the train ranks' own; without
-    one, a world of one is made. Every call needs its `destroy`. Collective.
+    """Create Megatron's process groups over the default group, or join those of this process.
+
+    The default group must consist of the train ranks; if there is none, a group of one rank is
+    created. Every call needs a call of `destroy`. Collective.
 
     Args:
-        seed: of Megatron's random states; only the first call sets them.
+        seed: seed of Megatron's random states; only the first call sets them.
 
     Raises:
-        ValueError: the layout is not that of the groups that this process has.
+        ValueError: the layout differs from that of the existing groups of this process.
     """
     global _shared
     if _shared is not None:
@@ -72,11 +74,10 @@ def initialise(
         return _shared.layout, _shared.groups
     with ExitStack() as undo:
         own_world = not dist.is_initialized()
-        # Not those that Megatron has destroyed itself, or that went with an earlier world: other
-        # ranks of this one may never have been in it.
+        # Skip groups that are destroyed already: other ranks of this world may not know them.
         alive = dist.distributed_c10d._world.pg_map
         if old := [group for group in dict.fromkeys(_left) if group in alive]:
-            dist.barrier()  # nobody is inside a collective of these groups any more
+            dist.barrier()  # after it no rank is inside a collective of these groups
             for group in old:
                 dist.destroy_process_group(group)
         _left.clear()
@@ -156,14 +157,14 @@ def _check(layout: Layout) -> None:
 
 
 def destroy() -> None:
-    """Leave the groups. The last to leave drops them, and the world if it was made here, so that
-    another layout can be initialised."""
+    """Leave the groups. The last user destroys them, and the default group if `initialise` created
+    it, so that another layout can be initialised."""
     global _shared
     if _shared is None:
         return
     if not _shared.leave():
         return
-    # Only the next learner drops them: a peer may be in its last collective still.
+    # Only the next `initialise` destroys them, because a peer may still be in its last collective.
     made = [*(parallel_state._global_process_group_list or ()), _shared.groups.lockstep]
     _left.extend(g for g in made if isinstance(g, dist.ProcessGroup) and g is not dist.group.WORLD)
     parallel_state.destroy_model_parallel()
@@ -174,7 +175,7 @@ def destroy() -> None:
 
 
 def device() -> torch.device:
-    """Where this process trains: its CUDA device, or the CPU."""
+    """Return the device on which this process trains: its CUDA device, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The reference model: a copy of the start weights that waits in host memory."""
+"""The reference model: a copy of the start weights in host memory."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from rlcore.mcore.memory import HostRoom
 
 
 class Reference:
-    """The weights that some parameters had when it was made."""
+    """Copy of the weights that the parameters have at construction."""
 
     def __init__(self, parameters: Iterable[Tensor], *, pinned: bool | None = None) -> None:
-        """`pinned`: in blocks of pinned memory, from which every use makes a copy; by default for
-        parameters on an accelerator."""
+        """Copy the weights. With `pinned` they are in blocks of pinned memory, and each use copies
+        them to the device; this is the default for parameters on an accelerator."""
         self._parameters = list(parameters)
         if pinned is None:
             pinned = any(p.device.type == "cuda" for p in self._parameters)
@@ -29,11 +29,11 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The parameters have these weights, and their own again afterwards.
+        """Give the parameters the reference weights, and their own again on exit.
 
-        Pointers change and no contents: what views a parameter's own memory (Megatron's flat
-        buffers, the optimizer's shards) does not notice. On the CPU nothing is copied; an
-        accelerator holds a second copy of the weights meanwhile.
+        Only pointers change, so views of a parameter's own memory (Megatron's flat buffers, the
+        optimizer's shards) stay valid. On the CPU nothing is copied; an accelerator holds a second
+        copy of the weights meanwhile.
         """
         own = [p.data for p in self._parameters]
         self.is_in_place = True
@@ -47,7 +47,7 @@ class Reference:
             self.is_in_place = False
 
     def _start_weights(self) -> list[Tensor]:
-        """Where the parameters are."""
+        """Return the reference weights on the device of the parameters."""
         if self._room is None:
             return self._weights
         like = torch.contiguous_format
@@ -57,7 +57,7 @@ class Reference:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """uint8 [bytes], a view where the tensor is contiguous."""
+    """Return the tensor as uint8 [bytes]; a view if it is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

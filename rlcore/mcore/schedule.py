@@ -1,4 +1,4 @@
-"""The learning rate of an update.
+"""Learning-rate schedule.
 
 Own code instead of Megatron's OptimizerParamScheduler: a pure function has no state to save.
 """
@@ -10,10 +10,10 @@ from rlcore.utils.errors import ConfigError
 
 
 def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> float:
-    """Learning rate of update number `update`, counted from 0.
+    """Return the learning rate of update number `update`, counted from 0.
 
-    Warm-up rises linearly from lr / warmup to lr; then the schedule falls to `min_lr`, reached at
-    `lr_decay_updates`, or with 0 at `total_updates`, and stays there.
+    Warm-up rises linearly from lr / warmup to lr. Then the rate falls to `min_lr` at update
+    `lr_decay_updates` (if 0: `total_updates`) and stays there.
     """
     warmup = train.lr_warmup_updates
     if update < warmup:

@@ -1,9 +1,9 @@
-"""Lets Megatron-Core run on a machine without CUDA, and checks that it is the version we know.
+"""Shim to run Megatron-Core without CUDA, and a check of its version.
 
 Every `megatron.core.*` module gets, instead of `torch`, a proxy in which `torch.cuda.*` and
 `device="cuda"` mean the CPU. Other modules see the real torch, except that `Tensor.type` and
-`Tensor.cuda` look at their caller, because Megatron reaches those two through tensors. With CUDA
-nothing is changed. The shim names private functions, hence the exact version.
+`Tensor.cuda` check their caller, because Megatron calls these two on tensors. With CUDA nothing is
+changed. The shim uses private functions, so it requires one exact version.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 
 
 def prepare() -> None:
-    """Check the installation and, without CUDA, install the shim. Safe to call twice.
+    """Check the installation and, without CUDA, install the shim. Idempotent.
 
     Raises:
-        ConfigError: another version of megatron-core, or psutil is missing.
+        ConfigError: megatron-core has another version, or psutil is missing.
     """
     _check_installation()
     # Megatron warns at import, once per optional package that the local layers do not need.
@@ -40,7 +40,7 @@ def prepare() -> None:
         message=r"(Apex|Transformer Engine and Apex) (is|are) not installed",
         module=r"megatron\.core",
     )
-    # Deprecations that Megatron meets inside torch.
+    # Megatron calls deprecated functions of torch.
     for message in (r"`load_state_dict` is deprecated", r"Please use DTensor instead"):
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     warnings.filterwarnings(
@@ -48,10 +48,10 @@ def prepare() -> None:
         message=r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
         category=FutureWarning,
     )
-    # Megatron orders its kernels by this, CUDA reads it when the first context is made; Megatron
-    # warns without it on any machine.
+    # Megatron needs it for the order of kernels and warns without it; CUDA reads it only when the
+    # first context is created.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Without it cuBLAS is not reproducible, and torch says so at every product.
+    # Without it cuBLAS is not reproducible, and torch warns at every matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.cuda.is_available():
         return
@@ -82,7 +82,7 @@ def _check_installation() -> None:
 
 
 class _Null:
-    """A stream or event that does nothing."""
+    """Stream or event without any effect."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -96,7 +96,7 @@ class _Null:
 
 
 class _Proxy(types.ModuleType):
-    """A module with some names replaced."""
+    """Proxy of a module with some names replaced."""
 
     def __init__(self, real: types.ModuleType, **replaced: Any) -> None:
         super().__init__(real.__name__)
@@ -111,7 +111,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _on_cpu(function: Callable) -> Callable:
-    """A tensor factory that takes `device="cuda"` or a device number for the CPU."""
+    """Wrap a tensor factory so that `device="cuda"` or a device number means the CPU."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _proxy_of_torch() -> _Proxy:
 
 
 def _all_gather(outputs, tensor, group=None, async_op=False):  # noqa: ANN001, ANN202
-    """gloo refuses unequal sizes, NCCL takes them: broadcast each part instead."""
+    """Gather tensors of unequal sizes by broadcasts, because gloo supports only equal sizes."""
     dist = torch.distributed
     if len({out.shape for out in outputs}) == 1:
         return dist.all_gather(outputs, tensor, group=group, async_op=async_op)
@@ -165,7 +165,7 @@ def _all_gather(outputs, tensor, group=None, async_op=False):  # noqa: ANN001, A
 
 
 def _reduce_scatter(output, inputs, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):  # noqa: ANN001, ANN202
-    """The same for the sum of unequal parts."""
+    """Reduce-scatter tensors of unequal sizes by all-reduces, for the same reason."""
     dist = torch.distributed
     if len({part.shape for part in inputs}) == 1:
         return dist.reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
@@ -178,7 +178,7 @@ def _reduce_scatter(output, inputs, op=torch.distributed.ReduceOp.SUM, group=Non
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Imports `megatron.core.*` as usual, then gives the module the proxy of torch."""
+    """Import finder that gives every `megatron.core.*` module the proxy of torch."""
 
     def __init__(self, proxy: _Proxy) -> None:
         self.proxy = proxy
@@ -202,7 +202,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if getattr(module, "torch", None) is torch:
             module.torch = self.proxy
         if module.__name__ == "megatron.core.jit":
-            # torch.compile: there is no use for inductor on small CPU models.
+            # Skip torch.compile: it does not pay off for small CPU models.
             module.jit_fuser = module.noop_decorator
         if module.__name__ == "megatron.core.tensor_parallel.random":
             module._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
@@ -212,7 +212,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 torch.set_rng_state(state)
             )
         if hasattr(module, "maybe_move_tensor_to_cpu"):
-            # Megatron turns only CUDA tensors into the numpy split sizes that all-to-all wants.
+            # Megatron converts only CUDA tensors to the numpy split sizes that all-to-all needs.
             move = module.maybe_move_tensor_to_cpu
             module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
                 tensor.numpy()
@@ -222,7 +222,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _patch_tensor_methods() -> None:
-    """To callers in `megatron.core`, `type()` answers a CUDA name and `cuda()` does nothing."""
+    """Patch `type()` to return a CUDA name and `cuda()` to do nothing for callers in
+    `megatron.core`."""
 
     def from_megatron() -> bool:
         name = sys._getframe(2).f_globals.get("__name__", "")

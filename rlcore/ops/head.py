@@ -1,17 +1,18 @@
-"""Log-probs, entropies and the fused policy loss from hidden states: the output layer in chunks of
-tokens, so that logits of the whole micro-batch never exist.
+"""Log-probs, entropies and the fused policy loss from hidden states.
+
+The output layer runs in chunks of tokens, so that logits of the whole micro-batch never exist.
 
     log_probs      any loss       forward: hidden -> logits -> statistics, by chunk
-                                  backward: the logits again, their gradient in place, two products
+                                  backward: logits again, their gradient in place, two products
     policy_loss    one sweep      logits -> gradient in place, both products, by chunk, in forward
 
-That is four and three products of the size of the output layer; whole logits take three. The
-weight's gradient adds up over the chunks in float32 (float64 in float64), in `weight_grad` where
-there is such a buffer.
+log_probs takes four and policy_loss three matrix products of the size of the output layer; whole
+logits take three. The weight's gradient is summed over the chunks in float32 (float64 for float64),
+in `weight_grad` if that buffer is given.
 
 Shapes: T tokens, H hidden size, W columns of this rank. Under tensor parallelism every rank has the
-hidden states of all tokens and a part of the vocabulary, and gets its part's share of the hidden
-states' gradient: whoever hands them in adds the shares up.
+hidden states of all tokens and a part of the vocabulary. It returns its share of the hidden states'
+gradient; the caller sums the shares.
 
 Own code instead of Liger-Kernel: its kernels are Triton and need a GPU, this runs on CPUs too.
 """
@@ -40,19 +41,19 @@ def log_probs(
     entropy_grad: bool = True,
     weight_grad: Tensor | None = None,
 ) -> LogProbs:
-    """Log-prob of `tokens` and entropy, both [T], differentiable; logits = hidden weight^T.
+    """Return log-prob of `tokens` and entropy, [T] each, differentiable; logits = hidden weight^T.
 
     Args:
         hidden: [T, H].
         weight: [V/tp, H] of the hidden states' dtype, this rank's rows; padding comes last.
         tokens: [T] int64, global ids; as in `logprob.log_probs`.
-        chunk_tokens: logits of so many tokens exist at a time.
+        chunk_tokens: maximum number of tokens whose logits exist at a time.
         group: tensor-parallel group, None or of size 1 for the whole vocabulary.
-        weight_grad: [V/tp, H], what backward adds the weight's gradient to; `weight.grad` then gets
-            nothing. None: autograd carries it in the weight's dtype.
+        weight_grad: [V/tp, H] buffer to which backward adds the weight's gradient, instead of
+            `weight.grad`. None: autograd returns the gradient in the weight's dtype.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an argument is invalid.
     """
     shard = _check(
         hidden, weight, tokens, vocab_size, temperature, group, chunk_tokens, weight_grad
@@ -77,16 +78,16 @@ def policy_loss(
     group: dist.ProcessGroup | None = None,
     weight_grad: Tensor | None = None,
 ) -> PolicyLoss:
-    """`policy.policy_loss` of logits = hidden weight^T, its gradients already made.
+    """Compute `policy.policy_loss` of logits = hidden weight^T, and its gradients in the same call.
 
     Args:
-        weight_grad: [V/tp, H], what this call (not backward) adds the weight's gradient to;
-            `weight.grad` then gets nothing, and the loss must be differentiated itself, not a
-            multiple of it: backward checks that. None: autograd carries it in the weight's dtype.
-        others: as of `log_probs` here and of `policy.policy_loss`.
+        weight_grad: [V/tp, H] buffer to which this call (not backward) adds the weight's gradient,
+            instead of `weight.grad`. The loss must then be differentiated directly, not multiplied
+            before; backward checks that. None: autograd returns it in the weight's dtype.
+        others: as in `log_probs` here and in `policy.policy_loss`.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an argument is invalid.
     """
     shard = _check(
         hidden, weight, tokens, vocab_size, temperature, group, chunk_tokens, weight_grad
@@ -150,7 +151,7 @@ def _check(
     return shard
 
 
-# ---- any loss: the logits twice
+# ---- any loss: the logits are computed twice
 
 
 class _LogProb(torch.autograd.Function):
@@ -192,7 +193,7 @@ class _LogProb(torch.autograd.Function):
         return made.hidden, made.weight(), None, None, None, None, None
 
 
-# ---- the fused loss: the logits once
+# ---- the fused loss: the logits are computed once
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -243,7 +244,7 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the tokens and their logits, which lie in one buffer in turn."""
+    """Yield slices of the tokens and their logits, which share one buffer."""
     rows = hidden.size(0)
     buffer = hidden.new_empty(min(size, rows), weight.size(0))
     for start in range(0, rows, size):
@@ -254,7 +255,7 @@ def _chunks(hidden: Tensor, weight: Tensor, size: int) -> Iterator[tuple[slice, 
 
 
 class _Gradients:
-    """Those of hidden states and weight, chunk by chunk."""
+    """Gradients of hidden states and weight, summed chunk by chunk."""
 
     def __init__(
         self,
@@ -274,7 +275,7 @@ class _Gradients:
             )
 
     def add(self, chunk: slice, grad: Tensor) -> None:
-        """`grad` [n, W] is that of the chunk's logits."""
+        """Add the gradient `grad` [n, W] of a chunk's logits."""
         if self.hidden is not None:
             torch.mm(grad, self._matrix, out=self.hidden[chunk])
         if self._sum is None:
@@ -283,14 +284,14 @@ class _Gradients:
         if self._sum.dtype is grad.dtype:
             self._sum.addmm_(a, b)
         elif grad.is_cuda and self._sum.dtype is torch.float32:
-            # The product keeps its float32 sums; rounding each chunk to bfloat16 would cost more
-            # than the order of summation does.
+            # Keep the product's float32 sums: rounding each chunk to bfloat16 costs more accuracy
+            # than the order of summation.
             torch.addmm(self._sum, a, b, out_dtype=torch.float32, out=self._sum)
         else:
             self._sum.add_(torch.mm(a, b))
 
     def weight(self, upstream: Tensor | None = None) -> Tensor | None:
-        """What autograd is given for the weight."""
+        """Return the weight's gradient for autograd; None if `weight_grad` has it."""
         if self._sum is None or self._is_lent:
             return None
         if upstream is not None:

@@ -2,12 +2,12 @@
 
     x = logits / temperature      logp = x[token] - logsumexp(x)      H = logsumexp(x) - sum p x
 
-One pass over the logits forward, one read and one write backward; nothing of their size is kept.
-Statistics are float32, float64 for float64 logits; gradients have the logits' dtype. Columns from
-`vocab_size` on are padding: probability 0, gradient 0. Under tensor parallelism one all-gather of
-four numbers per token joins the parts.
+Forward reads the logits once; backward reads and writes them once. No other tensor of their size is
+kept. Statistics are float32 (float64 for float64 logits); gradients have the logits' dtype. Columns
+from `vocab_size` on are padding: probability 0, gradient 0. Under tensor parallelism one all-gather
+of four numbers per token combines the parts.
 
-Native code where it is built (`csrc/loss`), torch else; the start-up line says which.
+Native code (`csrc/loss`) runs if it is built, else torch; a start-up line names the choice.
 
 Shapes: T tokens, V vocabulary, W columns of this rank.
 
@@ -25,11 +25,11 @@ from torch.autograd.function import once_differentiable
 from rlcore.ops import native
 
 BLOCK_BYTES = 64 << 20
-"""Size of one temporary of the torch reference; about three are alive."""
+"""Bytes of one temporary tensor of the torch reference; about three exist at a time."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# 2.13 renames it and warns at the old name.
+# torch 2.13 renames the function and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -39,7 +39,7 @@ class LogProbs(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """This rank's part of the vocabulary."""
+    """Part of the vocabulary on this rank."""
 
     first: int  # global id of its first column
     valid: int  # columns that are not padding
@@ -55,23 +55,23 @@ def log_probs(
     entropy_grad: bool = True,
     in_place: bool = False,
 ) -> LogProbs:
-    """Log-prob of `tokens` and entropy of the whole distribution, both [T], differentiable.
+    """Return log-prob of `tokens` and entropy of the whole distribution, [T] each, differentiable.
 
-    A row that holds nan or +inf gives nan; -inf is a token that cannot be drawn.
+    A row with nan or +inf gives nan; a logit of -inf means probability 0.
 
     Args:
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
-        tokens: [T] int64, global ids. On the CPU one out of range is an error; on a GPU, where
-            looking would wait for the device, its log-prob is nan.
-        vocab_size: entries that are real; columns from there on have probability 0.
+        tokens: [T] int64, global ids. A token out of range raises on the CPU; on a GPU its log-prob
+            is nan, because a check would wait for the device.
+        vocab_size: number of real entries; columns from there on have probability 0.
         group: tensor-parallel group, None or of size 1 for whole logits.
         entropy_grad: False gives an entropy without a gradient, which makes backward cheaper.
-        in_place: backward writes the gradient over the logits, which nobody may need any more.
+        in_place: backward overwrites the logits with their gradient.
 
     Raises:
-        ValueError: an argument that cannot be.
-        RuntimeError: in backward, where somebody has written over the logits; with `in_place` that
-            may be an earlier backward.
+        ValueError: an argument is invalid.
+        RuntimeError: in backward, if the logits were overwritten since forward; with `in_place`,
+            for example by an earlier backward.
     """
     shard = check(logits, tokens, vocab_size, temperature, group, in_place)
     check_tokens(tokens, vocab_size)
@@ -92,7 +92,8 @@ def check(
     group: dist.ProcessGroup | None,
     in_place: bool,
 ) -> Shard:
-    """What part of the vocabulary the logits are. ValueError where an argument cannot be."""
+    """Check the arguments and return the part of the vocabulary on this rank. Raise ValueError if
+    an argument is invalid."""
     if logits.dim() != 2:
         raise ValueError(f"logits: shape {list(logits.shape)}; must be [tokens, vocabulary]")
     if logits.dtype not in DTYPES:
@@ -116,7 +117,7 @@ def check(
 def check_row(
     value: Tensor, name: str, rows: int, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """ValueError unless `value` is [rows] on the device, of that dtype."""
+    """Raise ValueError unless `value` has shape [rows], this device and this dtype."""
     if value.shape != (rows,):
         raise ValueError(f"{name}: shape {list(value.shape)} for {rows} rows; must be [{rows}]")
     if dtype is not None and value.dtype is not dtype:
@@ -128,7 +129,7 @@ def check_row(
 def check_shard(
     width: int, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
 ) -> Shard:
-    """The columns of this rank. ValueError where ranks and vocabulary do not fit."""
+    """Return the columns of this rank. Raise ValueError if ranks and vocabulary do not match."""
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature {temperature}: must be a finite number above 0")
     if vocab_size < 1:
@@ -144,7 +145,7 @@ def check_shard(
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError naming the first token on the CPU that is not in the vocabulary."""
+    """Raise ValueError for the first token outside the vocabulary; on the CPU only."""
     if tokens.device.type != "cpu" or not tokens.numel():
         return
     low, high = torch.aminmax(tokens)
@@ -161,13 +162,14 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the statistics of logits of that dtype."""
+    """Return the dtype of the statistics of logits with this dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
-    """[4, T] of this rank's columns: top = max x, rounded, sum e^(x - top), sum e^(x - top)
-    (x - top), and x - top of the token, -inf where it is another rank's."""
+    """Return four statistics of this rank's columns, [4, T]: top = max x (rounded),
+    sum e^(x - top), sum e^(x - top) (x - top), and x - top of the token. The last one is -inf if
+    the token belongs to another rank."""
     out = logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
     ops = native.torch_ops("token_logprob", logits.device.type)
     if ops is None:
@@ -192,12 +194,11 @@ def row_grad(
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be the logits, and return it.
 
-    [T, W] in the logits' dtype: (g (onehot - p) - h p (log p + H)) / temperature, with g and h the
-    gradients of log-prob and entropy; a row where both are 0 is not read. `lse` [2, T] is logsumexp
-    as the two terms that `combined` gives: one number would round away what a probability of logits
-    far from 0 depends on.
+    It is (g (onehot - p) - h p (log p + H)) / temperature, [T, W] in the logits' dtype, where g and
+    h are the gradients of log-prob and entropy. Rows with g = h = 0 are not read. `lse` [2, T] has
+    the two terms of logsumexp from `combined`: their sum would lose precision for large logits.
     """
-    # Sums and expanded scalars come with stride 0.
+    # Gradients of sums and expanded scalars have stride 0.
     g = None if grad_logp is None else grad_logp.to(lse.dtype).contiguous()
     h = None if grad_entropy is None else grad_entropy.to(lse.dtype).contiguous()
     where = (tokens.contiguous(), first, valid, temperature)
@@ -225,7 +226,7 @@ class _LogProb(torch.autograd.Function):
         stats = row_stats(logits, tokens, *shard, temperature)
         logp, entropy, lse = combined(gathered(stats, group))
         if in_place:
-            # Not saved: autograd takes a tensor that backward itself writes over for an error.
+            # Not saved through autograd, which raises if backward overwrites a saved tensor.
             ctx.logits, ctx.version = logits.detach(), version(logits)
             ctx.save_for_backward(tokens, lse, entropy)
         else:
@@ -260,7 +261,7 @@ class _LogProb(torch.autograd.Function):
 
 
 def version(value: Tensor) -> int:
-    """How often it was written to, as far as torch counts."""
+    """Return torch's count of the writes to the tensor; 0 for an inference tensor."""
     return 0 if value.is_inference() else value._version
 
 
@@ -271,7 +272,7 @@ def count_write(value: Tensor) -> None:
 
 
 def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[R, 4, T]: the statistics of all parts of the vocabulary. Collective."""
+    """Gather the statistics of all parts of the vocabulary, [R, 4, T]. Collective."""
     if group is None or group.size() == 1:
         return stats.unsqueeze(0)
     every = stats.new_empty(group.size() * 4, stats.size(1))
@@ -280,8 +281,8 @@ def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob and entropy [T] from the statistics [R, 4, T] of all parts, and logsumexp [2, T] as
-    top and log sum e^(x - top)."""
+    """Combine the statistics [R, 4, T] of all parts to log-prob [T], entropy [T] and logsumexp
+    [2, T]. The latter has two terms: top and log sum e^(x - top)."""
     if stats.size(0) == 1:
         top, total, dot, target = stats[0]
     else:
@@ -290,7 +291,7 @@ def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shift = tops - top  # [R, T], -inf for a part without a possible token
         scale = shift.exp()
         total = (stats[:, 1] * scale).sum(0)
-        # 0 times -inf is what such a part adds, and means 0.
+        # Such a part adds 0 times -inf, which must count as 0.
         moved = stats[:, 2] + stats[:, 1] * shift
         dot = torch.where(scale == 0, 0.0, moved * scale).sum(0)
         target = (stats[:, 3] + shift).amax(0)
@@ -299,7 +300,7 @@ def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def empty_like(logits: Tensor) -> Tensor:
-    """Room for a gradient: it has dense rows whatever the logits' are."""
+    """Allocate a gradient of the logits' shape with dense rows."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
@@ -316,7 +317,7 @@ def blocks(logits: Tensor) -> list[slice]:
 def reference_stats(
     logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float, out: Tensor
 ) -> None:
-    """What `row_stats` does, in torch; temporaries exist for a block of tokens at a time."""
+    """Compute `row_stats` in torch; temporary tensors cover one block of tokens at a time."""
     if not valid:
         out[0], out[1:3], out[3] = float("-inf"), 0.0, float("-inf")
         return
@@ -327,11 +328,11 @@ def reference_stats(
         x = logits[block, :valid].to(out.dtype, copy=True)
         found = x.gather(-1, local[block].unsqueeze(-1)).squeeze(-1)
         most = x.amax(-1)
-        # A row of nothing but -inf has no top to take off.
+        # In a row of only -inf, subtracting the top would give nan.
         base = torch.where(most == float("-inf"), 0.0, most)
         top = (base.double() / temperature).to(out.dtype)
         rest = base.double() / temperature - top.double()
-        # Less the top first: what is left is small where it matters, and so is its rounding.
+        # Subtract the top first: large probabilities then have small exponents and rounding errors.
         x.sub_(base.unsqueeze(-1)).div_(temperature)
         e = x.exp()
         total = e.sum(-1).double()
@@ -356,7 +357,7 @@ def reference_grad(
     grad_entropy: Tensor | None,
     out: Tensor,
 ) -> None:
-    """What `row_grad` does, in torch; `out` may be the logits."""
+    """Compute `row_grad` in torch; `out` may be the logits."""
     none = torch.zeros_like(entropy)
     g = none if grad_logp is None else grad_logp
     h = none if grad_entropy is None else grad_entropy

@@ -1,10 +1,10 @@
-"""Which build of an op runs: native code, or the reference in Python or torch. Announced, never
-silent.
+"""Selection of the build of an op: native code, or the reference in Python or torch. The choice is
+announced once.
 
     _C         suffix forest                                  `load(op)`
     _C_torch   ops of torch, rlcore_native::*, CPU and CUDA    `torch_ops(op, device)`
 
-The environment variable RLCORE_NATIVE=1 makes a missing build an error, 0 turns a present one off.
+With the environment variable RLCORE_NATIVE=1 a missing build is an error; 0 disables a present one.
 """
 
 import functools
@@ -20,10 +20,10 @@ from rlcore.utils.log import announce, log
 
 @functools.cache
 def load(op: str, symbol: str = "") -> ModuleType | None:
-    """The extension, or None where `op` runs its Python reference. Says which, once per op.
+    """Return the extension, or None if `op` runs its Python reference. Announce it once per op.
 
     Args:
-        symbol: what `op` takes from the extension; a build from before it has no native `op`.
+        symbol: attribute of the extension that `op` needs; an older build may lack it.
     """
     wanted = os.environ.get("RLCORE_NATIVE", "")
     if wanted == "0":
@@ -49,8 +49,8 @@ def load(op: str, symbol: str = "") -> ModuleType | None:
 
 @functools.cache
 def torch_ops(op: str, device: str = "cpu") -> Any | None:
-    """`torch.ops.rlcore_native` with kernels for `device` ("cpu", "cuda"), or None where `op` runs
-    its torch reference. Says which, once per op and device.
+    """Return `torch.ops.rlcore_native` if it has kernels for `device` ("cpu", "cuda"), or None if
+    `op` runs its torch reference. Announce it once per op and device.
 
     Raises:
         ImportError: RLCORE_NATIVE=1 and there is no build, or none for this device.
@@ -74,7 +74,7 @@ def torch_ops(op: str, device: str = "cpu") -> Any | None:
 
 
 def stream(device: Any) -> int:
-    """The current CUDA stream of `device` as the int that the ops take; 0 on the CPU."""
+    """Return the current CUDA stream of `device` as an int for the ops; 0 on the CPU."""
     import torch
 
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -82,10 +82,10 @@ def stream(device: Any) -> int:
 
 @functools.cache
 def _library() -> str:
-    """Load `_C_torch.so`; why it cannot be, or ""."""
+    """Load `_C_torch.so`; return the reason if that fails, else ""."""
     import torch
 
-    # Beside this package, or where an editable build lies.
+    # The library is in the package folder, in an editable build too.
     path = Path(__file__).resolve().parents[1] / "_C_torch.so"
     if not path.is_file():
         return "no native build"
@@ -97,7 +97,8 @@ def _library() -> str:
 
 
 def _without_kernels(device: str) -> str:
-    """Why the library has nothing for `device`, or "". Asks the current CUDA device."""
+    """Return the reason that the library has no kernels for `device` (on CUDA: for the current
+    one), else ""."""
     import torch
 
     if device == "cpu":

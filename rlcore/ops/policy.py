@@ -1,5 +1,7 @@
-"""The clipped policy loss with rollout correction, KL and entropy from logits in one sweep:
-log-prob and entropy of a row, the loss of its token, the gradient written over the logits.
+"""The clipped policy loss with rollout correction, KL and entropy, from logits in one sweep.
+
+Per row it computes log-prob, entropy and the token's loss, and overwrites the logits with their
+gradient.
 
     log r  = logp - logp_old              held within +-log_limit, no gradient beyond
     policy = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -9,12 +11,12 @@ log-prob and entropy of a row, the loss of its token, the gradient written over 
     loss_t = keep (w policy + kl_coef KL - entropy_coef H)             w, keep: no gradient
     loss   = sum_t weight_t loss_t
 
-A token of weight 0 is not trained: its row is not read, its log-prob, entropy and loss are 0. What
-cannot be said so (a loss over sequences, another algorithm) is log_probs + its own text, see
-logprob.py. `trainer/objective.py` translates the settings, `csrc/loss/policy.h` is the native text.
+A token of weight 0 is not trained: its row is not read; its log-prob, entropy and loss are 0. Other
+losses (over sequences, other algorithms) use `log_probs` of logprob.py, and the loss itself runs in
+torch. `trainer/objective.py` translates the settings; `csrc/loss/policy.h` is the native code.
 
-Whole logits take `policy_rows_`; a split vocabulary needs all ranks' statistics between reading and
-writing and takes row_stats, one all-gather, `policy_tokens` and row_grad.
+Whole logits use `policy_rows_`. A split vocabulary needs all ranks' statistics between reading and
+writing, so it uses row_stats, one all-gather, `policy_tokens` and row_grad.
 
 Own kernels instead of `torch.compile`: .202 s for 1.48 s, and 2 passes over the logits
 (`tools/results/bench_loss.json`).
@@ -31,7 +33,7 @@ from torch import Tensor
 from rlcore.ops import logprob, native
 
 KL_TYPES = ("none", "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+")
-"""In the order of policy.h."""
+"""KL estimators in the order of policy.h."""
 
 PARAMS = (
     "clip_low",
@@ -48,7 +50,7 @@ PARAMS = (
     "log_limit",
     "old_is_own",
 )
-"""The settings as the ops take them: floats in this order, that of policy.h."""
+"""Names of the settings that the ops take as floats, in the order of policy.h."""
 
 ROWS = (
     "loss",
@@ -62,31 +64,32 @@ ROWS = (
     "policy_loss",
     "kept",
 )
-"""What the ops give of every token, in this order; gradients hold the weight, the loss does not."""
+"""Names of the ops' outputs per token, in this order. The gradients include the token's weight, the
+loss does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
-    """The settings; the defaults are a plain clipped loss."""
+    """Settings of the loss; the defaults give a plain clipped loss."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 0.0
-    """Cap of -loss / A where A < 0; 0 and inf turn it off."""
+    """Cap of -loss / A for A < 0; 0 and inf turn it off."""
     is_threshold: float | None = None
-    """Cap of the weight p_old / p_sampler, inf for none; None leaves the weight out."""
+    """Cap of the weight p_old / p_sampler; inf means no cap, None no weight."""
     is_mean: float = 1.0
-    """The weights are divided by it."""
+    """Divisor of the weights."""
     bounds: tuple[float, float] | None = None
-    """Tokens whose log p_sampler / p_old lies outside are left out; None keeps all."""
+    """Bounds of log p_sampler / p_old; tokens outside are rejected. None keeps all."""
     kl_type: str = "none"
-    """One of KL_TYPES: the estimator against logp_ref, rlcore/algos/kl.py."""
+    """Estimator of the KL against logp_ref, one of KL_TYPES (rlcore/algos/kl.py)."""
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     log_limit: float = 20.0
 
     def params(self, old_is_own: bool) -> list[float]:
-        """As the ops take them, in the order of PARAMS."""
+        """Return the settings as floats in the order of PARAMS."""
         low, high = self.bounds or (0.0, 0.0)
         mode = (self.is_threshold is not None) + 2 * (self.bounds is not None)
         cap = float("inf") if self.is_threshold is None else self.is_threshold
@@ -99,27 +102,27 @@ class PolicySpec:
 
 
 class PolicyInputs(NamedTuple):
-    """What the tokens bring, [T] each, without gradients."""
+    """Inputs per token, [T] each, without gradients."""
 
     advantage: Tensor
     weight: Tensor
-    """Of the token in the sum: its mask, its share in the aggregation. Masking is weight 0."""
+    """Weight of the token in the sum: its mask times its share in the aggregation."""
     logp_sampler: Tensor
     logp_old: Tensor | None = None
-    """None: the log-prob of this very pass, detached."""
+    """Old log-prob; None: the log-prob of this forward pass, detached."""
     logp_ref: Tensor | None = None
-    """Needed for a KL."""
+    """Reference log-prob; required if kl_coef is not 0."""
 
 
 class PolicyLoss(NamedTuple):
     loss: Tensor
-    """[]: the sum over tokens, with a gradient."""
+    """Sum over tokens, a scalar with a gradient."""
     logp: Tensor
-    """[T], detached; 0 for a token of weight 0."""
+    """Log-prob [T], detached; 0 for a token of weight 0."""
     entropy: Tensor
-    """[T], detached; 0 for a token of weight 0."""
+    """Entropy [T], detached; 0 for a token of weight 0."""
     tokens: Tensor
-    """[len(ROWS), T], detached."""
+    """Outputs per token by the names in ROWS, [len(ROWS), T], detached."""
 
 
 def policy_loss(
@@ -134,25 +137,26 @@ def policy_loss(
     in_place: bool = False,
     unit_upstream: bool = False,
 ) -> PolicyLoss:
-    """The loss of packed tokens, its gradient already made.
+    """Compute the loss of packed tokens, and its gradient in the same call.
 
     Args:
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
-        tokens: [T] int64, global ids. One out of range is an error on the CPU, nan elsewhere.
+        tokens: [T] int64, global ids. A token out of range raises on the CPU and gives nan
+            elsewhere.
         group: tensor-parallel group, None or of size 1 for whole logits.
-        in_place: the gradient is written over the logits, in this call.
-        unit_upstream: the caller promises to differentiate the loss itself, not a multiple of it;
-            with in_place, backward then has nothing to do but to check that.
+        in_place: overwrite the logits with the gradient, in this call.
+        unit_upstream: the caller differentiates the loss directly, not a multiple of it; with
+            in_place, backward then only checks that.
 
     Raises:
-        ValueError: an argument that cannot be.
-        RuntimeError: in backward with `in_place`, where somebody has written over the gradient.
+        ValueError: an argument is invalid.
+        RuntimeError: in backward with `in_place`, if the gradient was overwritten.
     """
     shard = logprob.check(logits, tokens, vocab_size, temperature, group, in_place)
     logprob.check_tokens(tokens, vocab_size)
     check_spec(spec, inputs)
     given, params = prepared(inputs, spec, logits.size(0), logits)
-    # Where nobody can look, a token out of range must not pass for one of another rank.
+    # On a GPU tokens are not checked; one out of range must not look like another rank's token.
     given = guarded(given, tokens, vocab_size)
     wanted = torch.is_grad_enabled() and logits.requires_grad
     where = (*shard, temperature)
@@ -163,7 +167,7 @@ def policy_loss(
 
 
 def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
-    """ValueError where a setting cannot be."""
+    """Raise ValueError if a setting is invalid."""
     if spec.kl_type not in KL_TYPES:
         raise ValueError(f"kl_type {spec.kl_type}: unknown; take one of {', '.join(KL_TYPES)}")
     for name in ("clip_low", "clip_high"):
@@ -196,13 +200,13 @@ def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
 
 
 Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
-"""logp_old, logp_sampler, logp_ref, advantage, weight: as the ops take them."""
+"""Inputs of the ops: logp_old, logp_sampler, logp_ref, advantage, weight."""
 
 
 def prepared(
     inputs: PolicyInputs, spec: PolicySpec, rows: int, like: Tensor
 ) -> tuple[Given, list[float]]:
-    """Inputs and settings as the ops take them; `like` has the logits' dtype and device."""
+    """Convert inputs and settings for the ops; `like` has the logits' dtype and device."""
     dtype = logprob.statistics_dtype(like.dtype)
 
     def row(name: str) -> Tensor:
@@ -220,7 +224,8 @@ def prepared(
 
 
 def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:
-    """Where a wrong token is no error, its advantage is nan: it must not train quietly."""
+    """Set the advantage of out-of-range tokens to nan on a GPU, where they raise no error, so that
+    they are not trained silently."""
     if tokens.device.type == "cpu":
         return inputs
     old, sampler, ref, advantage, weight = inputs
@@ -248,7 +253,7 @@ def policy_tokens(
     weight: Tensor,
     params: list[float],
 ) -> Tensor:
-    """[len(ROWS), T] of tokens whose log-probs and entropies are known."""
+    """Compute the outputs [len(ROWS), T] from known log-probs and entropies."""
     args = (logp, entropy, logp_old, logp_sampler, logp_ref, advantage, weight, params)
     ops = native.torch_ops("policy_loss", logp.device.type)
     if ops is None:
@@ -267,8 +272,8 @@ def policy_rows_(
     inputs: Given,
     params: list[float],
 ) -> tuple[Tensor, Tensor]:
-    """Whole logits become the gradient of the sum; [2, T] log-probs and entropies, and
-    [len(ROWS), T]."""
+    """Overwrite whole logits with the gradient of the sum. Return log-probs and entropies [2, T],
+    and the outputs [len(ROWS), T]."""
     where = (tokens.contiguous(), first, valid, temperature)
     ops = native.torch_ops("policy_loss", logits.device.type)
     if ops is None:
@@ -323,20 +328,20 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
-    """`grad` times `upstream`, or an error where that should have been 1."""
+    """Multiply `grad` by `upstream` in place. With `unit`, only assert that `upstream` is 1."""
     if unit:
         torch._assert_async(upstream == 1, "unit_upstream: the loss was multiplied after all")
         return grad
     if grad.dtype is upstream.dtype:
         return grad.mul_(upstream)
-    # 16 bits would round the factor too.
+    # In 16 bits the factor would be rounded too.
     for block in logprob.blocks(grad):
         grad[block] = grad[block].to(upstream.dtype) * upstream
     return grad
 
 
 def total(out: Tensor, weight: Tensor) -> Tensor:
-    """[]: the sum of the tokens' losses."""
+    """Return the weighted sum of the tokens' losses, a scalar."""
     return (out[0] * weight).sum()
 
 
@@ -351,8 +356,8 @@ def rows_(
     group: dist.ProcessGroup | None,
     grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """[2, T] log-probs and entropies, and [len(ROWS), T]; logits become the gradient, if `grad`.
-    Collective over the group."""
+    """Return log-probs and entropies [2, T], and the outputs [len(ROWS), T]. If `grad`, overwrite
+    the logits with their gradient. Collective over the group."""
     if grad and logprob._size(group) == 1:
         return policy_rows_(logits, tokens, first, valid, temperature, inputs, params)
     return _by_steps(logits, tokens, first, valid, temperature, inputs, params, group, grad)
@@ -395,7 +400,7 @@ def reference(
     weight: Tensor,
     params: list[float],
 ) -> Tensor:
-    """What `policy_tokens` does, in torch."""
+    """Compute `policy_tokens` in torch."""
     p = dict(zip(PARAMS, params, strict=True))
     trained, limit, mode = weight != 0, p["log_limit"], int(p["is_mode"])
     old = logp if p["old_is_own"] else logp_old
@@ -417,7 +422,7 @@ def reference(
     held_slope = torch.where((r < low) | (r > high), 0.0, free_slope)
     clipped = held > free
     policy = torch.maximum(free, held)
-    # torch.maximum shares the gradient of a tie.
+    # On a tie, torch.maximum gives each argument half of the gradient.
     mixed = torch.where(held == free, (free_slope + held_slope) / 2, free_slope)
     policy_slope = torch.where(clipped, held_slope, mixed)
     over = torch.zeros_like(clipped)
@@ -451,7 +456,7 @@ def reference(
 
 
 def _kl(kind: str, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and derivative by logp, d = logp_ref - logp; see rlcore/algos/kl.py."""
+    """Return value and derivative by logp, with d = logp_ref - logp; see rlcore/algos/kl.py."""
     growth = d.expm1()
     if kind == "low_var_kl":
         held = d.clamp(-20, 20)

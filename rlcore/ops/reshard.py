@@ -1,19 +1,19 @@
 """Copies of many parts of tensors to and from one flat buffer, in one launch, with a checksum.
 
-A `Plan` is made once for a static layout; `pack` and `unpack` take tensors and buffer of each call.
-C++ and CUDA (`csrc/reshard`) where they are built, else torch piece by piece: the same bytes and
-the same checksum. Casts round to nearest even as torch's do, and every NaN that is cast becomes the
-positive quiet one.
+A `Plan` is made once for a static layout; each call of `pack` and `unpack` takes tensors and
+buffer. C++ and CUDA code (`csrc/reshard`) runs if it is built, else torch piece by piece, with the
+same bytes and checksum. Casts round to nearest even, as in torch; a cast turns every NaN into the
+positive quiet NaN.
 
     plan = Plan([TensorSpec((2, 3), torch.float32)], [Piece(tensor=0, offset=0, shape=(2, 3))], 24)
     said = plan.pack([tensor], bucket)
     assert plan.unpack(bucket, [other]) == said == checksum(bucket)
 
-The checksum is a number of 64 bits: the sum, modulo 2^64, of one value per word of 8 bytes, which
-depends on the word and its position, and one for the number of bytes. So it does not depend on how
-the work is split. A change within one word always shows; swapped, zeroed, repeated or missing
-ranges show but for a chance of about 2^-64, as far as trials tell. It is no protection against
-intent.
+The checksum has 64 bits: the sum, modulo 2^64, of one value per word of 8 bytes, which depends on
+the word and its position, and one value for the number of bytes. It does not depend on how the work
+is split. It always detects a change within one word. According to trials, it misses swapped,
+zeroed, repeated or missing ranges with a probability of about 2^-64. It does not protect against
+deliberate manipulation.
 
 Own code instead of torch's copies: a push of 1 GiB takes 197 ms for 895 ms, with its checksum
 (`tools/results/reshard.json`).
@@ -37,9 +37,9 @@ _DIMS = 4
 _TILE_BYTES = 32 << 10
 _GAP = -1
 _MAX_RUNS = 1 << 26
-_FEW = 1024  # holes that are worth a row each
+_FEW = 1024  # maximum number of holes with their own row, besides one per piece
 
-# As in csrc/reshard/plan.h.
+# The codes are those of csrc/reshard/plan.h.
 _FLOATS = {torch.float64: 5, torch.float32: 6, torch.bfloat16: 7, torch.float16: 8}
 _RAW = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 _FIELDS = 22
@@ -47,12 +47,12 @@ _FIELDS = 22
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor that is given to a plan looks like."""
+    """Shape, type and strides of a tensor in a plan."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
-    """In elements; None is contiguous."""
+    """Strides in elements; None means contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +66,23 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of elements in a tensor and its place in the bucket. Strides are in elements of their
-    side, offsets from the start of the tensor and of the bucket."""
+    """A box of elements in a tensor and its place in the bucket. Strides are in elements of the
+    tensor's or the bucket's dtype; offsets are from the start of the tensor or the bucket."""
 
     tensor: int
     """Index into the plan's tensors."""
     offset: int
-    """Bytes from the start of the bucket; a multiple of the size of an element there."""
+    """Bytes from the start of the bucket; a multiple of the bucket dtype's element size."""
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
-    """In the bucket; None is contiguous."""
+    """Strides in the bucket; None means contiguous."""
     dtype: torch.dtype | None = None
-    """In the bucket; None is the tensor's. Two different ones are both float64, float32, bfloat16
-    or float16."""
+    """Dtype in the bucket; None means the tensor's. If it differs, both must be float64, float32,
+    bfloat16 or float16."""
     start: int = 0
     """Elements from the start of the tensor."""
     tensor_strides: tuple[int, ...] | None = None
-    """In the tensor; None is the strides of the tensor, which then has as many dimensions."""
+    """Strides in the tensor; None means the tensor's own, with the same number of dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,15 @@ class _Box:
 
 
 class Plan:
-    """Where parts of tensors lie in a bucket of `num_bytes`. Bytes of the bucket that no piece has
-    are packed as zeros. Holds no tensor; may be used from one thread at a time."""
+    """Places of tensor parts in a bucket of `num_bytes`. Bytes outside all pieces are packed as
+    zeros. A plan holds no tensors and may be used by one thread at a time."""
 
     def __init__(self, tensors: Sequence[TensorSpec], pieces: Sequence[Piece], num_bytes: int):
-        """ValueError naming the argument: a piece outside its tensor or the bucket, negative sizes
-        or strides, dtypes that are not cast, more than four dimensions that cannot be joined."""
+        """Check the pieces and make the plan.
+
+        Raises ValueError, naming the argument, for a piece outside its tensor or the bucket,
+        negative sizes or strides, unsupported casts, or more than four dimensions that cannot be
+        joined."""
         if num_bytes < 0:
             raise ValueError(f"num_bytes {num_bytes}: 0 or more")
         self.num_bytes = num_bytes
@@ -120,13 +123,13 @@ class Plan:
         self._tables: dict[torch.device, _Table] = {}
 
     def pack(self, tensors: Sequence[Tensor], bucket: Tensor) -> int:
-        """Fill the bucket, a contiguous uint8 tensor of `num_bytes`; returns its checksum. The
-        current stream of a GPU is waited for."""
+        """Fill the bucket, a contiguous uint8 tensor of `num_bytes`, and return its checksum. On a
+        GPU the call waits for the current stream."""
         return self._move(tensors, bucket, pack=True)
 
     def unpack(self, bucket: Tensor, tensors: Sequence[Tensor]) -> int:
-        """Fill the tensors from the bucket; returns the checksum of the bucket as it was read: if
-        it is not the one that was sent, what the tensors hold is void."""
+        """Fill the tensors from the bucket; return the checksum of the bytes read. If it differs
+        from the sent checksum, the tensors' contents are invalid."""
         return self._move(tensors, bucket, pack=False)
 
     def _move(self, tensors: Sequence[Tensor], bucket: Tensor, pack: bool) -> int:
@@ -168,7 +171,7 @@ class Plan:
         return self._tables[device]
 
     def _check_overlap(self, pack: bool) -> None:
-        """Only what is written must not overlap: a tensor may be packed twice."""
+        """Raise ValueError if written ranges overlap; ranges that are only read may overlap."""
         side = "pack" if pack else "unpack"
         if side not in self._overlap:
             self._overlap[side] = _bucket_overlap(self._boxes) if pack else _overlap(self._boxes)
@@ -177,7 +180,7 @@ class Plan:
 
 
 def checksum(bucket: Tensor) -> int:
-    """Of a contiguous uint8 tensor; see the head of this file."""
+    """Return the checksum of a contiguous uint8 tensor; see the module docstring."""
     _check_bucket(bucket)
     ops = native.torch_ops("reshard", bucket.device.type)
     if ops is None:
@@ -188,7 +191,7 @@ def checksum(bucket: Tensor) -> int:
 
 
 def checksum_reference(bucket: Tensor) -> int:
-    """What `checksum` does, in torch."""
+    """Compute `checksum` in torch."""
     whole, rest = divmod(bucket.numel(), _WORD)
     total = 0
     if whole:
@@ -196,7 +199,7 @@ def checksum_reference(bucket: Tensor) -> int:
         if head.storage_offset() % _WORD:
             head = head.clone()
         words = head.view(torch.int64)
-        part = 1 << 20  # words at a time: a few of their size are in memory
+        part = 1 << 20  # words per pass, which limits the temporary memory
         for first in range(0, whole, part):
             total += _sum_of(words[first : first + part], first)
     if rest:
@@ -207,7 +210,7 @@ def checksum_reference(bucket: Tensor) -> int:
 
 
 def _sum_of(words: Tensor, first: int) -> int:
-    """Integers of torch wrap around as those of C++ do."""
+    """Sum the values of words from position `first` on; torch's integers wrap around as in C++."""
     end = first + 1 + len(words)
     keys = torch.arange(first + 1, end, device=words.device) * _signed(_GOLDEN)
     y = words ^ keys
@@ -217,7 +220,7 @@ def _sum_of(words: Tensor, first: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, zeros coming in."""
+    """Shift to the right and fill with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -226,7 +229,7 @@ def _signed(x: int) -> int:
 
 
 def _finish(total: int, num_bytes: int) -> int:
-    """The sum over words and the value of the length, at position -1, whose key is 0."""
+    """Add the value of the length, at position -1 with key 0, to the sum over words."""
     y = num_bytes ^ num_bytes >> 29
     return (total + (y ^ y >> 32)) & _MASK
 
@@ -235,8 +238,8 @@ def _finish(total: int, num_bytes: int) -> int:
 
 
 def _reference(boxes: Sequence[_Box], tensors: Sequence[Tensor], bucket: Tensor, pack: bool) -> int:
-    """Piece by piece."""
-    if bucket.storage_offset() % 16:  # torch views bytes as a dtype at its multiples only
+    """Pack or unpack in torch, piece by piece; return the checksum."""
+    if bucket.storage_offset() % 16:  # torch's view(dtype) needs an aligned offset
         aligned = bucket.clone()
         said = _reference(boxes, tensors, aligned, pack)
         if pack:
@@ -266,7 +269,7 @@ def _bucket_view(box: _Box, bucket: Tensor) -> Tensor:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Integers of the same size: copies of floats may quieten NaNs."""
+    """View the tensor as integers of the same size, because copies of floats may change NaNs."""
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.view(same[x.dtype.itemsize]) if x.dtype.itemsize in same else x
 
@@ -275,7 +278,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _full(number: int, spec: TensorSpec) -> _Spec:
-    """With strides."""
+    """Check a `TensorSpec` and fill in its strides."""
     if any(n < 0 for n in spec.shape):
         raise ValueError(f"tensors[{number}].shape {spec.shape}: sizes are 0 or more")
     strides = _contiguous(spec.shape) if spec.strides is None else tuple(spec.strides)
@@ -288,7 +291,7 @@ def _full(number: int, spec: TensorSpec) -> _Spec:
 
 
 def _check(number: int, piece: Piece, specs: Sequence[_Spec], num_bytes: int) -> _Box | None:
-    """None where there is nothing to copy."""
+    """Check a piece; return None if it has no elements."""
     name = f"pieces[{number}]"
     if not 0 <= piece.tensor < len(specs):
         raise ValueError(f"{name}.tensor {piece.tensor}: the plan has {len(specs)} tensors")
@@ -348,8 +351,8 @@ def _check_bucket(bucket: Tensor) -> None:
 
 
 def _check_storage(name: str, tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor's memory and the one behind the last. ValueError where the storage
-    was emptied or cut under the tensor (`untyped_storage().resize_`)."""
+    """Return start and end address (exclusive) of a tensor's memory. Raise ValueError if its
+    storage is too small, for example after `untyped_storage().resize_`."""
     shape = tensor.shape
     if 0 in shape:
         return 0, 0
@@ -368,7 +371,8 @@ def _check_storage(name: str, tensor: Tensor) -> tuple[int, int]:
 
 
 def _check_memory(name: str, tensor: Tensor, bucket: Tensor) -> None:
-    """ValueError for a tensor whose memory does not hold what it shows, or is the bucket's."""
+    """Raise ValueError if the tensor is a lazy view, its storage is too small, or its memory
+    overlaps the bucket's."""
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
             f"{name}: a lazy view (is_conj {tensor.is_conj()}, is_neg {tensor.is_neg()}); give "
@@ -381,8 +385,8 @@ def _check_memory(name: str, tensor: Tensor, bucket: Tensor) -> None:
 
 
 def one_piece(tensor: Tensor) -> bool:
-    """Whether a contiguous piece can take a whole tensor: at most four dimensions are left when
-    those that follow each other in it are joined."""
+    """Return whether one contiguous piece can hold the whole tensor: joining its adjacent
+    dimensions must leave at most four."""
     if tensor.dim() <= _DIMS:
         return True
     shape, item = tuple(tensor.shape), tensor.dtype
@@ -391,7 +395,7 @@ def one_piece(tensor: Tensor) -> bool:
 
 
 def _same_places(tensor: Tensor, spec: _Spec) -> bool:
-    """The strides of dimensions of size 1 do not matter."""
+    """Return whether the strides agree, ignoring dimensions of size 1."""
     pairs = zip(tensor.shape, tensor.stride(), spec.strides, strict=True)
     return tensor.numel() == 0 or all(a == b for n, a, b in pairs if n > 1)
 
@@ -411,7 +415,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, both included."""
+    """Return the number of elements from the first to the last, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -421,7 +425,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _runs(offset: int, shape: Sequence[int], strides: Sequence[int], item: int) -> Any:
-    """Starts and ends, in bytes, of the neighbouring elements of a box: [runs, 2] int64."""
+    """Return start and end, in bytes, of each contiguous run of a box: [runs, 2] int64."""
     dims = sorted((step, n) for n, step in zip(shape, strides, strict=True) if n > 1)
     length = 1
     while dims and dims[0][0] == length:
@@ -436,7 +440,7 @@ def _runs(offset: int, shape: Sequence[int], strides: Sequence[int], item: int) 
 
 
 def _bucket_runs(boxes: Sequence[_Box]) -> tuple[Any, Any]:
-    """All runs in the bucket by their start, and the number of the piece of each."""
+    """Return all runs in the bucket, sorted by start, and the piece number of each."""
     runs = [_runs(b.offset, b.shape, b.strides, b.dtype.itemsize) for b in boxes]
     return _sorted(runs, [b.number for b in boxes])
 
@@ -456,7 +460,7 @@ def _bucket_overlap(boxes: Sequence[_Box]) -> str:
 
 
 def _overlap(boxes: Sequence[_Box]) -> str:
-    """Pieces that write to the same bytes of a tensor, in words; "" if there are none."""
+    """Describe pieces that write to the same bytes of a tensor; "" if there are none."""
     parts: dict[int, list[_Box]] = {}
     for box in boxes:
         parts.setdefault(box.tensor, []).append(box)
@@ -487,8 +491,8 @@ def _first_overlap(runs: Any, owner: Any, where: str) -> str:
 
 
 def _joined(box: _Box) -> list[tuple[int, int, int]]:
-    """(size, stride in the bucket, stride in the tensor), in bytes, from the widest stride in the
-    bucket to the narrowest; dimensions that follow each other on both sides are one."""
+    """Return (size, bucket stride, tensor stride) per dimension, strides in bytes, from the widest
+    bucket stride to the narrowest. Dimensions adjacent on both sides are joined."""
     ours, theirs = box.dtype.itemsize, box.tensor_dtype.itemsize
     zipped = zip(box.shape, box.strides, box.tensor_strides, strict=True)
     dims = sorted(((n, a * ours, b * theirs) for n, a, b in zipped if n > 1), key=_by_stride)
@@ -506,7 +510,7 @@ def _by_stride(dim: tuple[int, int, int]) -> tuple[int, int]:
 
 
 class _Table:
-    """The rows that csrc/reshard/plan.h describes, on the device that reads them."""
+    """Table of pieces for the native op, on its device, as described in csrc/reshard/plan.h."""
 
     def __init__(
         self,
@@ -538,7 +542,7 @@ class _Table:
         self._addresses = torch.zeros(0, dtype=torch.int64)
 
     def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Of the tensors; uploaded only when they have moved."""
+        """Return the tensors' addresses on the device; uploaded only if they have changed."""
         now = [tensor.data_ptr() for tensor in tensors]
         if now != self._known or not now:
             self._addresses = torch.tensor(now, dtype=torch.int64, device=self._device)
@@ -571,17 +575,17 @@ def _row(box: _Box) -> list[int]:
 
 
 def _hole(start: int, end: int) -> list[int]:
-    """Bytes that belong to no piece."""
+    """Return the table row of bytes that belong to no piece."""
     sizes, strides = (1, 1, 1, end - start), (0, 0, 0, 1)
     return [*(*sizes, *strides, *strides, start, 0, _GAP, 0, 0, 1, _TILE_BYTES, 1, 0, 0)]
 
 
 def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None:
-    """Bytes that each piece zeroes behind its end, up to a word, and the other bytes that no piece
-    has, [gaps, 2]. None where a word belongs to several pieces, so that nobody can sum it on the
-    way: the bucket is then summed afterwards."""
+    """Return the padding bytes that each piece zeroes after its end, up to a word, and the other
+    ranges outside all pieces, [gaps, 2]. If a word belongs to several pieces, return None: the
+    checksum is then computed in a separate pass."""
     runs, _ = _bucket_runs(boxes)
-    if len(runs) and (runs[1:, 0] < runs[:-1, 1]).any():  # read twice: unpack only
+    if len(runs) and (runs[1:, 0] < runs[:-1, 1]).any():  # overlapping reads: unpack only
         return None
     pads = []
     for box in boxes:
@@ -600,6 +604,6 @@ def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None
 
 
 def _word_rows(dims: Sequence[tuple[int, int]], item: int) -> bool:
-    """Rows of neighbours that start and end at words."""
+    """Return whether the rows are contiguous and start and end on word boundaries."""
     *outer, (columns, step) = dims
     return step == item and columns * item % _WORD == 0 and all(a % _WORD == 0 for _, a in outer)

@@ -1,32 +1,33 @@
 """Suffix forest: drafts for speculative decoding from earlier responses to the same prompt.
 
-RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier responses; a request
-matches the end of its stream and is handed what followed there, along the branch with the largest
-sum of rewards.
+RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier responses. The end of a
+request's stream is matched in the index; the draft is the continuation with the largest sum of
+rewards.
 
     match   the longest suffix of the stream (prompt, if fed, and response) that occurs in one of
-            the prompt's responses, at most `limit` tokens; below `min_match` there is no draft. If
-            nothing follows it anywhere it shrinks until something does.
-    branch  priority of a string = (sum over its occurrences of the response's reward, occurrences),
+            the prompt's responses, at most `limit` tokens. Below `min_match` there is no draft. If
+            no occurrence has a continuation, the match is shortened until one has.
+    branch  priority of a string = (sum of rewards over its occurrences, number of occurrences),
             compared in this order, then the smaller token. If a reward of the prompt is negative,
             all of the prompt's are shifted by the smallest. Rewards count in steps of 2**-16.
-    draft   the branch of highest priority, token by token, `window` at most; it stops where
+    draft   the branch of highest priority, token by token, at most `window`. It stops if
             count(path) < min_prob * count(match), which is the product of branch probabilities.
-            Where rewards pick a first token that is rarer than that, the most frequent one is taken
-            instead (of equals the smaller), if it is not too rare as well.
-    live    the request's own stream: among its last `candidates` earlier places where the same
-            `live_match` tokens end, the one with the longest match backwards (at most `limit`, 64
-            if that is 0), the most recent of equals. The draft is what followed there, and beyond
-            the end of the stream what the draft begins with (a period goes on). Taken where the
-            match is longer than the one that the history drafts from, or the history has no draft.
-    window  starts at `start_window`; all of a draft accepted: + `growth`, at most `max_window`; any
-            rejected: back to the start; empty draft: unchanged. With a `knee` (tokens per forward
-            where compute begins to bound) a batch of `running` requests has a budget of
-            knee // running - 1 (1 to max_window) each; drafts are not longer than it, and windows
-            start and grow by budget // 4 (rounded down to even) where that is more.
+            If rewards select a rarer first token than that, the most frequent one is used instead
+            (the smaller of equals), unless it is too rare as well.
+    live    the request's own stream. Candidates are the last `candidates` earlier places where the
+            same `live_match` tokens end. The longest match backwards is used (at most `limit`, 64
+            if that is 0), the most recent of equals. The draft is the continuation there; at the
+            end of the stream it goes on with its own beginning (a period repeats). It is used if
+            the match is longer than that of the history, or the history has no draft.
+    window  starts at `start_window`. If a draft is fully accepted, it grows by `growth`, at most to
+            `max_window`; after a rejection it returns to the start; an empty draft changes nothing.
+            With a `knee` (tokens per forward pass at which compute becomes the bound), each of
+            `running` requests has a budget of knee // running - 1 (1 to max_window). Drafts are
+            not longer than it. Windows start and grow by budget // 4 (rounded down to even) if
+            that is more.
 
 Differs from the paper: live matches, the match without a limit, and the load rule below the knee.
-C++ (`csrc/suffix`) where it is built; `Reference` gives the same drafts, a thousand times slower.
+C++ (`csrc/suffix`) runs if it is built; `Reference` gives the same drafts, a thousand times slower.
 On a GPU: `rlcore.ops.suffix_device`.
 
 Own code instead of arctic-inference's suffix trees: a batch of 256 requests takes 235 us for
@@ -56,10 +57,10 @@ LARGEST_REWARD = 16384.0
 class Forest:
     """Histories by prompt and live requests on them. B is the batch, W the width of its drafts.
 
-    Arrays are numpy, contiguous, of exactly the dtype that is said; what comes back is fresh. Bad
-    arguments are a ValueError that names them and change nothing; out of memory is a MemoryError
-    and leaves what was there. Calls release the GIL and may come from several threads: `build` runs
-    beside all others, the others one at a time.
+    Arrays are numpy, contiguous, and of exactly the stated dtype; returned arrays are new. A bad
+    argument raises a ValueError that names it; out of memory raises MemoryError. Neither changes
+    the forest. Calls release the GIL and may come from several threads: `build` runs concurrently
+    with other calls, which run one at a time.
     """
 
     def __init__(
@@ -79,22 +80,24 @@ class Forest:
         stream: int = 4096,
         threads: int = 0,
     ) -> None:
-        """Args:
-        limit: longest match that is looked at; 0 is no limit.
-        min_match: shortest match that drafts.
-        min_prob: a draft stops before its path is rarer than this; 0 is off.
-        max_window: longest draft.
+        """Create an empty forest.
+
+        Args:
+        limit: maximum match length; 0: no limit.
+        min_match: minimum match length for a draft.
+        min_prob: minimum probability of a draft's path; 0: off.
+        max_window: maximum draft length.
         start_window: window of a new request, and after a rejection.
-        growth: added to the window when all was accepted.
-        knee: tokens per forward where compute begins to bound; 0 is unknown.
+        growth: increase of the window after a fully accepted draft.
+        knee: tokens per forward pass at which compute becomes the bound; 0: unknown.
         live: match the request's own stream too.
-        candidates: earlier places of the own stream that are compared.
-        live_match: shortest match in the own stream that drafts.
-        factor: a draft is at most this many times as long as its match; 0 is off.
-        stream: tokens that a stream has room for at first; it grows by a third or a half when full.
-            Without repeats 22 to 36 B a token in a batch of 256 (up to 48 in one of 64, for slabs
-            of 4 MiB); one slab stays for the next requests when all are closed.
-        threads: of `build`; 0 is one per core.
+        candidates: number of earlier places of the own stream that are compared.
+        live_match: minimum match length in the own stream for a draft.
+        factor: maximum draft length as a multiple of the match length; 0: off.
+        stream: initial capacity of a stream in tokens; it grows by a third or a half when full.
+            Without repeats it takes 22 to 36 B per token in a batch of 256 (up to 48 in one of 64,
+            for slabs of 4 MiB). When all requests are closed, one slab is kept for the next ones.
+        threads: number of threads of `build`; 0: one per core.
         """
         options = dict(
             limit=limit,
@@ -124,33 +127,33 @@ class Forest:
         prompt_offsets: Longs,
         rewards: Floats,
     ) -> dict[str, float]:
-        """Index the responses of P prompts. They serve after `swap`; requests may go on meanwhile.
+        """Index the responses of P prompts, for use after `swap`. Requests may continue meanwhile.
 
         Args:
-            keys: [P] prompts, each once.
+            keys: [P] keys of the prompts, distinct.
             tokens: [N] all responses, one after the other.
-            response_offsets: [R + 1] where each response begins in `tokens`.
-            prompt_offsets: [P + 1] where each prompt's responses begin among the R.
-            rewards: [R] of every response; finite, at most 16384 in magnitude.
+            response_offsets: [R + 1] start of each response in `tokens`.
+            prompt_offsets: [P + 1] number of each prompt's first response among the R.
+            rewards: [R] reward of every response; finite, at most 16384 in magnitude.
 
         Returns:
-            tokens, states, edges, bytes and seconds of the build.
+            Numbers of tokens, states, edges and bytes, and the seconds of the build.
         """
         return self._impl.build(keys, tokens, response_offsets, prompt_offsets, rewards)
 
     def swap(self) -> None:
-        """What was built last serves requests that are opened from now on.
+        """Use the histories of the last `build` for requests opened from now on.
 
-        Those that are open stay on theirs; its memory goes when the last of them is closed.
+        Open requests keep their histories, whose memory is freed with the last of these requests.
         """
         self._impl.swap()
 
     def open(self, keys: Longs) -> Longs:
-        """A new request for every key [B]; returns handles [B]. Unknown keys have no history."""
+        """Open a request for every key [B]; return handles [B]. Unknown keys have no history."""
         return self._impl.open(keys)
 
     def close(self, handles: Longs) -> None:
-        """End requests [B]. Their handles are refused from now on."""
+        """Close requests [B]; their handles become invalid."""
         self._impl.close(handles)
 
     def advance(self, handles: Longs, tokens: Ints, offsets: Longs) -> None:
@@ -163,9 +166,9 @@ class Forest:
         """Propose tokens.
 
         Args:
-            handles: [B]
+            handles: [B] open requests.
             windows: [B] longest drafts; None: every request's own, under the load rule.
-            running: requests that share the forward; 0: B.
+            running: number of requests that share the forward pass; 0: B.
 
         Returns:
             tokens [B, W], -1 after the draft, and lengths [B]. W is the largest of `windows`, or
@@ -174,7 +177,7 @@ class Forest:
         return self._impl.draft(handles, windows, check_running(running))
 
     def accept(self, handles: Longs, lengths: Ints) -> None:
-        """How many tokens [B] of each last draft were accepted; moves the windows."""
+        """Report the accepted length [B] of each last draft; this updates the windows."""
         self._impl.accept(handles, lengths)
 
     def step(
@@ -187,32 +190,34 @@ class Forest:
         *,
         running: int = 0,
     ) -> tuple[Ints, Ints]:
-        """`accept`, `advance` and `draft` in one call."""
+        """Run `accept`, `advance` and `draft` in one call."""
         return self._impl.step(handles, accepted, tokens, offsets, windows, check_running(running))
 
     def matches(self, handles: Longs) -> tuple[Ints, Ints]:
-        """Lengths [B] of the present matches: history, own stream; 0 below `min_match`."""
+        """Return the present match lengths in history and own stream, [B] each; 0 below
+        `min_match`."""
         return self._impl.matches(handles)
 
     def windows(self, handles: Longs) -> Ints:
-        """The present windows [B], before the load rule."""
+        """Return the present windows [B], before the load rule."""
         return self._impl.windows(handles)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of histories and streams that are held; 0 without the native build."""
+        """Bytes of histories and streams in memory; 0 without the native build."""
         return self._impl.nbytes
 
     def stats(self) -> dict[str, int]:
-        """Counts: prompts, tokens, states, edges, history_bytes, live_bytes, live_tokens, requests.
+        """Return counts: prompts, tokens, states, edges, history_bytes, live_bytes, live_tokens,
+        requests.
 
-        The first four are of the present histories, history_bytes of all that are still held.
-        Without the native build states, edges and bytes are 0.
+        The first four are of the present histories; history_bytes includes older histories still in
+        use. Without the native build, states, edges and bytes are 0.
         """
         return self._impl.stats()
 
     def arena(self) -> NDArray[np.uint8]:
-        """The present histories as bytes [nbytes], read-only, for a copy to a device.
+        """Return the present histories as read-only bytes [nbytes], for a copy to a device.
 
         Raises:
             ValueError: before the first `swap`, or without the native build.
@@ -228,7 +233,7 @@ class Forest:
 
 @dataclass(slots=True)
 class _History:
-    """One prompt: responses, their weights, and where every gram of min_match tokens ends."""
+    """History of a prompt: responses, their weights, and end places of each min_match-gram."""
 
     responses: list[list[int]]
     weights: list[int]
@@ -248,20 +253,20 @@ class _Request:
     growth: int = 0
 
     def append(self, tokens: list[int]) -> None:
-        """Have more tokens."""
+        """Append tokens to the stream."""
         self.stream += tokens
 
     def take_load(self, start: int, growth: int) -> None:
-        """Begin its windows, and let them grow, by so much under the present load."""
+        """Set start and growth of the window under the present load."""
         self.window = self.window or start
         self.start, self.growth = start, growth
 
     def propose(self, num: int) -> None:
-        """Note how many tokens its draft has."""
+        """Store the length of the draft."""
         self.proposed = num
 
     def accept(self, num: int, max_window: int) -> None:
-        """End its draft, of which `num` tokens were right, and choose its next window."""
+        """End the draft, of which `num` tokens were accepted, and set the next window."""
         if self.proposed > 0:
             grown = min(self.window + self.growth, max_window)
             self.window = grown if num >= self.proposed else self.start
@@ -269,7 +274,7 @@ class _Request:
 
 
 class Reference:
-    """What `Forest` does, in Python, by looking at every occurrence."""
+    """Python reference of `Forest`, which visits every occurrence of a match."""
 
     def __init__(
         self,
@@ -450,7 +455,7 @@ class Reference:
         check_windows(windows, batch, self.max_window)
 
     def _load(self, running: int) -> tuple[int, int, int]:
-        """Budget, start and growth under the load of `running` requests."""
+        """Return budget, start and growth of windows under the load of `running` requests."""
         if self.knee == 0 or running <= 0:
             return self.max_window, self.start_window, self.growth
         budget = max(1, min(self.knee // running - 1, self.max_window))
@@ -487,7 +492,7 @@ class Reference:
     # ---- match and draft
 
     def _match(self, request: _Request) -> tuple[int, list[tuple[int, int, int]]]:
-        """Length of the match, and (response, end, own match backwards) of every candidate."""
+        """Return the match length, and (response, end, its match length) of every candidate."""
         stream, history = request.stream, request.history
         limit = self.limit or len(stream)
         found = []
@@ -527,7 +532,8 @@ class Reference:
     def _children(
         history: _History, places: list[tuple[int, int]]
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """(token, places after it) for all that follows `places`, highest priority first."""
+        """Return (token, places after it) for each continuation of `places`, highest priority
+        first."""
         after: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for r, end in places:
             if end < len(history.responses[r]):
@@ -553,7 +559,8 @@ class Reference:
         return draft
 
     def _own(self, request: _Request) -> tuple[int, int]:
-        """(position after it, length) of the best match in the own stream; length 0 for none."""
+        """Return (position after it, length) of the best match in the own stream; length 0 if there
+        is none."""
         stream, gram = request.stream, self.live_match
         cap = max(self.limit or LIVE_CAP, gram)
         best, seen = (0, 0), 0
@@ -616,7 +623,7 @@ def _check_whole(name: str, value: Any) -> None:
 
 
 def check_running(running: Any) -> int:
-    """`running` of a draft; ValueError if it is not a whole number, 0 or more."""
+    """Return `running` as an int. Raise ValueError unless it is a whole number, 0 or more."""
     _check_whole("running", running)
     if running < 0:
         raise ValueError(f"running {running}: 0 for the batch, or how many share the forward")
@@ -624,7 +631,7 @@ def check_running(running: Any) -> int:
 
 
 def check_accepted(accepted: Ints, proposed: Sequence[int]) -> None:
-    """ValueError if an accepted length is not within what was proposed."""
+    """Raise ValueError if an accepted length exceeds the proposed one or is negative."""
     if len(accepted) != len(proposed):
         raise ValueError(f"accepted: {len(proposed)} entries are needed, got {len(accepted)}")
     for i, (n, most) in enumerate(zip(accepted.tolist(), proposed, strict=True)):
@@ -633,7 +640,7 @@ def check_accepted(accepted: Ints, proposed: Sequence[int]) -> None:
 
 
 def check_windows(windows: Ints, batch: int, max_window: int) -> None:
-    """ValueError if a window is not within 0 to `max_window`."""
+    """Raise ValueError if a window is not within 0 to `max_window`."""
     if len(windows) != batch:
         raise ValueError(f"windows: {batch} entries are needed, got {len(windows)}")
     for i, window in enumerate(windows.tolist()):
@@ -642,7 +649,7 @@ def check_windows(windows: Ints, batch: int, max_window: int) -> None:
 
 
 def check_array(name: str, array: Any, dtype: type) -> None:
-    """ValueError unless it is a contiguous numpy array of one dimension and this dtype."""
+    """Raise ValueError unless it is a contiguous one-dimensional numpy array of this dtype."""
     wanted = np.dtype(dtype)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name}: a numpy array of {wanted}, not {type(array).__name__}")
@@ -655,7 +662,7 @@ def check_array(name: str, array: Any, dtype: type) -> None:
 
 
 def check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
-    """ValueError unless they cut `total` entries into `parts` parts."""
+    """Raise ValueError unless the offsets divide `total` entries into `parts` parts."""
     if len(offsets) != parts + 1:
         raise ValueError(f"{name}: {parts + 1} entries are needed, got {len(offsets)}")
     if offsets[0] != 0:
@@ -672,6 +679,6 @@ def check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
 
 
 def check_tokens(tokens: Ints) -> None:
-    """ValueError if a token id is negative."""
+    """Raise ValueError if a token id is negative."""
     for i in np.flatnonzero(tokens < 0)[:1]:
         raise ValueError(f"tokens[{i}] {tokens[i]}: token ids are 0 or more")

@@ -1,8 +1,8 @@
-"""The suffix forest on a device: drafts for a whole batch in one launch, ids never leave the GPU.
+"""The suffix forest on a device: drafts of a whole batch in one launch; token ids stay on the GPU.
 
-The same drafts as `rlcore.ops.suffix.Forest`, from the same block of memory, copied once. A request
-has a record, and fixed room for its own stream; a stream that is longer drafts from the history
-alone from there on. `device="cpu"` runs the same body on the host.
+It gives the same drafts as `rlcore.ops.suffix.Forest`, from a copy of the same block of memory. A
+request has a record and a fixed capacity for its own stream. If its stream is longer, it drafts
+only from the history. `device="cpu"` runs the same code on the host.
 """
 
 import warnings
@@ -16,12 +16,13 @@ from torch import Tensor
 from rlcore.ops import native, suffix
 from rlcore.ops.suffix import Forest, Longs
 
-# Header, which begins with the number of prompts, then the prompts (csrc/suffix/layout.h).
+# The block begins with a header (first the number of prompts), then the prompts
+# (csrc/suffix/layout.h).
 _HEADER_BYTES = 32
 _PROMPT = np.dtype(
     [("key", "<i8"), ("states", "<u8"), ("edges", "<u8"), ("num_states", "<u4"), ("rest", "<u4")]
 )
-# Of a request's record, in 32-bit words: the length of the last draft.
+# Place of the length of the last draft in a request's record, in 32-bit words.
 _PROPOSED_AT = 9
 # The one state of a prompt without history: no token, next, link or edges.
 _NOTHING = np.array([-1, -1, -1, 0, -1, 0], np.int32)
@@ -29,7 +30,7 @@ _NOTHING = np.array([-1, -1, -1, 0, -1, 0], np.int32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOptions:
-    """As of `Forest`; the order is that of csrc/torch/suffix.cpp."""
+    """Options as in `Forest`; the order is that of csrc/torch/suffix.cpp."""
 
     limit: int = 7
     min_match: int = 3
@@ -46,14 +47,14 @@ class DeviceOptions:
 
 @dataclass(slots=True)
 class _Block:
-    """A forest's memory on the device. It goes with the last request that is on it."""
+    """A forest's memory on the device, freed with the last request that uses it."""
 
     memory: Tensor
     prompts: np.ndarray
 
 
 class DeviceForest:
-    """Requests on a device; B is the batch, W the width of its drafts."""
+    """Suffix forest with its requests on a device; B is the batch, W the width of its drafts."""
 
     def __init__(
         self,
@@ -63,19 +64,22 @@ class DeviceForest:
         stream: int = 8192,
         **options: Any,
     ) -> None:
-        """Args:
-            device: where everything lies.
-            requests: most that are open at a time.
-            stream: tokens of a request's own stream (18.7 to 29.3 bytes each); 0 with live=False.
-            options: of `DeviceOptions`.
+        """Allocate the requests on the device.
+
+        Args:
+            device: device of all tensors.
+            requests: maximum number of open requests.
+            stream: capacity of a request's own stream in tokens (18.7 to 29.3 bytes each); 0 with
+                live=False.
+            options: fields of `DeviceOptions`.
 
         Raises:
-            ValueError: options that `Forest` refuses.
+            ValueError: invalid options, as in `Forest`.
             ImportError: there is no native build for the device.
         """
         device = torch.device(device)
         self.options = DeviceOptions(**options)
-        Forest(**options, threads=1)  # refuses what it refuses, in the same words
+        Forest(**options, threads=1)  # raises its errors for invalid options
         for name, value in (("requests", requests), ("stream", stream)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool):
                 raise ValueError(f"{name} {value!r}: a whole number")
@@ -89,7 +93,7 @@ class DeviceForest:
         self._ops = ops
         room = 1 << (stream * 4 // 3).bit_length()
         self._records = torch.full((requests, 8), -1, dtype=torch.int64, device=device)
-        self.device = self._records.device  # with its index
+        self.device = self._records.device  # includes the device index
         self._text = torch.empty((requests, stream, 2), dtype=torch.int32, device=self.device)
         self._slots = torch.empty((requests, room, 2), dtype=torch.int32, device=self.device)
         self._nothing = torch.from_numpy(_NOTHING).to(self.device)
@@ -100,26 +104,26 @@ class DeviceForest:
         self._open: dict[int, _Block | None] = {}  # by handle
 
     def upload(self, forest: Forest) -> None:
-        """Copy the present histories of `forest`; requests that are opened from now on use them.
+        """Copy the present histories of `forest`; requests opened from now on use them.
 
         Raises:
-            ValueError: `forest` has none yet, or is the Python reference.
+            ValueError: `forest` has no histories yet, or is the Python reference.
         """
         block = forest.arena()
         count = int(block[:8].view(np.uint64)[0])
         table = block[_HEADER_BYTES : _HEADER_BYTES + count * _PROMPT.itemsize]
         memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
         with warnings.catch_warnings():
-            # The block cannot be written to, and is not.
+            # The block is read-only and is only read here.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             memory.copy_(torch.from_numpy(block))
         self._current = _Block(memory, table.view(_PROMPT).copy())
 
     def open(self, keys: Longs) -> Tensor:
-        """A new request for every key [B], numpy int64; handles [B], int64 on the device.
+        """Open a request for every key [B] (numpy int64); return handles [B], int64 on the device.
 
         Raises:
-            ValueError: more requests than there is room for.
+            ValueError: more than the maximum number of requests would be open.
         """
         suffix.check_array("keys", keys, np.int64)
         if len(keys) > len(self._free):
@@ -136,13 +140,13 @@ class DeviceForest:
         self._records[where] = made
         self._slots[where] = 0
         handles = made[:, 0].contiguous()
-        # Nothing fails from here on: what fails before leaves no slot taken.
+        # No call fails from here on; an earlier failure must not take a slot.
         del self._free[len(self._free) - len(keys) :]
         self._open.update(dict.fromkeys(records[:, 0].tolist(), self._current))
         return handles
 
     def _histories(self, keys: Longs) -> np.ndarray:
-        """Addresses [B, 2] of the prompts' states and edges."""
+        """Return the addresses [B, 2] of the prompts' states and edges."""
         found = np.empty((len(keys), 2), np.int64)
         found[:] = self._nothing.data_ptr(), 0
         block = self._current
@@ -156,7 +160,7 @@ class DeviceForest:
         return found
 
     def close(self, handles: Tensor) -> None:
-        """End requests [B]; waits for the device. ValueError for a handle that is not open."""
+        """Close requests [B]; waits for the device. Raise ValueError if a handle is not open."""
         self._check("handles", handles, torch.int64)
         given = self._check_open(handles)
         indices = handles.cpu().numpy() & 0xFFFFFFFF
@@ -186,22 +190,24 @@ class DeviceForest:
         *,
         running: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Accept, advance and draft, in one launch and without waiting for it.
+        """Accept, advance and draft in one launch, without waiting for it.
 
         Args:
-            handles: [B] int64, each once.
-            accepted: [B] int32, of the last drafts; None: the windows stay.
+            handles: [B] int64, distinct.
+            accepted: [B] int32, accepted lengths of the last drafts; None: the windows stay.
             tokens: [N] int32 to append.
             offsets: [B + 1] int64: tokens[offsets[i] : offsets[i + 1]] go to handles[i].
             windows: [B] int32, longest drafts; None: every request's own, under the load rule.
-            running: requests that share the forward; 0: B.
+            running: number of requests that share the forward pass; 0: B.
 
         Returns:
-            tokens [B, W], -1 after the draft, and lengths [B]; W is max_window, or without
-            `windows` the budget of the load rule. Values are not looked at here, that would wait
-            for the device: a handle that is not open gets length -1, as all but one of equal ones
-            do; negative tokens match nothing; the rest is held in range. On the CPU, where looking
-            is free, all of that is a ValueError in the words of `Forest`, and changes nothing.
+            tokens [B, W], -1 after the draft, and lengths [B]. W is max_window, or without
+            `windows` the budget of the load rule.
+
+            On a GPU values are not checked, because that would wait for the device. A handle that
+            is not open, or repeats another one, gets length -1; negative tokens match nothing;
+            other values are clamped. On the CPU such values raise the ValueErrors of `Forest`, and
+            no request changes.
         """
         batch, o = self._check("handles", handles, torch.int64), self.options
         for name, given, dtype, size in (
@@ -218,7 +224,7 @@ class DeviceForest:
         width = o.max_window
         if windows is None and o.knee > 0 and batch > 0:
             width = max(1, min(o.knee // running - 1, o.max_window))
-        # One fill for both: the drafts, and which requests are taken.
+        # One allocation holds the drafts and the marks of the requests in use.
         filled = torch.full(
             (batch * width + len(self._records),), -1, dtype=torch.int32, device=self.device
         )
@@ -277,7 +283,7 @@ class DeviceForest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that are held."""
+        """Bytes of device memory in use."""
         blocks = {id(b): b for b in [*self._open.values(), self._current] if b is not None}
         tensors = [self._records, self._text, self._slots]
         return sum(t.nbytes for t in tensors) + sum(b.memory.nbytes for b in blocks.values())
