@@ -47,6 +47,19 @@ class Channel:
         self.said.append(f"channel tp {tp}")
 
 
+class Shelf:
+    """Weights in host memory."""
+
+    num_bytes = 10**9
+    name = "shelf"
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def fill(self, engine: Part) -> None:
+        self.said.append(f"fill {engine.name}")
+
+
 def sizes_of(said: list[str], tp: int = 1, policy: Any = None, ranks: Any = (0,)) -> EngineSizes:
     """Sizes whose change is written down."""
 

@@ -502,8 +502,9 @@ class Arbiter:
         return ""
 
     def _number(self, known: Known) -> dict[str, list[int]] | str:
-        """Return numbers for the nodes that a job has named: those that other jobs use for them,
-        else unused ones, preferably without any job. If there are too few, return why."""
+        """Return numbers for the nodes that a job has named. A node that other jobs have named too
+        keeps its number; others get unused numbers, preferably of nodes without a job. If there
+        are too few numbers, return why."""
         found = {}
         for pool, names in known.hosts.items():
             bound, free = _bound(self._jobs, pool), self._cluster.free(pool == ROLLOUT)

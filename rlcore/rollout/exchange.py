@@ -46,7 +46,7 @@ class SampleExchange:
     def collect(
         self, ids: Collection[RequestId], owners: Mapping[RequestId, int]
     ) -> dict[RequestId, Sample]:
-        """Return these samples by id; wait for those that other ranks send.
+        """Return these samples by id; wait for the samples of other ranks.
 
         Raises:
             TimeoutError: names the ranks that have not sent.

@@ -62,7 +62,7 @@ def check_tags(tags: Collection[Tag]) -> None:
 
 
 def damage(bucket: Bucket, flat: Tensor) -> str:
-    """What is wrong with the bytes of a bucket; "" when they are those that were sent."""
+    """Compare a bucket with its checksum. Return what is wrong, "" if nothing is."""
     found = checksum(flat)
     if found == bucket.checksum:
         return ""

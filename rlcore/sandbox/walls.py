@@ -302,7 +302,7 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
 
 
 def _map_users(info: int, go: int) -> None:
-    """Write the user map of the namespace: root, to set it up, and nobody, for programs."""
+    """Write the user map of the namespace: `root` sets it up, programs run as the user `nobody`."""
     said, deadline = b"", time.monotonic() + _START_S
     os.set_blocking(info, False)
     while b"}" not in said:

@@ -142,8 +142,8 @@ def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
 
 
 def jumps(before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]]) -> tuple[float, float]:
-    """Return the share of prompts in a higher ranking group after than before, and the share of
-    those that are exactly one higher."""
+    """Return the share of prompts that moved to a higher ranking group, and which share of these
+    moved by exactly one group."""
     old = {p: g for g, group in enumerate(before) for p in group}
     steps = [g - old[p] for g, group in enumerate(after) for p in group if p in old]
     if not steps:

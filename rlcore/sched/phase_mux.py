@@ -118,7 +118,7 @@ class _State:
         self.slots, self.more = free, later
 
     def extend(self, slots: list[str]) -> None:
-        """Add slots to the running phase, out of those that it waits for."""
+        """Give the running phase some of the slots that it waits for."""
         self.more = [s for s in self.more if s not in slots]
         self.slots += slots
 

@@ -84,7 +84,7 @@ class Replica:
     # ---- requests
 
     def submit(self, jobs: list[Job], time: float) -> None:
-        """Add requests; start those that fit."""
+        """Queue requests, and start as many as fit."""
         self.advance(time)
         self._waiting.extend(jobs)
         self._admit()

@@ -1,7 +1,7 @@
 """ROLL Flash's tables from the shipped controller and sample buffer: published against simulated.
 
 arXiv:2510.11345. Settings that the paper leaves open are constants here, with their origin. Cells
-on which a constant is fitted are marked, and so are those that do not agree.
+that a constant was fitted to are marked, and so are cells that differ from the paper.
 """
 
 import math
@@ -111,7 +111,7 @@ AGENTIC = {"ALFWorld": (1.58, 2.72), "SWE": (1.23, 1.81)}
 """Published speed-ups over the fully sequential version: with independent environments, and with
 training overlapped as well."""
 AGENTIC_GPUS, AGENTIC_INFER = 64, 4
-"""Number of GPUs in total, and of those that sample if training is separate; ours."""
+"""Number of GPUs in total, and number that sample if training is separate. Our assumptions."""
 
 
 def cost() -> Cost:

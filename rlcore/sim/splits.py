@@ -48,7 +48,7 @@ def over(plan: Plan, gpus: int) -> Training:
 
 def table(plan: Plan, alpha: float, steps: int) -> Made:
     """Return a table of about fifteen splits into whole engines. `steps` is the number of updates
-    simulated for each, after those that fill the buffer."""
+    simulated for each, after the buffer is full."""
     sizes = range(plan.tp, plan.gpus, plan.tp)
     sizes = sizes[:: max(1, len(sizes) // 15)]
     if not sizes:

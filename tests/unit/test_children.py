@@ -84,7 +84,7 @@ def test_a_queue_holds_what_the_other_side_does_not_take_yet(ends):
 def test_messages_pass_where_descriptors_are_beyond_1023():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
-        pytest.skip(f"only {hard} descriptors are allowed here")
+        pytest.skip(f"needs 2,048 file descriptors; the hard limit of this machine is {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     ends = []
     for end in socket.socketpair():

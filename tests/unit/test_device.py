@@ -14,7 +14,7 @@ from rlcore.trainer.device import NEXT, Device, OffloadDevice
 from rlcore.trainer.progress import Ranks
 from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils.spans import Spans
-from tests.parts import Part, parts_of, sizes_of
+from tests.parts import Part, Shelf, parts_of, sizes_of
 
 PUSH = [
     "learner offload optimizer gradients",
@@ -268,19 +268,6 @@ class Gate:
         if resident is not None:
             resident.store()
         self.said.append(f"leave {name}")
-
-
-class Shelf:
-    """Weights in host memory."""
-
-    num_bytes = 10**9
-    name = "shelf"
-
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
-
-    def fill(self, engine: Part) -> None:
-        self.said.append(f"fill {engine.name}")
 
 
 def shared(said: list[str], *, colocated: bool = False, gate: Any = None) -> SharedDevice:

@@ -12,7 +12,7 @@ from rlcore.mux import profile, ranks
 from rlcore.mux.profile import Profile, Profiler
 from rlcore.mux.ranks import RanksGate
 from rlcore.trainer.shared_device import SharedDevice
-from tests.parts import Part, parts_of
+from tests.parts import Shelf, parts_of
 
 
 def metrics(gen: float, step: float, length: float, gb: float = 1.0) -> dict[str, float]:
@@ -89,19 +89,6 @@ class Gate:
     def leave(self, name: str, seconds: float, switch_s: float) -> None:
         assert seconds >= 0 and switch_s >= 0
         self.said.append(f"leave {name}")
-
-
-class Shelf:
-    """Weights in host memory."""
-
-    num_bytes = 10**9
-    name = "shelf"
-
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
-
-    def fill(self, engine: Part) -> None:
-        self.said.append(f"fill {engine.name}")
 
 
 def device_of(said: list[str], folder: Path, *, colocated: bool = False) -> SharedDevice:

@@ -436,7 +436,7 @@ class SGLangEngine(InProcess):
         Raises:
             ValueError: unknown name, wrong shape, or a number of payloads that is not the
                 tensor-parallel size.
-            RuntimeError: the bytes are not those that were sent. The bucket is not loaded, and all
+            RuntimeError: the checksum differs from the sender's. The bucket is not loaded, and all
                 weights must be sent again.
         """
         if not self._leads:

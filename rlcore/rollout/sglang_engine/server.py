@@ -205,7 +205,7 @@ class Server:
 
 
 def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = None) -> None:
-    """Set the environment of this process and of those that SGLang starts from it. Call this before
+    """Set the environment of this process, which SGLang's processes inherit. Call this before
     importing sglang.
 
     Args:

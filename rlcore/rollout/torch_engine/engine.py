@@ -509,7 +509,7 @@ class TorchEngine(InProcess):
 
         Raises:
             ValueError: unknown name, wrong shape or too few bytes.
-            RuntimeError: the bytes are not those that were sent. The bucket is not loaded, and all
+            RuntimeError: the checksum differs from the sender's. The bucket is not loaded, and all
                 weights must be sent again.
         """
         if self._missing is None:
