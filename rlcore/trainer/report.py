@@ -148,7 +148,7 @@ def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
-    """Write some samples of the step to the rollout log: only rank 0 has their texts."""
+    """Write some samples of the step to the rollout log. Their texts must be on rank 0."""
     if run.observers.writer is None or run.cfg.log.rollouts == 0:
         return
     agent = run.rollout.agent
