@@ -93,7 +93,7 @@ class Engine(Protocol):
         """End the engine and every process that it started. Idempotent."""
 
 
-class Loads(Protocol):
+class WeightReceiver(Protocol):
     """The part of `Engine` that a weight update calls."""
 
     def begin_load(self, version: int) -> None: ...
@@ -195,7 +195,9 @@ class WeightChannel(Protocol):
     restored: if a push fails, every engine that had begun to load refuses to decode until a later
     push succeeds. If an engine fails during a push, its rank continues the push without it."""
 
-    def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
+    def push(
+        self, learner: Learner | None, engine: WeightReceiver | None, version: int
+    ) -> dict[str, float]:
         """Update the engines' weights. Collective: every rank calls it with its own learner and
         engine, or None for either.
 

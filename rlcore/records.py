@@ -252,7 +252,7 @@ class Ready(Event):
     """The rank has entered the round and accepts commands."""
 
 
-class Progress(Event):
+class LengthReport(Event):
     """Lengths of the live requests of one engine; sent once per interval, not per token."""
 
     ids: tuple[RequestId, ...]
@@ -390,7 +390,7 @@ class Holding(Event):
 
 AnyEvent = (
     Ready
-    | Progress
+    | LengthReport
     | Finished
     | Aborted
     | Rewarded
@@ -484,13 +484,13 @@ class EndRound(Command):
     """Complete groups that are not trained, with the reason. Groups in neither field were late."""
     anchors: dict[str, float] = {}
     """Scoring time in seconds of the slowest right answer of the round, by prompt
-    (`sched/reward.py`)."""
+    (`sched/reward_timeout.py`)."""
     streamed: tuple[Streamed, ...] = ()
     """Groups of `groups` that are trained already, in order of training."""
     stats: dict[str, float] = {}
 
 
-class Batch(Command):
+class TrainOrder(Command):
     """Train these groups next, in an endless round."""
 
     groups: tuple[Group, ...]
@@ -513,7 +513,7 @@ class Fail(Command):
     reason: str
 
 
-class Drop(Command):
+class DropEngine(Command):
     """End this rank's engine, because another rank of the same engine has failed."""
 
     reason: str
@@ -540,10 +540,10 @@ AnyCommand = (
     | Release
     | Ship
     | Train
-    | Drop
+    | DropEngine
     | Repair
     | EndRound
-    | Batch
+    | TrainOrder
     | Hold
     | Meet
     | Fail

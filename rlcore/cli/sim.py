@@ -21,7 +21,7 @@ from rlcore.cli import exits
 from rlcore.config.schema import TailConfig
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, splits, table, user
-from rlcore.sim.cluster import Run, summarize
+from rlcore.sim.cluster import SimRun, summarize
 from rlcore.sim.cost import GPUS, MODELS
 from rlcore.utils.errors import ConfigError
 
@@ -99,7 +99,7 @@ def _run(a: argparse.Namespace) -> int:
     plans = [plan]
     if a.baseline != "none":
         plans.insert(0, user.baseline(plan, a.baseline))
-    arms = {p.name: list(Run(p).steps(a.steps)) for p in plans}
+    arms = {p.name: list(SimRun(p).steps(a.steps)) for p in plans}
     sums = {name: summarize(steps) for name, steps in arms.items()}
     print("\n".join([*notes, "", *report.table(sums)]))
     print(f"\n{a.steps} steps, simulated in {time.monotonic() - begin:.0f} s")
@@ -194,7 +194,7 @@ def _papers(a: argparse.Namespace) -> int:
     return _show(made, a, begin)
 
 
-def _show(made: table.Made, a: argparse.Namespace, begin: float) -> int:
+def _show(made: table.TableResult, a: argparse.Namespace, begin: float) -> int:
     """Print a table, and write it to --json and --picture if given."""
     print("\n".join(table.show(made)))
     print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")

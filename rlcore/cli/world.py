@@ -16,8 +16,8 @@ from rlcore.config import rules
 from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
 from rlcore.utils import collective, listen
 from rlcore.utils.errors import ConfigError
-from rlcore.utils.flight import Flight
-from rlcore.utils.gang import Gang, meet
+from rlcore.utils.flight_recorder import FlightRecorder
+from rlcore.utils.health import Health, meet
 from rlcore.utils.sealed import SealedStore, share_secret
 
 
@@ -35,7 +35,7 @@ class World:
     """Number of ranks at the end that only sample, while the others only train; 0: all do both."""
     everyone: dist.ProcessGroup | None = None
     """Group of all ranks, if the default group has only the ranks of this rank's role."""
-    gang: Gang | None = None
+    gang: Health | None = None
     """Heartbeats of all ranks, and the flight record of this one."""
     secret: bytes = b""
     """Secret that only this run's ranks know; empty in a world of one."""
@@ -133,7 +133,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):
         raise ConfigError(found)
     if "WORLD_SIZE" not in os.environ:
-        gang = _gang(Flight(0, 1, folder), None)
+        gang = _gang(FlightRecorder(0, 1, folder), None)
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
@@ -141,7 +141,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, timeout_s)
     lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
-    flight = Flight(rank, size, folder)
+    flight = FlightRecorder(rank, size, folder)
     gang = _gang(flight, None)
     first, count, everyone = 0, size, None  # first rank and number of ranks of this rank's role
     try:
@@ -185,9 +185,9 @@ def _is_one_node() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", size) == size
 
 
-def _gang(flight: Flight, store: Any) -> Gang:
+def _gang(flight: FlightRecorder, store: Any) -> Health:
     on_main = threading.current_thread() is threading.main_thread()
-    return Gang(flight, store).start(signals=on_main)
+    return Health(flight, store).start(signals=on_main)
 
 
 def _store(rank: int, timeout_s: float) -> dist.TCPStore:

@@ -13,7 +13,7 @@ from rlcore.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ParallelLayout:
     """One rank of one world. Sizes are `tp pp vpp cp ep dp`, positions `*_rank`."""
 
     world_size: int
@@ -92,7 +92,7 @@ class Layout:
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
-def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
+def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
     """Return the layout of `rank` in a world of `world_size` train ranks. All sizes are at least 1.
 
     Raises:
@@ -122,7 +122,7 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
     rest, cp_rank = divmod(rest, train.cp)
     dp = world_size // model
     pp_rank, dp_rank = divmod(rest, dp)
-    return Layout(
+    return ParallelLayout(
         world_size=world_size,
         rank=rank,
         tp=train.tp,

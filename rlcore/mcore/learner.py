@@ -41,7 +41,7 @@ from rlcore.mcore.head import LateHead
 from rlcore.mcore.layout import replicas
 from rlcore.mcore.memory import Parked, identity
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
-from rlcore.mcore.reference import Reference
+from rlcore.mcore.reference import ReferenceModel
 from rlcore.mcore.schedule import learning_rate
 from rlcore.ops import head as chunked
 from rlcore.ops import native
@@ -132,7 +132,7 @@ class MegatronLearner:
             self._late = LateHead(chunks[-1])
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
-        self._reference = Reference(self._parameters()) if keep_reference else None
+        self._reference = ReferenceModel(self._parameters()) if keep_reference else None
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,

@@ -25,7 +25,7 @@ Lengths = Mapping[int, Sequence[int]]
 """Tokens of each response, by step."""
 
 ROUNDS = "rounds.jsonl"
-"""Log of rounds (`rollout/rounds.py`), with the length of every response."""
+"""Log of rounds (`rollout/round_log.py`), with the length of every response."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 """Palette of Okabe and Ito, which people with colour blindness can tell apart."""
 PHASE_LABELS = {"old_log_prob": "old log-probs", "ref": "reference", "adv": "advantages",

@@ -20,28 +20,28 @@ from msgspec import Struct, structs
 from rlcore.records import (
     AnyCommand,
     AnyEvent,
-    Batch,
     Finished,
     GroupId,
     Held,
     Hold,
     Holding,
+    LengthReport,
     Move,
     Moved,
     Preempted,
-    Progress,
     Prompt,
     Released,
     RequestId,
     Rewarded,
+    TrainOrder,
     Version,
     Wanted,
     Work,
     group_of,
 )
 from rlcore.rollout.controller import Controller
-from rlcore.sched.histopipe import Pipe
-from rlcore.sched.roles import GroupState, Place, RequestState
+from rlcore.sched.histopipe import HistoPipe
+from rlcore.sched.roles import GroupState, RequestState, Router
 from rlcore.sched.staleness import Refill, SampleBuffer
 from rlcore.sched.stop import EQUAL_REWARDS
 
@@ -76,7 +76,7 @@ class AsyncController(Controller):
         trainers: Sequence[int],
         samplers: Sequence[int],
         ranks: Sequence[int],
-        place: Place | Pipe,
+        place: Router | HistoPipe,
         deadline_s: float,
         members: Mapping[int, Sequence[int]] | None = None,
         dynamic: bool = False,
@@ -84,11 +84,11 @@ class AsyncController(Controller):
         """
         Args:
             issue: as in `Refill`.
-            place: router of requests to engines. A `Pipe` also orders new work and may move running
-                requests to another engine.
+            place: router of requests to engines. A `HistoPipe` also orders new work and may move
+                running requests to another engine.
             dynamic: as in `Refill`.
         """
-        self._pipe = place if isinstance(place, Pipe) else None
+        self._pipe = place if isinstance(place, HistoPipe) else None
         self._refill = Refill(buffer, self._issue_by(issue), dynamic)
         super().__init__(
             ranks=ranks,
@@ -158,7 +158,7 @@ class AsyncController(Controller):
         if isinstance(event, Moved):
             self._seen[event.rank] = now
             return self._moved(event)
-        if isinstance(event, Progress):
+        if isinstance(event, LengthReport):
             event = self._known(event)
             for i, length in zip(event.ids, event.lengths, strict=True):
                 if length:
@@ -170,7 +170,7 @@ class AsyncController(Controller):
                 self._up[event.rank] -= 1
             return self._submit()
         commands = super().handle(event, now)
-        if isinstance(event, Progress):
+        if isinstance(event, LengthReport):
             commands += self._move(event)
         return [*commands, *self._give()]
 
@@ -214,7 +214,7 @@ class AsyncController(Controller):
                 self._pipe.learn(self._groups[group.id].work.prompt, group.lengths)
         for name in chosen:
             self._leave(name)
-        return [Batch(rank=r, groups=groups, stats=stats) for r in self._learners]
+        return [TrainOrder(rank=r, groups=groups, stats=stats) for r in self._learners]
 
     def _hold(self, event: Holding, now: float) -> list[AnyCommand]:
         """Tell all rollout ranks to stop decoding, and which groups were removed."""
@@ -258,7 +258,7 @@ class AsyncController(Controller):
         """Return the group's position in the order of all started requests."""
         return min(r.order for r in self._groups[group].requests.values())
 
-    def _known(self, event: Progress) -> Progress:
+    def _known(self, event: LengthReport) -> LengthReport:
         """Return the event without requests whose groups were removed, and without tails."""
         pairs = [
             (i, n) for i, n in zip(event.ids, event.lengths, strict=True) if i in self._requests
@@ -269,8 +269,8 @@ class AsyncController(Controller):
 
     # ---- requests that move to another engine
 
-    def _move(self, event: Progress) -> list[AnyCommand]:
-        """Move requests that have become too long for their engine (`Pipe` only)."""
+    def _move(self, event: LengthReport) -> list[AnyCommand]:
+        """Move requests that have become too long for their engine (`HistoPipe` only)."""
         if self._pipe is None or self._holds or event.rank not in self._up:
             return []
         here = {

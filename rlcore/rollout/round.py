@@ -1,5 +1,5 @@
 """One round of sampling over all ranks: rank 0 runs the controller in a thread, and every rank
-runs a rollout worker (`Agent`)."""
+runs a rollout worker (`RolloutWorker`)."""
 
 import threading
 import time
@@ -22,13 +22,13 @@ from rlcore.records import (
 )
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.exchange import by_owner
-from rlcore.rollout.histospec import Library, Teacher, history_of
-from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
-from rlcore.rollout.rounds import Rounds
+from rlcore.rollout.histospec import HistorySender, HistoryStore, history_of
+from rlcore.rollout.round_log import Rounds
 from rlcore.rollout.transport import Hub
-from rlcore.sched.race import Misfit
+from rlcore.rollout.worker import NO_CALLBACKS, RolloutWorker, RoundCallbacks
+from rlcore.sched.completion_order import ReplayMismatch
 from rlcore.sched.roles import Elastic, Stop
-from rlcore.sched.stop import All
+from rlcore.sched.stop import StopAtAll
 from rlcore.utils.log import log
 
 TICK_S = 0.25
@@ -59,14 +59,14 @@ class Rollout:
     def __init__(
         self,
         hub: Hub,
-        agent: Agent,
+        agent: RolloutWorker,
         make_controller: Callable[[Stop, Elastic | None], Controller],
         timeout_s: float,
         *,
         on_progress: Callable[[int, int], None] | None = None,
         samplers: Sequence[int] = (),
         rounds: Rounds | None = None,
-        library: Library | None = None,
+        library: HistoryStore | None = None,
     ) -> None:
         """
         Args:
@@ -97,7 +97,7 @@ class Rollout:
             return self.agent.run_round(callbacks)
         self._round += 1
         gone = threading.Event()
-        self._controller = self._make_controller(stop or All(), elastic)
+        self._controller = self._make_controller(stop or StopAtAll(), elastic)
         thread = threading.Thread(
             target=_control,
             args=(
@@ -108,7 +108,7 @@ class Rollout:
                 gone,
                 self._on_progress,
                 self._rounds if stop is not None else None,
-                Teacher(self.library) if self.library is not None else None,
+                HistorySender(self.library) if self.library is not None else None,
             ),
             daemon=True,
         )
@@ -180,13 +180,16 @@ def _control(
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
     rounds: Rounds | None,
-    teacher: Teacher | None,
+    teacher: HistorySender | None,
 ) -> None:
     """Run the controller in its own thread, so that an abort never waits for a decode step. An
     error here fails the round on every rank, with the error as the reason."""
     try:
         _serve(controller, hub, work, round_, gone, on_progress, rounds, teacher)
-    except (Misfit, OSError) as e:  # raised by the log of rounds; the message needs no prefix
+    except (
+        ReplayMismatch,
+        OSError,
+    ) as e:  # raised by the log of rounds; the message needs no prefix
         _fail(hub, str(e))
     except Exception as e:
         log.exception("the controller failed")
@@ -208,7 +211,7 @@ def _serve(
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
     rounds: Rounds | None,
-    teacher: Teacher | None,
+    teacher: HistorySender | None,
 ) -> None:
     """Feed the controller until the round is over. If rank 0's own worker fails (`gone`), fail the
     other ranks at once."""

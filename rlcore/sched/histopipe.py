@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlcore.records import GroupId, Prompt, RequestId, Work, group_of
-from rlcore.sched.reward import key_of
+from rlcore.sched.reward_timeout import key_of
 
 Key = TypeVar("Key", bound=Hashable)
 GROUPS = 8
@@ -163,7 +163,7 @@ class _Home:
     """Length beyond which a response migrates; 0: it never does."""
 
 
-class Pipe:
+class HistoPipe:
     """Router and migration policy of HistoPipe in `--mode async`.
 
     Every `batch` started prompts form a step. Its ranking groups are assigned to the engines by

@@ -32,7 +32,7 @@ HISTORY = 8192
 """Number of response lengths that are remembered."""
 
 
-class Lengths:
+class LengthDistribution:
     """Distribution of response lengths, from responses that have ended."""
 
     def __init__(self, history: int = HISTORY) -> None:
@@ -73,7 +73,7 @@ class StreamWindow:
         first: float,
         last: float,
         every: float,
-        lengths: Lengths | None = None,
+        lengths: LengthDistribution | None = None,
     ) -> None:
         """
         Args:
@@ -98,7 +98,7 @@ class StreamWindow:
         self._cache_tokens, self._max_running = cache_tokens, max_running
         self._batch_tokens = batch_tokens
         self._first, self._last, self._every = first, last, every
-        self.lengths = lengths or Lengths()
+        self.lengths = lengths or LengthDistribution()
         self.start()
 
     def start(self) -> None:

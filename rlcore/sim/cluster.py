@@ -13,14 +13,14 @@ import numpy as np
 from rlcore.config.schema import StreamConfig, TailConfig
 from rlcore.records import GroupId, Prompt, Request, Sampling, group_of, response_of
 from rlcore.sched.planner import TPPlanner
-from rlcore.sched.source import EpochOrder
+from rlcore.sched.prompt_source import EpochPrompts
 from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sched.tail_batching import TailBatching
-from rlcore.sim.cost import Cost
-from rlcore.sim.phases import Training
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.phases import TrainingCost
 from rlcore.sim.rewards import Rewards
+from rlcore.sim.round import RoundResult, SimSettings
 from rlcore.sim.workload import Workload
-from rlcore.sim.world import Outcome, World
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 
@@ -31,7 +31,7 @@ rewards that are scored meanwhile; `reward` is the scoring after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
+class StreamRule:
     """Rule for when half of the engines switch to training; `first` and `last` are shares of
     finished responses."""
 
@@ -46,15 +46,15 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     """Virtual cluster and its workload."""
 
     name: str
     gpus: int
     tp: int
-    costs: Callable[[int], Cost]
+    costs: Callable[[int], EngineCost]
     """Returns the costs of an engine over this many GPUs."""
-    training: Training
+    training: TrainingCost
     workload: Workload
     num_prompts: int
     num_samples: int
@@ -73,7 +73,7 @@ class Plan:
     """Returns the seconds to change to engines of this many GPUs."""
     overlap_logprobs: bool = False
     """Whether GPUs with nothing to decode compute the log-probs of finished responses (RLHFuse)."""
-    stream: Stream | None = None
+    stream: StreamRule | None = None
     """Rule under which half of the engines train while the others decode; None: never."""
     max_running: int = 1 << 30
     """Maximum number of requests that an engine decodes at a time."""
@@ -85,7 +85,7 @@ class Plan:
 
 
 @dataclass(slots=True, kw_only=True)
-class Step:
+class SimStep:
     """One step of a run. Times are virtual seconds; `start` counts from the start of the run."""
 
     number: int
@@ -93,17 +93,17 @@ class Step:
     kind: str
     tp: int
     phases: dict[str, float]
-    outcome: Outcome
+    outcome: RoundResult
 
     @property
     def seconds(self) -> float:
         return sum(self.phases.values())
 
 
-class Run:
+class SimRun:
     """Simulation of a plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
         self._rows: dict[GroupId, int] = {}
         self._drawn: dict[GroupId, Sequence[int]] = {}
@@ -119,12 +119,12 @@ class Run:
         self._now = 0.0
         self._number = 0
 
-    def steps(self, count: int) -> Iterator[Step]:
+    def steps(self, count: int) -> Iterator[SimStep]:
         """Simulate the next steps. If the controller gives up a round, raise RuntimeError."""
         for _ in range(count):
             yield self._step()
 
-    def _step(self) -> Step:
+    def _step(self) -> SimStep:
         plan = self._plan
         todo = self._source.next_round(Sampling(max_tokens=plan.workload.cap))
         tp = self._planner.size(todo.kind) if self._planner else plan.tp
@@ -139,7 +139,7 @@ class Run:
         if self._planner:
             self._planner.after(todo.kind, outcome.preemptions, outcome.cache_used)
         phases |= self._after(outcome)
-        step = Step(
+        step = SimStep(
             number=self._number,
             start=self._now,
             kind=todo.kind,
@@ -151,7 +151,7 @@ class Run:
         self._number += 1
         return step
 
-    def _after(self, outcome: Outcome) -> dict[str, float]:
+    def _after(self, outcome: RoundResult) -> dict[str, float]:
         """Return the seconds of each phase for the samples of a round."""
         training = self._plan.training
         lengths = [p + n for p, n, done in outcome.samples() if not done]
@@ -166,10 +166,10 @@ class Run:
             "sync": training.sync_s,
         }
 
-    def _make_source(self) -> EpochOrder | TailBatching:
+    def _make_source(self) -> EpochPrompts | TailBatching:
         plan, next_rows = self._plan, rows_in_order()
         if plan.schedule == "all":
-            return EpochOrder(
+            return EpochPrompts(
                 lambda n: [self._prompt_of(row) for _, row in next_rows(n)],
                 plan.num_prompts,
                 plan.num_samples,
@@ -184,7 +184,7 @@ class Run:
             max_factor=TailConfig.max_factor,
         )
 
-    def _make_world(self, tp: int) -> World:
+    def _make_world(self, tp: int) -> SimSettings:
         plan, replicas = self._plan, self._plan.gpus // tp
         training, rule, cost = plan.training, plan.stream, plan.costs(tp)
         elastic = None
@@ -198,7 +198,7 @@ class Run:
                 last=rule.last,
                 every=StreamConfig.every,
             )
-        return World(
+        return SimSettings(
             [cost] * replicas,
             self._length,
             rewards=self._rewards,
@@ -254,7 +254,7 @@ class Summary:
     """Mean seconds of a step, by kind of round."""
 
 
-def summarize(steps: Sequence[Step]) -> Summary:
+def summarize(steps: Sequence[SimStep]) -> Summary:
     """Average one or more steps of a run."""
     mean = statistics.fmean
     outcomes = [s.outcome for s in steps]

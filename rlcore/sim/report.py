@@ -9,8 +9,8 @@ import numpy as np
 
 from rlcore.metrics import trace as traces
 from rlcore.metrics.plots import COLORS
-from rlcore.sim.cluster import PHASES, Step, Summary
-from rlcore.sim.mux_world import Trace
+from rlcore.sim.cluster import PHASES, SimStep, Summary
+from rlcore.sim.mux_group import MuxTimeline
 
 COLOURS = {
     "all": "#3B6FA0",
@@ -63,7 +63,7 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
     ]
 
 
-def gantt(arms: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
+def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None:
     """Write a PNG of the activity over time, with one panel per arm on a common time axis and one
     row per engine."""
     import matplotlib
@@ -243,7 +243,9 @@ def curves(
     pyplot.close(figure)
 
 
-def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: float = 5) -> None:
+def turns(
+    happened: Mapping[str, MuxTimeline], path: Path, title: str, iterations: float = 5
+) -> None:
     """Write a PNG of the job that holds each slot over time, one panel per group, for the first
     iterations."""
     import matplotlib
@@ -291,11 +293,11 @@ def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: flo
     pyplot.close(figure)
 
 
-def _end(steps: Sequence[Step]) -> float:
+def _end(steps: Sequence[SimStep]) -> float:
     return steps[-1].start + steps[-1].seconds
 
 
-def _panel(axes: Any, steps: Sequence[Step], shown: int, seen: dict[str, None]) -> None:
+def _panel(axes: Any, steps: Sequence[SimStep], shown: int, seen: dict[str, None]) -> None:
     height = 1.0 if shown > 16 else 0.86
     for step in steps:
         replicas = len(step.outcome.spans)
@@ -341,7 +343,7 @@ def _strength(running: int, most: int) -> float:
     return 0.25 + 0.75 * math.log2(max(running, 1)) / max(math.log2(max(most, 1)), 1.0)
 
 
-def trace(arms: Mapping[str, Sequence[Step]], path: Path) -> None:
+def trace(arms: Mapping[str, Sequence[SimStep]], path: Path) -> None:
     """Write a file for ui.perfetto.dev or chrome://tracing, with one process per arm, one thread
     per engine, and one for the phases of the whole."""
     events: list[traces.Event] = []
@@ -354,7 +356,7 @@ def trace(arms: Mapping[str, Sequence[Step]], path: Path) -> None:
     traces.save(path, events)
 
 
-def _events(step: Step, pid: int) -> list[traces.Event]:
+def _events(step: SimStep, pid: int) -> list[traces.Event]:
     def bar(name: str, tid: int, start: float, seconds: float, **facts: object) -> traces.Event:
         return traces.bar(pid, tid, name, start, seconds, step=step.number, **facts)
 

@@ -8,9 +8,9 @@ synchronous loop. Both loops run inside `sync_loop.train`. Lines marked C are co
 train ranks, W over all ranks.
 """
 
-from rlcore.records import Batch, Group, HoldMode
+from rlcore.records import Group, HoldMode, TrainOrder
 from rlcore.trainer import learn, phases, sync_loop
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 
 
@@ -18,7 +18,7 @@ def one_step(run: Run) -> None:
     """Run one update on a rank that trains; sample until the next weight update on the others."""
     groups: tuple[Group, ...] = ()
     stats: dict[str, float] = {}
-    todo: Plan | None = None
+    todo: StepPlan | None = None
     if run.ranks.trains:
         with run.device.train():
             groups, stats, todo = update(run)
@@ -34,7 +34,7 @@ def one_step(run: Run) -> None:
         sync_loop.engine_counts(run)  # W
 
 
-def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], Plan]:
+def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
     """Take one batch from the buffer, train on it, and pause the engines.
 
     Returns:
@@ -43,7 +43,7 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], Plan]:
     spans, flow = run.spans, run.flow
     assert flow is not None
     with spans.phase("gen"):
-        batch: Batch = flow.take(run.step - 1, sync_loop.callbacks(run))
+        batch: TrainOrder = flow.take(run.step - 1, sync_loop.callbacks(run))
     with spans.phase("route"):
         todo = sync_loop.plan_of(run, batch.groups, len(run.ranks.replicas))
         samples = flow.fetch(todo.destination(run.ranks.replicas), todo.owners())

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.protocols import Engine, Learner, Part, Tag, WeightChannel
-from rlcore.sync.shelf import Shelf
+from rlcore.sync.host_cache import HostWeightCache
 from rlcore.trainer.memory import Residency
 from rlcore.trainer.progress import Progress, Ranks
 from rlcore.trainer.sizes import EngineSizes
@@ -208,7 +208,7 @@ class Device:
         assert state in NEXT[self.state], f"device: {self.state} -> {state}"
         self.state = state
 
-    def _push(self, engine: Engine | Shelf | None, version: int) -> None:
+    def _push(self, engine: Engine | HostWeightCache | None, version: int) -> None:
         p = self.parts
         p.progress.pushed(version)
         moved = p.channel.push(p.learner, engine, version)

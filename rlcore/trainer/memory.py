@@ -31,7 +31,7 @@ from rlcore.config import rules
 from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
-from rlcore.mcore.layout import Layout, layout_of
+from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.protocols import PARTS, Learner, Part
 
 GB = 1e9
@@ -59,7 +59,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Memory of one rank in every phase."""
 
     rank: int
@@ -80,7 +80,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class OtherMemory:
     """Memory of processes other than engine and learner, such as a judge."""
 
     always: tuple[Item, ...] = ()
@@ -91,13 +91,13 @@ class Beside:
     """Parts in host memory."""
 
 
-NOBODY = Beside()
+NOBODY = OtherMemory()
 
 
 # ---- memory of a model
 
 
-def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int]:
+def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[int, int]:
     """Return the numbers of parameters on this rank: dense ones (sharded by tensor parallelism or
     replicated), and those of its experts."""
     dense, experts = 0, 0.0
@@ -126,7 +126,7 @@ def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int
 
 
 def state_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, head: str = "lm"
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, head: str = "lm"
 ) -> dict[Part, int]:
     """Return the bytes of the training state on this rank after its first step."""
     dense, experts = parameters(hf, layout, head)
@@ -157,7 +157,7 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
 
 
 def activation_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
     """Estimate the bytes of activations of all micro-batches in flight on this rank."""
     whole = 1 / train.tp if train.sp and train.tp > 1 else 1.0
@@ -172,7 +172,7 @@ def activation_bytes(
 
 
 def logits_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
     """Estimate the bytes of the logits; their gradient is written in place."""
     if not layout.is_last_stage:
@@ -249,13 +249,13 @@ def push_bytes(cfg: Config, hf: HFConfig) -> int:
 def make(
     cfg: Config,
     hf: HFConfig,
-    layout: Layout,
+    layout: ParallelLayout,
     *,
     gpu_bytes: float,
     cuda: bool = True,
-    beside: Beside = NOBODY,
+    beside: OtherMemory = NOBODY,
     has_engine: bool = True,
-) -> Plan:
+) -> MemoryPlan:
     """Make the plan of `layout.rank`. Its `problems` do not depend on the size of the GPU.
 
     Args:
@@ -327,7 +327,7 @@ def make(
         ],
         "save": [*learners(["weights", "optimizer"]), *engine(weights)],
     }
-    return Plan(
+    return MemoryPlan(
         rank=layout.rank,
         phases={name: (*items, *context) for name, items in phases.items()},
         learner={
@@ -370,8 +370,8 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
 
 
 def make_sampler(
-    cfg: Config, hf: HFConfig, rank: int, *, gpu_bytes: float, beside: Beside = NOBODY
-) -> Plan:
+    cfg: Config, hf: HFConfig, rank: int, *, gpu_bytes: float, beside: OtherMemory = NOBODY
+) -> MemoryPlan:
     """Make the plan of a rank that only samples."""
     cache = cache_bytes(cfg, hf, gpu_bytes)
     work = Item("engine's work", engine_work_bytes(cfg, hf), True, True)
@@ -379,7 +379,7 @@ def make_sampler(
     always = (weights, held, *beside.always, Item("contexts", ENGINE_CONTEXT, True))
     buckets = Item("buckets", push_bytes(cfg, hf), True, True)
     phases = {"generate": (*always, work, *beside.generate), "push": (*always, buckets)}
-    return Plan(
+    return MemoryPlan(
         rank=rank,
         phases=phases,
         learner=dict.fromkeys(phases, 0),
@@ -394,9 +394,9 @@ def worst_of(
     world_size: int,
     *,
     gpu_bytes: float,
-    beside: Beside = NOBODY,
+    beside: OtherMemory = NOBODY,
     has_engine: bool = True,
-) -> Plan:
+) -> MemoryPlan:
     """Make the plan of the train rank that needs most memory. Ranks differ only by their pipeline
     stage."""
     first = layout_of(cfg.train, world_size, 0)
@@ -412,7 +412,7 @@ def worst_of(
 # ---- text
 
 
-def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
+def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
     """Return the plan as a text table: GB of every part in every phase."""
     order = [i.part for name in ("hand_over", *plan.phases) for i in plan.phases.get(name, ())]
     parts = list(dict.fromkeys([p for p in order if p != "contexts"] + order))
@@ -442,7 +442,7 @@ def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
     return lines
 
 
-def too_large(plan: Plan, gpu_bytes: float) -> str:
+def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
     """If a phase does not fit, return a sentence with its name, its largest parts and the keys to
     change; "" otherwise."""
     phase = plan.worst
@@ -490,12 +490,12 @@ _THERE = ("contexts", "judge")
 class Residency:
     """Checks the memory of one rank against its plan."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: MemoryPlan, device: torch.device) -> None:
         self.plan, self._device = plan, device
         self._found: dict[str, float] = {}
         self._engine_sleeps = False
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: MemoryPlan) -> None:
         """Check the rank against another plan from now on."""
         self.plan = plan
 

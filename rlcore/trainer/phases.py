@@ -12,12 +12,12 @@ from rlcore.data.packing import pack_samples, per_token
 from rlcore.records import Sample
 from rlcore.sched.roles import Kind
 from rlcore.tensors import Batch
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 
 
-def batches(run: Run, plan: Plan, samples: Mapping[str, Sample]) -> list[Batch]:
+def batches(run: Run, plan: StepPlan, samples: Mapping[str, Sample]) -> list[Batch]:
     """Pack this data-parallel rank's batch of every update.
 
     Raises:
@@ -39,7 +39,7 @@ def made(value: Tensor | None) -> Tensor:
     return value
 
 
-def normaliser(run: Run, plan: Plan, update: int) -> float:
+def normaliser(run: Run, plan: StepPlan, update: int) -> float:
     """Return the divisor N of the update over all ranks, which every rank computes from the
     plan."""
     lengths = plan.lengths(update)

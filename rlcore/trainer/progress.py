@@ -10,7 +10,7 @@ from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.records import Prompt
 from rlcore.sched.balance import Balance
-from rlcore.sched.roles import Source
+from rlcore.sched.roles import PromptSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Data:
     """Prompts of a run, on rank 0, which distributes them; empty on the other ranks."""
 
     order: DataOrder | None = None
-    source: Source | None = None
+    source: PromptSource | None = None
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
 
 

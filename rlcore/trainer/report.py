@@ -16,9 +16,9 @@ from rlcore.algos import mismatch
 from rlcore.config.schema import Config
 from rlcore.metrics import stats
 from rlcore.records import Group, Sample
-from rlcore.sched.reward import reasons_of
+from rlcore.sched.reward_timeout import reasons_of
 from rlcore.sync.memory import highest_bytes
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
@@ -63,7 +63,7 @@ def skip_update(run: Run, model: str) -> None:
     run.progress.add({name: run.progress.metrics.get(name, 0.0) + 1})
 
 
-def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, float]:
+def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, float]:
     """Return metrics of scores, lengths and rewards of a step's samples."""
     cfg = run.cfg
     scores = [s for g in groups for s in g.scores]

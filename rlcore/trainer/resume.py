@@ -23,11 +23,11 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import save_folder
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Learner
-from rlcore.rollout.flow import FOLDER as FLOW
-from rlcore.rollout.flow import Flow
-from rlcore.rollout.histospec import Library
-from rlcore.sched.reward import AdaptiveTimeout
-from rlcore.sched.roles import Sizes
+from rlcore.rollout.async_rollout import FOLDER as FLOW
+from rlcore.rollout.async_rollout import AsyncRollout
+from rlcore.rollout.histospec import HistoryStore
+from rlcore.sched.reward_timeout import AdaptiveTimeout
+from rlcore.sched.roles import EngineSizePolicy
 from rlcore.trainer import seal
 from rlcore.trainer.progress import Data, Progress, Ranks
 from rlcore.utils import collective
@@ -108,12 +108,12 @@ class Checkpoints:
     critic: Learner | None = None
     kl: AdaptiveController
     data: Data
-    flow: Flow | None = None
-    library: Library | None = None
+    flow: AsyncRollout | None = None
+    library: HistoryStore | None = None
     """Earlier responses that engines draft from, on rank 0."""
     deadlines: AdaptiveTimeout | None = None
     """Reward deadlines that adapt to prompts."""
-    sizes: Sizes | None = None
+    sizes: EngineSizePolicy | None = None
     """Policy of engine sizes, on rank 0."""
 
     def choose(self) -> Path | None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from rlcore.protocols import Part, PhaseGate
-from rlcore.sync.shelf import Shelf
+from rlcore.sync.host_cache import HostWeightCache
 from rlcore.trainer.device import ALL, Device, Parts, State
 
 
@@ -29,7 +29,9 @@ class SharedDevice(Device):
     is_shared = True
     makes_room = True
 
-    def __init__(self, parts: Parts, gate: PhaseGate, shelf: Shelf | None, *, colocated: bool):
+    def __init__(
+        self, parts: Parts, gate: PhaseGate, shelf: HostWeightCache | None, *, colocated: bool
+    ):
         """
         Args:
             shelf: host copy of the engine's weights; None on a rank that only trains.

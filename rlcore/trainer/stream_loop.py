@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlcore.protocols import Part
 from rlcore.records import Group, RequestId, Sample
 from rlcore.tensors import Batch
-from rlcore.trainer import credit, learn, phases
+from rlcore.trainer import advantages, learn, phases
 from rlcore.trainer import plan as plans
 from rlcore.trainer.run import Run
 from rlcore.trainer.sync_loop import (
@@ -30,7 +30,7 @@ NEEDED: tuple[Part, ...] = ("weights", "gradients")
 """Parts of the learner that accumulation needs. The optimizer's states are loaded at the end."""
 
 
-class Stream:
+class StreamTrainer:
     """Gradients that one rank accumulates before a rollout ends; the `Streamer` of its round."""
 
     def __init__(self, run: Run) -> None:
@@ -74,7 +74,7 @@ class Stream:
 def one_step(run: Run) -> None:
     """Run one rollout and train on it, partly before the rollout ends. Lines marked C are
     collective over the train ranks."""
-    spans, device, stream = run.spans, run.device, Stream(run)
+    spans, device, stream = run.spans, run.device, StreamTrainer(run)
     with device.generate(), spans.phase("gen"):
         end = next_groups(run, stream)
     with spans.phase("route"):
@@ -101,7 +101,7 @@ def one_step(run: Run) -> None:
             else:
                 run.learner.discard()
         parts = [(phases.made(b.advantage), b.mask) for b in (*stream.batches, batch)]
-        run.progress.add(credit.spread("critic/advantages", parts))  # C
+        run.progress.add(advantages.spread("critic/advantages", parts))  # C
         learn.conclude(run, todo, objective, run.kl.scale)  # C
         phases.resize_engines(run)  # C
         with spans.phase("sync"):
@@ -111,11 +111,11 @@ def one_step(run: Run) -> None:
         run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 
-def _with_all(run: Run, todo: plans.Plan, batches: list[Batch]) -> list[Batch]:
+def _with_all(run: Run, todo: plans.StepPlan, batches: list[Batch]) -> list[Batch]:
     """Add reference log-probs, if needed, and advantages to the batches. There is one update, so
     the old log-probs are those of the training pass itself."""
     if run.cfg.algo.needs_reference:
         with run.spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)
     batches = phases.old_logprobs(run, batches)
-    return credit.by_response(run, todo, batches)
+    return advantages.by_response(run, todo, batches)

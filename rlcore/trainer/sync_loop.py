@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from rlcore.config import rules
 from rlcore.protocols import Part
 from rlcore.records import EndRound, Group, RequestId, Sample
-from rlcore.rollout.replica import COUNTS, RoundCallbacks, Streamer
-from rlcore.trainer import credit, evaluate, learn, phases, plan, report
+from rlcore.rollout.worker import COUNTS, RoundCallbacks, Streamer
+from rlcore.trainer import advantages, evaluate, learn, phases, plan, report
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils import seed as seeds
@@ -96,7 +96,7 @@ def one_step(run: Run) -> None:
     with device.step():
         with device.generate(), spans.phase("gen"):
             end = next_groups(run, NodeRelease(run) if run.cfg.mux.tail_nodes else None)
-            groups, baselines = credit.split_baselines(run, end.groups)
+            groups, baselines = advantages.split_baselines(run, end.groups)
         with spans.phase("route"):
             todo = plan_of(run, groups, len(run.ranks.replicas))
             samples = run.rollout.route(todo.destination(run.ranks.replicas), todo.owners())
@@ -119,7 +119,7 @@ def learn_histories(run: Run) -> None:
         run.rollout.learn_histories()
 
 
-def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.Plan:
+def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.StepPlan:
     """Assign the samples of this step to updates and to `num_ranks` data-parallel ranks."""
     cfg = run.cfg
     return plan.make(
@@ -194,7 +194,7 @@ def barrier_before_push(run: Run) -> None:
 
 
 def rollout_metrics(
-    run: Run, groups: tuple[Group, ...], stats: Mapping[str, float], todo: plan.Plan
+    run: Run, groups: tuple[Group, ...], stats: Mapping[str, float], todo: plan.StepPlan
 ) -> None:
     """Add the metrics of this step's samples and of the engines (W)."""
     counts = engine_counts(run)

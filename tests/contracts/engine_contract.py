@@ -25,9 +25,9 @@ from rlcore.records import (
     Aborted,
     AnyEvent,
     Finished,
+    LengthReport,
     Partial,
     Preempted,
-    Progress,
     Request,
     Sample,
     Sampling,
@@ -189,7 +189,7 @@ def some_tokens(engine: Engine, ids: set[str], least: int) -> list[AnyEvent]:
     def long_enough(events: list[AnyEvent]) -> bool:
         lengths: dict[str, int] = {}
         for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, LengthReport):
                 lengths.update(zip(event.ids, event.lengths, strict=True))
         return all(lengths.get(i, 0) >= least for i in ids)
 

@@ -203,13 +203,13 @@ def settings_of(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> sampler.Settings:
+) -> sampler.SamplingTensors:
     """The same for all rows but one greedy row."""
     greedy = torch.zeros(rows, dtype=torch.bool)
     greedy[3] = True
     scale = torch.full((rows,), 1 / temperature)
     scale[3] = 1.0
-    settings = sampler.Settings(
+    settings = sampler.SamplingTensors(
         scale=scale.to(device),
         greedy=greedy.to(device),
         filtered=None,

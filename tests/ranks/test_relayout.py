@@ -56,4 +56,4 @@ def test_engines_that_change_their_size_sample_the_same(tmp_path: Path) -> None:
     assert "rollout engines: tp 1 -> 2" in said and "rollout engines: tp 2 -> 1" in said
     assert "Traceback" not in said
     state = tmp_path / "changes" / "checkpoints" / "step_000002" / "state.json"
-    assert json.loads(state.read_text())["sizes"] == {"Listed": {"rounds": 2}}
+    assert json.loads(state.read_text())["sizes"] == {"FixedSizes": {"rounds": 2}}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlcore.protocols import PARTS
-from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.transport import LocalHub
+from rlcore.rollout.worker import NoScorer, RolloutWorker
 from rlcore.trainer import device as devices
 from rlcore.trainer.device import NEXT, Device, OffloadDevice
 from rlcore.trainer.progress import Ranks
@@ -162,7 +162,7 @@ class Returning(Part):
 def test_a_new_engine_starts_on_an_empty_device() -> None:
     said: list[str] = []
     engine = Returning("engine", said, "was killed")
-    agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
+    agent = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
     device = OffloadDevice(parts_of(said, engine=engine, restart_engine=agent.restart_engine))
     with device.train():
         device.update_weights(0)

@@ -21,19 +21,19 @@ from msgspec import structs
 from rlcore.config.schema import RewardConfig
 from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.records import AnyEvent, Batch, Down, Finished, HoldMode, Sample, Sampling, Work
+from rlcore.records import AnyEvent, Down, Finished, HoldMode, Sample, Sampling, TrainOrder, Work
 from rlcore.rewards.service import RewardService
+from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.controller import Controller
-from rlcore.rollout.flow import Flow
-from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.replay import EventLog, Recorder, controller_of
-from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
-from rlcore.sched.histopipe import Pipe
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.race import Misfit
+from rlcore.rollout.worker import NoScorer, RolloutWorker
+from rlcore.sched.completion_order import ReplayMismatch
+from rlcore.sched.histopipe import HistoPipe
+from rlcore.sched.router import LeastLoaded
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.sync.pack import push
 from rlcore.utils.net import encode
@@ -73,7 +73,7 @@ class Doomed:
 
     def __getattr__(self, name: str) -> Any:
         if self.failure:
-            raise EngineGoneError(self.failure)
+            raise EngineFailedError(self.failure)
         return getattr(self._engine, name)
 
 
@@ -121,7 +121,7 @@ class World:
         engines: list[Any],
         record: Recorder | None = None,
         replay: EventLog | None = None,
-        pipe: Pipe | None = None,
+        pipe: HistoPipe | None = None,
         is_endless: bool = True,
     ) -> None:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
@@ -151,13 +151,15 @@ class World:
                 and self.controller.num_done == sum(each.finished for each in paced)
             )
         self.agents = [
-            Agent(hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless)
+            RolloutWorker(
+                hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless
+            )
             for hub, engine, scorer in zip(
                 self.hubs, self.engines, [NoScorer(), *self.scorers], strict=True
             )
         ]
         self.flows = [
-            Flow(
+            AsyncRollout(
                 hub,
                 agent,
                 None if r else self.controller,
@@ -184,7 +186,7 @@ class World:
             for hub, agent in zip(self.hubs, self.agents, strict=True)
         ]
         self.version = 5  # that of `torch_engine`
-        self.batches: list[tuple[int, Batch, dict[str, Sample]]] = []
+        self.batches: list[tuple[int, TrainOrder, dict[str, Sample]]] = []
         self.stats: list[dict[str, float]] = []
 
     def work(self, i: int, tag: str = "t") -> Work:
@@ -298,7 +300,7 @@ def test_responses_that_move_to_another_replica_are_those_of_an_uninterrupted_en
     """HistoPipe, with a history of answers that are shorter than those that come."""
     floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
     engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
-    pipe = Pipe(replicas=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
+    pipe = HistoPipe(replicas=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
     with world(model, engines, pipe=pipe) as three:
         for i in range(40):
             pipe.learn(three.work(i).prompt, [2 + i % 2])
@@ -402,9 +404,9 @@ def test_a_log_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
     with world(model, [torch_engine(model, 1)], record=Recorder(tmp_path, 0)) as one:
         one.step("recompute")
         one.step("recompute")
-    with pytest.raises(Misfit, match="was recorded with --run.seed 0, not 1"):
+    with pytest.raises(ReplayMismatch, match="was recorded with --run.seed 0, not 1"):
         EventLog(tmp_path, 1).step(5)
-    with pytest.raises(Misfit, match="has no tokens of t99.0 for step 6"):
+    with pytest.raises(ReplayMismatch, match="has no tokens of t99.0 for step 6"):
         EventLog(tmp_path, 0).samples(5, ["t99.0"])
     with world(model, [torch_engine(model, 1)], replay=EventLog(tmp_path, 0)) as two:
         two.issued = 50

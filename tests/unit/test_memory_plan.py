@@ -100,12 +100,12 @@ def test_megatron_holds_what_is_planned(arch: str, dtype: str) -> None:
 # ---- the phases
 
 
-def plan(*argv: object, gpu_gb: float = 80.0, **changes: Any) -> memory.Plan:
+def plan(*argv: object, gpu_gb: float = 80.0, **changes: Any) -> memory.MemoryPlan:
     cfg, hf = config(*argv), HFConfig.from_dict(kit.tiny_config("qwen3", **changes))
     return memory.make(cfg, hf, layout_of(cfg.train, 8, 0), gpu_bytes=gpu_gb * 1e9)
 
 
-def parts(found: memory.Plan, phase: str) -> set[str]:
+def parts(found: memory.MemoryPlan, phase: str) -> set[str]:
     return {item.part for item in found.phases[phase]} - {"contexts"}
 
 
@@ -148,7 +148,7 @@ def test_sglang_takes_its_share_of_the_gpu_and_the_cache_is_what_weights_leave()
     assert found["engine weights"] == half["engine weights"] // 2
 
 
-def size_of(found: memory.Plan, phase: str, part: str) -> int:
+def size_of(found: memory.MemoryPlan, phase: str, part: str) -> int:
     return sum(item.num_bytes for item in found.phases[phase] if item.part == part)
 
 
@@ -192,7 +192,7 @@ def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
     ],
 )
 def test_what_makes_a_part_smaller_makes_it_smaller(argv: list[object], less: str) -> None:
-    def of(found: memory.Plan) -> int:
+    def of(found: memory.MemoryPlan) -> int:
         return max(i.num_bytes for p in found.phases.values() for i in p if i.part == less)
 
     sizes = {"num_hidden_layers": 8, "num_key_value_heads": 2}

@@ -11,7 +11,6 @@ import pytest
 from rlcore.records import (
     Aborted,
     AnyEvent,
-    Batch,
     Down,
     EndRound,
     Finished,
@@ -26,10 +25,11 @@ from rlcore.records import (
     Sample,
     Sampling,
     Submit,
+    TrainOrder,
 )
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.replica import Agent, RoundCallbacks
 from rlcore.rollout.transport import LocalHub
+from rlcore.rollout.worker import RolloutWorker, RoundCallbacks
 
 
 class Idle:
@@ -72,7 +72,7 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
     the controller submits before it has heard of the death is not an error either."""
     hub, end = LocalHub(), EndRound(rank=0, groups=())
     engine = ChildEngine("tests.contracts.odd_engines:stuck", {})
-    agent = Agent(hub, engine, Idle(), str, 20.0)
+    agent = RolloutWorker(hub, engine, Idle(), str, 20.0)
     with ThreadPoolExecutor(1) as pool:
         try:
             for id in ("e0.0", "t0.0"):
@@ -94,7 +94,7 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
 
 def test_the_end_of_a_round_tells_the_reward_service_what_right_answers_took() -> None:
     hub, scorer = LocalHub(), Idle()
-    agent = Agent(hub, None, scorer, str, 20.0)
+    agent = RolloutWorker(hub, None, scorer, str, 20.0)
     hub.send(0, "agent", EndRound(rank=0, groups=(), anchors={"s/0": 3.0}))
     agent.run_round()
     assert scorer.learned == {"s/0": 3.0}
@@ -139,9 +139,9 @@ class Streamer:
         self.forgot += 1
 
 
-def releasing() -> tuple[LocalHub, Agent, Streamer]:
+def releasing() -> tuple[LocalHub, RolloutWorker, Streamer]:
     hub, streamer = LocalHub(), Streamer()
-    agent = Agent(hub, Slow(), Idle(), str, 20.0)
+    agent = RolloutWorker(hub, Slow(), Idle(), str, 20.0)
     return hub, agent, streamer
 
 
@@ -265,7 +265,7 @@ class Narrow(Idle):
 def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier, live) -> None:
     hub, engine = LocalHub(), OneByOne()
     scorer = Narrow(engine, room)
-    agent = Agent(hub, engine, scorer, str, 20.0, reward_barrier=barrier)
+    agent = RolloutWorker(hub, engine, scorer, str, 20.0, reward_barrier=barrier)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(agent.run_round)
         requests = tuple(submit(id).requests[0] for id in ("t0.0", "t1.0", "t2.0"))
@@ -285,9 +285,9 @@ def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier,
 def test_what_was_read_for_an_update_is_gone_with_the_next_batch() -> None:
     """A run of a thousand steps does not keep all that it has trained."""
     hub = LocalHub()
-    agent = Agent(hub, None, Idle(), str, 20.0)
+    agent = RolloutWorker(hub, None, Idle(), str, 20.0)
     for step in range(3):
-        hub.send(0, "agent", Batch(rank=0, groups=(), stats={}))
+        hub.send(0, "agent", TrainOrder(rank=0, groups=(), stats={}))
         agent.next_batch()
         assert not agent.samples
         none = np.zeros(0, np.int32)

@@ -156,7 +156,7 @@ def test_sizes_of_engines_go_on_and_a_checkpoint_without_them_changes_none(tmp_p
     before = TPPlanner(4, 4)
     before.after("long", 3)
     state = json.loads((path / "state.json").read_text())
-    for name, size in (("Listed", 1), ("TPPlanner", 4)):
+    for name, size in (("FixedSizes", 1), ("TPPlanner", 4)):
         (path / "state.json").write_text(json.dumps(state | {"sizes": {name: before.state()}}))
         go_on(run, path)
         assert policy.size("long") == size

@@ -20,7 +20,7 @@ import pytest
 from rlcore.config.schema import RewardConfig
 from rlcore.rewards.registry import config_class
 from rlcore.rewards.service import RewardService
-from rlcore.sched.reward import AdaptiveTimeout, reasons_of
+from rlcore.sched.reward_timeout import AdaptiveTimeout, reasons_of
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
 
 USER_CODE = '''

@@ -12,10 +12,10 @@ from rlcore.cli.world import World
 from rlcore.config.schema import Config, DebugConfig, RolloutConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.gone import EngineGoneError
-from rlcore.rollout.replica import Agent, NoScorer
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.transport import LocalHub
-from rlcore.sched.planner import Listed, TPPlanner
+from rlcore.rollout.worker import NoScorer, RolloutWorker
+from rlcore.sched.planner import FixedSizes, TPPlanner
 from rlcore.trainer import phases, report, sync_loop
 from rlcore.trainer.device import Device, OffloadDevice
 from rlcore.utils.spans import Spans
@@ -120,7 +120,7 @@ def test_full_caches_keep_engines_large() -> None:
 
 
 def test_the_learner_makes_room_for_engines_that_start_and_they_sleep_until_the_push() -> None:
-    run = run_of(Listed([2]), offload=True, engine=Engine([], slow=2))
+    run = run_of(FixedSizes([2]), offload=True, engine=Engine([], slow=2))
     phases.resize_engines(run)
     assert run.said == [
         "phase relayout",
@@ -133,13 +133,13 @@ def test_the_learner_makes_room_for_engines_that_start_and_they_sleep_until_the_
 
 
 def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence() -> None:
-    run = run_of(Listed([2]), engine=Engine([], slow=10**9), timeout_s=0.05)
+    run = run_of(FixedSizes([2]), engine=Engine([], slow=10**9), timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"timeout_s 0.05 is over: .* not started on rank 0; "):
         phases.resize_engines(run)
 
 
 def test_an_engine_that_fails_as_it_starts_is_left_to_the_push() -> None:
-    run = run_of(Listed([2]), engine=Engine([], slow=1, dies=True))
+    run = run_of(FixedSizes([2]), engine=Engine([], slow=1, dies=True))
     phases.resize_engines(run)
     assert run.engine.failure and tp_of(run) == 2
 
@@ -153,7 +153,7 @@ def test_a_child_that_fails_as_it_starts_is_started_again_before_the_push(tmp_pa
         resize=lambda tp: size.update(tp=tp),
     )
     try:
-        agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
+        agent = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
         said: list[str] = []
         parts = parts_of(
             said,
@@ -173,7 +173,7 @@ def test_a_child_that_fails_as_it_starts_is_started_again_before_the_push(tmp_pa
 
 
 def test_after_the_last_step_and_without_the_switch_nothing_changes() -> None:
-    run = run_of(Listed([2]))
+    run = run_of(FixedSizes([2]))
     run.step = run.cfg.run.steps
     phases.resize_engines(run)
     none = run_of(None)
@@ -290,5 +290,5 @@ def test_the_first_start_waits_for_a_slow_engine_and_ends_with_one_that_refuses(
 
 def test_the_first_start_leaves_a_crash_to_the_push_which_starts_again() -> None:
     run = run_of(engine=Engine([], dies=True))
-    run.engine.abort = lambda ids: (_ for _ in ()).throw(EngineGoneError("gone"))
+    run.engine.abort = lambda ids: (_ for _ in ()).throw(EngineFailedError("gone"))
     run.device.wait_for_engines()

@@ -28,7 +28,7 @@ from rlcore.cli.builders import (
     sizes,
     weights,
 )
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.records import Prompt
@@ -88,7 +88,7 @@ def _run(
     if world.rollout_ranks:  # engine and learner do not share a device
         cfg = replace(cfg, train=replace(cfg.train, offload=False))
     world.phase("start: engine")
-    start = Start(
+    start = BuildContext(
         cfg=cfg,
         world=world,
         hf=model.model_config(cfg),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlcore import algos
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
@@ -90,7 +90,7 @@ class Models:
         )
 
 
-def make_models(start: Start) -> Models:
+def make_models(start: BuildContext) -> Models:
     """Build the learner, and the critic if the advantages need one."""
     cfg, world = start.cfg, start.world
     layout = replicas(cfg.train, world.train_ranks)

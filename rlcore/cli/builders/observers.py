@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rlcore.cli import splits
 from rlcore.cli.builders.devices import ranks_per_node
 from rlcore.cli.builders.folder import run_folder
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config import resolve
 from rlcore.config.schema import Config
@@ -40,7 +40,9 @@ def make_sinks(cfg: Config) -> list[Sink]:
     return sinks
 
 
-def watch(start: Start, screen: Screen | None, heartbeat: Heartbeat) -> Callable[[str], None]:
+def watch(
+    start: BuildContext, screen: Screen | None, heartbeat: Heartbeat
+) -> Callable[[str], None]:
     """Return the listener of phases. It updates screen, flight record and watchdog, and sends a
     heartbeat to ranks that only sample.
 
@@ -93,7 +95,7 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
     return plan
 
 
-def of_agent(start: Start) -> list[Callable[[AnyCommand | AnyEvent], None]]:
+def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None]]:
     """Return the observers of the commands and events of this rank's agent: the trace, with
     --log.trace, and the flight record. Collective."""
     found: list[Callable[[AnyCommand | AnyEvent], None]] = []
@@ -112,7 +114,7 @@ def of_agent(start: Start) -> list[Callable[[AnyCommand | AnyEvent], None]]:
 
 
 def make_observers(
-    start: Start,
+    start: BuildContext,
     screen: Screen | None,
     pieces: Callable[[Sequence[int]], list[str]],
     on_step: Sequence[Callable[[dict[str, float]], None]],
@@ -131,7 +133,7 @@ def make_observers(
     return Observers(writer=writer, screen=screen, balance=balance, on_step=on_step, pieces=pieces)
 
 
-def signals(start: Start) -> tuple[Callable[[], bool], Callable[[], None]]:
+def signals(start: BuildContext) -> tuple[Callable[[], bool], Callable[[], None]]:
     """Return two functions: one tells whether this rank has received a SIGTERM, the other must be
     called when the run is done."""
     gang, progress = start.world.gang, start.progress

@@ -10,7 +10,7 @@ from rlcore.cli.builders.observers import of_agent, watch
 from rlcore.cli.builders.prompts import is_chat
 from rlcore.cli.builders.rewards import make_deadlines, make_scorer
 from rlcore.cli.builders.sizes import make_pipe, make_place
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import make_hub
 from rlcore.config import rules
 from rlcore.config.schema import Config
@@ -20,17 +20,17 @@ from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.metrics.screen import Screen
 from rlcore.protocols import Engine, Scorer
 from rlcore.records import Sampling
+from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.flow import Flow
-from rlcore.rollout.histospec import Library
+from rlcore.rollout.histospec import HistoryStore
 from rlcore.rollout.replay import EventLog, Recorder, controller_of
-from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Heartbeat, Rollout
-from rlcore.rollout.rounds import Log, Rounds
+from rlcore.rollout.round_log import Log, Rounds
 from rlcore.rollout.transport import Hub
-from rlcore.sched.reward import AdaptiveTimeout
-from rlcore.sched.roles import Source
-from rlcore.sched.source import EpochOrder
+from rlcore.rollout.worker import NoScorer, RolloutWorker
+from rlcore.sched.prompt_source import EpochPrompts
+from rlcore.sched.reward_timeout import AdaptiveTimeout
+from rlcore.sched.roles import PromptSource
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.trainer.sizes import EngineSizes
 
@@ -46,7 +46,7 @@ class SamplingSide:
     in_child: bool
     """Whether the engine runs in a process of its own."""
     hub: Hub
-    agent: Agent
+    agent: RolloutWorker
     rollout: Rollout
     deadlines: AdaptiveTimeout | None
     """Reward deadlines that adapt to prompts."""
@@ -54,7 +54,7 @@ class SamplingSide:
     """Terminal output, on rank 0."""
 
 
-def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
+def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
     """Start engine and rewards of a rank, and connect it to the other ranks."""
     cfg, world = start.cfg, start.world
     folder = cfg.model.tokenizer or cfg.model.path
@@ -69,7 +69,7 @@ def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
     for part in (hub, scorer, engine):
         if part is not None:
             start.on_close(part.close)
-    agent = Agent(
+    agent = RolloutWorker(
         hub,
         engine,
         scorer,
@@ -109,10 +109,10 @@ def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
 
 
 def _make_sampler(
-    start: Start,
+    start: BuildContext,
     tokenizer: Tokenizer,
     deadlines: AdaptiveTimeout | None,
-    agent: Callable[[], Agent],
+    agent: Callable[[], RolloutWorker],
 ) -> tuple[Scorer, Engine, bool]:
     """Return rewards and engine of a rank that samples, and whether the engine runs in a process of
     its own. `agent` returns the agent, which is made later and has the prompts of a round."""
@@ -130,7 +130,7 @@ def _make_sampler(
     return EnvScorer(episodes.outcomes, rewards), episodes, in_child
 
 
-def _make_rounds(start: Start) -> Rounds:
+def _make_rounds(start: BuildContext) -> Rounds:
     """Return the log of rounds, which also replays one with --debug.replay."""
     debug, replay = start.cfg.debug, None
     if debug.replay and start.cfg.select.mode != "async":
@@ -143,14 +143,14 @@ def _make_rounds(start: Start) -> Rounds:
     return rounds
 
 
-def _make_library(cfg: Config) -> Library | None:
+def _make_library(cfg: Config) -> HistoryStore | None:
     """Return the store of earlier responses; None if engines do not draft from them."""
     if cfg.rollout.draft not in rules.FROM_HISTORY:
         return None
-    return Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
+    return HistoryStore(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
 
 
-def make_flow(start: Start, side: SamplingSide, source: Source | None) -> Flow:
+def make_flow(start: BuildContext, side: SamplingSide, source: PromptSource | None) -> AsyncRollout:
     """Return this rank's part of `--mode async`. Rank 0, which has the controller, gives the prompt
     `source`."""
     cfg, world, sampling = start.cfg, start.world, side.sampling
@@ -159,7 +159,7 @@ def make_flow(start: Start, side: SamplingSide, source: Source | None) -> Flow:
     if cfg.debug.replay and world.trains:
         log_ = EventLog(Path(cfg.debug.replay), cfg.run.seed)
     if source is not None:
-        assert isinstance(source, EpochOrder), "no other source issues prompt by prompt"
+        assert isinstance(source, EpochPrompts), "no other source issues prompt by prompt"
         order = source
         tp, leaders = cfg.rollout.tp, samplers[:: cfg.rollout.tp]
         controller = controller_of(log_)(
@@ -176,7 +176,7 @@ def make_flow(start: Start, side: SamplingSide, source: Source | None) -> Flow:
             dynamic=cfg.async_.dynamic,
         )
     record = Recorder(start.folder, cfg.run.seed) if cfg.debug.record and world.trains else None
-    flow = Flow(
+    flow = AsyncRollout(
         side.hub,
         side.agent,
         controller,

@@ -19,7 +19,7 @@ from rlcore.utils import collective
 from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
-    from rlcore.mux.gate import Gate, NoGate
+    from rlcore.mux.gate import NoGate, PermitGate
     from rlcore.mux.ranks import RanksGate
 
 
@@ -75,7 +75,7 @@ def make_gate(
             f"there are {len(cells)}, or the tail of a rollout has none to leave; give 0"
         )
 
-    def connect() -> "Gate | NoGate":
+    def connect() -> "PermitGate | NoGate":
         profile = None
         if mux.profile:
             profile = replace(Profile.read(Path(mux.profile)), slo=mux.slo)

@@ -15,8 +15,8 @@ import numpy as np
 
 from rlcore.records import History
 from rlcore.rollout.histospec import Draft
+from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.names import PROMPT_KEY
-from rlcore.rollout.sglang_engine.page import Page
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30
@@ -44,7 +44,7 @@ class Drafts:
         *,
         num_seats: int,
         stream_interval: int,
-        page: Page,
+        page: Counters,
     ) -> None:
         self._drafter = Drafter(kind, settings, num_seats)
         self._page = page

@@ -36,15 +36,15 @@ from rlcore.records import (
     Trained,
 )
 from rlcore.rollout.controller import Controller
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.roles import Elastic, Place, Round
-from rlcore.sim.cost import Cost
-from rlcore.sim.replica import Job, Replica, Span
+from rlcore.sched.roles import Elastic, Round, Router
+from rlcore.sched.router import LeastLoaded
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.engine import DecodeSpan, SimRequest, VirtualEngine
 from rlcore.sim.rewards import UNLIMITED, Rewards
 
 
 @dataclass(slots=True)
-class Outcome:
+class RoundResult:
     """Result of a round. Times are virtual seconds since the round began."""
 
     kind: str
@@ -68,11 +68,11 @@ class Outcome:
     """Share of the engines' time in which they were idle."""
     cache_used: float
     """Largest share of its KV cache that any engine had in use."""
-    spans: list[list[Span]] = field(default_factory=list)
+    spans: list[list[DecodeSpan]] = field(default_factory=list)
     """Decoding intervals of each engine."""
     streamed: set[str] = field(default_factory=set)
     """Kept groups that were trained during the round."""
-    stream_spans: list[list[Span]] = field(default_factory=list)
+    stream_spans: list[list[DecodeSpan]] = field(default_factory=list)
     """Training intervals of each engine; `running` is the number of groups."""
     stream_left_s: float = 0.0
     """Remaining seconds of that training at the end of the round, divided over all engines."""
@@ -98,12 +98,12 @@ def _tokens(count: int) -> np.ndarray:
     return _some_tokens(1 << max(count, 1).bit_length())[:count]
 
 
-class World:
+class SimSettings:
     """Virtual engines with their costs, and the settings of a round."""
 
     def __init__(
         self,
-        costs: Sequence[Cost],
+        costs: Sequence[EngineCost],
         lengths: Callable[[Request], int],
         *,
         rewards: Rewards | None = None,
@@ -112,7 +112,7 @@ class World:
         elastic: Elastic | None = None,
         train_s: Callable[[Sequence[int]], float] = lambda lengths: 0.0,
         trains_once: bool = False,
-        place: Callable[[], Place] = lambda: LeastLoaded(UNLIMITED),
+        place: Callable[[], Router] = lambda: LeastLoaded(UNLIMITED),
     ) -> None:
         """
         Args:
@@ -129,7 +129,7 @@ class World:
         self._max_running, self._deadline_s = max_running, deadline_s
         self._place = place
 
-    def run(self, round_: Round) -> Outcome:
+    def run(self, round_: Round) -> RoundResult:
         """Run one round. If the controller gives it up, raise RuntimeError."""
         return _Run(self, round_).outcome()
 
@@ -138,10 +138,10 @@ class Engines(ABC):
     """Virtual engines under a controller, with the event queue. A subclass handles the further
     commands and events."""
 
-    def __init__(self, world: World, controller: Controller, first: int = 0) -> None:
+    def __init__(self, world: SimSettings, controller: Controller, first: int = 0) -> None:
         """`first` is the rank of the first engine; the others follow it."""
         self._world, self._controller, self._first = world, controller, first
-        self._replicas = [Replica(cost, world._max_running) for cost in world._costs]
+        self._replicas = [VirtualEngine(cost, world._max_running) for cost in world._costs]
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
@@ -194,7 +194,7 @@ class Engines(ABC):
                 length = self._length[request.id] = self._world._lengths(request)
             have = len(request.resume.tokens) if request.resume else 0  # resumed tokens
             prompt = len(request.prompt)
-            jobs.append(Job(id=request.id, prompt=prompt, length=length, have=have))
+            jobs.append(SimRequest(id=request.id, prompt=prompt, length=length, have=have))
         self._replicas[command.rank - self._first].submit(jobs, self._now)
         self._plan(command.rank)
 
@@ -232,7 +232,7 @@ class Engines(ABC):
 
 
 class _Run(Engines):
-    def __init__(self, world: World, round_: Round) -> None:
+    def __init__(self, world: SimSettings, round_: Round) -> None:
         ranks = range(len(world._costs))
         controller = Controller(
             ranks=ranks,
@@ -245,13 +245,13 @@ class _Run(Engines):
         self._kind = round_.kind
         world._rewards.clear()
         self._end: EndRound | None = None
-        self._trains: list[list[Span]] = [[] for _ in ranks]
+        self._trains: list[list[DecodeSpan]] = [[] for _ in ranks]
         self._streamed: set[str] = set()
         self._obey(controller.start(round_.work, 0.0))
         for rank in ranks:
             self._tell(Ready(rank=rank))
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RoundResult:
         while self._end is None:
             self._next()
         for replica in self._replicas:
@@ -262,7 +262,7 @@ class _Run(Engines):
         worked = sum(min(b, self._now) - a for a, b in training)
         worked += sum(r.busy_s for r in self._replicas)
         kept = [ref.id for group in end.groups for ref in group.refs]
-        return Outcome(
+        return RoundResult(
             kind=self._kind,
             seconds=self._now,
             kept=[group.id for group in end.groups],
@@ -329,6 +329,6 @@ class _Run(Engines):
         lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
         seconds = self._world._train_s(lengths) / len(command.dp_ranks)
         begin = max(self._now, spans[-1].end if spans else 0.0)
-        spans.append(Span(begin, begin + seconds, len(command.groups)))
+        spans.append(DecodeSpan(begin, begin + seconds, len(command.groups)))
         self._streamed.update(group.id for group in command.groups)
         self._push(begin + seconds, ("trained", command.rank, seconds))

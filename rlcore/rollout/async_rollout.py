@@ -1,8 +1,8 @@
 """Asynchronous rollout over all ranks, `--mode async`: sampling continues across training steps.
 
 Rank 0 runs the controller in a thread from one weight update to the next. Train ranks `take` the
-groups of an update and `fetch` their samples. Meanwhile the rollout ranks are in `Agent.go_on`,
-which returns when the controller `hold`s them for the weight update.
+groups of an update and `fetch` their samples. Meanwhile the rollout ranks are in
+`RolloutWorker.go_on`, which returns when the controller `hold`s them for the weight update.
 """
 
 import threading
@@ -13,7 +13,6 @@ from pathlib import Path
 from rlcore.records import (
     AnyCommand,
     AnyEvent,
-    Batch,
     Down,
     Fail,
     Holding,
@@ -21,14 +20,15 @@ from rlcore.records import (
     RequestId,
     Sample,
     Ship,
+    TrainOrder,
     Version,
     Wanted,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.rollout.exchange import by_owner
 from rlcore.rollout.replay import EventLog, Recorder
-from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
 from rlcore.rollout.transport import Hub
+from rlcore.rollout.worker import NO_CALLBACKS, RolloutWorker, RoundCallbacks
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
@@ -38,13 +38,13 @@ FOLDER = "buffer"
 """Name of the folder in a checkpoint that holds the state of the asynchronous rollout."""
 
 
-class Flow:
+class AsyncRollout:
     """Asynchronous rollout as seen by one rank. `controller` is None on ranks other than 0."""
 
     def __init__(
         self,
         hub: Hub,
-        agent: Agent,
+        agent: RolloutWorker,
         controller: AsyncController | None,
         *,
         samplers: Sequence[int],
@@ -68,9 +68,10 @@ class Flow:
 
     # ---- train ranks
 
-    def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
+    def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
         """Return the groups of the update that trains policy `version`, the same on every train
-        rank. The engines decode with that version until `hold`. Raises as `Agent.run_round`."""
+        rank. The engines decode with that version until `hold`. Raises as
+        `RolloutWorker.run_round`."""
         self._version = version
         if self.controller is not None:
             self._start(self.controller, version)
@@ -84,7 +85,7 @@ class Flow:
         `destination` and `owners` are the same on every train rank.
 
         Raises:
-            Misfit: the log of a replay does not have the samples.
+            ReplayMismatch: the log of a replay does not have the samples.
         """
         if self._replay is not None:
             mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]

@@ -1,6 +1,6 @@
-"""The rollout worker of one rank, class `Agent`. It passes the controller's commands to the engine,
-finished samples to the reward service and events to the controller. Tokens stay on this rank until
-`Rollout.route` sends them to the ranks that train them.
+"""The rollout worker of one rank, class `RolloutWorker`. It passes the controller's commands to the
+engine, finished samples to the reward service and events to the controller. Tokens stay on this
+rank until `Rollout.route` sends them to the ranks that train them.
 """
 
 import time
@@ -18,9 +18,8 @@ from rlcore.records import (
     Aborted,
     AnyCommand,
     AnyEvent,
-    Batch,
     Down,
-    Drop,
+    DropEngine,
     EndRound,
     Fail,
     Finished,
@@ -47,6 +46,7 @@ from rlcore.records import (
     Submit,
     Train,
     Trained,
+    TrainOrder,
     group_of,
 )
 from rlcore.rollout.exchange import SampleExchange
@@ -142,7 +142,7 @@ class RoundCallbacks:
 NO_CALLBACKS = RoundCallbacks()
 
 
-class Agent:
+class RolloutWorker:
     """Rollout worker of one rank; `engine` is None on ranks that only train."""
 
     def __init__(
@@ -251,7 +251,7 @@ class Agent:
         assert isinstance(end, Hold), end
         return end
 
-    def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
+    def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
         """Wait for the groups of the next update (`--mode async`, train ranks). Raises as
         `run_round`."""
         self._callbacks = callbacks
@@ -259,14 +259,14 @@ class Agent:
         for read in (self.texts, self.prompts, self.samples):  # those of the previous update
             read.clear()
         end = self._serve()
-        assert isinstance(end, Batch), end
+        assert isinstance(end, TrainOrder), end
         return end
 
     def _begin(self) -> None:
         self.counts, self.cache_used = _no_counts(), 0.0
         self._enter()
 
-    def _serve(self) -> EndRound | Hold | Batch:
+    def _serve(self) -> EndRound | Hold | TrainOrder:
         """Execute the controller's commands until it ends this part of the round."""
         heard = time.monotonic()
         while True:
@@ -282,7 +282,7 @@ class Agent:
                     self._hold(command)
                 if isinstance(command, EndRound | Hold) and command.anchors:
                     self._scorer.learn(command.anchors)
-                if isinstance(command, EndRound | Hold | Batch):
+                if isinstance(command, EndRound | Hold | TrainOrder):
                     return command
                 self._obey(command)
                 command = self._hub.receive("agent", AnyCommand, 0.0)
@@ -421,7 +421,7 @@ class Agent:
                 self._callbacks.repair()
             self._enter()
             return
-        if isinstance(command, Drop):
+        if isinstance(command, DropEngine):
             if self._engine is not None:
                 self._engine.fail(command.reason)
             return
