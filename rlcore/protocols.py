@@ -68,7 +68,7 @@ class Engine(Protocol):
     def wake(self, tags: Collection[Tag]) -> None:
         """Allocate the memory again; its contents are undefined until the next weight update."""
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Change the tensor-parallel size; called on every rank at a step boundary. Afterwards the
         engine has no weights and may still be starting. Raise ValueError if `tp` is unsupported."""
 
@@ -132,7 +132,7 @@ class Learner(Protocol):
     A critic is a learner with a value head: it has `values` instead of `logprobs`, `reference` and
     `export`. Calling a method that a learner lacks raises RuntimeError."""
 
-    replicas: Sequence[Sequence[int]]
+    model_parallel_groups: Sequence[Sequence[int]]
     """Global ranks of each model-parallel group, by data-parallel rank; a group gets one batch."""
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
@@ -210,7 +210,7 @@ class WeightChannel(Protocol):
                 message, which names the cause and, if known, bucket, rank and peer.
         """
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the engines' tensor-parallel size from the next push on. Every rank calls it."""
 
 
@@ -237,7 +237,7 @@ class Scorer(Protocol):
 
     def cancel(self, ids: Collection[RequestId]) -> None: ...
 
-    def learn(self, anchors: Mapping[str, float]) -> None: ...
+    def learn(self, reference_latency: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 

@@ -187,7 +187,7 @@ class RewardResult(Record):
     latency_s: float = 0.0
     timeout_s: float = 0.0
     """Deadline of this score in seconds, if deadlines adapt to prompts."""
-    anchor_s: float = 0.0
+    reference_latency_s: float = 0.0
     """Equal to latency_s if deadlines adapt to prompts and the answer is right, else 0."""
     queued_s: float = 0.0
     """Seconds before scoring began plus those until the score was returned."""
@@ -482,7 +482,7 @@ class EndRound(Command):
     groups: tuple[Group, ...]
     dropped: dict[GroupId, str] = {}
     """Complete groups that are not trained, with the reason. Groups in neither field were late."""
-    anchors: dict[str, float] = {}
+    reference_latency: dict[str, float] = {}
     """Scoring time in seconds of the slowest right answer of the round, by prompt
     (`sched/reward_timeout.py`)."""
     streamed: tuple[Streamed, ...] = ()
@@ -503,7 +503,7 @@ class Hold(Command):
 
     mode: HoldMode
     forget: tuple[GroupId, ...] = ()
-    anchors: dict[str, float] = {}
+    reference_latency: dict[str, float] = {}
     """Scoring times of the slowest right answers, as in `EndRound`."""
 
 
@@ -528,7 +528,7 @@ class Alive(Command):
     """Heartbeat of a controller that waits for other ranks; resets the receiver's deadline."""
 
 
-class Meet(Command):
+class JoinSync(Command):
     """Join the weight update; the training ranks are ready for it."""
 
 
@@ -545,7 +545,7 @@ AnyCommand = (
     | EndRound
     | TrainOrder
     | Hold
-    | Meet
+    | JoinSync
     | Fail
     | Alive
 )

@@ -35,7 +35,7 @@ class World:
     """Number of ranks at the end that only sample, while the others only train; 0: all do both."""
     everyone: dist.ProcessGroup | None = None
     """Group of all ranks, if the default group has only the ranks of this rank's role."""
-    gang: Health | None = None
+    health: Health | None = None
     """Heartbeats of all ranks, and the flight record of this one."""
     secret: bytes = b""
     """Secret that only this run's ranks know; empty in a world of one."""
@@ -61,8 +61,8 @@ class World:
 
     def phase(self, name: str) -> None:
         """Set the phase of the flight record, before there are `Spans`."""
-        if self.gang is not None:
-            self.gang.flight.phase(name)
+        if self.health is not None:
+            self.health.flight.phase(name)
 
     def fails_first(self) -> bool:
         """Return True on the first rank that calls it, False on all others."""
@@ -133,20 +133,20 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):
         raise ConfigError(found)
     if "WORLD_SIZE" not in os.environ:
-        gang = _gang(FlightRecorder(0, 1, folder), None)
+        health = _health(FlightRecorder(0, 1, folder), None)
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
-        return World(0, 1, 0, device, None, gang=gang)
+        return World(0, 1, 0, device, None, health=health)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, timeout_s)
     lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
     flight = FlightRecorder(rank, size, folder)
-    gang = _gang(flight, None)
+    health = _health(flight, None)
     first, count, everyone = 0, size, None  # first rank and number of ranks of this rank's role
     try:
         known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
-        gang.met(known)
+        health.met(known)
         # a new prefix, so that restarted ranks do not read addresses of exited ones
         start = f"rlcore/{meeting}"
         secret = share_secret(
@@ -158,7 +158,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             time.monotonic,
         )
         own = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
-        gang.enter(SealedStore(dist.PrefixStore(f"{start}/gang", own), secret))
+        health.enter(SealedStore(dist.PrefixStore(f"{start}/health", own), secret))
         hub = dist.PrefixStore(f"{start}/hub", store)
         if rollout_ranks:
             split = size - rollout_ranks
@@ -173,10 +173,10 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             timeout=timeout,
         )
     except (RuntimeError, OSError) as error:
-        gang.alarm(f"failed: {error}")
-        gang.close()
+        health.alarm(f"failed: {error}")
+        health.close()
         raise
-    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, gang, secret)
+    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, health, secret)
 
 
 def _is_one_node() -> bool:
@@ -185,7 +185,7 @@ def _is_one_node() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", size) == size
 
 
-def _gang(flight: FlightRecorder, store: Any) -> Health:
+def _health(flight: FlightRecorder, store: Any) -> Health:
     on_main = threading.current_thread() is threading.main_thread()
     return Health(flight, store).start(signals=on_main)
 

@@ -491,8 +491,8 @@ class EpisodeEngine:
     def wake(self, tags: Collection[Tag]) -> None:
         self._inner.wake(tags)
 
-    def relayout(self, tp: int) -> None:
-        self._inner.relayout(tp)
+    def resize(self, tp: int) -> None:
+        self._inner.resize(tp)
 
     def remember(self, histories: Sequence[History]) -> None:
         self._inner.remember(histories)

@@ -80,10 +80,10 @@ class EnvScorer:
         if self._service is not None:
             self._service.cancel(gone)
 
-    def learn(self, anchors: Mapping[str, float]) -> None:
+    def learn(self, reference_latency: Mapping[str, float]) -> None:
         """See `RewardService.learn`."""
         if self._service is not None:
-            self._service.learn(anchors)
+            self._service.learn(reference_latency)
 
     def close(self) -> None:
         """Close the reward service."""

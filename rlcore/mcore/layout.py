@@ -55,13 +55,13 @@ class ParallelLayout:
         """Global ranks that must run as many micro-batches as this one: the smallest union of
         model-parallel and expert-parallel groups that contains it."""
         stage = self.world_size // self.pp
-        replica, group = self.tp * self.cp, self.ep
-        low, high = self.dp_rank * replica, (self.dp_rank + 1) * replica
-        while low % group or high % group or low % replica or high % replica:
+        block, group = self.tp * self.cp, self.ep
+        low, high = self.dp_rank * block, (self.dp_rank + 1) * block
+        while low % group or high % group or low % block or high % block:
             low -= low % group
             high += -high % group
-            low -= low % replica
-            high += -high % replica
+            low -= low % block
+            high += -high % block
         return tuple(p * stage + r for p in range(self.pp) for r in range(low, high))
 
     @property
@@ -139,7 +139,7 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
     )
 
 
-def replicas(train: TrainConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
+def model_parallel_groups(train: TrainConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the global ranks of every model-parallel group, by data-parallel rank."""
     layouts = [layout_of(train, world_size, rank) for rank in range(world_size)]
     leaders = sorted((x for x in layouts if x.is_leader), key=lambda x: x.dp_rank)

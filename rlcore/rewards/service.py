@@ -162,12 +162,12 @@ class RewardService:
             for runner in self._runners:
                 runner.cancel(gone)
 
-    def learn(self, anchors: Mapping[str, float]) -> None:
+    def learn(self, reference_latency: Mapping[str, float]) -> None:
         """Add reference latencies from other ranks: seconds that scoring a right answer took, by
         `sched.reward.key_of` the prompt."""
         if self._deadlines is not None:
             with self._changed:
-                self._deadlines.learn(anchors)
+                self._deadlines.learn(reference_latency)
 
     def close(self) -> None:
         """Stop all runners. Pending samples are dropped. Idempotent."""
@@ -236,8 +236,10 @@ class RewardService:
         limit = self._deadlines.timeout_s(prompt)
         is_right = not result.error and result.score >= self._configs[part].right_score
         self._deadlines.scored(prompt, result.latency_s, is_right)
-        anchor_s = result.latency_s if is_right else 0.0
-        return msgspec.structs.replace(result, timeout_s=limit, anchor_s=anchor_s)
+        reference_latency_s = result.latency_s if is_right else 0.0
+        return msgspec.structs.replace(
+            result, timeout_s=limit, reference_latency_s=reference_latency_s
+        )
 
     def _sum(self, found: _Open) -> RewardResult:
         """Combine the results into the weighted sum. In a sum the score and details of each reward
@@ -262,7 +264,7 @@ class RewardService:
             error="; ".join(errors),
             latency_s=latency,
             timeout_s=max(r.timeout_s for r in results),
-            anchor_s=max(r.anchor_s for r in results),
+            reference_latency_s=max(r.reference_latency_s for r in results),
             queued_s=queued,
             num_ahead=found.ahead,
         )

@@ -11,7 +11,7 @@ READY = -1
 
 
 class SampleInfo(Struct, frozen=True, kw_only=True):
-    """Metadata of a sample for a reward. The tokens themselves stay at the replica."""
+    """Metadata of a sample for a reward. The tokens themselves stay at the engine."""
 
     id: RequestId
     num_tokens: int

@@ -65,8 +65,8 @@ class Saved(Struct, frozen=True):
 
 
 class AsyncController(Controller):
-    """Controller of an endless round. `trainers` are the ranks that get the batches; `samplers` are
-    all other ranks; `ranks` are the samplers that lead an engine."""
+    """Controller of an endless round. `trainers` are the ranks that get the batches;
+    `rollout_ranks` are all other ranks; `ranks` are those of them that lead an engine."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class AsyncController(Controller):
         buffer: SampleBuffer,
         issue: Callable[[int], list[Work]],
         trainers: Sequence[int],
-        samplers: Sequence[int],
+        rollout_ranks: Sequence[int],
         ranks: Sequence[int],
         place: Router | HistoPipe,
         deadline_s: float,
@@ -92,14 +92,14 @@ class AsyncController(Controller):
         self._refill = Refill(buffer, self._issue_by(issue), dynamic)
         super().__init__(
             ranks=ranks,
-            all_ranks=[*trainers, *samplers],
+            all_ranks=[*trainers, *rollout_ranks],
             members=members,
             place=place,
             stop=self._refill,
             deadline_s=deadline_s,
         )
         self.buffer = buffer
-        self._learners, self._samplers = tuple(trainers), tuple(samplers)
+        self._learners, self._rollout_ranks = tuple(trainers), tuple(rollout_ranks)
         self._wants = False
         """Whether the learner waits for a batch."""
         self._holds = True
@@ -111,7 +111,8 @@ class AsyncController(Controller):
         self.prompts: dict[GroupId, Prompt] = {}
         """Prompts of the last batch, by group."""
         self._found: dict[str, float] = {}
-        """Longest scoring times of right answers since the last hold; see `EndRound.anchors`."""
+        """Longest scoring times of right answers since the last hold; see
+        `EndRound.reference_latency`."""
 
     def _issue_by(self, issue: Callable[[int], list[Work]]) -> Callable[[int], list[Work]]:
         pipe = self._pipe
@@ -191,7 +192,7 @@ class AsyncController(Controller):
             self._wants = True
             return self._give()
         self._held.add(event.rank)
-        self.done = self._held.issuperset(self._samplers)
+        self.done = self._held.issuperset(self._rollout_ranks)
         return []
 
     def _give(self) -> list[AnyCommand]:
@@ -208,7 +209,7 @@ class AsyncController(Controller):
         groups = tuple(self._group(self._groups[g]) for g in sorted(chosen, key=self._place_of))
         self.prompts = {g: self._groups[g].work.prompt for g in chosen}
         stats = self._reward_stats(groups) | self.buffer.metrics()
-        self._found |= self._anchors(chosen)
+        self._found |= self._reference_latency(chosen)
         if self._pipe is not None:
             for group in groups:
                 self._pipe.learn(self._groups[group.id].work.prompt, group.lengths)
@@ -225,15 +226,16 @@ class AsyncController(Controller):
             self._leave(group)
         self._dropped = {}
         self._holds = True
-        # From now on the samplers owe a Held; before, idle samplers were allowed to be silent.
+        # From now on the rollout ranks owe a Held; before, idle rollout ranks were allowed to be
+        # silent.
         self._ready = set(self._learners)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._look_at = now + self._deadline_s
         forget, self._forget = tuple(self._forget), []
-        anchors, self._found = self._found, {}
+        reference_latency, self._found = self._found, {}
         return [
-            Hold(rank=rank, mode=event.mode, forget=forget, anchors=anchors)
-            for rank in self._samplers
+            Hold(rank=rank, mode=event.mode, forget=forget, reference_latency=reference_latency)
+            for rank in self._rollout_ranks
         ]
 
     def _drop(self, late: Sequence[GroupId]) -> list[AnyCommand]:

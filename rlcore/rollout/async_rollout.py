@@ -44,10 +44,10 @@ class AsyncRollout:
     def __init__(
         self,
         hub: Hub,
-        agent: RolloutWorker,
+        worker: RolloutWorker,
         controller: AsyncController | None,
         *,
-        samplers: Sequence[int],
+        rollout_ranks: Sequence[int],
         deadline_s: float,
         record: Recorder | None = None,
         replay: EventLog | None = None,
@@ -58,7 +58,7 @@ class AsyncRollout:
             record: writes the log of this run.
             replay: log of a recorded run, which provides the order of events and the samples.
         """
-        self._hub, self._agent, self._samplers = hub, agent, samplers
+        self._hub, self._worker, self._rollout_ranks = hub, worker, rollout_ranks
         self._record, self._replay, self._version = record, replay, 0
         self.controller = controller
         self._deadline_s = deadline_s
@@ -76,7 +76,7 @@ class AsyncRollout:
         if self.controller is not None:
             self._start(self.controller, version)
             self._hub.send(0, "controller", [Wanted()])
-        return self._agent.next_batch(callbacks)
+        return self._worker.next_batch(callbacks)
 
     def fetch(
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
@@ -92,10 +92,10 @@ class AsyncRollout:
             return self._replay.samples(self._version, mine)
         if self._hub.rank == 0:
             for (owner, ranks), ids in by_owner(destination, owners).items():
-                self._hub.send(owner, "agent", Ship(rank=owner, ids=tuple(ids), to=ranks))
+                self._hub.send(owner, "worker", Ship(rank=owner, ids=tuple(ids), to=ranks))
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
-        found = self._agent.exchange.collect(mine, owners)
-        if self._record is not None:  # only the first rank of a model replica writes
+        found = self._worker.exchange.collect(mine, owners)
+        if self._record is not None:  # only the first rank of a model-parallel group writes
             own = [s for i, s in found.items() if min(destination[i]) == self._hub.rank]
             self._record.samples(self._version, self._hub.rank, own)
         return found
@@ -104,7 +104,7 @@ class AsyncRollout:
         """Give these samples of the last batch to the worker of rank 0, so that they can be logged.
         Call this on rank 0 only."""
         assert self.controller is not None
-        self._agent.read(self.controller.prompts, samples)
+        self._worker.read(self.controller.prompts, samples)
 
     def hold(self, mode: HoldMode) -> dict[str, float]:
         """Stop all decoding, so that weights can be updated. Return the counters since the last
@@ -149,7 +149,7 @@ class AsyncRollout:
             log.exception("the controller failed")
             self._error = f"the controller failed: {e!r}"
             for rank in range(self._hub.world_size):
-                self._hub.send(rank, "agent", Fail(rank=rank, reason=self._error))
+                self._hub.send(rank, "worker", Fail(rank=rank, reason=self._error))
         finally:
             self._hub.release()
 
@@ -177,7 +177,7 @@ class AsyncRollout:
         for command in commands:
             if isinstance(command, Fail):
                 self._error = command.reason
-            self._hub.send(command.rank, "agent", command)
+            self._hub.send(command.rank, "worker", command)
 
     # ---- checkpoints
 
@@ -190,9 +190,9 @@ class AsyncRollout:
         if self.controller is not None:
             saved = self.controller.save()
             (folder / "controller.msgpack").write_bytes(encode(saved))
-        if self._hub.rank in self._samplers:
+        if self._hub.rank in self._rollout_ranks:
             name = f"samples{self._hub.rank}.msgpack"
-            (folder / name).write_bytes(encode(list(self._agent.samples.values())))
+            (folder / name).write_bytes(encode(list(self._worker.samples.values())))
 
     def load(self, folder: Path) -> None:
         """Read this rank's part of a checkpoint. The number of rollout ranks may have changed.
@@ -214,17 +214,17 @@ class AsyncRollout:
             if self._record is not None:
                 owners = {rank: owner_now(rank) for rank in _owners(folder)}
                 self._record.restored(saved, owners)
-        if self._hub.rank in self._samplers:
+        if self._hub.rank in self._rollout_ranks:
             owner_now = self._owner_now(folder)
             for rank in _owners(folder):
                 if owner_now(rank) == self._hub.rank:
                     data = (folder / f"samples{rank}.msgpack").read_bytes()
-                    self._agent.adopt(decode(data, list[Sample]))
+                    self._worker.adopt(decode(data, list[Sample]))
 
     def _owner_now(self, folder: Path):
         """Return the map from a rank that wrote samples to the rank that owns them now."""
         place = {rank: i for i, rank in enumerate(_owners(folder))}
-        return lambda rank: self._samplers[place[rank] % len(self._samplers)]
+        return lambda rank: self._rollout_ranks[place[rank] % len(self._rollout_ranks)]
 
 
 def _owners(folder: Path) -> list[int]:

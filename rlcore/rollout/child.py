@@ -59,8 +59,8 @@ class ChildEngine:
     The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
     calls, the deadline here is that value plus 10 s.
 
-    `resize(tp)` changes the settings to another tensor-parallel size. With it, `relayout` starts a
-    new child of that size; without it, `relayout` calls the engine's own method.
+    `resize(tp)` changes the settings to another tensor-parallel size. With it, `resize` starts a
+    new child of that size; without it, `resize` calls the engine's own method.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class ChildEngine:
         """Call `wake` of the engine."""
         self._call("wake", tuple(tags))
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Change the tensor-parallel size. With `resize`, start a new child without weights and
-        raise RuntimeError while requests run. Otherwise call `relayout` of the engine."""
+        raise RuntimeError while requests run. Otherwise call `resize` of the engine."""
         if self._resize is None:
-            self._call("relayout", tp)
+            self._call("resize", tp)
             return
         if self._closed:
-            raise RuntimeError("relayout: the engine is closed")
+            raise RuntimeError("resize: the engine is closed")
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are running; abort them first")
         if not self._down:

@@ -274,7 +274,8 @@ class Controller:
         return self._count_in()
 
     def _count_in(self) -> list[AnyCommand]:
-        """Count the responses that the race releases, one at a time: each may close groups."""
+        """Count the responses that the completion order releases, one at a time: each may close
+        groups."""
         assert self._race is not None
         commands: list[AnyCommand] = []
         while not self.done and (request := self._race.next(self._is_open)) is not None:
@@ -442,7 +443,8 @@ class Controller:
             ids = tuple(group.id for group in groups)
             self._streamed.append(Streamed(groups=ids, dp_ranks=cell.dp_ranks))
             trainer.busy.update(cell.ranks)
-            # Ship before Train: a rank that trains blocks on its model replica and cannot send.
+            # Ship before Train: a rank that trains blocks on its model-parallel group and cannot
+            # send.
             owners: dict[int, list[str]] = {}
             for ref in (ref for group in groups for ref in group.refs):
                 owners.setdefault(ref.owner, []).append(ref.id)
@@ -513,20 +515,20 @@ class Controller:
             groups=groups,
             dropped=self._dropped,
             streamed=tuple(self._streamed),
-            anchors=self._anchors(self._groups),
+            reference_latency=self._reference_latency(self._groups),
             stats=self._stats,
         )
         return [*aborts, *(structs.replace(end, rank=r) for r in self._all_ranks)]
 
-    def _anchors(self, groups: Iterable[GroupId]) -> dict[str, float]:
+    def _reference_latency(self, groups: Iterable[GroupId]) -> dict[str, float]:
         """Return the longest scoring time of a right answer by prompt, in seconds, for adaptive
         reward deadlines."""
         found: dict[str, float] = {}
         for state in (self._groups[g] for g in groups):
             for r in state.requests.values():
-                if r.result is not None and r.result.anchor_s:
+                if r.result is not None and r.result.reference_latency_s:
                     key = key_of(state.work.prompt)
-                    found[key] = max(r.result.anchor_s, found.get(key, 0.0))
+                    found[key] = max(r.result.reference_latency_s, found.get(key, 0.0))
         return found
 
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:

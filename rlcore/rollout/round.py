@@ -13,7 +13,7 @@ from rlcore.records import (
     Fail,
     GroupId,
     Histories,
-    Meet,
+    JoinSync,
     Sample,
     Submit,
     Work,
@@ -39,9 +39,9 @@ JOIN_S = 10.0
 class Heartbeat:
     """Sends signs of life from rank 0 to the ranks that only sample."""
 
-    def __init__(self, hub: Hub, samplers: Sequence[int]) -> None:
-        """`samplers`: the ranks that only sample."""
-        self._hub, self._samplers, self._told = hub, samplers, 0.0
+    def __init__(self, hub: Hub, rollout_ranks: Sequence[int]) -> None:
+        """`rollout_ranks`: the ranks that only sample."""
+        self._hub, self._rollout_ranks, self._told = hub, rollout_ranks, 0.0
 
     def alive(self) -> None:
         """Send a sign of life if the last one is older than ALIVE_S. Do nothing on ranks other
@@ -49,8 +49,8 @@ class Heartbeat:
         now = time.monotonic()
         if self._hub.rank == 0 and now - self._told > ALIVE_S:
             self._told = now
-            for rank in self._samplers:
-                self._hub.send(rank, "agent", Alive(rank=rank))
+            for rank in self._rollout_ranks:
+                self._hub.send(rank, "worker", Alive(rank=rank))
 
 
 class Rollout:
@@ -59,12 +59,12 @@ class Rollout:
     def __init__(
         self,
         hub: Hub,
-        agent: RolloutWorker,
+        worker: RolloutWorker,
         make_controller: Callable[[Stop, Elastic | None], Controller],
         timeout_s: float,
         *,
         on_progress: Callable[[int, int], None] | None = None,
-        samplers: Sequence[int] = (),
+        rollout_ranks: Sequence[int] = (),
         rounds: Rounds | None = None,
         library: HistoryStore | None = None,
     ) -> None:
@@ -73,12 +73,12 @@ class Rollout:
             make_controller: called on rank 0, once per round, with its policies.
             on_progress: called in the controller's thread with two numbers: responses done and
                 responses wanted.
-            samplers: the ranks that only sample.
+            rollout_ranks: the ranks that only sample.
             rounds: log of the rounds that run with a `stop` policy, on rank 0.
             library: earlier responses that engines draft from, on rank 0.
         """
-        self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
-        self._samplers, self._rounds, self.library = samplers, rounds, library
+        self._hub, self.worker, self._timeout_s = hub, worker, timeout_s
+        self._rollout_ranks, self._rounds, self.library = rollout_ranks, rounds, library
         self._make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
         self._controller: Controller | None = None
@@ -94,7 +94,7 @@ class Rollout:
         With `elastic`, some ranks stop decoding earlier. Only rank 0 reads `work`, `stop` and
         `elastic`; every rank returns the same groups."""
         if self._hub.rank != 0:
-            return self.agent.run_round(callbacks)
+            return self.worker.run_round(callbacks)
         self._round += 1
         gone = threading.Event()
         self._controller = self._make_controller(stop or StopAtAll(), elastic)
@@ -114,7 +114,7 @@ class Rollout:
         )
         thread.start()
         try:
-            return self.agent.run_round(callbacks)
+            return self.worker.run_round(callbacks)
         except BaseException:
             gone.set()
             raise
@@ -128,17 +128,17 @@ class Rollout:
         rank trains, by id. `destination` and `owners` are the same on every rank."""
         for (owner, ranks), ids in by_owner(destination, owners).items():
             if owner == self._hub.rank:
-                self.agent.exchange.send(ids, ranks)
+                self.worker.exchange.send(ids, ranks)
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
-        return self.agent.exchange.collect(mine, owners)
+        return self.worker.exchange.collect(mine, owners)
 
     def learn_histories(self) -> None:
         """Add the scored responses of the finished round to the library on rank 0. If engines draft
         from histories, every rank calls this; rank 0 waits for all ranks."""
-        agent, hub = self.agent, self._hub
+        worker, hub = self.worker, self._hub
         mine = [
-            history_of(i, agent.samples[i].prompt, agent.samples[i].tokens, score)
-            for i, score in agent.scores.items()
+            history_of(i, worker.samples[i].prompt, worker.samples[i].tokens, score)
+            for i, score in worker.scores.items()
             if not is_baseline(group_of(i))
         ]
         if hub.rank != 0:
@@ -159,17 +159,17 @@ class Rollout:
         self.library.add(mine)
 
     def call(self) -> None:
-        """Send `Meet` from rank 0: the ranks that only sample join the weight update."""
+        """Send `JoinSync` from rank 0: the ranks that only sample join the weight update."""
         if self._hub.rank == 0:
-            for rank in self._samplers:
-                self._hub.send(rank, "agent", Meet(rank=rank))
+            for rank in self._rollout_ranks:
+                self._hub.send(rank, "worker", JoinSync(rank=rank))
 
     def read(self, groups: Collection[GroupId], samples: Iterable[Sample]) -> None:
         """Give these samples of the last round to the worker of rank 0, as if it had sampled
         them."""
         assert self._controller is not None
         started = self._controller.groups
-        self.agent.read({g: started[g].work.prompt for g in groups}, samples)
+        self.worker.read({g: started[g].work.prompt for g in groups}, samples)
 
 
 def _control(
@@ -200,7 +200,7 @@ def _control(
 
 def _fail(hub: Hub, reason: str) -> None:
     for rank in range(hub.world_size):
-        hub.send(rank, "agent", Fail(rank=rank, reason=reason))
+        hub.send(rank, "worker", Fail(rank=rank, reason=reason))
 
 
 def _serve(
@@ -225,8 +225,8 @@ def _serve(
             if teacher is not None and isinstance(command, Submit):
                 first = teacher.before(command.rank, command.prompts, command.requests)
                 if first is not None:
-                    hub.send(command.rank, "agent", first)
-            hub.send(command.rank, "agent", command)
+                    hub.send(command.rank, "worker", first)
+            hub.send(command.rank, "worker", command)
         if controller.done:
             return
         commands = []
@@ -243,4 +243,4 @@ def _serve(
             on_progress(controller.num_done, controller.num_requests)
         commands += controller.tick(now)
     for rank in range(1, hub.world_size):
-        hub.send(rank, "agent", Fail(rank=rank, reason="rank 0 has failed, see what it says"))
+        hub.send(rank, "worker", Fail(rank=rank, reason="rank 0 has failed, see what it says"))

@@ -155,11 +155,11 @@ class Rounds:
         log_ = self._replay
         round_ = self._round = log_.of(work, self._seed)
 
-        def race(requests: Callable) -> ByLog:
+        def order(requests: Callable) -> ByLog:
             self._race = ByLog(round_.counted, requests, partial(log_.misfit, round_))
             return self._race
 
-        controller.decide_by(race)
+        controller.decide_by(order)
 
     def end(self, controller: Controller) -> None:
         """Write the line of a round after its end.

@@ -50,7 +50,7 @@ ARGS: dict[str, Any] = {
     "end_load": tuple[()],
     "sleep": tuple[tuple[str, ...]],
     "wake": tuple[tuple[str, ...]],
-    "relayout": tuple[int],
+    "resize": tuple[int],
     "remember": tuple[tuple[History, ...]],
     "build": tuple[str, dict[str, Any]],
 }

@@ -27,7 +27,7 @@ from rlcore.records import (
     GroupId,
     Held,
     Hold,
-    Meet,
+    JoinSync,
     Move,
     Moved,
     Partial,
@@ -85,7 +85,7 @@ LATE_POLLS = 10
 
 
 class Learns(Protocol):
-    def learn(self, anchors: Mapping[str, float]) -> None: ...
+    def learn(self, reference_latency: Mapping[str, float]) -> None: ...
 
 
 class NoScorer:
@@ -107,9 +107,9 @@ class NoScorer:
     def close(self) -> None:
         """Do nothing: no process was started."""
 
-    def learn(self, anchors: Mapping[str, float]) -> None:
+    def learn(self, reference_latency: Mapping[str, float]) -> None:
         if self._deadlines is not None:
-            self._deadlines.learn(anchors)
+            self._deadlines.learn(reference_latency)
 
 
 class Streamer(Protocol):
@@ -272,7 +272,7 @@ class RolloutWorker:
         while True:
             # While busy, do not wait for a command: train more, or poll the engine below.
             busy = self._train_next() or bool(self._live or self._unscored)
-            command = self._hub.receive("agent", AnyCommand, 0.0 if busy else POLL_S)
+            command = self._hub.receive("worker", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
                 heard = time.monotonic()
                 if isinstance(command, EndRound):
@@ -280,12 +280,12 @@ class RolloutWorker:
                     self._drain()
                 if isinstance(command, Hold):
                     self._hold(command)
-                if isinstance(command, EndRound | Hold) and command.anchors:
-                    self._scorer.learn(command.anchors)
+                if isinstance(command, EndRound | Hold) and command.reference_latency:
+                    self._scorer.learn(command.reference_latency)
                 if isinstance(command, EndRound | Hold | TrainOrder):
                     return command
                 self._obey(command)
-                command = self._hub.receive("agent", AnyCommand, 0.0)
+                command = self._hub.receive("worker", AnyCommand, 0.0)
             events = self._engine_events() + self._reward_events()
             if events:
                 self._send(events)
@@ -368,17 +368,17 @@ class RolloutWorker:
             self._live.clear()
             self._moving.clear()
 
-    def wait_for_call(self) -> None:
-        """Wait between rounds, on a rank that only samples, until rank 0 sends `Meet`. Rank 0 sends
-        `Alive` while it trains.
+    def wait_for_sync(self) -> None:
+        """Wait between rounds, on a rank that only samples, until rank 0 sends `JoinSync`. Rank 0
+        sends `Alive` while it trains.
 
         Raises:
             TimeoutError: rank 0 has sent nothing for `timeout_s`.
         """
         heard = time.monotonic()
         while True:
-            command = self._hub.receive("agent", AnyCommand, POLL_S)
-            if isinstance(command, Meet):
+            command = self._hub.receive("worker", AnyCommand, POLL_S)
+            if isinstance(command, JoinSync):
                 return
             if isinstance(command, Fail):
                 raise RuntimeError(command.reason)
@@ -413,7 +413,7 @@ class RolloutWorker:
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
             assert not self._live, sorted(self._live)[:3]
-            self._train_all()  # collective over the ranks of one model replica
+            self._train_all()  # collective over the ranks of one model-parallel group
             if self._callbacks.streamer is not None:
                 self._callbacks.streamer.forget()
             self._releasing = False
@@ -493,7 +493,7 @@ class RolloutWorker:
         }
 
     def _train_all(self) -> None:
-        """Train all pending commands; the other ranks of the model replica do the same."""
+        """Train all pending commands; the other ranks of the model-parallel group do the same."""
         deadline = time.monotonic() + self._timeout_s
         while self._to_train:
             if self._train_next():

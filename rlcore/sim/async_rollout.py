@@ -128,7 +128,7 @@ class SimAsyncRollout(Engines):
             buffer=SampleBuffer(batch, alpha, extra),
             issue=issue,
             trainers=[0],
-            samplers=ranks,
+            rollout_ranks=ranks,
             ranks=ranks,
             place=place or LeastLoaded(UNLIMITED),
             deadline_s=1e12,
@@ -156,9 +156,9 @@ class SimAsyncRollout(Engines):
     @property
     def busy(self) -> float:
         """Mean share of the time in which an engine was busy."""
-        for replica in self._replicas:
-            replica.advance(self._now)
-        return sum(r.busy_s for r in self._replicas) / (self._now * len(self._replicas))
+        for engine in self._engines:
+            engine.advance(self._now)
+        return sum(r.busy_s for r in self._engines) / (self._now * len(self._engines))
 
     # ---- events
 
@@ -170,17 +170,17 @@ class SimAsyncRollout(Engines):
 
     def _go(self, version: int) -> None:
         self._version = version
-        for rank, replica in enumerate(self._replicas, 1):
-            replica.stand_still(self._now)
+        for rank, engine in enumerate(self._engines, 1):
+            engine.stand_still(self._now)
             if self._mode != "in_place":
-                jobs = replica.release(self._now)
+                jobs = engine.release(self._now)
                 again = [
                     SimRequest(id=j.id, prompt=j.prompt, length=j.length, have=j.have) for j in jobs
                 ]
-                replica.submit(again, self._now)
+                engine.submit(again, self._now)
             self._plan(rank)
         self._obey(self._flow.go(version, self._now))
-        for rank in range(1, 1 + len(self._replicas)):
+        for rank in range(1, 1 + len(self._engines)):
             self._tell(Ready(rank=rank))
         late, self._late = self._late, []
         for event in late:
@@ -217,9 +217,9 @@ class SimAsyncRollout(Engines):
                 raise RuntimeError(command.reason)
 
     def _hold(self, rank: int) -> None:
-        replica = self._replicas[rank - 1]
-        replica.advance(self._now)
-        for id in replica.begun:
+        engine = self._engines[rank - 1]
+        engine.advance(self._now)
+        for id in engine.begun:
             self._born.setdefault(id, self._version)
         self._planned[rank - 1] += 1  # idle until it continues
         self._tell(Held(rank=rank))

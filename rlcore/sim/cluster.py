@@ -81,7 +81,7 @@ class ClusterPlan:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus % self.tp:
-            raise ConfigError(f"{self.gpus} GPUs are no whole number of replicas of {self.tp}")
+            raise ConfigError(f"{self.gpus} GPUs are no whole number of engines of {self.tp}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,12 +185,12 @@ class SimRun:
         )
 
     def _make_world(self, tp: int) -> SimSettings:
-        plan, replicas = self._plan, self._plan.gpus // tp
+        plan, engines = self._plan, self._plan.gpus // tp
         training, rule, cost = plan.training, plan.stream, plan.costs(tp)
         elastic = None
-        if rule is not None and replicas > 1:
+        if rule is not None and engines > 1:
             elastic = StreamWindow(
-                cells([(r,) for r in range(replicas)], [(r,) for r in range(replicas)]),
+                cells([(r,) for r in range(engines)], [(r,) for r in range(engines)]),
                 cache_tokens=cost.cache_tokens if rule.checks_cache else math.inf,
                 max_running=plan.max_running,
                 batch_tokens=rule.batch_tokens,
@@ -199,13 +199,13 @@ class SimRun:
                 every=StreamConfig.every,
             )
         return SimSettings(
-            [cost] * replicas,
+            [cost] * engines,
             self._length,
             rewards=self._rewards,
             max_running=plan.max_running,
             elastic=elastic,
-            # an engine has 1/replicas of the GPUs that `training` is for
-            train_s=lambda n: replicas * (training.update_s(n) + training.logprobs_s(n)),
+            # an engine has 1/engines of the GPUs that `training` is for
+            train_s=lambda n: engines * (training.update_s(n) + training.logprobs_s(n)),
             trains_once=rule is not None and rule.once,
         )
 

@@ -57,7 +57,7 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
     return [
         *lines,
         "",
-        "idle: of the replicas' time in a rollout, without a request; trained: of the tokens that",
+        "idle: of the engines' time in a rollout, without a request; trained: of the tokens that",
         "are decoded; long: of the steps, long rounds; preempt: requests thrown out of a full",
         "cache, a step; early: of the groups, trained while others are decoded",
     ]
@@ -88,7 +88,7 @@ def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None
         _panel(axes, steps, shown, seen)
         mean = _end(steps) / len(steps)
         axes.set_title(f"{name}: {mean:.0f} s a step", loc="left", fontsize=10)
-        axes.set_ylabel("replica", fontsize=9)
+        axes.set_ylabel("engine", fontsize=9)
         axes.set_xlim(0, end * 1.01)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
@@ -300,8 +300,8 @@ def _end(steps: Sequence[SimStep]) -> float:
 def _panel(axes: Any, steps: Sequence[SimStep], shown: int, seen: dict[str, None]) -> None:
     height = 1.0 if shown > 16 else 0.86
     for step in steps:
-        replicas = len(step.outcome.spans)
-        rank_of = [i * replicas // shown for i in range(shown)]
+        engines = len(step.outcome.spans)
+        rank_of = [i * engines // shown for i in range(shown)]
         at = step.start
         for phase in ("reshard", "rollout", "reward", "logprobs", "update", "sync"):
             took = step.phases[phase]
@@ -348,9 +348,9 @@ def trace(arms: Mapping[str, Sequence[SimStep]], path: Path) -> None:
     per engine, and one for the phases of the whole."""
     events: list[traces.Event] = []
     for pid, (name, steps) in enumerate(arms.items()):
-        replicas = max(len(s.outcome.spans) for s in steps)
+        engines = max(len(s.outcome.spans) for s in steps)
         events += [traces.process(pid, name), traces.row(pid, 0, "step")]
-        events += [traces.row(pid, r + 1, f"replica {r}") for r in range(replicas)]
+        events += [traces.row(pid, r + 1, f"engine {r}") for r in range(engines)]
         for step in steps:
             events += _events(step, pid)
     traces.save(path, events)

@@ -129,12 +129,10 @@ def decode_s(cost: EngineCost, parts: Sequence[ResponsePart], accept: float) -> 
     return seconds, right
 
 
-def worker_s(
-    cost: EngineCost, parts: Sequence[ResponsePart], replicas: int, accept: float
-) -> float:
+def worker_s(cost: EngineCost, parts: Sequence[ResponsePart], engines: int, accept: float) -> float:
     """Return the seconds of several engines, over which the parts are distributed by length."""
     order = sorted(parts, key=lambda p: -p.tokens)
-    return max(decode_s(cost, order[i::replicas], accept)[0] for i in range(replicas))
+    return max(decode_s(cost, order[i::engines], accept)[0] for i in range(engines))
 
 
 def stability(
@@ -171,7 +169,7 @@ class SplitCluster:
     """Rollout workers and a learner on separate GPUs."""
 
     cost: EngineCost
-    replicas: int
+    engines: int
     """Number of engines of all workers together."""
     train_s: float
     accept: float
@@ -185,7 +183,7 @@ class SplitCluster:
     ) -> float:
         """Return the mean seconds of a step in the long run. A step has the responses of the
         previous epoch and of this one, by prompt."""
-        groups = min(histopipe.GROUPS, self.replicas)
+        groups = min(histopipe.GROUPS, self.engines)
         free, trained, ends = [0.0] * groups, [0.0, 0.0], []
         late: list[ResponsePart] = []
         given: list[int] = []
@@ -215,7 +213,7 @@ class SplitCluster:
         """Return the number of engines of each group (tier 2). The group keeps them for the run, so
         the worker changes with the step."""
         equal = [
-            self.replicas * (g + 1) // groups - self.replicas * g // groups for g in range(groups)
+            self.engines * (g + 1) // groups - self.engines * g // groups for g in range(groups)
         ]
         if not self.tiered:
             return equal
@@ -226,7 +224,7 @@ class SplitCluster:
         def seconds(g: int, n: int) -> float:
             return worker_s(self.cost, parts[g], n, self.accept)
 
-        return histopipe.shares(seconds, groups, self.replicas)
+        return histopipe.shares(seconds, groups, self.engines)
 
     def _parts(
         self,
@@ -275,14 +273,14 @@ def ablation(
         return {row: workload.lengths(row, SAMPLES, seed * 1000 + epoch) for row in rows}
 
     data = [(answers(k, 0), answers(k, 1)) for k in range(steps)]
-    prompt, replicas = workload.prompt_tokens, GPU_COUNT // TP
+    prompt, engines = workload.prompt_tokens, GPU_COUNT // TP
 
     def synchronous(accept: float) -> tuple[float, float]:
         """Return the seconds of a rollout, and the share of tokens from accepted drafts."""
         times, right, tokens = [], 0.0, 0
         for _, after in data:
             parts = [[ResponsePart(n, prompt) for n in lengths] for lengths in after.values()]
-            shared = [[p for group in parts[i::replicas] for p in group] for i in range(replicas)]
+            shared = [[p for group in parts[i::engines] for p in group] for i in range(engines)]
             found = [decode_s(cost, part, accept) for part in shared]
             times.append(max(s for s, _ in found))
             right += sum(r for _, r in found)
@@ -321,7 +319,7 @@ def ablation(
         for learner in (4, 6, 8, 12):
             pipe = SplitCluster(
                 cost=cost,
-                replicas=(GPU_COUNT - learner) // TP,
+                engines=(GPU_COUNT - learner) // TP,
                 train_s=train * GPU_COUNT / learner,
                 accept=ACCEPT,
                 migrates=migrates,

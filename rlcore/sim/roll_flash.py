@@ -380,7 +380,7 @@ def queue(steps: int, seed: int) -> TableResult:
         rows,
         [
             f"published seconds: {', '.join(f'{k} {v}' for k, v in QUEUE_S.items())}; {rounds} "
-            f"batches an arm, {QUEUE_REPLICAS} replicas, the filter keeps {KEPT:.0%}",
+            f"batches an arm, {QUEUE_REPLICAS} engines, the filter keeps {KEPT:.0%}",
             "fitted: lengths and that share. Two causes make the difference to the rows below: in "
             "ROLL's scheduler 8 prompts (and the extra ones) run until 8 are kept, whatever has "
             "ended; and the paper's answers end at 8k, of some prompts all",
@@ -471,7 +471,7 @@ def replication(steps: int, seed: int) -> TableResult:
         "ROLL Flash: prompt replication",
         rows,
         [
-            f"assumed: {REPLICATION_REPLICAS} replicas; lengths and costs as fitted for `queue`, "
+            f"assumed: {REPLICATION_REPLICAS} engines; lengths and costs as fitted for `queue`, "
             "nothing is fitted here"
         ],
     )

@@ -78,7 +78,7 @@ def rounds(
     """Return `count` rollouts on a node of eight GPUs, with prompts in epoch order."""
     cost = from_data_sheet(model, gpu, tp)
     generator = GENERATORS[column]
-    replicas = SLOTS // tp
+    engines = SLOTS // tp
     out = []
     for n in range(count):
         lengths = [
@@ -88,18 +88,18 @@ def rounds(
         ]
         ends = sorted(
             t
-            for r in range(replicas)
-            for t in finish_times(lengths[r::replicas], generator.prompt_tokens, cost)
+            for r in range(engines)
+            for t in finish_times(lengths[r::engines], generator.prompt_tokens, cost)
         )
         at = ends[int(TAIL * len(ends)) - 1]
-        moved = {k: _moved_s(sorted(lengths), generator.prompt_tokens, cost, k, replicas)
+        moved = {k: _moved_s(sorted(lengths), generator.prompt_tokens, cost, k, engines)
                  for k in KEPT}  # fmt: skip
         out.append(RolloutLengths(ends[-1], at, sum(lengths), moved))
     return out
 
 
 def _moved_s(
-    lengths: Sequence[int], prompt: int, cost: EngineCost, kept: int, replicas: int
+    lengths: Sequence[int], prompt: int, cost: EngineCost, kept: int, engines: int
 ) -> float:
     """Return the seconds of the moved tail on `kept` engines. The tail is the longest fifth of the
     responses, from the time at which the others are done. Requests from other engines are prefilled
@@ -107,7 +107,7 @@ def _moved_s(
     at = int(TAIL * len(lengths))
     done = lengths[at]
     left = [length - done for length in lengths[at:]]
-    moving = len(left) * (1 - kept / replicas) * (prompt + done)
+    moving = len(left) * (1 - kept / engines) * (prompt + done)
     decode = max(finish_times(left[k::kept], prompt + done, cost)[-1] for k in range(kept))
     return moving * cost.prefill_s / kept + decode
 

@@ -141,12 +141,12 @@ class Engines(ABC):
     def __init__(self, world: SimSettings, controller: Controller, first: int = 0) -> None:
         """`first` is the rank of the first engine; the others follow it."""
         self._world, self._controller, self._first = world, controller, first
-        self._replicas = [VirtualEngine(cost, world._max_running) for cost in world._costs]
+        self._engines = [VirtualEngine(cost, world._max_running) for cost in world._costs]
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
-        self._planned: list[int] = [0] * len(self._replicas)  # the newest plan of each engine
+        self._planned: list[int] = [0] * len(self._engines)  # the newest plan of each engine
         self._now = self._last_finish = 0.0
         self.is_over = False
 
@@ -164,10 +164,10 @@ class Engines(ABC):
             if not self._queue:
                 raise RuntimeError("it has stopped: nothing is under way and it is not over")
             time, _, (what, who, it) = heapq.heappop(self._queue)
-            if what != "replica" or it == self._planned[who - self._first]:
+            if what != "engine" or it == self._planned[who - self._first]:
                 break  # else the plan is outdated
         self._now = time
-        if what == "replica":
+        if what == "engine":
             self._step(who)
         elif what == "aborted":
             self._tell(Aborted(rank=who, id=it.id, num_tokens=it.have))
@@ -195,20 +195,20 @@ class Engines(ABC):
             have = len(request.resume.tokens) if request.resume else 0  # resumed tokens
             prompt = len(request.prompt)
             jobs.append(SimRequest(id=request.id, prompt=prompt, length=length, have=have))
-        self._replicas[command.rank - self._first].submit(jobs, self._now)
+        self._engines[command.rank - self._first].submit(jobs, self._now)
         self._plan(command.rank)
 
     def _abort(self, command: Abort) -> None:
-        for job in self._replicas[command.rank - self._first].abort(list(command.ids), self._now):
+        for job in self._engines[command.rank - self._first].abort(list(command.ids), self._now):
             self._push(self._now, ("aborted", command.rank, job))
         self._plan(command.rank)
 
     def _step(self, rank: int) -> None:
-        replica = self._replicas[rank - self._first]
-        preempted = replica.preemptions
-        ended = replica.step_to_event()
+        engine = self._engines[rank - self._first]
+        preempted = engine.preemptions
+        ended = engine.step_to_event()
         self._plan(rank)
-        if replica.preemptions > preempted:
+        if engine.preemptions > preempted:
             self._tell(Preempted(rank=rank, id=""))
         for job in ended:
             self._last_finish = self._now
@@ -222,9 +222,9 @@ class Engines(ABC):
     def _plan(self, rank: int) -> None:
         """Schedule the next event of this engine."""
         self._planned[rank - self._first] += 1
-        time = self._replicas[rank - self._first].next_event()
+        time = self._engines[rank - self._first].next_event()
         if time is not None:
-            self._push(max(time, self._now), ("replica", rank, self._planned[rank - self._first]))
+            self._push(max(time, self._now), ("engine", rank, self._planned[rank - self._first]))
 
     def _push(self, time: float, what: Any) -> None:
         self._number += 1
@@ -254,13 +254,13 @@ class _Run(Engines):
     def outcome(self) -> RoundResult:
         while self._end is None:
             self._next()
-        for replica in self._replicas:
-            replica.advance(self._now)
+        for engine in self._engines:
+            engine.advance(self._now)
         end = self._end
-        available = self._now * len(self._replicas)
+        available = self._now * len(self._engines)
         training = [(s.start, s.end) for spans in self._trains for s in spans]
         worked = sum(min(b, self._now) - a for a, b in training)
-        worked += sum(r.busy_s for r in self._replicas)
+        worked += sum(r.busy_s for r in self._engines)
         kept = [ref.id for group in end.groups for ref in group.refs]
         return RoundResult(
             kind=self._kind,
@@ -269,17 +269,17 @@ class _Run(Engines):
             dropped=end.dropped,
             lengths=[self._length[i] for i in kept],
             prompts=[len(self._requests[i].prompt) for i in kept],
-            decoded=sum(r.decoded for r in self._replicas),
-            steps=max(r.steps for r in self._replicas),
-            preemptions=sum(r.preemptions for r in self._replicas),
+            decoded=sum(r.decoded for r in self._engines),
+            steps=max(r.steps for r in self._engines),
+            preemptions=sum(r.preemptions for r in self._engines),
             last_finish=self._last_finish,
             reward_s=self._reward_s(kept),
             idle=1 - worked / available if available else 0.0,
-            cache_used=max(r.peak_context / r.cost.cache_tokens for r in self._replicas),
-            spans=[r.spans for r in self._replicas],
+            cache_used=max(r.peak_context / r.cost.cache_tokens for r in self._engines),
+            spans=[r.spans for r in self._engines],
             streamed=self._streamed,
             stream_spans=self._trains,
-            stream_left_s=sum(max(b - self._now, 0) for _, b in training) / len(self._replicas),
+            stream_left_s=sum(max(b - self._now, 0) for _, b in training) / len(self._engines),
             groups=[group.id for group in end.groups for _ in group.refs],
             events=self._events,
             stats=end.stats,
@@ -315,7 +315,7 @@ class _Run(Engines):
     def _release(self, rank: int) -> None:
         """Release the engine's requests with their tokens; another engine prefills them."""
         partials = {}
-        for job in self._replicas[rank].release(self._now):
+        for job in self._engines[rank].release(self._now):
             none = _tokens(job.have)
             partials[job.id] = Partial(tokens=none, logps=none, versions=none)
         self._push(self._now, ("released", rank, partials))

@@ -28,7 +28,7 @@ def rates(plan: ClusterPlan) -> Rates:
         step_s=cost.step_s + request_s,
         running=1,
         train_s=alone.update_s(used) + alone.logprobs_s(used),
-        push_s=alone.sync_s,
+        sync_s=alone.sync_s,
         load=request_s / cost.step_s,
         places=max(1, min(plan.max_running, cost.cache_tokens / (w.prompt_tokens + mean))),
         tp=plan.tp,

@@ -45,7 +45,7 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
     rollout_gpus = a.gpus - judge_gpus
     if rollout_gpus < a.tp or rollout_gpus % a.tp:
         raise ConfigError(
-            f"--tp {a.tp}: the {rollout_gpus} GPUs that sample are no whole number of replicas of "
+            f"--tp {a.tp}: the {rollout_gpus} GPUs that sample are no whole number of engines of "
             "that size"
         )
     if a.max_tp and (a.max_tp > gpu.per_node or rollout_gpus % a.max_tp):
@@ -56,7 +56,7 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
     taken = judge_bytes(MODELS["7B"], streamed=a.judge == "streamed")
     taken = taken if has_judge and a.judge != "dedicated" else 0.0
     notes = [
-        f"{model.name}, {a.gpus} x {gpu.name}: {rollout_gpus // a.tp} replicas of {a.tp}"
+        f"{model.name}, {a.gpus} x {gpu.name}: {rollout_gpus // a.tp} engines of {a.tp}"
         + (f", {judge_gpus} GPUs for the judge" if judge_gpus else ""),
         f"lengths: {said}",
     ]
@@ -66,7 +66,7 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
         sizes = [a.tp * 2**k for k in range(8) if a.tp * 2**k <= max(a.tp, a.max_tp)]
         if missing := [tp for tp in sizes if tp not in layouts]:
             raise ConfigError(
-                f"--profile {a.profile}: has replicas of {sorted(layouts)} GPUs and none of "
+                f"--profile {a.profile}: has engines of {sorted(layouts)} GPUs and none of "
                 f"{missing[0]}, which --tp and --max-tp ask for"
             )
         notes.append(f"decoding: as measured ({a.profile})")
@@ -79,14 +79,14 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
 
     if a.stream and rollout_gpus // a.tp < 2:
         raise ConfigError(
-            f"--stream: half of the replicas train while the others decode, and --tp {a.tp} makes "
-            "one replica of all GPUs; take a smaller --tp"
+            f"--stream: half of the engines train while the others decode, and --tp {a.tp} makes "
+            "one engine of all GPUs; take a smaller --tp"
         )
     first = costs(a.tp)
     longest = workload.prompt_tokens + workload.cap
     if first.cache_tokens < longest:
         raise ConfigError(
-            f"--tp {a.tp}: a replica's cache holds {first.cache_tokens:.0f} tokens, the longest "
+            f"--tp {a.tp}: a engine's cache holds {first.cache_tokens:.0f} tokens, the longest "
             f"prompt and response have {longest}; take a larger --tp, or shorter lengths"
         )
     if a.reward != "none":

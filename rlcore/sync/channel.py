@@ -91,10 +91,10 @@ class RelayChannel:
             "transient_gb": self._relay.transient_bytes / 1e9,
         }
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines from the next push on; called on every
         rank."""
-        self._handover.relayout(tp)
+        self._handover.resize(tp)
 
     def _enter(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int

@@ -58,12 +58,12 @@ class Handover:
         """Ranks that are told how this rank's engine took the weights."""
         self.transport, self._max_bytes = transport, max_bytes
         self._room: SharedRoom | _Room | None = None
-        self.relayout(tp)
+        self.resize(tp)
         self._engine: WeightReceiver | None = None
         self._on_gpu = 0
         self._given = 0
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines; only between pushes."""
         if tp < 1 or self.peers.world_size % tp:
             raise ValueError(
@@ -248,10 +248,10 @@ class ColocatedChannel:
             "transient_gb": meter.most / 1e9,
         }
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines from the next push on; called on every
         rank."""
-        self._handover.relayout(tp)
+        self._handover.resize(tp)
 
     def _move(self, learner: Learner, engine: WeightReceiver | None, meter: ExportMeter) -> int:
         """Move all weights into the engine; return their bytes."""

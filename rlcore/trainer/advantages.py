@@ -111,7 +111,7 @@ def _by_token(
     if cfg.adv_estimator == "remax" and not cfg.whiten_advantages:
         return out
     sums = torch.zeros(3, dtype=torch.float64)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for b in out:
             sums += returns.whitening_sums(made(b.advantage), b.mask)
     sums = torch.tensor(collective.reduce_floats(sums.tolist()), dtype=torch.float64)
@@ -122,7 +122,7 @@ def explained(run: Run, batches: list[Batch]) -> float:
     """Return the share of the returns' variance that the critic's old values explain.
     Collective."""
     sums = torch.zeros(5, dtype=torch.float64)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for b in batches:
             sums += value.variance_sums(made(b.value_old), made(b.returns), b.mask)
     return value.explained_variance(collective.reduce_floats(sums.tolist()))
@@ -134,9 +134,9 @@ def kl_penalties(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Tensor]
     cfg = run.cfg.algo
     coefficient = cfg.kl_reward_coef * run.kl.scale  # read before `run.kl.update` changes it
     kind = cfg.kl_reward_type
-    found = [kl.estimate(kind, made(b.logp_old), made(b.logp_ref)) for b in batches]
+    found = [kl.estimate(kind, made(b.old_log_probs), made(b.ref_log_probs)) for b in batches]
     means = torch.zeros(2, dtype=torch.float64)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for b, values in zip(batches, found, strict=True):
             where = (b.mask, b.sequence_index, b.num_sequences)
             means[0] += sequence.mean(values.double(), *where).sum()
@@ -158,7 +158,7 @@ def _sums_by_row(
     ids = [r.id for update in plan.updates for part in update for r in part]
     place = {id: i for i, id in enumerate(ids)}
     sums = [0.0] * len(ids)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for u, (b, v) in enumerate(zip(batches, values, strict=True)):
             rows = sequence.total(v.double(), b.mask, b.sequence_index, b.num_sequences)
             for row, lost in zip(_rows(run, plan, u), rows.tolist(), strict=True):

@@ -24,7 +24,7 @@ def one_step(run: Run) -> None:
             groups, stats, todo = update(run)
     else:
         with run.device.generate(), run.spans.phase("gen"):
-            run.rollout.agent.go_on(sync_loop.callbacks(run))
+            run.rollout.worker.go_on(sync_loop.callbacks(run))
     with run.spans.phase("sync"):
         run.device.update_weights(run.step)  # W
     phases.observe_round(run, "all", stats)  # W
@@ -40,21 +40,23 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
     Returns:
         The groups of the batch, the counters, and the plan.
     """
-    spans, flow = run.spans, run.flow
-    assert flow is not None
+    spans, async_rollout = run.spans, run.async_rollout
+    assert async_rollout is not None
     with spans.phase("gen"):
-        batch: TrainOrder = flow.take(run.step - 1, sync_loop.callbacks(run))
+        batch: TrainOrder = async_rollout.take(run.step - 1, sync_loop.callbacks(run))
     with spans.phase("route"):
-        todo = sync_loop.plan_of(run, batch.groups, len(run.ranks.replicas))
-        samples = flow.fetch(todo.destination(run.ranks.replicas), todo.owners())
+        todo = sync_loop.plan_of(run, batch.groups, len(run.ranks.model_parallel_groups))
+        samples = async_rollout.fetch(
+            todo.destination(run.ranks.model_parallel_groups), todo.owners()
+        )
         batches = phases.batches(run, todo, samples)
         if run.ranks.rank == 0:
-            flow.read(samples.values())
+            async_rollout.read(samples.values())
     learn.all_models(run, todo, batches, {})  # C
     stats = dict(batch.stats)
     if run.ranks.rank == 0:
         with spans.phase("hold"):
-            stats |= flow.hold(hold_mode(run))
+            stats |= async_rollout.hold(hold_mode(run))
     return batch.groups, stats, todo
 
 

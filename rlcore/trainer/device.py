@@ -171,9 +171,9 @@ class Device:
             for learner in p.learners:
                 learner.offload()
         if p.engine is not None:
-            p.engine.relayout(tp)
+            p.engine.resize(tp)
         p.sizes.change(tp)
-        p.channel.relayout(tp)
+        p.channel.resize(tp)
         if p.memory is not None and p.sizes.now.plan is not None:
             p.memory.follow(p.sizes.now.plan)
         self._wait_for_starts("the engines of the new size")

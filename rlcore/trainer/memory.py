@@ -235,7 +235,7 @@ def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
     return max(cfg.sync.bucket_mb * 2**20, embedding)
 
 
-def push_bytes(cfg: Config, hf: HFConfig) -> int:
+def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
     """Estimate the bytes of a weight update beside the weights of learner and engine."""
     bucket = bucket_bytes(cfg, hf)
     if rules.route(cfg) == "gather":  # the gathered shards, the full tensors, and the bucket
@@ -323,7 +323,7 @@ def make(
         "push": [
             *learners(["weights"], ["learner"]),
             *engine(weights),
-            *later("buckets", push_bytes(cfg, hf)),
+            *later("buckets", update_weights_bytes(cfg, hf)),
         ],
         "save": [*learners(["weights", "optimizer"]), *engine(weights)],
     }
@@ -377,7 +377,7 @@ def make_sampler(
     work = Item("engine's work", engine_work_bytes(cfg, hf), True, True)
     weights, held = Item("engine weights", engine_weight_bytes(cfg, hf)), Item("KV cache", cache)
     always = (weights, held, *beside.always, Item("contexts", ENGINE_CONTEXT, True))
-    buckets = Item("buckets", push_bytes(cfg, hf), True, True)
+    buckets = Item("buckets", update_weights_bytes(cfg, hf), True, True)
     phases = {"generate": (*always, work, *beside.generate), "push": (*always, buckets)}
     return MemoryPlan(
         rank=rank,

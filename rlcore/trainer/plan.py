@@ -60,11 +60,13 @@ class StepPlan:
         """Return the rank that holds each sample."""
         return {r.id: r.owner for update in self.updates for part in update for r in part}
 
-    def destination(self, replicas: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
-        """Return the global ranks that train each sample. `replicas[d]` are the global ranks of
-        data-parallel rank d."""
+    def destination(
+        self, model_parallel_groups: Sequence[Sequence[int]]
+    ) -> dict[str, Sequence[int]]:
+        """Return the global ranks that train each sample. `model_parallel_groups[d]` are the global
+        ranks of data-parallel rank d."""
         return {
-            r.id: replicas[d]
+            r.id: model_parallel_groups[d]
             for update in self.updates
             for d, part in enumerate(update)
             for r in part

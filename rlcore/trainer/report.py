@@ -75,7 +75,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
     reasons = Counter(reason for e in errors for reason in reasons_of(e))
     clusters = [g.id for g in groups for _ in g.scores]
     rows = [r for update in plan.updates for part in update for r in part]
-    loads = plan.loads(len(run.ranks.replicas))
+    loads = plan.loads(len(run.ranks.model_parallel_groups))
     return {
         **stats.summary("critic/score", scores),
         "critic/score/std_err": stats.standard_error(scores, clusters),
@@ -115,7 +115,7 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
         "spec/drafted_tokens": t["drafted_tokens"],
         "spec/draft_s": t["draft_s"],
         "spec/verify_s": t["verify_s"],
-        "spec/knee": run.rollout.agent.knee,
+        "spec/knee": run.rollout.worker.knee,
     }
     if t["drafted_tokens"]:
         out["spec/acceptance_rate"] = t["accepted_tokens"] / t["drafted_tokens"]
@@ -151,29 +151,29 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
     """Write some samples of the step to the rollout log. Their texts must be on rank 0."""
     if run.observers.writer is None or run.cfg.log.rollouts == 0:
         return
-    agent = run.rollout.agent
+    worker = run.rollout.worker
     rows: list[dict[str, object]] = []
     limit, room = run.cfg.log.rollouts, run.cfg.log.tokens
     room = sys.maxsize if room < 0 else room
     for g in groups:
         for k, (ref, score, error) in enumerate(zip(g.refs, g.scores, g.errors, strict=True)):
-            read = ref.id in agent.texts
+            read = ref.id in worker.texts
             if not read or (limit > 0 and k > 0) or 0 < limit <= len(rows):
                 continue
-            prompt = agent.prompts[g.id]
+            prompt = worker.prompts[g.id]
             row: dict[str, object] = {
                 "id": ref.id,
                 "source": g.source,
                 "prompt": prompt.text,
                 "answer": prompt.answer,
-                "response": agent.texts[ref.id],
+                "response": worker.texts[ref.id],
                 "score": score,
                 "error": error,
                 "num_tokens": g.lengths[k],
                 "finish": g.finishes[k],
             }
             if room > 0:
-                row["tokens"] = tokens = of_tokens(run, agent.samples[ref.id], room)
+                row["tokens"] = tokens = of_tokens(run, worker.samples[ref.id], room)
                 room -= len(tokens["pieces"])
             rows.append(row)
     run.observers.writer.rollouts(run.step, rows)
@@ -251,7 +251,9 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
     samples *= run.cfg.rollout.samples_per_prompt
     sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
-    gen_s = m["timing_s/gen"] if run.flow is None else seconds  # async: sampling takes all the step
+    gen_s = (
+        m["timing_s/gen"] if run.async_rollout is None else seconds
+    )  # async: sampling takes all the step
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,

@@ -33,7 +33,7 @@ class Run:
     device: Device
     """Owns engine, learner and critic."""
     rollout: Rollout
-    flow: AsyncRollout | None = None
+    async_rollout: AsyncRollout | None = None
     """Asynchronous sampling, with --mode async."""
     sampling: Sampling
     data: Data

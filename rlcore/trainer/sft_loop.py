@@ -55,7 +55,7 @@ def train(
             rows = [demonstrations((step - 1) * rows_per_step + i) for i in range(rows_per_step)]
             num_tokens = sum(sum(row.said) for row in rows)
             run.learner.accumulate(
-                batch_of(rows[run.ranks.dp_rank :: len(run.ranks.replicas)]), nll
+                batch_of(rows[run.ranks.dp_rank :: len(run.ranks.model_parallel_groups)]), nll
             )
             run.progress.add(run.learner.apply(float(num_tokens)))
         done = step == run.cfg.run.steps

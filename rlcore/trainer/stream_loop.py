@@ -50,7 +50,9 @@ class StreamTrainer:
         run = self._run
         with run.spans.phase("stream"):
             run.device.load_learner(NEEDED)
-            todo = plan_of(run, groups, len(dp_ranks)).placed(dp_ranks, len(run.ranks.replicas))
+            todo = plan_of(run, groups, len(dp_ranks)).placed(
+                dp_ranks, len(run.ranks.model_parallel_groups)
+            )
             (batch,) = _with_all(run, todo, phases.batches(run, todo, samples))
             run.learner.accumulate(batch, self.loss())
             self.batches.append(batch)
@@ -78,7 +80,7 @@ def one_step(run: Run) -> None:
     with device.generate(), spans.phase("gen"):
         end = next_groups(run, stream)
     with spans.phase("route"):
-        by_id, num_ranks = {g.id: g for g in end.groups}, len(run.ranks.replicas)
+        by_id, num_ranks = {g.id: g for g in end.groups}, len(run.ranks.model_parallel_groups)
         early = [
             plan_of(run, [by_id[g] for g in s.groups], len(s.dp_ranks)).placed(
                 s.dp_ranks, num_ranks
@@ -88,7 +90,9 @@ def one_step(run: Run) -> None:
         was_early = {g for s in end.streamed for g in s.groups}
         rest = plan_of(run, [g for g in end.groups if g.id not in was_early], num_ranks)
         todo = plans.joined([*early, rest])
-        samples = run.rollout.route(rest.destination(run.ranks.replicas), rest.owners())
+        samples = run.rollout.route(
+            rest.destination(run.ranks.model_parallel_groups), rest.owners()
+        )
         batches = phases.batches(run, rest, samples)
         learn_histories(run)
     with device.train():

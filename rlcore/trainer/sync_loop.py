@@ -98,15 +98,17 @@ def one_step(run: Run) -> None:
             end = next_groups(run, NodeRelease(run) if run.cfg.mux.tail_nodes else None)
             groups, baselines = advantages.split_baselines(run, end.groups)
         with spans.phase("route"):
-            todo = plan_of(run, groups, len(run.ranks.replicas))
-            samples = run.rollout.route(todo.destination(run.ranks.replicas), todo.owners())
+            todo = plan_of(run, groups, len(run.ranks.model_parallel_groups))
+            samples = run.rollout.route(
+                todo.destination(run.ranks.model_parallel_groups), todo.owners()
+            )
             batches = phases.batches(run, todo, samples) if run.ranks.trains else []
             show_samples(run, groups, samples)
             learn_histories(run)
         with device.train():
             if run.ranks.trains:
                 learn.all_models(run, todo, batches, baselines)
-            barrier_before_push(run)
+            barrier_before_sync(run)
             phases.resize_engines(run)  # C
             with spans.phase("sync"):
                 device.update_weights(run.step)  # W
@@ -181,7 +183,7 @@ def show_samples(run: Run, groups: Sequence[Group], samples: Mapping[RequestId, 
         run.rollout.read([g.id for g in groups], samples.values())
 
 
-def barrier_before_push(run: Run) -> None:
+def barrier_before_sync(run: Run) -> None:
     """Make ranks that only sample wait for the training, without a limit while rank 0 sends
     heartbeats."""
     if run.ranks.everyone is None:
@@ -190,7 +192,7 @@ def barrier_before_push(run: Run) -> None:
         run.rollout.call()
         return
     with run.spans.phase("wait"):
-        run.rollout.agent.wait_for_call()
+        run.rollout.worker.wait_for_sync()
 
 
 def rollout_metrics(
@@ -205,7 +207,7 @@ def rollout_metrics(
 
 def engine_counts(run: Run) -> dict[str, float]:
     """Sum the counters of all engines in this step, and add the memory of nodes (W)."""
-    counts = run.rollout.agent.counts
+    counts = run.rollout.worker.counts
     sums = collective.reduce_floats(list(counts.values()), group=run.ranks.everyone)
     totals = dict(zip(counts, sums, strict=True))
     found = {f"sched/{name}": totals[name] for name in COUNTS}

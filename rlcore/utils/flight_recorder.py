@@ -94,7 +94,7 @@ class FlightRecorder:
         self._events.append((time.time(), text))
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """Note a command that the agent executes or an event that it sends."""
+        """Note a command that the worker executes or an event that it sends."""
         now = time.time()
         if isinstance(what, Submit):
             self._open |= dict.fromkeys((r.id for r in what.requests), ("decoding", now))
@@ -241,7 +241,10 @@ WAITS = {
 }
 
 
-OURS = ("flight.py", "gang.py")  # frames to skip: a failed rank makes its record in these files
+OURS = (
+    "flight_recorder.py",
+    "health.py",
+)  # frames to skip: a failed rank makes its record in these files
 
 
 def _waits(frame: FrameType | None) -> str:

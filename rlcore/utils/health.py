@@ -83,7 +83,7 @@ class Health:
         self._seen: dict[int, tuple[Any, float]] = {}
         """Last heartbeat of each other rank, and when it came."""
         flight.on_phase(self._poke)
-        self._thread = threading.Thread(target=self._live, name="gang", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="health", daemon=True)
 
     def enter(self, store: Any) -> None:
         """Begin to exchange heartbeats and alarms over the store."""
@@ -407,10 +407,10 @@ def _appears(file: Path, begin: float, seconds: float) -> bool:
     return True
 
 
-def _forget(gang: "weakref.ref[Health]") -> None:
+def _forget(health: "weakref.ref[Health]") -> None:
     """Reset the signals of a forked child, such as a checkpoint writer, so that they do not count
     as the rank's."""
-    found = gang()
+    found = health()
     if found is not None and not found._closed:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -99,9 +99,9 @@ def terms(rows: int, device: torch.device) -> tuple[PolicyInputs, PolicySpec]:
     given = PolicyInputs(
         advantage=randn(rows, seed=2),
         weight=(torch.arange(rows) % 5 > 0) * 1.5,
-        logp_sampler=far[0],
-        logp_old=far[1],
-        logp_ref=far[2],
+        rollout_log_probs=far[0],
+        old_log_probs=far[1],
+        ref_log_probs=far[2],
     )
     spec = PolicySpec(
         clip_dual=2.0,

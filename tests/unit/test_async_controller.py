@@ -100,7 +100,7 @@ class World:
     def make(self) -> AsyncController:
         place: LeastLoaded | HistoPipe = LeastLoaded(3)
         if self.pipe:
-            place = HistoPipe(replicas=self.samplers, batch=self.batch, longest=LONGEST, rows=2)
+            place = HistoPipe(engines=self.samplers, batch=self.batch, longest=LONGEST, rows=2)
         return AsyncController(
             buffer=SampleBuffer(self.batch, self.alpha, self.extra),
             issue=self.source,
@@ -380,7 +380,7 @@ def test_a_response_that_is_longer_than_its_ranking_group_was_goes_on_elsewhere(
     assert stats["pipe/known"] > 8  # all of the later steps
 
     state = decode(encode(world.controller._pipe.state()), dict)
-    again = HistoPipe(replicas=[4, 5, 6], batch=4, longest=LONGEST, rows=2)
+    again = HistoPipe(engines=[4, 5, 6], batch=4, longest=LONGEST, rows=2)
     again.restore(state)
     assert again.state() == world.controller._pipe.state()
 

@@ -125,12 +125,12 @@ def test_what_right_answers_took_is_told_to_all_ranks_by_prompt():
     c.start(work(2, 2), 0.0)
     c.handle(Ready(rank=0), 0.0)
     c.handle(Ready(rank=1), 0.0)
-    for rank, id, anchor_s in ((0, "t0.0", 3.0), (0, "t0.1", 2.0), (1, "t1.0", 0.0)):
+    for rank, id, reference_latency_s in ((0, "t0.0", 3.0), (0, "t0.1", 2.0), (1, "t1.0", 0.0)):
         c.handle(Finished(rank=rank, id=id, num_tokens=5, finish="stop"), 1.0)
-        result = RewardResult(score=1.0, timeout_s=4.0, anchor_s=anchor_s)
+        result = RewardResult(score=1.0, timeout_s=4.0, reference_latency_s=reference_latency_s)
         c.handle(Rewarded(rank=rank, id=id, result=result), 1.0)
     ends = finish(c, 1, "t1.1")
-    assert [(e.rank, e.anchors) for e in ends] == [(0, {"s/0": 3.0}), (1, {"s/0": 3.0})]
+    assert [(e.rank, e.reference_latency) for e in ends] == [(0, {"s/0": 3.0}), (1, {"s/0": 3.0})]
     assert ends[0].stats["reward/timeout_s/mean"] == ends[0].stats["reward/timeout_s/min"] == 4.0
 
 

@@ -213,7 +213,7 @@ def test_ranks_of_one_engine_wait_for_its_first_at_every_switch(monkeypatch) -> 
     said: list[str] = []
     monkeypatch.setattr(devices.collective, "barrier", lambda: said.append("all"))
     monkeypatch.setattr(devices.collective, "reduce_floats", lambda values: [0.0] * len(values))
-    ranks = Ranks(rank=0, size=2, replicas=[[0]], dp_rank=0)
+    ranks = Ranks(rank=0, size=2, model_parallel_groups=[[0]], dp_rank=0)
     device = offloaded(said, ranks=ranks, sizes=sizes_of(said, ranks=(0, 1)))
     with device.train():
         device.update_weights(1)
@@ -229,7 +229,7 @@ def test_ranks_whose_engine_works_wait_while_another_starts_again(monkeypatch) -
     said: list[str] = []
     monkeypatch.setattr(devices.collective, "barrier", lambda: said.append("all"))
     monkeypatch.setattr(devices.collective, "reduce_floats", lambda values: [0.0, 0.0, 1.0, 0.0])
-    ranks = Ranks(rank=0, size=4, replicas=[[0]], dp_rank=0)
+    ranks = Ranks(rank=0, size=4, model_parallel_groups=[[0]], dp_rank=0)
     device = OffloadDevice(parts_of(said, ranks=ranks, sizes=sizes_of(said, ranks=(0, 1))))
     device._restart_failed()
     assert said == ["all", "all"]

@@ -366,8 +366,8 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
         teacher = HistorySender(first.library)
         prompts = {"t9": Prompt(index=0, source="s", tokens=prompt)}
         told = teacher.before(1, prompts)
-        hubs[0].send(1, "agent", told)
-        got = hubs[1].receive("agent", AnyCommand, 10.0)
+        hubs[0].send(1, "worker", told)
+        got = hubs[1].receive("worker", AnyCommand, 10.0)
         assert isinstance(got, Remember) and [h.id for h in got.histories] == [h.id for h in known]
         assert teacher.before(1, prompts) is None and teacher.before(0, prompts) is not None
         teacher.lost(1)  # its engine is another one now

@@ -36,7 +36,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> Checkpoints:
             checkpoint=SimpleNamespace(keep=keep, on_error="stop"),
         ),
         folder=folder,
-        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
+        ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
         learner=SimpleNamespace(load=lambda path: None),
         kl=AdaptiveController(0.1, 100),
         data=Data(),

@@ -178,7 +178,7 @@ def world(model: Path, engines: list[Any], **settings: Any) -> Iterator[World]:
 
 
 def samples_of(world: World) -> dict[str, Sample]:
-    return {i: s for rollout in world.rollouts for i, s in rollout.agent.samples.items()}
+    return {i: s for rollout in world.rollouts for i, s in rollout.worker.samples.items()}
 
 
 def checked(ends: list[Any]) -> EndRound:
@@ -200,7 +200,7 @@ def test_three_replicas_give_the_samples_of_one(model: Path) -> None:
         assert {ref.owner for g in end.groups for ref in g.refs} == {0, 1, 2}
         for rank, rollout in enumerate(three.rollouts):
             owned = {ref.id for g in end.groups for ref in g.refs if ref.owner == rank}
-            assert set(rollout.agent.samples) == owned
+            assert set(rollout.worker.samples) == owned
     assert len(found) == NUM_GROUPS * NUM_SAMPLES
     for i, sample in wanted.items():
         np.testing.assert_array_equal(found[i].tokens, sample.tokens)
@@ -234,9 +234,9 @@ def test_samples_that_came_before_the_round_was_over_here_are_not_waited_for(mod
         owners = {ref.id: ref.owner for g in end.groups for ref in g.refs}
         destination = dict.fromkeys(owners, (1,))
         fast, slow = two.rollouts
-        fast.agent.exchange.send([i for i in owners if owners[i] == 0], [1])
+        fast.worker.exchange.send([i for i in owners if owners[i] == 0], [1])
         deadline = time.monotonic() + 30
-        while set(slow.agent.exchange.here()) != set(owners) and time.monotonic() < deadline:
+        while set(slow.worker.exchange.here()) != set(owners) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert set(slow.route(destination, owners)) == set(owners)
 
@@ -529,9 +529,9 @@ def test_what_engines_counted_after_the_end_of_a_round_is_of_that_round(model: P
         ]
         stop = StopAtFirst({"": 1}, {each.id: "" for each in work})
         ends = w.everywhere(lambda r: w.rollouts[r].run(work if r == 0 else [], stop))
-        counted = [rollout.agent.counts["decode_steps"] for rollout in w.rollouts]
+        counted = [rollout.worker.counts["decode_steps"] for rollout in w.rollouts]
         assert counted == [e.steps for e in engines] and all(counted)
         assert ends[0].stats.get("sched/decode_steps", 0.0) < sum(counted), "it aborted something"
         w.round("u")
-        more = [rollout.agent.counts["decode_steps"] for rollout in w.rollouts]
+        more = [rollout.worker.counts["decode_steps"] for rollout in w.rollouts]
         assert [a + b for a, b in zip(counted, more, strict=True)] == [e.steps for e in engines]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlcore.sched.balance import Balance, Rates, best, measured
 
 FULL = Rates(
-    samples=100, tokens=6000, longest=600, step_s=0.01, running=1, train_s=30, push_s=1, places=10
+    samples=100, tokens=6000, longest=600, step_s=0.01, running=1, train_s=30, sync_s=1, places=10
 )
 """Ten places, a step of which takes .1 s where arithmetic decides: a token is .01 s of a rank."""
 
@@ -58,7 +58,7 @@ def test_rates_are_those_of_the_ranks_that_worked() -> None:
         step_s=0.01,
         running=4.0,
         train_s=10.0,
-        push_s=1.0,
+        sync_s=1.0,
         places=8.0,
         tp=2,
     )

@@ -32,7 +32,7 @@ class Engine(Part):
         super().__init__("engine", said)
         self.slow, self.dies = slow, dies
 
-    def relayout(self, tp: int) -> None:
+    def resize_engines(self, tp: int) -> None:
         self.said.append(f"engine tp {tp}")
 
     def is_starting(self, timeout_s: float) -> bool:
@@ -86,7 +86,7 @@ def tp_of(run: Any) -> int:
     return run.device.parts.sizes.now.tp
 
 
-CHANGE = ["phase relayout", "engine tp 2", "sized 2", "channel tp 2", "phase "]
+CHANGE = ["phase resize_engines", "engine tp 2", "sized 2", "channel tp 2", "phase "]
 
 
 def test_a_rise_of_preemptions_gives_the_next_round_of_that_kind_larger_engines() -> None:
@@ -108,12 +108,12 @@ def test_a_rise_of_preemptions_gives_the_next_round_of_that_kind_larger_engines(
 
 def test_full_caches_keep_engines_large() -> None:
     run = run_of(TPPlanner(2, 2), tp=2)
-    run.rollout.agent.cache_used = 0.95
+    run.rollout.worker.cache_used = 0.95
     for _ in range(6):
         phases.observe_round(run, "short", {})
         phases.resize_engines(run)
     assert tp_of(run) == 2 and run.progress.metrics["sched/cache_used"] == 0.95
-    run.rollout.agent.cache_used = 0.5
+    run.rollout.worker.cache_used = 0.5
     phases.observe_round(run, "short", {})
     phases.resize_engines(run)
     assert tp_of(run) == 1
@@ -123,10 +123,10 @@ def test_the_learner_makes_room_for_engines_that_start_and_they_sleep_until_the_
     run = run_of(FixedSizes([2]), offload=True, engine=Engine([], slow=2))
     phases.resize_engines(run)
     assert run.said == [
-        "phase relayout",
+        "phase resize_engines",
         "learner offload",
         *CHANGE[1:4],
-        *("phase relayout", "phase relayout"),  # signs of life
+        *("phase resize_engines", "phase resize_engines"),  # signs of life
         "engine sleep weights kv_cache",
         "phase ",
     ]

@@ -67,8 +67,8 @@ def make_device(
 ) -> Device:
     """Return the owner of this rank's accelerator."""
     if gate is not None:
-        shelf = HostWeightCache(cfg.rollout.tp) if world.samples else None
-        if shelf is not None:
-            on_close(shelf.close)
-        return SharedDevice(parts, gate, shelf, colocated=not world.rollout_ranks)
+        host_cache = HostWeightCache(cfg.rollout.tp) if world.samples else None
+        if host_cache is not None:
+            on_close(host_cache.close)
+        return SharedDevice(parts, gate, host_cache, colocated=not world.rollout_ranks)
     return OffloadDevice(parts) if cfg.train.offload else Device(parts)

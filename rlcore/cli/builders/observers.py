@@ -51,11 +51,11 @@ def watch(
     waits for rank 0 are not watched: they detect hangs themselves.
     """
     cfg, world = start.cfg, start.world
-    ends, gang = world.size > 1 and world.device.type == "cpu", world.gang
+    ends, health = world.size > 1 and world.device.type == "cpu", world.health
 
     def alarm(verdict: str) -> None:
-        if gang is not None:
-            gang.alarm(verdict, ends=ends)
+        if health is not None:
+            health.alarm(verdict, ends=ends)
             return
         log.log.error(verdict)
         if ends:
@@ -96,7 +96,7 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
 
 
 def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None]]:
-    """Return the observers of the commands and events of this rank's agent: the trace, with
+    """Return the observers of the commands and events of this rank's worker: the trace, with
     --log.trace, and the flight record. Collective."""
     found: list[Callable[[AnyCommand | AnyEvent], None]] = []
     cfg, world, progress = start.cfg, start.world, start.progress
@@ -108,8 +108,8 @@ def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None
             lambda name, begin, end: trace.phase(name, begin, end, progress.step)
         )
         found.append(trace.see)
-    if world.gang is not None:
-        found.append(world.gang.flight.see)
+    if world.health is not None:
+        found.append(world.health.flight.see)
     return found
 
 
@@ -136,9 +136,9 @@ def make_observers(
 def signals(start: BuildContext) -> tuple[Callable[[], bool], Callable[[], None]]:
     """Return two functions: one tells whether this rank has received a SIGTERM, the other must be
     called when the run is done."""
-    gang, progress = start.world.gang, start.progress
-    if gang is None:
+    health, progress = start.world.health, start.progress
+    if health is None:
         return (lambda: False), (lambda: None)
-    gang.flight.watch_step(lambda: progress.step)
-    gang.allow_grace(start.cfg.checkpoint.grace_s)
-    return (lambda: gang.ends), gang.done
+    health.flight.watch_step(lambda: progress.step)
+    health.allow_grace(start.cfg.checkpoint.grace_s)
+    return (lambda: health.ends), health.done

@@ -1,4 +1,4 @@
-"""Rollout parts of a rank: engine, rewards, agent, rounds; asynchronous sampling."""
+"""Rollout parts of a rank: engine, rewards, worker, rounds; asynchronous sampling."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class SamplingSide:
     in_child: bool
     """Whether the engine runs in a process of its own."""
     hub: Hub
-    agent: RolloutWorker
+    worker: RolloutWorker
     rollout: Rollout
     deadlines: AdaptiveTimeout | None
     """Reward deadlines that adapt to prompts."""
@@ -64,12 +64,12 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
     engine: Engine | None = None
     in_child = False
     if world.samples:
-        scorer, engine, in_child = _make_sampler(start, tokenizer, deadlines, lambda: agent)
+        scorer, engine, in_child = _make_sampler(start, tokenizer, deadlines, lambda: worker)
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, engine):
         if part is not None:
             start.on_close(part.close)
-    agent = RolloutWorker(
+    worker = RolloutWorker(
         hub,
         engine,
         scorer,
@@ -86,11 +86,11 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
     only_sample = range(world.train_ranks, world.size)
     rollout = Rollout(
         hub,
-        agent,
+        worker,
         sizes.make_controller,
         cfg.cluster.timeout_s,
         on_progress=screen.advance if screen is not None else None,
-        samplers=only_sample,
+        rollout_ranks=only_sample,
         rounds=_make_rounds(start) if start.is_first else None,
         library=_make_library(cfg) if start.is_first else None,
     )
@@ -101,7 +101,7 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
         engine=engine,
         in_child=in_child,
         hub=hub,
-        agent=agent,
+        worker=worker,
         rollout=rollout,
         deadlines=deadlines,
         screen=screen,
@@ -112,10 +112,10 @@ def _make_sampler(
     start: BuildContext,
     tokenizer: Tokenizer,
     deadlines: AdaptiveTimeout | None,
-    agent: Callable[[], RolloutWorker],
+    worker: Callable[[], RolloutWorker],
 ) -> tuple[Scorer, Engine, bool]:
     """Return rewards and engine of a rank that samples, and whether the engine runs in a process of
-    its own. `agent` returns the agent, which is made later and has the prompts of a round."""
+    its own. `worker` returns the worker, which is made later and has the prompts of a round."""
     cfg, world = start.cfg, start.world
     rewards = make_scorer(cfg, world, deadlines)
     engine = make_engine(cfg, start.hf, world)
@@ -125,7 +125,7 @@ def _make_sampler(
         return rewards, engine, in_child
     shown = Dialogue(tokenizer, is_chat=is_chat(cfg), num_tokens=start.hf.vocab_size)
     episodes = make_episodes(
-        cfg, world, engine, shown, tokenizer.decode, lambda group: agent().prompts[group]
+        cfg, world, engine, shown, tokenizer.decode, lambda group: worker().prompts[group]
     )
     return EnvScorer(episodes.outcomes, rewards), episodes, in_child
 
@@ -150,25 +150,27 @@ def _make_library(cfg: Config) -> HistoryStore | None:
     return HistoryStore(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
 
 
-def make_flow(start: BuildContext, side: SamplingSide, source: PromptSource | None) -> AsyncRollout:
+def make_async_rollout(
+    start: BuildContext, side: SamplingSide, source: PromptSource | None
+) -> AsyncRollout:
     """Return this rank's part of `--mode async`. Rank 0, which has the controller, gives the prompt
     `source`."""
     cfg, world, sampling = start.cfg, start.world, side.sampling
     controller, log_ = None, None
-    samplers = range(world.train_ranks, world.size)
+    rollout_ranks = range(world.train_ranks, world.size)
     if cfg.debug.replay and world.trains:
         log_ = EventLog(Path(cfg.debug.replay), cfg.run.seed)
     if source is not None:
         assert isinstance(source, EpochPrompts), "no other source issues prompt by prompt"
         order = source
-        tp, leaders = cfg.rollout.tp, samplers[:: cfg.rollout.tp]
+        tp, leaders = cfg.rollout.tp, rollout_ranks[:: cfg.rollout.tp]
         controller = controller_of(log_)(
             buffer=SampleBuffer(
                 cfg.data.prompts_per_step, cfg.async_.alpha, cfg.async_.extra_prompts
             ),
             issue=lambda count: order.issue(count, sampling),
             trainers=range(world.train_ranks),
-            samplers=samplers,
+            rollout_ranks=rollout_ranks,
             ranks=leaders,
             members={first: range(first + 1, first + tp) for first in leaders},
             place=make_pipe(cfg, leaders) if cfg.rollout.place == "histopipe" else make_place(cfg),
@@ -176,14 +178,14 @@ def make_flow(start: BuildContext, side: SamplingSide, source: PromptSource | No
             dynamic=cfg.async_.dynamic,
         )
     record = Recorder(start.folder, cfg.run.seed) if cfg.debug.record and world.trains else None
-    flow = AsyncRollout(
+    async_rollout = AsyncRollout(
         side.hub,
-        side.agent,
+        side.worker,
         controller,
-        samplers=samplers,
+        rollout_ranks=rollout_ranks,
         deadline_s=cfg.rollout.deadline_s,
         record=record,
         replay=log_,
     )
-    start.on_close(flow.close)
-    return flow
+    start.on_close(async_rollout.close)
+    return async_rollout

@@ -11,7 +11,7 @@ from rlcore.cli.world import World
 from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
-from rlcore.mcore.layout import layout_of, replicas
+from rlcore.mcore.layout import layout_of, model_parallel_groups
 from rlcore.rollout.controller import Controller
 from rlcore.sched.histopipe import HistoPipe
 from rlcore.sched.planner import FixedSizes, TPPlanner
@@ -49,7 +49,7 @@ def make_elastic(
     has the known response lengths.
 
     Raises:
-        ConfigError: all ranks form one engine or one model replica.
+        ConfigError: all ranks form one engine or one model-parallel group.
     """
     if cfg.select.mode != "stream":
         return None
@@ -58,7 +58,7 @@ def make_elastic(
     return StreamWindow(
         cells(
             [engine_ranks(cfg, rank) for rank in range(0, world.size, r.tp)],
-            replicas(cfg.train, world.size),
+            model_parallel_groups(cfg.train, world.size),
             [layout.lockstep_ranks for layout in layouts],
         ),
         cache_tokens=r.cache_tokens or r.max_running * max_model_tokens(cfg, hf),
@@ -175,7 +175,7 @@ def make_place(cfg: Config) -> LeastLoaded:
 def make_pipe(cfg: Config, leaders: Sequence[int]) -> HistoPipe:
     """Return the router that places requests by their lengths in the previous epoch."""
     return HistoPipe(
-        replicas=leaders,
+        engines=leaders,
         batch=cfg.data.prompts_per_step,
         longest=cfg.rollout.max_tokens,
         rows=cfg.rollout.max_running,

@@ -542,7 +542,7 @@ class SGLangEngine(InProcess):
         self._asleep.difference_update(back)
         await self._go_on()
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Accept only the tensor-parallel size that the engine was started with; raise ValueError
         for others."""
         if tp != self._tp:

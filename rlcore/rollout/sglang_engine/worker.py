@@ -56,7 +56,7 @@ class DraftWorker(BaseSpecWorker):
                 DraftSettings(**told["settings"]),
                 num_seats=get_schedule().max_running_requests,
                 stream_interval=told["stream_interval"],
-                page=Counters(server_args.model_path, new=True),
+                counters=Counters(server_args.model_path, new=True),
             )
 
     @property

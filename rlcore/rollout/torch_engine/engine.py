@@ -561,7 +561,7 @@ class TorchEngine(InProcess):
         if "kv_cache" in tags and self._cache is None:
             self._cache = self._make_cache()
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Accept tensor-parallel size 1 only; raise ValueError for others."""
         if tp != 1:
             raise ValueError(f"tensor-parallel size {tp}: the torch engine has size 1")

@@ -1,4 +1,4 @@
-"""Episodes in sampling that does not stop at the end of a step: `test_flow.py` with environments.
+"""Episodes in sampling that goes on across steps: `test_async_rollout.py` with environments.
 
 All versions have the same weights and a turn hangs on the tokens before it alone, so every episode
 has to be the one that nobody interrupts, also where it had to begin anew.
@@ -19,7 +19,7 @@ from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.records import HoldMode, Request
 from tests import runs
 from tests.contracts.engine_contract import collect, ended
-from tests.unit.test_flow import ALPHA, BATCH, SAMPLING, Doomed, World, world
+from tests.unit.test_async_rollout import ALPHA, BATCH, SAMPLING, Doomed, World, world
 from tests.unit.test_rollout import torch_engine
 
 NAME = "tests.odd_envs.Sums"

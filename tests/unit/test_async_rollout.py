@@ -300,7 +300,7 @@ def test_responses_that_move_to_another_replica_are_those_of_an_uninterrupted_en
     """HistoPipe, with a history of answers that are shorter than those that come."""
     floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
     engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
-    pipe = HistoPipe(replicas=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
+    pipe = HistoPipe(engines=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
     with world(model, engines, pipe=pipe) as three:
         for i in range(40):
             pipe.learn(three.work(i).prompt, [2 + i % 2])

@@ -31,15 +31,15 @@ def setting(scores: list[list[float]], length: int = 2, **algo: Any):
         tokens=torch.zeros(len(mask), dtype=torch.int64),
         cu_seqlens=cumulative([length + 1] * len(rows)),
         mask=mask,
-        logp_sampler=torch.zeros(len(mask)),
-        logp_old=torch.full((len(mask),), -1.0),
-        logp_ref=torch.full((len(mask),), -1.0 - LN2),
+        rollout_log_probs=torch.zeros(len(mask)),
+        old_log_probs=torch.full((len(mask),), -1.0),
+        ref_log_probs=torch.full((len(mask),), -1.0 - LN2),
         ids=tuple(r.id for r in rows),
     )
     run = SimpleNamespace(
         cfg=SimpleNamespace(algo=cfg),
         algo=grpo,
-        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
+        ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
         trains_actor=True,
         progress=Progress(),
         kl=AdaptiveController(cfg.kl_target, cfg.kl_horizon),
@@ -64,10 +64,10 @@ def test_a_group_is_centred_and_every_token_of_a_response_gets_the_same():
 def test_the_kl_of_all_tokens_of_a_response_is_taken_off_its_reward():
     """k1 is ln 2 a token; one response is nearer to the reference by half."""
     run, todo, batch = setting([[1.0, 0.0]], norm_adv_by_std=False, kl_reward_coef=0.1)
-    ref = batch.logp_ref.clone()
+    ref = batch.ref_log_probs.clone()
     first = batch.ids.index("t0.0")
     ref[3 * first : 3 * first + 3] += LN2
-    (out,) = advantages.assign(run, todo, [batch.with_(logp_ref=ref)], {})
+    (out,) = advantages.assign(run, todo, [batch.with_(ref_log_probs=ref)], {})
     gap = (1.0 - 0.0) - (0.0 - 0.1 * 2 * LN2)
     assert of_responses(out)["t0.0"] == pytest.approx([gap / 2] * 2)
     assert run.progress.metrics["actor/reward_kl_penalty"] == pytest.approx(LN2 / 2)

@@ -115,8 +115,8 @@ def test_a_flight_knows_what_is_open_and_keeps_its_last_events(tmp_path: Path):
     flight.see(Aborted(id="t0.2", num_tokens=1))
     record = flight.record("asked")
     assert [(i, what) for i, what, _ in record["open"]] == [("t0.0", "reward")]
-    assert record["phase"] == "gen" and "test_flight.py" in record["where"]
-    assert "test_flight.py" in record["stacks"]["MainThread"]
+    assert record["phase"] == "gen" and "test_flight_recorder.py" in record["where"]
+    assert "test_flight_recorder.py" in record["stacks"]["MainThread"]
     for i in range(2 * KEPT_EVENTS):
         flight.note(str(i))
     assert len(flight.record("")["events"]) == KEPT_EVENTS
