@@ -237,7 +237,7 @@ def rollout_s(row: dict[str, Any]) -> float:
 
 
 def train_s(row: dict[str, Any]) -> float:
-    return row["timing_s/step"] - rollout_s(row) - row.get("timing_s/turn", 0.0)
+    return row["timing_s/step"] - rollout_s(row) - row.get("timing_s/wait_permit", 0.0)
 
 
 def turns(folder: Path) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def measured(
     names = ("timing_s/step", "sched/trainer_idle", "sched/decode_tokens", "response_length/max")
     if any(name not in row for name in names) or not row["sched/decode_tokens"]:
         return None
-    push = row.get("timing_s/sync", 0.0) + row.get("timing_s/hold", 0.0)
+    push = row.get("timing_s/update_weights", 0.0) + row.get("timing_s/pause_engines", 0.0)
     works = row["timing_s/step"] * (1 - row["sched/trainer_idle"]) - push
     if works <= 0:
         return None

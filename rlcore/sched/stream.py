@@ -91,8 +91,8 @@ class StreamWindow:
         if len(cells) < 2:
             raise ConfigError(
                 "--mode stream: half of the engines train while the others decode, and here all "
-                "ranks are one engine or one model-parallel group; start more ranks, or take --mode "
-                "sync"
+                "ranks are one engine or one model-parallel group; start more ranks, or take "
+                "--mode sync"
             )
         ordered = sorted(cells, key=lambda c: min(c.ranks))
         self._half = ordered[len(ordered) - len(ordered) // 2 :]

@@ -25,7 +25,7 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 
 RowOf = Callable[[Request], int]
-PHASES = ("rollout", "reward", "logprobs", "update", "sync", "reshard")
+PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "resize_engines")
 """Phases in the order of a step. `rollout` lasts until the end of the round, so it includes the
 rewards that are scored meanwhile; `reward` is the scoring after it."""
 
@@ -130,7 +130,7 @@ class SimRun:
         tp = self._planner.size(todo.kind) if self._planner else plan.tp
         phases = dict.fromkeys(PHASES, 0.0)
         if tp != self._tp:
-            phases["reshard"], self._tp = plan.reshard_s(tp), tp
+            phases["resize_engines"], self._tp = plan.reshard_s(tp), tp
         self._rows = {w.id: w.prompt.index for w in todo.work}
         self._counts = {w.id: w.num_samples for w in todo.work}
         self._drawn.clear()
@@ -159,11 +159,11 @@ class SimRun:
         if self._plan.overlap_logprobs:
             logprobs -= min(logprobs, outcome.idle * outcome.seconds)
         return {
-            "rollout": outcome.seconds,
+            "gen": outcome.seconds,
             "reward": outcome.reward_s,
-            "logprobs": logprobs,
-            "update": training.update_s(lengths) + outcome.stream_left_s + training.step_s,
-            "sync": training.sync_s,
+            "old_log_prob": logprobs,
+            "update_actor": training.update_s(lengths) + outcome.stream_left_s + training.step_s,
+            "update_weights": training.sync_s,
         }
 
     def _make_source(self) -> EpochPrompts | TailBatching:

@@ -17,23 +17,20 @@ COLOURS = {
     "short": "#2A9D8F",
     "long": "#B279A2",
     "reward": "#EECA3B",
-    "logprobs": "#9ECAE9",
-    "update": "#F58518",
-    "sync": "#54A24B",
-    "reshard": "#E45756",
+    "old_log_prob": "#9ECAE9",
+    "update_actor": "#F58518",
+    "update_weights": "#54A24B",
+    "resize_engines": "#E45756",
     "stream": "#FFBF79",
 }
 SAYS = {
     "all": "decoding",
     "short": "decoding, short round",
     "long": "decoding, long round",
-    "reward": "rewards, after the rollout",
-    "logprobs": "log-probs",
-    "update": "update",
-    "sync": "weights to the engines",
-    "reshard": "engines change size",
-    "stream": "update while others decode",
+    "stream": "stream: training while others decode",
 }
+IN_ORDER = ("resize_engines", *PHASES[:-1])
+"""Phases of a step, which begins with engines of the size that it needs."""
 MOST_ROWS = 64
 """Maximum number of engines in a picture; of more, every n-th is shown."""
 
@@ -94,7 +91,7 @@ def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None
         axes.tick_params(labelsize=8)
     panels[-1, 0].set_xlabel("seconds", fontsize=9)
     order = [what for what in COLOURS if what in seen]
-    handles = [Patch(color=COLOURS[what], label=SAYS[what]) for what in order]
+    handles = [Patch(color=COLOURS[what], label=SAYS.get(what, what)) for what in order]
     handles.append(Patch(facecolor="#EEEEEE", label="nothing to do"))
     handles.append(Patch(facecolor="white", label="(paler: fewer requests in the batch)"))
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
@@ -303,11 +300,11 @@ def _panel(axes: Any, steps: Sequence[SimStep], shown: int, seen: dict[str, None
         engines = len(step.outcome.spans)
         rank_of = [i * engines // shown for i in range(shown)]
         at = step.start
-        for phase in ("reshard", "rollout", "reward", "logprobs", "update", "sync"):
+        for phase in IN_ORDER:
             took = step.phases[phase]
             if took <= 0:
                 continue
-            if phase == "rollout":
+            if phase == "gen":
                 axes.broken_barh([(at, took)], (-0.5, shown), color="#EEEEEE", linewidth=0)
                 seen[step.kind] = None
                 if any(step.outcome.stream_spans):
@@ -362,11 +359,11 @@ def _events(step: SimStep, pid: int) -> list[traces.Event]:
 
     outcome = step.outcome
     out, at = [], step.start
-    for phase in ("reshard", "rollout", "reward", "logprobs", "update", "sync"):
+    for phase in IN_ORDER:
         took = step.phases[phase]
         if took <= 0:
             continue
-        if phase == "rollout":
+        if phase == "gen":
             facts = {
                 "kind": step.kind,
                 "tp": step.tp,

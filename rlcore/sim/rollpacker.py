@@ -50,7 +50,7 @@ def figure_11(count: int, seed: int, data: Path) -> TableResult:
         for arm, etas in published.FIGURE_11_ARMS.items():
             steps = list(SimRun(arm_of_figure_11(column, *etas, seed)).steps(count))
             found = summarize(steps)
-            seconds[arm] = found.phases["rollout"]
+            seconds[arm] = found.phases["gen"]
             told = published.FIGURE_11_SECONDS[arm][column]
             rows.append(
                 row(
@@ -165,7 +165,7 @@ def table_1(count: int, seed: int, data: Path) -> TableResult:
         plan = replace(plan_of(task, system, seed), rewards=partial(_after, made))
         found = summarize(list(SimRun(plan).steps(max(5, count // 10))))
         p = found.phases
-        ours = (p["rollout"], p["reward"], p["logprobs"] + p["update"] + p["sync"])
+        ours = (p["gen"], p["reward"], p["old_log_prob"] + p["update_actor"] + p["update_weights"])
         for name, value, seconds in zip(("rollout", "reward", "training"), told, ours, strict=True):
             fitted = task == "math" or name == "training"
             share = seconds / found.seconds

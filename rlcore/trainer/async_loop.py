@@ -25,7 +25,7 @@ def one_step(run: Run) -> None:
     else:
         with run.device.generate(), run.spans.phase("gen"):
             run.rollout.worker.go_on(sync_loop.callbacks(run))
-    with run.spans.phase("sync"):
+    with run.spans.phase("update_weights"):
         run.device.update_weights(run.step)  # W
     phases.observe_round(run, "all", stats)  # W
     if todo is not None:
@@ -44,7 +44,7 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
     assert async_rollout is not None
     with spans.phase("gen"):
         batch: TrainOrder = async_rollout.take(run.step - 1, sync_loop.callbacks(run))
-    with spans.phase("route"):
+    with spans.phase("exchange"):
         todo = sync_loop.plan_of(run, batch.groups, len(run.ranks.model_parallel_groups))
         samples = async_rollout.fetch(
             todo.destination(run.ranks.model_parallel_groups), todo.owners()
@@ -55,7 +55,7 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
     learn.all_models(run, todo, batches, {})  # C
     stats = dict(batch.stats)
     if run.ranks.rank == 0:
-        with spans.phase("hold"):
+        with spans.phase("pause_engines"):
             stats |= async_rollout.hold(hold_mode(run))
     return batch.groups, stats, todo
 

@@ -7,14 +7,14 @@ at each switch of the device between engine and learner.
 
 With --train.offload the phases hold:
 
-    generate    engine: weights, cache
-    hand_over   engine asleep -> learner: weights, gradients, optimizer
-    log_probs   + reference weights, one layer's activations, logits
-    backward    + activations, logits
-    step        + Adam's temporary tensors
-    push        learner: weights alone; engine: weights; buckets. Then the learner is offloaded and
-                the cache is allocated
-    save        learner: weights, optimizer; engine: weights
+    gen              engine: weights, cache
+    load_learner     engine asleep -> learner: weights, gradients, optimizer
+    old_log_prob     + reference weights, one layer's activations, logits
+    update_actor     + activations, logits
+    optimizer_step   + Adam's temporary tensors
+    update_weights   learner: weights alone; engine: weights; buckets. Then the learner is offloaded
+                     and the cache is allocated
+    save_checkpoint  learner: weights, optimizer; engine: weights
 
 Without --train.offload all persistent parts stay, and every phase adds its temporary memory.
 """
@@ -310,22 +310,22 @@ def make(
     moments = 3 if cfg.model.dtype == "bfloat16" else 2
     adam = max(state["optimizer"] for state in states.values()) // moments
     phases = {
-        "generate": [
+        "gen": [
             *learners(()),
             *engine(weights, cache),
             *later("engine's work", engine_work_bytes(cfg, hf) if has_engine else 0),
             *beside.generate,
         ],
-        "hand_over": [*learners(PARTS), *engine()],
-        "log_probs": [*learners(PARTS), *engine(), *ahead],
-        "backward": [*learners(PARTS), *engine(), *backward],
-        "step": [*learners(PARTS), *engine(), *later("Adam's work", adam)],
-        "push": [
+        "load_learner": [*learners(PARTS), *engine()],
+        "old_log_prob": [*learners(PARTS), *engine(), *ahead],
+        "update_actor": [*learners(PARTS), *engine(), *backward],
+        "optimizer_step": [*learners(PARTS), *engine(), *later("Adam's work", adam)],
+        "update_weights": [
             *learners(["weights"], ["learner"]),
             *engine(weights),
             *later("buckets", update_weights_bytes(cfg, hf)),
         ],
-        "save": [*learners(["weights", "optimizer"]), *engine(weights)],
+        "save_checkpoint": [*learners(["weights", "optimizer"]), *engine(weights)],
     }
     return MemoryPlan(
         rank=layout.rank,
@@ -378,7 +378,7 @@ def make_sampler(
     weights, held = Item("engine weights", engine_weight_bytes(cfg, hf)), Item("KV cache", cache)
     always = (weights, held, *beside.always, Item("contexts", ENGINE_CONTEXT, True))
     buckets = Item("buckets", update_weights_bytes(cfg, hf), True, True)
-    phases = {"generate": (*always, work, *beside.generate), "push": (*always, buckets)}
+    phases = {"gen": (*always, work, *beside.generate), "update_weights": (*always, buckets)}
     return MemoryPlan(
         rank=rank,
         phases=phases,
@@ -414,7 +414,7 @@ def worst_of(
 
 def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
     """Return the plan as a text table: GB of every part in every phase."""
-    order = [i.part for name in ("hand_over", *plan.phases) for i in plan.phases.get(name, ())]
+    order = [i.part for name in ("load_learner", *plan.phases) for i in plan.phases.get(name, ())]
     parts = list(dict.fromkeys([p for p in order if p != "contexts"] + order))
     guessed = {i.part for items in plan.phases.values() for i in items if i.is_estimate}
 
@@ -451,8 +451,8 @@ def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
     largest = sorted(plan.phases[phase], key=lambda item: -item.num_bytes)[:3]
     named = ", ".join(f"{item.part} {_gb(item.num_bytes)}" for item in largest)
     hints = dict.fromkeys(_remedy(item.part) for item in largest)
-    shared = any(item.part == "engine weights" for item in plan.phases["generate"])
-    if shared and plan.learner["generate"]:  # the learner stays while the engine samples
+    shared = any(item.part == "engine weights" for item in plan.phases["gen"])
+    if shared and plan.learner["gen"]:  # the learner stays while the engine samples
         hints = {"turn train.offload on": None} | hints
     return (
         f"--cluster.gpu_gb {gpu_bytes / GB:g}: phase {phase} takes {_gb(plan.total(phase))} GB on "
@@ -499,20 +499,22 @@ class Residency:
         """Check the rank against another plan from now on."""
         self.plan = plan
 
-    def before(self, phase: Literal["hand_over", "push"], learners: Sequence[Learner]) -> None:
-        """Check that the device has room for the learner (hand_over) or for the engine's weights
-        (push). On the CPU nothing is checked.
+    def before(
+        self, phase: Literal["load_learner", "update_weights"], learners: Sequence[Learner]
+    ) -> None:
+        """Check that the device has room for the learner (load_learner) or for the engine's
+        weights (update_weights). On the CPU nothing is checked.
 
         Raises:
             RuntimeError: other allocations were not freed.
         """
         if self._device.type != "cuda":
             return
-        if phase == "push" and not self._engine_sleeps:  # an engine starts awake
+        if phase == "update_weights" and not self._engine_sleeps:  # an engine starts awake
             return
-        self._engine_sleeps = phase == "hand_over"
-        turn = ("hand_over", "log_probs", "backward", "step")
-        most = max(turn if phase == "hand_over" else (phase,), key=self.plan.total)
+        self._engine_sleeps = phase == "load_learner"
+        loaded = ("load_learner", "old_log_prob", "update_actor", "optimizer_step")
+        most = max(loaded if phase == "load_learner" else (phase,), key=self.plan.total)
         coming = sum(i.num_bytes for i in self.plan.phases[most] if i.part not in _THERE)
         self._must_fit(most, coming - _resident(learners))
 

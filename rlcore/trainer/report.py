@@ -208,7 +208,7 @@ def evaluation(run: Run) -> None:
     timings = run.spans.take()
     if run.observers.writer is None or run.observers.screen is None:
         return
-    shown = {k: v for k, v in timings.items() if k in ("start", "eval", "sync")}
+    shown = {k: v for k, v in timings.items() if k in ("start", "testing", "update_weights")}
     metrics = pending | {f"timing_s/{k}": v for k, v in shown.items()}
     run.observers.writer.write(run.step, metrics)
     run.observers.screen.evaluation(run.step, metrics)
@@ -229,6 +229,9 @@ def step(run: Run) -> None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
     metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # so that phases do not overlap
+    for inner in ("offload_learner", "wake_engine"):
+        if seconds := timings.get(inner):
+            metrics["timing_s/update_weights"] -= seconds
     metrics |= speeds(run, metrics) | idle(run, metrics)
     if run.observers.balance is not None:
         metrics |= run.observers.balance.metrics(metrics)
@@ -278,7 +281,7 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
         return {}
     seconds = m["timing_s/step"]
     return {
-        "sched/trainer_idle": (m["timing_s/gen"] + m["timing_s/route"]) / seconds,
+        "sched/trainer_idle": (m["timing_s/gen"] + m["timing_s/exchange"]) / seconds,
         "sched/rollout_idle": max(0.0, 1 - m["sched/busy_s"] / (engines * seconds)),
     }
 

@@ -60,7 +60,7 @@ def train(
             run.progress.add(run.learner.apply(float(num_tokens)))
         done = step == run.cfg.run.steps
         if step >= probe_from and (step % probe_every == 0 or done):
-            with run.spans.phase("eval"):
+            with run.spans.phase("testing"):
                 with run.device.train():
                     run.device.update_weights(run.step)
                 accuracy = probe(run)
@@ -69,7 +69,7 @@ def train(
             metrics = run.progress.take()
             metrics |= {f"timing_s/{k}": s for k, s in run.spans.take().items()}
             run.observers.writer.write(step, metrics)
-            if "timing_s/eval" in metrics:
+            if "timing_s/testing" in metrics:
                 run.observers.screen.step(step, metrics)
                 run.observers.screen.evaluation(step, metrics)
         else:

@@ -11,6 +11,7 @@ from typing import Literal
 from rlcore.protocols import Part, PhaseGate
 from rlcore.sync.host_cache import HostWeightCache
 from rlcore.trainer.device import ALL, Device, Parts, State
+from rlcore.utils import phases
 
 
 class SharedDevice(Device):
@@ -56,9 +57,9 @@ class SharedDevice(Device):
             yield
 
     @contextmanager
-    def generate(self, phase: Literal["rollout", "eval"] = "rollout") -> Iterator[None]:
+    def generate(self, phase: Literal["rollout", "testing"] = "rollout") -> Iterator[None]:
         """Load the engine, run the phase, and store the engine."""
-        with self._permit(phase, EngineState(self)), self._on_device("generate"):
+        with self._permit(phase, EngineState(self)), self._on_device("gen"):
             yield
 
     @contextmanager
@@ -70,7 +71,10 @@ class SharedDevice(Device):
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
         """Load the learner, save, and store the learner."""
-        with self._permit("save", LearnerState(self)), self._on_device("save"):
+        with (
+            self._permit("save_checkpoint", LearnerState(self)),
+            self._on_device("save_checkpoint"),
+        ):
             yield
 
     def update_weights(self, version: int) -> None:
@@ -97,7 +101,7 @@ class SharedDevice(Device):
     def _permit(self, name: str, resident: "EngineState | LearnerState | None") -> Iterator[None]:
         """Hold the gate's permit for one phase (W). The time to wait for it and to give it back is
         one span. An error of the gate is the same sentence on every rank."""
-        span = partial(self.parts.spans.phase, name if name in ("eval", "save") else "turn")
+        span = partial(self.parts.spans.phase, name if name in phases.BETWEEN else "wait_permit")
         with ExitStack() as stack:
             with span():
                 stack.enter_context(self._gate.phase(name, resident))

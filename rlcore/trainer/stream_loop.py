@@ -79,7 +79,7 @@ def one_step(run: Run) -> None:
     spans, device, stream = run.spans, run.device, StreamTrainer(run)
     with device.generate(), spans.phase("gen"):
         end = next_groups(run, stream)
-    with spans.phase("route"):
+    with spans.phase("exchange"):
         by_id, num_ranks = {g.id: g for g in end.groups}, len(run.ranks.model_parallel_groups)
         early = [
             plan_of(run, [by_id[g] for g in s.groups], len(s.dp_ranks)).placed(
@@ -108,7 +108,7 @@ def one_step(run: Run) -> None:
         run.progress.add(advantages.spread("critic/advantages", parts))  # C
         learn.conclude(run, todo, objective, run.kl.scale)  # C
         phases.resize_engines(run)  # C
-        with spans.phase("sync"):
+        with spans.phase("update_weights"):
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
     if run.ranks.rank == 0:  # tokens trained during the rollout took no time of this phase

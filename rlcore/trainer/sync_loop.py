@@ -32,10 +32,10 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
     with run.spans.phase("start"):
         run.device.wait_for_engines()  # W
     phases.resize_engines(run)  # C
-    with run.device.train(), run.spans.phase("sync"):
+    with run.device.train(), run.spans.phase("update_weights"):
         run.device.update_weights(run.step)  # W
     if run.step == 0 and cfg.eval.at_start:
-        with run.device.generate("eval"), run.spans.phase("eval"):
+        with run.device.generate("testing"), run.spans.phase("testing"):
             evaluate.run(run)
         report.evaluation(run)
     report.started(run)
@@ -47,11 +47,11 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             one_step(run)
             sync_stop_request(run, not early)  # W
         if evaluates(run):
-            with run.device.generate("eval"), run.spans.phase("eval"):
+            with run.device.generate("testing"), run.spans.phase("testing"):
                 evaluate.run(run)
         report.step(run)
         if saves(run):
-            with run.device.save(WRITTEN), run.spans.phase("save"):
+            with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
                 run.checkpoints.save(run.progress, run.observers.writer)  # W
         if cfg.debug.die_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -97,7 +97,7 @@ def one_step(run: Run) -> None:
         with device.generate(), spans.phase("gen"):
             end = next_groups(run, NodeRelease(run) if run.cfg.mux.tail_nodes else None)
             groups, baselines = advantages.split_baselines(run, end.groups)
-        with spans.phase("route"):
+        with spans.phase("exchange"):
             todo = plan_of(run, groups, len(run.ranks.model_parallel_groups))
             samples = run.rollout.route(
                 todo.destination(run.ranks.model_parallel_groups), todo.owners()
@@ -110,7 +110,7 @@ def one_step(run: Run) -> None:
                 learn.all_models(run, todo, batches, baselines)
             barrier_before_sync(run)
             phases.resize_engines(run)  # C
-            with spans.phase("sync"):
+            with spans.phase("update_weights"):
                 device.update_weights(run.step)  # W
     rollout_metrics(run, groups, end.stats, todo)
 
@@ -191,7 +191,7 @@ def barrier_before_sync(run: Run) -> None:
     if run.ranks.trains:
         run.rollout.call()
         return
-    with run.spans.phase("wait"):
+    with run.spans.phase("wait_learner"):
         run.rollout.worker.wait_for_sync()
 
 

@@ -1,5 +1,5 @@
 """Sampling that does not stop at the end of a step, with real parts: the controller and its buffer,
-agents, ZeroMQ, the torch engine, the reward service. Rank 0 trains, the others sample; ranks are
+workers, ZeroMQ, the torch engine, the reward service. Rank 0 trains, the others sample; ranks are
 threads of this process.
 
 All versions have the same weights here, so every response has to be the one that an engine gives
@@ -150,7 +150,7 @@ class World:
                 self.controller._wants
                 and self.controller.num_done == sum(each.finished for each in paced)
             )
-        self.agents = [
+        self.workers = [
             RolloutWorker(
                 hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless
             )
@@ -161,19 +161,19 @@ class World:
         self.flows = [
             AsyncRollout(
                 hub,
-                agent,
+                worker,
                 None if r else self.controller,
                 samplers=samplers,
                 deadline_s=60,
                 record=None if r else record,
                 replay=None if r else replay,
             )
-            for r, (hub, agent) in enumerate(zip(self.hubs, self.agents, strict=True))
+            for r, (hub, worker) in enumerate(zip(self.hubs, self.workers, strict=True))
         ]
         self.rollouts = [
             Rollout(
                 hub,
-                agent,
+                worker,
                 lambda stop, elastic: Controller(
                     ranks=samplers,
                     all_ranks=range(n),
@@ -183,7 +183,7 @@ class World:
                 ),
                 timeout_s=30,
             )
-            for hub, agent in zip(self.hubs, self.agents, strict=True)
+            for hub, worker in zip(self.hubs, self.workers, strict=True)
         ]
         self.version = 5  # that of `torch_engine`
         self.batches: list[tuple[int, TrainOrder, dict[str, Sample]]] = []
@@ -216,12 +216,12 @@ class World:
                 self.batches.append((version, batch, samples))
                 self.stats.append(self.flows[0].hold(mode))
             else:
-                self.agents[rank].go_on()
+                self.workers[rank].go_on()
             self.barrier.wait(60)
             while_held(rank)
             if rank:
                 if self.engines[rank].failure:
-                    self.agents[rank].restart_engine()
+                    self.workers[rank].restart_engine()
                 new = ((n, t.double()) for n, t in weights(self.model))
                 push(self.engines[rank], new, version + 1)
             self.barrier.wait(60)
@@ -271,7 +271,7 @@ def wanted(model: Path) -> dict[str, np.ndarray]:
     with world(model, [torch_engine(model, 1)], is_endless=False) as one:
         work = [one.work(i) for i in range(40)]
         checked(one.everywhere(lambda r: one.rollouts[r].run(work if r == 0 else [])))
-        return {i: s.tokens for i, s in one.agents[1].samples.items()}
+        return {i: s.tokens for i, s in one.workers[1].samples.items()}
 
 
 def spans(world: World) -> int:
@@ -288,10 +288,10 @@ def test_responses_outlive_pushes_and_are_those_of_an_uninterrupted_engine(
             three.step(mode)
         three.check(wanted)
         assert spans(three) > 1
-        held = {ref.split(".")[0] for agent in three.agents for ref in agent.samples}
+        held = {ref.split(".")[0] for worker in three.workers for ref in worker.samples}
         assert held <= three.controller.groups.keys() | set(three.controller._forget)
-        for agent in three.agents[1:]:
-            assert agent.prompts.keys() <= three.controller.groups.keys() | held
+        for worker in three.workers[1:]:
+            assert worker.prompts.keys() <= three.controller.groups.keys() | held
 
 
 def test_responses_that_move_to_another_replica_are_those_of_an_uninterrupted_engine(
@@ -318,11 +318,11 @@ def test_an_evaluation_in_between_changes_nothing(
     with world(model, [torch_engine(model, 1)]) as two:
         two.step("recompute")
         two.step("release")
-        before = dict(two.agents[1].samples)
+        before = dict(two.workers[1].samples)
         work = [two.work(i, "e") for i in range(3)]
         end = checked(two.everywhere(lambda r: two.rollouts[r].run(work if r == 0 else [])))
         assert [g.id for g in end.groups] == ["e0", "e1", "e2"]
-        assert two.agents[1].samples.keys() == before.keys()
+        assert two.workers[1].samples.keys() == before.keys()
         two.step("recompute")
         two.check(wanted)
 
@@ -384,7 +384,7 @@ def test_a_replay_trains_the_batches_of_the_record_and_decodes_nothing(
     with world(model, [torch_engine(model, 1)], replay=EventLog(tmp_path, 0)) as two:
         for mode in modes:
             two.step(mode)
-        assert two.agents[1].samples == {} and two.agents[1].counts["decode_tokens"] == 0
+        assert two.workers[1].samples == {} and two.workers[1].counts["decode_tokens"] == 0
         with pytest.raises(AssertionError, match="has no step 10, only 6 to 9"):
             two.step("recompute")
 

@@ -57,8 +57,8 @@ def test_what_a_save_moves_counts_to_its_phase() -> None:
     device = offloaded([], spans=Spans(listener=phases.append))
     phases.clear()
     with device.save(["weights"]):
-        assert phases == ["save", ""]
-    assert phases == ["save", ""] * 2
+        assert phases == ["save_checkpoint", ""]
+    assert phases == ["save_checkpoint", ""] * 2
 
 
 def test_the_first_push_finds_the_learner_there_and_the_engine_asleep() -> None:
@@ -67,7 +67,7 @@ def test_the_first_push_finds_the_learner_there_and_the_engine_asleep() -> None:
     with device.train():
         assert not said
         device.update_weights(0)
-    assert said == PUSH and device.state == "generate"
+    assert said == PUSH and device.state == "gen"
     assert device.parts.progress.metrics == {"sync/bytes": 4.0}
 
 
@@ -113,7 +113,7 @@ def test_without_offload_nothing_moves() -> None:
         device.load_learner(PARTS)
     with device.train():
         device.update_weights(1)
-    with device.generate("eval"):
+    with device.generate("testing"):
         pass
     with device.save(["weights"]):
         said.append("write")
@@ -162,8 +162,8 @@ class Returning(Part):
 def test_a_new_engine_starts_on_an_empty_device() -> None:
     said: list[str] = []
     engine = Returning("engine", said, "was killed")
-    agent = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
-    device = OffloadDevice(parts_of(said, engine=engine, restart_engine=agent.restart_engine))
+    worker = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
+    device = OffloadDevice(parts_of(said, engine=engine, restart_engine=worker.restart_engine))
     with device.train():
         device.update_weights(0)
     assert said[:7] == [

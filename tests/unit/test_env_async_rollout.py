@@ -44,15 +44,15 @@ class Episodes:
                 kind.config(turn_tokens=4, workers=1),
                 dialogue=Dialogue(tokenizer, is_chat=False),
                 decode=tokenizer.decode,
-                prompt_of=lambda group, rank=rank: self.world.agents[rank].prompts[group],
+                prompt_of=lambda group, rank=rank: self.world.workers[rank].prompts[group],
             )
             for rank, engine in enumerate(inner, 1)
         ]
 
     def enter(self, here: World) -> None:
         self.world = here
-        for agent, engine in zip(here.agents[1:], self.engines, strict=True):
-            agent._scorer = EnvScorer(engine.outcomes, None)
+        for worker, engine in zip(here.workers[1:], self.engines, strict=True):
+            worker._scorer = EnvScorer(engine.outcomes, None)
 
     def close(self) -> None:
         for engine in self.engines:

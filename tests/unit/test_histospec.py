@@ -351,8 +351,8 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
     def rollout(hub, timeout_s=10.0):
         ids = [f"t{hub.rank}.0", f"t{hub.rank}.1", f"bt{hub.rank}.0"]
         done = {i: SimpleNamespace(prompt=prompt, tokens=np.array([7, 1], np.int32)) for i in ids}
-        agent = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5))
-        return Rollout(hub, agent, None, timeout_s)
+        worker = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5))
+        return Rollout(hub, worker, None, timeout_s)
 
     try:
         first = rollout(hubs[0])

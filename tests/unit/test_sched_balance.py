@@ -36,8 +36,8 @@ def test_engines_that_wait_for_memory_take_more_requests_for_little() -> None:
 
 ROW = {
     "timing_s/step": 10.0,
-    "timing_s/sync": 0.5,
-    "timing_s/hold": 0.5,
+    "timing_s/update_weights": 0.5,
+    "timing_s/pause_engines": 0.5,
     "sched/trainer_idle": 0.4,
     "sched/busy_s": 24.0,
     "sched/decode_steps": 2400.0,

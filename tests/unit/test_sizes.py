@@ -75,7 +75,7 @@ def run_of(
         device=(OffloadDevice if offload else Device)(parts),
         ranks=parts.ranks,
         data=SimpleNamespace(source=SimpleNamespace(next_kind=lambda: "short")),
-        rollout=SimpleNamespace(agent=SimpleNamespace(cache_used=0.0)),
+        rollout=SimpleNamespace(worker=SimpleNamespace(cache_used=0.0)),
         step=1,
         progress=parts.progress,
         spans=parts.spans,
@@ -153,13 +153,13 @@ def test_a_child_that_fails_as_it_starts_is_started_again_before_the_push(tmp_pa
         resize=lambda tp: size.update(tp=tp),
     )
     try:
-        agent = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
+        worker = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
         said: list[str] = []
         parts = parts_of(
             said,
             engine=engine,
             sizes=sizes_of(said),
-            restart_engine=agent.restart_engine,
+            restart_engine=worker.restart_engine,
         )
         device = Device(parts)
         device.resize_engines(2)

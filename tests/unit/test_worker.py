@@ -1,4 +1,4 @@
-"""The agent of a replica: an engine that has died, requests that are let go, responses that wait
+"""The worker of a replica: an engine that has died, requests that are let go, responses that wait
 for their scores."""
 
 import os
@@ -72,11 +72,11 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
     the controller submits before it has heard of the death is not an error either."""
     hub, end = LocalHub(), EndRound(rank=0, groups=())
     engine = ChildEngine("tests.contracts.odd_engines:stuck", {})
-    agent = RolloutWorker(hub, engine, Idle(), str, 20.0)
+    worker = RolloutWorker(hub, engine, Idle(), str, 20.0)
     with ThreadPoolExecutor(1) as pool:
         try:
             for id in ("e0.0", "t0.0"):
-                future = pool.submit(agent.run_round)
+                future = pool.submit(worker.run_round)
                 hub.send(0, "worker", submit(id))
                 ready = hub.receive("controller", list[AnyEvent], 20.0)
                 assert ready and isinstance(ready[0], Ready)
@@ -94,9 +94,9 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
 
 def test_the_end_of_a_round_tells_the_reward_service_what_right_answers_took() -> None:
     hub, scorer = LocalHub(), Idle()
-    agent = RolloutWorker(hub, None, scorer, str, 20.0)
+    worker = RolloutWorker(hub, None, scorer, str, 20.0)
     hub.send(0, "worker", EndRound(rank=0, groups=(), reference_latency={"s/0": 3.0}))
-    agent.run_round()
+    worker.run_round()
     assert scorer.learned == {"s/0": 3.0}
 
 
@@ -141,8 +141,8 @@ class Streamer:
 
 def releasing() -> tuple[LocalHub, RolloutWorker, Streamer]:
     hub, streamer = LocalHub(), Streamer()
-    agent = RolloutWorker(hub, Slow(), Idle(), str, 20.0)
-    return hub, agent, streamer
+    worker = RolloutWorker(hub, Slow(), Idle(), str, 20.0)
+    return hub, worker, streamer
 
 
 def sent(hub: LocalHub) -> list[AnyEvent]:
@@ -154,14 +154,14 @@ def sent(hub: LocalHub) -> list[AnyEvent]:
 
 def test_what_was_let_go_after_a_round_is_not_told_in_the_next() -> None:
     """The controller of the next round does not know these requests."""
-    hub, agent, streamer = releasing()
+    hub, worker, streamer = releasing()
     hub.send(0, "worker", submit("t0.0"))
     hub.send(0, "worker", Release(rank=0))
     hub.send(0, "worker", EndRound(rank=0, groups=()))
-    agent.run_round(RoundCallbacks(streamer=streamer))
+    worker.run_round(RoundCallbacks(streamer=streamer))
     assert not [e for e in sent(hub) if isinstance(e, Released)] and not streamer.left
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round, RoundCallbacks(streamer=streamer))
+        future = pool.submit(worker.run_round, RoundCallbacks(streamer=streamer))
         hub.send(0, "worker", submit("t1.0"))
         hub.send(0, "worker", Release(rank=0))
         events: list[AnyEvent] = []
@@ -176,30 +176,30 @@ def test_what_was_let_go_after_a_round_is_not_told_in_the_next() -> None:
 
 
 def test_a_repair_is_told_to_whoever_has_left_without_training_yet() -> None:
-    hub, agent, streamer = releasing()
+    hub, worker, streamer = releasing()
     for command in (Release(rank=0), Repair(rank=0), EndRound(rank=0, groups=())):
         hub.send(0, "worker", command)
-    agent.run_round(RoundCallbacks(streamer=streamer))
+    worker.run_round(RoundCallbacks(streamer=streamer))
     assert (streamer.left, streamer.forgot) == (1, 1)
 
 
 def test_an_engine_that_was_dead_has_left_as_well_so_that_no_repair_starts_it() -> None:
-    hub, agent, streamer = releasing()
-    agent._engine.failure = "it died before"
+    hub, worker, streamer = releasing()
+    worker._engine.failure = "it died before"
     for command in (Release(rank=0), EndRound(rank=0, groups=())):
         hub.send(0, "worker", command)
-    agent.run_round(RoundCallbacks(streamer=streamer))
+    worker.run_round(RoundCallbacks(streamer=streamer))
     assert streamer.left == 1
     assert not [e for e in sent(hub) if isinstance(e, Released)]
 
 
 def test_an_engine_that_dies_while_it_leaves_has_left() -> None:
-    hub, agent, streamer = releasing()
+    hub, worker, streamer = releasing()
     hub.send(0, "worker", submit("t0.0"))
     hub.send(0, "worker", Release(rank=0))
-    agent._engine.poll = lambda timeout_s: [Down(reason="it died of it")]
+    worker._engine.poll = lambda timeout_s: [Down(reason="it died of it")]
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round, RoundCallbacks(streamer=streamer))
+        future = pool.submit(worker.run_round, RoundCallbacks(streamer=streamer))
         events: list[AnyEvent] = []
         while not any(isinstance(e, Down) for e in events):
             events += hub.receive("controller", list[AnyEvent], 20.0) or pytest.fail("no event")
@@ -265,9 +265,9 @@ class Narrow(Idle):
 def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier, live) -> None:
     hub, engine = LocalHub(), OneByOne()
     scorer = Narrow(engine, room)
-    agent = RolloutWorker(hub, engine, scorer, str, 20.0, reward_barrier=barrier)
+    worker = RolloutWorker(hub, engine, scorer, str, 20.0, reward_barrier=barrier)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round)
+        future = pool.submit(worker.run_round)
         requests = tuple(submit(id).requests[0] for id in ("t0.0", "t1.0", "t2.0"))
         prompts = {r.group: submit(r.id).prompts[r.group] for r in requests}
         hub.send(0, "worker", Submit(rank=0, requests=requests, prompts=prompts))
@@ -285,12 +285,12 @@ def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier,
 def test_what_was_read_for_an_update_is_gone_with_the_next_batch() -> None:
     """A run of a thousand steps does not keep all that it has trained."""
     hub = LocalHub()
-    agent = RolloutWorker(hub, None, Idle(), str, 20.0)
+    worker = RolloutWorker(hub, None, Idle(), str, 20.0)
     for step in range(3):
         hub.send(0, "worker", TrainOrder(rank=0, groups=(), stats={}))
-        agent.next_batch()
-        assert not agent.samples
+        worker.next_batch()
+        assert not worker.samples
         none = np.zeros(0, np.int32)
         arrays = {"prompt": none, "tokens": none, "logps": none, "versions": none}
-        agent.read({}, [Sample(id=f"t{step}.0", finish="stop", **arrays)])
-        assert len(agent.samples) == 1
+        worker.read({}, [Sample(id=f"t{step}.0", finish="stop", **arrays)])
+        assert len(worker.samples) == 1

@@ -71,7 +71,7 @@ def watch(
     start.on_close(dog.close)
 
     def listen(phase: str) -> None:
-        dog.beat("" if phase in ("gen", "eval", "wait") else phase)
+        dog.beat("" if phase in ("gen", "testing", "wait_learner") else phase)
         heartbeat.alive()
         world.phase(phase)
         if screen is not None:

@@ -15,7 +15,7 @@ from rlcore.config.schema import Config
 from rlcore.mux.profile import Profile, Profiler
 from rlcore.sched.roles import Cell
 from rlcore.trainer import report
-from rlcore.utils import collective
+from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
     from rlcore.mux.ranks import RanksGate
 
 
-BOTH = ("rollout", "train")
-POOLS = {"start": BOTH, "eval": ("rollout",), "save": ("train",)}
+BOTH = phases.POOLS
+POOLS = {"start": BOTH, "testing": ("rollout",), "save_checkpoint": ("train",)}
 """Pools of each phase that is not named after its pool."""
-POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "eval", "save"), BOTH)
+POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "testing", "save_checkpoint"), BOTH)
 """Pools of each phase if every rank samples and trains."""
 
 
