@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.config import other_names
 from rlcore.config.schema import Config, SelectConfig
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
@@ -201,11 +202,16 @@ def _key(option: str, known: dict[str, Any]) -> str:
         return name
     if known.get(_positive(name)) is bool:
         return _positive(name)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not near:  # the key may exist in another section
-        near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
-    hint = f"; did you mean --{near[0]}?" if near else "; see --help"
-    raise ConfigError(f"{option}: there is no such key{hint}")
+    if said := other_names.explain(name):
+        raise ConfigError(f"{option}: there is no such key; {said}")
+    near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]  # other section
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if near:
+        raise ConfigError(f"{option}: there is no such key; did you mean --{near[0]}?")
+    section = name.partition(".")[0]
+    own = ", ".join(k.partition(".")[2] for k in known if k.startswith(f"{section}."))
+    hint = f"--{section}.* has {own}" if own else "see --help"
+    raise ConfigError(f"{option}: there is no such key; {hint}")
 
 
 def _value(kind: Any, chunk: list[str]) -> Any:

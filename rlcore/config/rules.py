@@ -139,7 +139,7 @@ def warnings(cfg: Config) -> list[str]:
             f"{r.engine}"
         )
     for name, reward in reward_sections(cfg.reward).items():
-        for key in ("timeout_factor", "timeout_least_s", "right_score"):
+        for key in ("timeout_factor", "min_timeout_s", "correct_score"):
             value, usual = getattr(reward, key), getattr(type(reward)(), key)
             if not reward.adaptive_timeout and value != usual:
                 out.append(
@@ -310,7 +310,7 @@ def _stream(cfg: Config) -> list[str]:
         for key, is_on in whole.items()
         if is_on
     ]
-    for key in ("deterministic", "replay"):
+    for key in ("deterministic_order", "replay"):
         if getattr(cfg.debug, key):
             out.append(
                 f"--debug.{key}: with --mode stream the clock decides which ranks train what; take "

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from rlcore.cli.settings import parse
-from rlcore.config import resolve, rules
+from rlcore.config import other_names, resolve, rules
 from rlcore.config.schema import Config
 
 
@@ -59,7 +59,10 @@ def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
     cfg = parse([*words.split(), "--reward.exact.on_error", "-2"])
     assert (cfg.reward.exact.answer_marker, cfg.reward.math.require_boxed) == (">", False)
     assert (cfg.reward.exact.on_error, cfg.reward.math.on_error) == (-2.0, -1.0)
-    with pytest.raises(ValueError, match="--reward.math.answer_marker: .* did you mean"):
+    with pytest.raises(
+        ValueError,
+        match="did you mean --reward.exact.answer_marker",
+    ):
         parse([*words.split(), "--reward.math.answer_marker", "x"])
     broken = rules.broken(parse([*words.split(), "--reward.math.timeout_s", "0"]))
     assert "--reward.math.timeout_s 0: must be above 0" in broken
@@ -71,7 +74,10 @@ def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
     ("argv", "words"),
     [
         (["--algo.clip_hihg", "1"], ["--algo.clip_hihg", "did you mean --algo.clip_high?"]),
-        (["--lr", "1"], ["--lr", "did you mean --train.lr?"]),
+        (["--lr", "1"], ["--lr", "here verl's actor.optim.lr is --train.lr"]),
+        (["--train.num_layers", "1"], ["did you mean --model.num_layers?"]),
+        (["--data.foo", "1"], ["--data.foo", "--data.* has train, val, prompts_per_step"]),
+        (["--foo.bar", "1"], ["--foo.bar", "see --help"]),
         (["--train.lr", "fast"], ["--train.lr fast", "float"]),
         (["--algo.loss_agg_mode", "mean"], ["--algo.loss_agg_mode mean", "token-mean"]),
         (["--mode", "asink"], ["--mode asink", "allowed are"]),
@@ -232,7 +238,7 @@ def assert_rule_of_sglang(words: str, said: str) -> None:
         ("--rollout.sglang_args speculative_algorithm=NGRAM", "use --rollout.draft"),
         (
             "--rollout.engine torch --rollout.draft ngram --draft.verify_tokens 4",
-            "width 4: is SGLang's",
+            "verify_tokens 4: is SGLang's",
         ),
     ],
 )
@@ -423,3 +429,31 @@ def test_settings_without_effect_are_named_and_the_run_goes_on():
         "--sync.ranks_per_site",
     ]
     assert rules.warnings(parse([])) == []
+
+
+def test_names_of_other_frameworks_lead_to_keys_that_exist():
+    """Every old name is gone, and every key that the tables name exists in some configuration."""
+    known = set(resolve.SELECTORS)
+    for words in ("--reward exact", "--reward math", "--reward code", "--reward judge", "--env swe",
+                  "--env tools", "--algo ppo", "--algo grpo", "--algo gspo"):  # fmt: skip
+        known |= resolve.keys(parse(words.split())).keys()
+    assert not other_names.RENAMED.keys() & known
+    assert set(other_names.RENAMED.values()) <= known
+    for table in (other_names.VERL, other_names.TRL, other_names.SLIME):
+        for theirs, ours in table.items():
+            assert re.split("[:, ]", ours)[0] in known, (theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("rollout.place", "it is now --rollout.routing"),
+        ("actor_rollout_ref.rollout.n", "here verl's rollout.n is --rollout.samples_per_prompt"),
+        ("train.learning_rate", "here TRL's learning_rate is --train.lr"),
+        ("train.eps_clip", "here slime's eps_clip is --algo.clip_low"),
+        ("train.lora_rank", "rlcore does not have LoRA"),
+    ],
+)
+def test_a_key_of_another_framework_is_refused_with_ours(key: str, words: str):
+    with pytest.raises(ValueError, match=f"^--{key}: there is no such key; {words}$"):
+        parse([f"--{key}", "1"])

@@ -1,0 +1,209 @@
+"""Names that other frameworks, or older versions of rlcore, have for our keys.
+
+`resolve.py` looks up an unknown key here before it guesses by spelling. The text after a key says
+what else differs.
+"""
+
+RENAMED = {
+    "async.dynamic": "async.dynamic_sampling",
+    "async.update": "async.weight_update",
+    "cluster.gpu_gb": "cluster.gpu_memory_gb",
+    "debug.deterministic": "debug.deterministic_order",
+    "debug.die_at_step": "debug.kill_at_step",
+    "draft.epochs": "draft.history_epochs",
+    "draft.factor": "draft.max_spec_factor",
+    "draft.gate": "draft.adaptive",
+    "draft.growth": "draft.length_growth",
+    "draft.max_tokens": "draft.max_history_tokens",
+    "draft.min_prob": "draft.min_token_prob",
+    "draft.start": "draft.initial_length",
+    "draft.width": "draft.verify_tokens",
+    "draft.window": "draft.max_length",
+    "env.command_s": "env.command_timeout_s",
+    "env.max_running": "env.max_running_episodes",
+    "env.output_chars": "env.max_output_chars",
+    "env.program_s": "env.program_timeout_s",
+    "env.result_chars": "env.max_result_chars",
+    "env.tests_s": "env.tests_timeout_s",
+    "env.turn_tokens": "env.max_turn_tokens",
+    "log.picture": "log.plot",
+    "log.tokens": "log.rollout_tokens",
+    "log.trace": "log.trace_steps",
+    "mux.otherwise": "mux.if_unavailable",
+    "mux.wait_s": "mux.max_wait_s",
+    "reward.after": "reward.answer_marker",
+    "reward.algebra_s": "reward.algebra_timeout_s",
+    "reward.device_gb": "reward.device_memory_gb",
+    "reward.full_marks": "reward.max_points",
+    "reward.memory_gb": "reward.memory_limit_gb",
+    "reward.packages": "reward.allow_packages",
+    "reward.partial": "reward.partial_credit",
+    "reward.program_mb": "reward.program_memory_mb",
+    "reward.right_score": "reward.correct_score",
+    "reward.start_s": "reward.start_timeout_s",
+    "reward.timeout_least_s": "reward.min_timeout_s",
+    "reward.which": "reward.occurrence",
+    "rollout.cache_tokens": "rollout.kv_cache_tokens",
+    "rollout.deadline_s": "rollout.stall_timeout_s",
+    "rollout.max_running": "rollout.max_running_requests",
+    "rollout.place": "rollout.routing",
+    "rollout.progress_s": "rollout.progress_interval_s",
+    "rollout.sglang": "rollout.sglang_args",
+    "stream.every": "stream.check_every",
+    "stream.first": "stream.earliest",
+    "stream.last": "stream.latest",
+    "tail.dynamic": "tail.dynamic_sampling",
+    "tail.max_factor": "tail.max_eta_prompts",
+    "tail.quotas": "tail.dataset_quotas",
+    "train.max_skipped": "train.max_skipped_updates",
+    "train.spec": "train.transformer_impl",
+}
+"""Old name of each renamed key, and its new name."""
+
+VERL = {
+    "actor.clip_ratio_high": "algo.clip_high",
+    "actor.clip_ratio_low": "algo.clip_low",
+    "actor.entropy_coeff": "algo.entropy_coef",
+    "actor.fsdp_config.param_offload": "train.offload",
+    "actor.grad_clip": "train.clip_grad",
+    "actor.kl_loss_coef": "algo.kl_coef",
+    "actor.kl_loss_type": "algo.kl_type",
+    "actor.loss_agg_mode": "algo.loss_agg_mode",
+    "actor.megatron.context_parallel_size": "train.cp",
+    "actor.megatron.expert_model_parallel_size": "train.ep",
+    "actor.megatron.pipeline_model_parallel_size": "train.pp",
+    "actor.megatron.tensor_model_parallel_size": "train.tp",
+    "actor.optim.lr": "train.lr",
+    "actor.optim.lr_warmup_steps": "train.lr_warmup_updates",
+    "actor.optim.weight_decay": "train.weight_decay",
+    "actor.ppo_epochs": "train.epochs",
+    "actor.ppo_max_token_len_per_gpu": "train.tokens_per_micro_batch",
+    "actor.ppo_mini_batch_size": "train.samples_per_update: samples, where verl counts prompts",
+    "algorithm.adv_estimator": "algo.adv_estimator",
+    "algorithm.filter_groups.enable": "tail.dynamic_sampling, or async.dynamic_sampling",
+    "algorithm.gamma": "algo.gamma",
+    "algorithm.kl_ctrl.kl_coef": "algo.kl_reward_coef",
+    "algorithm.lam": "algo.lam",
+    "algorithm.norm_adv_by_std_in_grpo": "algo.norm_adv_by_std",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": "rollout.max_tokens",
+    "data.prompt_key": "data.prompt_field",
+    "data.train_batch_size": "data.prompts_per_step",
+    "data.train_files": "data.train",
+    "data.val_files": "data.val",
+    "model.path": "model.path",
+    "rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "rollout.max_num_seqs": "rollout.max_running_requests",
+    "rollout.n": "rollout.samples_per_prompt",
+    "rollout.tensor_model_parallel_size": "rollout.tp",
+    "rollout.val_kwargs.n": "eval.samples_per_prompt",
+    "rollout_correction.rollout_is": "algo.rollout_is",
+    "trainer.experiment_name": "run.name",
+    "trainer.project_name": "log.wandb",
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.test_freq": "eval.every",
+    "trainer.total_training_steps": "run.steps",
+    "trainer.val_before_train": "eval.at_start",
+}
+"""verl's keys, without `actor_rollout_ref.`, and ours."""
+
+TRL = {
+    "batch_size": "data.prompts_per_step",
+    "beta": "algo.kl_coef",
+    "epsilon": "algo.clip_low",
+    "epsilon_high": "algo.clip_high",
+    "generation_batch_size": "data.prompts_per_step: prompts, where TRL counts responses",
+    "gradient_accumulation_steps": "train.tokens_per_micro_batch, which sets the micro-batches",
+    "importance_sampling_level": "algo gspo, for the ratio of whole sequences",
+    "learning_rate": "train.lr",
+    "loss_type": "algo.loss_agg_mode",
+    "lr_scheduler_type": "train.lr_schedule",
+    "mask_truncated_completions": "algo.truncated_responses drop",
+    "max_completion_length": "rollout.max_tokens",
+    "max_grad_norm": "train.clip_grad",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "run.steps",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.samples_per_prompt",
+    "num_iterations": "train.epochs",
+    "output_dir": "run.dir",
+    "per_device_train_batch_size": "train.tokens_per_micro_batch, in tokens",
+    "report_to": "log.wandb",
+    "reward_funcs": "reward",
+    "save_steps": "checkpoint.every",
+    "scale_rewards": "algo.norm_adv_by_std",
+    "temperature": "rollout.temperature",
+    "use_vllm": "rollout.engine",
+    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "vllm_importance_sampling_correction": "algo.rollout_is",
+    "vllm_tensor_parallel_size": "rollout.tp",
+    "warmup_steps": "train.lr_warmup_updates",
+}
+"""TRL's fields of `GRPOConfig`, and our keys."""
+
+SLIME = {
+    "advantage_estimator": "algo.adv_estimator",
+    "clip_grad": "train.clip_grad",
+    "context_parallel_size": "train.cp",
+    "entropy_coef": "algo.entropy_coef",
+    "eps_clip": "algo.clip_low",
+    "eps_clip_high": "algo.clip_high",
+    "eval_interval": "eval.every",
+    "eval_prompt_data": "data.val",
+    "expert_model_parallel_size": "train.ep",
+    "global_batch_size": "train.samples_per_update",
+    "hf_checkpoint": "model.path",
+    "input_key": "data.prompt_field",
+    "kl_loss_coef": "algo.kl_coef",
+    "kl_loss_type": "algo.kl_type",
+    "label_key": "data.answer_field",
+    "max_tokens_per_gpu": "train.tokens_per_micro_batch",
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "num_rollout": "run.steps",
+    "over_sampling_batch_size": "tail.eta_prompts, as a factor",
+    "pipeline_model_parallel_size": "train.pp",
+    "prompt_data": "data.train",
+    "rm_type": "reward",
+    "rollout_batch_size": "data.prompts_per_step",
+    "rollout_max_response_len": "rollout.max_tokens",
+    "rollout_num_gpus": "cluster.rollout_ranks",
+    "rollout_num_gpus_per_engine": "rollout.tp",
+    "rollout_temperature": "rollout.temperature",
+    "save_interval": "checkpoint.every",
+    "sglang_mem_fraction_static": "rollout.gpu_memory_utilization",
+    "tensor_model_parallel_size": "train.tp",
+    "update_weight_buffer_size": "sync.bucket_mb",
+    "use_tis": "algo.rollout_is",
+}
+"""slime's arguments, and our keys."""
+
+MISSING = {
+    "lora": "LoRA",
+    "lora_rank": "LoRA",
+    "use_peft": "LoRA",
+    "fp8": "FP8 training",
+    "speculative_draft_model_path": "a draft model (EAGLE, MTP); rollout.draft has drafts without",
+}
+"""Words in keys of others that stand for what rlcore does not have."""
+
+
+def explain(name: str) -> str:
+    """Return a sentence about a key that rlcore does not have, "" if no table has it.
+
+    A key matches by its full name, without `actor_rollout_ref.`, or by its last part.
+    """
+    name = name.removeprefix("actor_rollout_ref.")
+    if name in RENAMED:
+        return f"it is now --{RENAMED[name]}"
+    last = name.rpartition(".")[2]
+    for who, table in (("verl", VERL), ("TRL", TRL), ("slime", SLIME)):
+        for theirs, ours in table.items():
+            if name == theirs or (who != "verl" and last == theirs):
+                return f"here {who}'s {theirs} is --{ours}"
+    for theirs, ours in VERL.items():  # the last part alone, such as --train.ppo_epochs
+        if last == theirs.rpartition(".")[2]:
+            return f"here verl's {theirs} is --{ours}"
+    for word, what in MISSING.items():
+        if word in (last, name.partition(".")[0]):
+            return f"rlcore does not have {what}"
+    return ""
