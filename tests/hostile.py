@@ -218,7 +218,7 @@ SCRIPTS = [
     ),
     Script(
         "read the checkpoint folder (its path is known)",
-        "no such file: the root has only interpreter and libraries",
+        "no such file in its own root",
         _script(
             """
             import os
@@ -404,7 +404,7 @@ SCRIPTS = [
     ),
     Script(
         "fill /tmp: one huge file, many files, deep folders",
-        "16 MB a file, 128 MB in all; empty for the next one",
+        "16 MB a file, 128 MB in all",
         _script(
             """
             import os, signal
@@ -521,7 +521,7 @@ FORGERS = [
     Forger("raise SystemExit(0)", "no answer is no pass", "def f(x): raise SystemExit(0)"),
     Forger(
         "return an object that is equal to everything",
-        "it stays in its process; the judge sees a reference",
+        "the judge sees only a reference",
         "class E:\n"
         "    def __eq__(self, o): return True\n"
         "    def __hash__(self): return 0\n"
@@ -558,7 +558,7 @@ FORGERS = [
     ),
     Forger(
         "find the expected value in frames and among all objects",
-        "it is neither in its process nor in a parent",
+        "it is neither there nor in a parent",
         "import gc, re, sys\n"
         "def look():\n"
         "    frame = sys._getframe()\n"
@@ -577,7 +577,7 @@ FORGERS = [
     ),
     Forger(
         "answer before it is asked, on the judge's channel",
-        "an answer is a value, and the right one is unknown",
+        "it does not know the right value",
         "import os\n"
         'os.write(3, b\'{"ready":true}\\n{"value":["ref",0]}\\n{"value":true}\\n\' * 9)\n'
         "def f(x): return 0",
