@@ -68,7 +68,7 @@ class Engine(Protocol):
     def wake(self, tags: Collection[Tag]) -> None:
         """Allocate the memory again; its contents are undefined until the next weight update."""
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Change the tensor-parallel size; called on every rank at a step boundary. Afterwards the
         engine has no weights and may still be starting. Raise ValueError if `tp` is unsupported."""
 
@@ -93,7 +93,7 @@ class Engine(Protocol):
         """End the engine and every process that it started. Idempotent."""
 
 
-class Loads(Protocol):
+class WeightReceiver(Protocol):
     """The part of `Engine` that a weight update calls."""
 
     def begin_load(self, version: int) -> None: ...
@@ -132,7 +132,7 @@ class Learner(Protocol):
     A critic is a learner with a value head: it has `values` instead of `logprobs`, `reference` and
     `export`. Calling a method that a learner lacks raises RuntimeError."""
 
-    replicas: Sequence[Sequence[int]]
+    model_parallel_groups: Sequence[Sequence[int]]
     """Global ranks of each model-parallel group, by data-parallel rank; a group gets one batch."""
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
@@ -195,7 +195,9 @@ class WeightChannel(Protocol):
     restored: if a push fails, every engine that had begun to load refuses to decode until a later
     push succeeds. If an engine fails during a push, its rank continues the push without it."""
 
-    def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
+    def push(
+        self, learner: Learner | None, engine: WeightReceiver | None, version: int
+    ) -> dict[str, float]:
         """Update the engines' weights. Collective: every rank calls it with its own learner and
         engine, or None for either.
 
@@ -208,7 +210,7 @@ class WeightChannel(Protocol):
                 message, which names the cause and, if known, bucket, rank and peer.
         """
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the engines' tensor-parallel size from the next push on. Every rank calls it."""
 
 
@@ -235,7 +237,7 @@ class Scorer(Protocol):
 
     def cancel(self, ids: Collection[RequestId]) -> None: ...
 
-    def learn(self, anchors: Mapping[str, float]) -> None: ...
+    def learn(self, reference_latency: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 

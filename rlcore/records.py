@@ -187,7 +187,7 @@ class RewardResult(Record):
     latency_s: float = 0.0
     timeout_s: float = 0.0
     """Deadline of this score in seconds, if deadlines adapt to prompts."""
-    anchor_s: float = 0.0
+    reference_latency_s: float = 0.0
     """Equal to latency_s if deadlines adapt to prompts and the answer is right, else 0."""
     queued_s: float = 0.0
     """Seconds before scoring began plus those until the score was returned."""
@@ -252,7 +252,7 @@ class Ready(Event):
     """The rank has entered the round and accepts commands."""
 
 
-class Progress(Event):
+class LengthReport(Event):
     """Lengths of the live requests of one engine; sent once per interval, not per token."""
 
     ids: tuple[RequestId, ...]
@@ -390,7 +390,7 @@ class Holding(Event):
 
 AnyEvent = (
     Ready
-    | Progress
+    | LengthReport
     | Finished
     | Aborted
     | Rewarded
@@ -482,15 +482,15 @@ class EndRound(Command):
     groups: tuple[Group, ...]
     dropped: dict[GroupId, str] = {}
     """Complete groups that are not trained, with the reason. Groups in neither field were late."""
-    anchors: dict[str, float] = {}
+    reference_latency: dict[str, float] = {}
     """Scoring time in seconds of the slowest right answer of the round, by prompt
-    (`sched/reward.py`)."""
+    (`sched/reward_timeout.py`)."""
     streamed: tuple[Streamed, ...] = ()
     """Groups of `groups` that are trained already, in order of training."""
     stats: dict[str, float] = {}
 
 
-class Batch(Command):
+class TrainOrder(Command):
     """Train these groups next, in an endless round."""
 
     groups: tuple[Group, ...]
@@ -503,7 +503,7 @@ class Hold(Command):
 
     mode: HoldMode
     forget: tuple[GroupId, ...] = ()
-    anchors: dict[str, float] = {}
+    reference_latency: dict[str, float] = {}
     """Scoring times of the slowest right answers, as in `EndRound`."""
 
 
@@ -513,7 +513,7 @@ class Fail(Command):
     reason: str
 
 
-class Drop(Command):
+class DropEngine(Command):
     """End this rank's engine, because another rank of the same engine has failed."""
 
     reason: str
@@ -528,7 +528,7 @@ class Alive(Command):
     """Heartbeat of a controller that waits for other ranks; resets the receiver's deadline."""
 
 
-class Meet(Command):
+class JoinSync(Command):
     """Join the weight update; the training ranks are ready for it."""
 
 
@@ -540,12 +540,12 @@ AnyCommand = (
     | Release
     | Ship
     | Train
-    | Drop
+    | DropEngine
     | Repair
     | EndRound
-    | Batch
+    | TrainOrder
     | Hold
-    | Meet
+    | JoinSync
     | Fail
     | Alive
 )

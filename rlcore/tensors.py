@@ -22,12 +22,16 @@ class Batch:
     tokens: Tensor  # [T] int64
     cu_seqlens: Tensor  # [B+1] int32, on the CPU
     mask: Tensor  # [T] bool: tokens that are trained (the response)
-    logp_sampler: Tensor | None = None  # [T] float32: log-prob under the rollout's distribution
+    rollout_log_probs: Tensor | None = (
+        None  # [T] float32: log-prob under the rollout's distribution
+    )
     versions: Tensor | None = None  # [T] int32: policy version of each token, -1 on the prompt
     score: Tensor | None = None  # [T] float32: the sequence's raw reward
     advantage: Tensor | None = None  # [T] float32
-    logp_old: Tensor | None = None  # [T] float32: learner, before the first update of this step
-    logp_ref: Tensor | None = None  # [T] float32: reference model
+    old_log_probs: Tensor | None = (
+        None  # [T] float32: learner, before the first update of this step
+    )
+    ref_log_probs: Tensor | None = None  # [T] float32: reference model
     value_old: Tensor | None = None  # [T] float32: critic, before the first update of this step
     returns: Tensor | None = None  # [T] float32: target of the critic
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
@@ -125,14 +129,14 @@ class LossInputs:
     score: Tensor
     """The sequence's raw reward, before shaping and baseline."""
     advantage: Tensor
-    logp_old: Tensor
+    old_log_probs: Tensor
     """Log-prob under the learner before the first update of this step; `logp.detach()` if it was
     not recomputed."""
-    logp_sampler: Tensor
+    rollout_log_probs: Tensor
     correction: Tensor
     """Rollout-correction weight (TIS), detached; 1 if the correction is off. A policy loss
     multiplies by it."""
-    logp_ref: Tensor | None
+    ref_log_probs: Tensor | None
     sequence: Tensor
     """int64: index of the token's sequence in the micro-batch."""
     num_sequences: int

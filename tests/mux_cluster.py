@@ -52,7 +52,10 @@ class Up:
         return json.loads(capsys.readouterr().out)
 
 
-PHASES = {"rollout": ("start", "rollout", "eval"), "train": ("start", "train", "save")}
+PHASES = {
+    "rollout": ("start", "rollout", "testing"),
+    "train": ("start", "train", "save_checkpoint"),
+}
 """Of a job with ranks that only sample, by the pool whose nodes they are on."""
 
 

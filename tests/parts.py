@@ -43,7 +43,7 @@ class Channel:
         )
         return {"bytes": 4.0}
 
-    def relayout(self, tp: int) -> None:
+    def resize_engines(self, tp: int) -> None:
         self.said.append(f"channel tp {tp}")
 
 
@@ -74,7 +74,7 @@ def sizes_of(said: list[str], tp: int = 1, policy: Any = None, ranks: Any = (0,)
 def parts_of(said: list[str], **more: Any) -> Parts:
     """Parts of one rank that has an engine and a learner."""
     usual = {
-        "ranks": Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
+        "ranks": Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
         "engine": Part("engine", said),
         "learner": Part("learner", said),
         "channel": Channel(said),

@@ -35,7 +35,7 @@ from rlcore.records import Prompt, RewardResult, Sample  # noqa: E402
 from rlcore.rewards.code import CodeRewardConfig  # noqa: E402
 from rlcore.rewards.service import RewardService  # noqa: E402
 from rlcore.sandbox.judge import free_names  # noqa: E402
-from rlcore.sched.reward import AdaptiveTimeout, key_of  # noqa: E402
+from rlcore.sched.reward_timeout import AdaptiveTimeout, key_of  # noqa: E402
 
 FIXED_S, LEAST_S, FACTOR = 30.0, 2.0, 1.5
 WAIT_S = 600.0

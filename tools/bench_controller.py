@@ -38,7 +38,7 @@ from rlcore.records import (  # noqa: E402
     AnyCommand,
     AnyEvent,
     Finished,
-    Progress,
+    LengthReport,
     Prompt,
     Ready,
     Rewarded,
@@ -48,7 +48,7 @@ from rlcore.records import (  # noqa: E402
     Submit,
 )
 from rlcore.rollout.controller import Controller  # noqa: E402
-from rlcore.sched.place import LeastLoaded  # noqa: E402
+from rlcore.sched.router import LeastLoaded  # noqa: E402
 from rlcore.sched.tail_batching import TailBatching  # noqa: E402
 from rlcore.utils import env  # noqa: E402
 
@@ -150,7 +150,7 @@ def play(a: argparse.Namespace, handle: Handle, die: random.Random, end: int = 1
                 del live[id]
                 yield from tell(Finished(rank=rank, id=id, num_tokens=length[id], finish="stop"))
                 scored.append((rank, id))
-            yield from tell(Progress(rank=rank, ids=tuple(live), lengths=tuple(live.values())))
+            yield from tell(LengthReport(rank=rank, ids=tuple(live), lengths=tuple(live.values())))
             yield from tell(Stats(rank=rank, decode_steps=a.interval, decode_tokens=len(live)))
 
 

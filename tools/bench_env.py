@@ -47,12 +47,12 @@ from rlcore.hf.tokenizer import load_tokenizer  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.records import Prompt, Sampling  # noqa: E402
 from rlcore.rollout.controller import Controller  # noqa: E402
-from rlcore.rollout.replica import Agent  # noqa: E402
 from rlcore.rollout.round import Rollout  # noqa: E402
 from rlcore.rollout.torch_engine.engine import TorchEngine  # noqa: E402
 from rlcore.rollout.transport import LocalHub  # noqa: E402
-from rlcore.sched.place import LeastLoaded  # noqa: E402
-from rlcore.sched.source import EpochOrder  # noqa: E402
+from rlcore.rollout.worker import RolloutWorker  # noqa: E402
+from rlcore.sched.prompt_source import EpochPrompts  # noqa: E402
+from rlcore.sched.router import LeastLoaded  # noqa: E402
 from rlcore.sync.pack import push  # noqa: E402
 from rlcore.utils.seed import derive  # noqa: E402
 from tests.runs import tiny_model  # noqa: E402
@@ -111,8 +111,8 @@ class Bench:
             barrier=barrier,
         )
         scorer = EnvScorer(self.engine.outcomes, None)
-        agent = Agent(LocalHub(), self.engine, scorer, tokenizer.decode, DEADLINE_S)
-        self._agent = agent
+        agent = RolloutWorker(LocalHub(), self.engine, scorer, tokenizer.decode, DEADLINE_S)
+        self._worker = agent
         self._rollout = Rollout(agent._hub, agent, self._controller, DEADLINE_S)
         self._rows = 0
         self._encode = tokenizer.encode
@@ -124,7 +124,7 @@ class Bench:
 
     def round(self, wanted: tuple[int, int], started: tuple[int, int]) -> tuple[float, list[Any]]:
         """Seconds of a round, unscaled, and its work."""
-        source = EpochOrder(self._prompts, *wanted, num_started=started[0], group_size=started[1])
+        source = EpochPrompts(self._prompts, *wanted, num_started=started[0], group_size=started[1])
         source.issued = self._rows
         todo = source.next_round(Sampling(max_tokens=100))
         begin = time.monotonic()

@@ -62,7 +62,7 @@ DTYPES = {
 class Case(NamedTuple):
     logits: Tensor  # [T, V], fresh for every call: a way may write over them
     tokens: Tensor  # [T]
-    logp_old: Tensor  # [T]
+    old_log_probs: Tensor  # [T]
     temperature: float
 
 
@@ -81,7 +81,7 @@ def clipped(logp: Tensor, old: Tensor) -> Tensor:
 def eager_loss(x: Case, logits: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     logp = torch.log_softmax(logits.float() / x.temperature, -1)
     chosen = logp.gather(-1, x.tokens[:, None])[:, 0]
-    loss, bonus = clipped(chosen, x.logp_old).sum(), None
+    loss, bonus = clipped(chosen, x.old_log_probs).sum(), None
     if entropy:
         bonus = -(logp.exp() * logp).sum(-1)
         loss = loss - ENTROPY_COEF * bonus.sum()
@@ -119,7 +119,7 @@ def ops(x: Case, entropy: bool = False) -> Made:
             entropy_grad=entropy,
             in_place=True,
         )
-        total = clipped(made.logp, x.logp_old).sum()
+        total = clipped(made.logp, x.old_log_probs).sum()
         return total - ENTROPY_COEF * made.entropy.sum() if entropy else total, *made
 
     return backward(x, loss)
@@ -138,8 +138,10 @@ def fused(x: Case, plain: bool = False) -> Made:
             kl_coef=0.001,
             entropy_coef=ENTROPY_COEF,
         )
-    ones = torch.ones_like(x.logp_old)
-    inputs = PolicyInputs(ones * ADVANTAGE, ones, x.logp_old + 0.1, x.logp_old, x.logp_old - 0.1)
+    ones = torch.ones_like(x.old_log_probs)
+    inputs = PolicyInputs(
+        ones * ADVANTAGE, ones, x.old_log_probs + 0.1, x.old_log_probs, x.old_log_probs - 0.1
+    )
     logits = x.logits.detach().requires_grad_()
     made = policy_loss(
         logits,
@@ -162,7 +164,7 @@ def liger(x: Case) -> Made:
     def loss(logits: Tensor) -> tuple[Tensor, Tensor, None]:
         per_token, *_ = triton_grpo_loss(
             logits[None],
-            x.logp_old[None, :-1],
+            x.old_log_probs[None, :-1],
             None,
             x.tokens[None, :-1],
             torch.full((1,), ADVANTAGE, device=logits.device),
@@ -279,7 +281,9 @@ class Peak:
 def errors(a: argparse.Namespace, way: str, case: Case, master: Tensor, made: Made) -> dict:
     """Against float64, over the first rows."""
     n = min(CHECKED_ROWS, a.tokens - 1)
-    rows = Case(master[:n].double(), case.tokens[:n], case.logp_old[:n].double(), a.temperature)
+    rows = Case(
+        master[:n].double(), case.tokens[:n], case.old_log_probs[:n].double(), a.temperature
+    )
     logits = rows.logits.requires_grad_()
     logp_all = torch.log_softmax(logits / a.temperature, -1)
     logp = logp_all.gather(-1, rows.tokens[:, None])[:, 0]
@@ -294,7 +298,7 @@ def errors(a: argparse.Namespace, way: str, case: Case, master: Tensor, made: Ma
     out = {"logp_error": apart(made.logp, logp), "entropy_error": apart(made.entropy, entropy)}
     if way == "rlcore-fused":
         return out | {"grad_error": None}  # of another loss; tests/native compares it
-    loss = clipped(logp, rows.logp_old).sum()
+    loss = clipped(logp, rows.old_log_probs).sum()
     if "+entropy" in way:
         loss = loss - ENTROPY_COEF * entropy.sum()
     (grad,) = torch.autograd.grad(loss, logits)

@@ -42,7 +42,7 @@ from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.metrics.plots import COLORS  # noqa: E402
 from rlcore.metrics.sinks import read_metrics  # noqa: E402
 from rlcore.mux import arbiter  # noqa: E402
-from rlcore.mux.gate import Gate, Profile  # noqa: E402
+from rlcore.mux.gate import PermitGate, Profile  # noqa: E402
 from rlcore.rollout.transport import free_port  # noqa: E402
 from rlcore.utils import env  # noqa: E402
 
@@ -158,7 +158,7 @@ def together(a: argparse.Namespace, mix: str, jobs: list[Job], train: float) -> 
     running: dict[str, subprocess.Popen] = {}
     print(f"together: {', '.join(j.name for j in jobs)}", flush=True)
     nothing = Profile(rollout_s=1e-3, train_s=1e-3, slo=1e6)
-    holder = Gate(url, "holder", nothing, pools={"all": ("rollout", "train")}, lease_s=60)
+    holder = PermitGate(url, "holder", nothing, pools={"all": ("rollout", "train")}, lease_s=60)
     try:
         holder.enter("all")
         for job in jobs:
@@ -237,7 +237,7 @@ def rollout_s(row: dict[str, Any]) -> float:
 
 
 def train_s(row: dict[str, Any]) -> float:
-    return row["timing_s/step"] - rollout_s(row) - row.get("timing_s/turn", 0.0)
+    return row["timing_s/step"] - rollout_s(row) - row.get("timing_s/wait_permit", 0.0)
 
 
 def turns(folder: Path) -> list[dict[str, Any]]:

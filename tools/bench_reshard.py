@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum  # noqa: E402
+from rlcore.ops.reshard import ReshardPlan, TensorPiece, TensorSpec, checksum  # noqa: E402
 from rlcore.protocols import InProcess
 from rlcore.records import Bucket, TensorMeta  # noqa: E402
 from rlcore.sync.colocated import ColocatedChannel  # noqa: E402
@@ -119,7 +119,9 @@ def copies(case: str, a: argparse.Namespace) -> Iterator[dict]:
         yield row(f"{case}: {way}", speed, "GB/s", "memcpy", speed / base)
 
 
-def layout(case: str, a: argparse.Namespace) -> tuple[Plan, list[Tensor], Tensor, list[Tensor]]:
+def layout(
+    case: str, a: argparse.Namespace
+) -> tuple[ReshardPlan, list[Tensor], Tensor, list[Tensor]]:
     """The plan, tensors that it fits, the bucket and views of it like the tensors."""
     here, there = CASES[case]
     full = SIDE * SIDE * there.itemsize
@@ -134,9 +136,11 @@ def layout(case: str, a: argparse.Namespace) -> tuple[Plan, list[Tensor], Tensor
     pieces, views = [], []
     for i in range(count * per):
         start = i // per * full + i % per * shape[1] * there.itemsize
-        pieces.append(Piece(tensor=i, offset=start, shape=shape, strides=(SIDE, 1), dtype=there))
+        pieces.append(
+            TensorPiece(tensor=i, offset=start, shape=shape, strides=(SIDE, 1), dtype=there)
+        )
         views.append(bucket.view(there).as_strided(shape, (SIDE, 1), start // there.itemsize))
-    return Plan(specs, pieces, bucket.numel()), tensors, bucket, views
+    return ReshardPlan(specs, pieces, bucket.numel()), tensors, bucket, views
 
 
 # ---- a push

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
-from rlcore.sandbox import walls  # noqa: E402
+from rlcore.sandbox import isolation  # noqa: E402
 from rlcore.sandbox.box import Sandbox  # noqa: E402
 
 SCRIPT = "print(1)"
@@ -42,9 +42,9 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=0, help="there is nothing random here")
     p.add_argument("--json", type=Path, metavar="FILE")
     a = p.parse_args()
-    grade = walls.grade()
+    grade = isolation.grade()
     print(grade.sentence, file=sys.stderr)
-    python = walls.interpreters()[0]
+    python = isolation.interpreters()[0]
     both = "\n".join([PROGRAM, *TESTS])
     plain = {"script": SCRIPT, "tests": both}
     speeds: dict[str, tuple[float, float]] = {}

@@ -1,7 +1,7 @@
 // The policy objective of one token, with its derivatives: what rlcore/trainer/objective.py and
 // rlcore/algos/{ppo,grpo,dapo}.py compute, for losses that look at one token at a time.
 //
-//   log r  = logp - logp_old            clamped to +-log_limit, no gradient beyond
+//   log r  = logp - old_log_probs            clamped to +-log_limit, no gradient beyond
 //   policy = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
 //   policy = min(policy, -clip_dual A)  where A < 0 and clip_dual is finite and above 0
 //   w      = min(p_old / p_sampler, is_threshold) / is_mean            (truncate), else 1
@@ -35,7 +35,7 @@ enum PolicyParam : int {
   kKlCoef,  // 0 leaves the KL out, also from the rows below
   kEntropyCoef,
   kLogLimit,
-  kOldIsOwn,  // not 0: logp_old is logp of this very pass, detached, and is not read
+  kOldIsOwn,  // not 0: old_log_probs is logp of this very pass, detached, and is not read
   kNumPolicyParams,
 };
 
@@ -62,9 +62,9 @@ struct PolicySettings {
 
 // The inputs of the tokens, [T] each, float or double as the logits' statistics are.
 struct PolicyInputs {
-  const void* logp_old;
-  const void* logp_sampler;
-  const void* logp_ref;  // null without a KL
+  const void* old_log_probs;
+  const void* rollout_log_probs;
+  const void* ref_log_probs;  // null without a KL
   const void* advantage;
   const void* weight;
 };
@@ -92,7 +92,7 @@ struct PolicyRowsParams {
 
 template <class Real>
 struct TokenInputs {
-  Real logp, entropy, logp_old, logp_sampler, logp_ref, advantage, weight;
+  Real logp, entropy, old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight;
 };
 
 template <class Real>
@@ -106,7 +106,7 @@ RL_HD Real clamp(Real v, Real low, Real high) {
   return v < low ? low : (v > high ? high : v);
 }
 
-// KL estimate and its derivative by logp, d = logp_ref - logp. rlcore/algos/kl.py.
+// KL estimate and its derivative by logp, d = ref_log_probs - logp. rlcore/algos/kl.py.
 template <class Real>
 RL_HD void kl_estimate(int type, Real d, Real& value, Real& slope) {
   const Real expm1 = std::expm1(d);
@@ -146,9 +146,9 @@ RL_HD TokenOutputs<Real> policy_token(const TokenInputs<Real>& x, const PolicySe
   const auto setting = [&](int i) { return static_cast<Real>(settings.value[i]); };
   const bool trained = !(x.weight == 0);
   const Real limit = setting(kLogLimit);
-  const Real logp_old = setting(kOldIsOwn) != 0 ? x.logp : x.logp_old;
+  const Real old_log_probs = setting(kOldIsOwn) != 0 ? x.logp : x.old_log_probs;
 
-  const Real log_w = trained ? logp_old - x.logp_sampler : Real(0);
+  const Real log_w = trained ? old_log_probs - x.rollout_log_probs : Real(0);
   const int mode = static_cast<int>(settings.value[kIsMode]);
   Real w = 1;
   if (mode & 1) {
@@ -158,7 +158,7 @@ RL_HD TokenOutputs<Real> policy_token(const TokenInputs<Real>& x, const PolicySe
   const Real k1 = -clamp(log_w, -limit, limit);
   const bool kept = !(mode & 2) || !(k1 < setting(kIsLow) || k1 > setting(kIsHigh));
 
-  const Real log_ratio = x.logp - logp_old;
+  const Real log_ratio = x.logp - old_log_probs;
   const Real ratio = std::exp(clamp(log_ratio, -limit, limit));
   const Real slope = (log_ratio < -limit || log_ratio > limit) ? Real(0) : ratio;
   const Real low = static_cast<Real>(1 - settings.value[kClipLow]);
@@ -179,7 +179,7 @@ RL_HD TokenOutputs<Real> policy_token(const TokenInputs<Real>& x, const PolicySe
 
   Real kl = 0, kl_slope = 0;
   if (setting(kKlCoef) != 0 && trained) {
-    kl_estimate(static_cast<int>(settings.value[kKlType]), x.logp_ref - x.logp, kl, kl_slope);
+    kl_estimate(static_cast<int>(settings.value[kKlType]), x.ref_log_probs - x.logp, kl, kl_slope);
   }
   const Real loss = policy * w + setting(kKlCoef) * kl - setting(kEntropyCoef) * x.entropy;
   const bool counts = trained && kept;
@@ -204,8 +204,8 @@ RL_HD TokenInputs<Real> token_inputs(const PolicyInputs& p, int64_t token, Real 
   const auto at = [&](const void* values) {
     return values ? static_cast<const Real*>(values)[token] : Real(0);
   };
-  return {logp,           entropy,         at(p.logp_old), at(p.logp_sampler),
-          at(p.logp_ref), at(p.advantage), at(p.weight)};
+  return {logp,           entropy,         at(p.old_log_probs), at(p.rollout_log_probs),
+          at(p.ref_log_probs), at(p.advantage), at(p.weight)};
 }
 
 }  // namespace rlcore::loss

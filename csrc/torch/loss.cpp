@@ -170,21 +170,21 @@ loss::GradParams grad_params(const Tensor& logits, const Tensor& tokens, int64_t
 }
 
 struct TokenTensors {
-  const Tensor &logp_old, &logp_sampler;
-  const std::optional<Tensor>& logp_ref;
+  const Tensor &old_log_probs, &rollout_log_probs;
+  const std::optional<Tensor>& ref_log_probs;
   const Tensor &advantage, &weight;
   const std::vector<double>& params;
 };
 
 // `like` gives device, number of tokens and dtype.
 loss::PolicyInputs policy_inputs(const TokenTensors& x, const Tensor& like) {
-  check_statistics(x.logp_old, like, "logp_old");
-  check_statistics(x.logp_sampler, like, "logp_sampler");
+  check_statistics(x.old_log_probs, like, "old_log_probs");
+  check_statistics(x.rollout_log_probs, like, "rollout_log_probs");
   check_statistics(x.advantage, like, "advantage");
   check_statistics(x.weight, like, "weight");
-  return {.logp_old = x.logp_old.data_ptr(),
-          .logp_sampler = x.logp_sampler.data_ptr(),
-          .logp_ref = optional_statistics(x.logp_ref, like, "logp_ref"),
+  return {.old_log_probs = x.old_log_probs.data_ptr(),
+          .rollout_log_probs = x.rollout_log_probs.data_ptr(),
+          .ref_log_probs = optional_statistics(x.ref_log_probs, like, "ref_log_probs"),
           .advantage = x.advantage.data_ptr(),
           .weight = x.weight.data_ptr()};
 }
@@ -200,8 +200,8 @@ loss::PolicySettings policy_settings(const TokenTensors& x) {
   RL_CHECK(type >= 0 && type < static_cast<int>(loss::kNumKlTypes) && type == std::floor(type),
            "params: kl_type ", type, "; allowed are the integers below ",
            static_cast<int>(loss::kNumKlTypes));
-  RL_CHECK(s.value[loss::kKlCoef] == 0 || (x.logp_ref && type != 0), "params: kl_coef ",
-           s.value[loss::kKlCoef], " needs logp_ref and a kl_type above 0");
+  RL_CHECK(s.value[loss::kKlCoef] == 0 || (x.ref_log_probs && type != 0), "params: kl_coef ",
+           s.value[loss::kKlCoef], " needs ref_log_probs and a kl_type above 0");
   return s;
 }
 
@@ -256,19 +256,19 @@ void row_grad_cpu(const Tensor& logits, const Tensor& tokens, int64_t first, int
                  parallel_for);
 }
 
-void policy_tokens_cpu(const Tensor& logp, const Tensor& entropy, const Tensor& logp_old,
-                       const Tensor& logp_sampler, std::optional<Tensor> logp_ref,
+void policy_tokens_cpu(const Tensor& logp, const Tensor& entropy, const Tensor& old_log_probs,
+                       const Tensor& rollout_log_probs, std::optional<Tensor> ref_log_probs,
                        const Tensor& advantage, const Tensor& weight, std::vector<double> params,
                        Tensor out, int64_t /*stream*/) {
-  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  const TokenTensors x{old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight, params};
   loss::policy_tokens(tokens_params(logp, entropy, x, out), parallel_for);
 }
 
 void policy_rows_cpu(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
-                     double temperature, const Tensor& logp_old, const Tensor& logp_sampler,
-                     std::optional<Tensor> logp_ref, const Tensor& advantage, const Tensor& weight,
+                     double temperature, const Tensor& old_log_probs, const Tensor& rollout_log_probs,
+                     std::optional<Tensor> ref_log_probs, const Tensor& advantage, const Tensor& weight,
                      std::vector<double> params, Tensor stats, Tensor out, int64_t /*stream*/) {
-  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  const TokenTensors x{old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight, params};
   loss::policy_rows(rows_params(logits, tokens, first, valid, temperature, x, stats, out),
                     parallel_for);
 }
@@ -297,21 +297,21 @@ void row_grad_cuda(const Tensor& logits, const Tensor& tokens, int64_t first, in
   check_launch(rlcore_row_grad(&p, stream_of(stream)), "row_grad");
 }
 
-void policy_tokens_cuda(const Tensor& logp, const Tensor& entropy, const Tensor& logp_old,
-                        const Tensor& logp_sampler, std::optional<Tensor> logp_ref,
+void policy_tokens_cuda(const Tensor& logp, const Tensor& entropy, const Tensor& old_log_probs,
+                        const Tensor& rollout_log_probs, std::optional<Tensor> ref_log_probs,
                         const Tensor& advantage, const Tensor& weight, std::vector<double> params,
                         Tensor out, int64_t stream) {
-  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  const TokenTensors x{old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight, params};
   const auto p = tokens_params(logp, entropy, x, out);
   const auto device = guard(logp);
   check_launch(rlcore_policy_tokens(&p, stream_of(stream)), "policy_tokens");
 }
 
 void policy_rows_cuda(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
-                      double temperature, const Tensor& logp_old, const Tensor& logp_sampler,
-                      std::optional<Tensor> logp_ref, const Tensor& advantage, const Tensor& weight,
+                      double temperature, const Tensor& old_log_probs, const Tensor& rollout_log_probs,
+                      std::optional<Tensor> ref_log_probs, const Tensor& advantage, const Tensor& weight,
                       std::vector<double> params, Tensor stats, Tensor out, int64_t stream) {
-  const TokenTensors x{logp_old, logp_sampler, logp_ref, advantage, weight, params};
+  const TokenTensors x{old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight, params};
   const auto p = rows_params(logits, tokens, first, valid, temperature, x, stats, out);
   const auto device = guard(logits);
   check_launch(rlcore_policy_rows(&p, stream_of(stream)), "policy_rows");
@@ -329,12 +329,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
       "row_grad(Tensor logits, Tensor tokens, int first, int valid, float temperature, Tensor lse, "
       "Tensor entropy, Tensor? grad_logp, Tensor? grad_entropy, Tensor(a!) out, int stream) -> ()");
   m.def(
-      "policy_tokens(Tensor logp, Tensor entropy, Tensor logp_old, Tensor logp_sampler, "
-      "Tensor? logp_ref, Tensor advantage, Tensor weight, float[] params, Tensor(a!) out, "
+      "policy_tokens(Tensor logp, Tensor entropy, Tensor old_log_probs, Tensor rollout_log_probs, "
+      "Tensor? ref_log_probs, Tensor advantage, Tensor weight, float[] params, Tensor(a!) out, "
       "int stream) -> ()");
   m.def(
       "policy_rows(Tensor(a!) logits, Tensor tokens, int first, int valid, float temperature, "
-      "Tensor logp_old, Tensor logp_sampler, Tensor? logp_ref, Tensor advantage, Tensor weight, "
+      "Tensor old_log_probs, Tensor rollout_log_probs, Tensor? ref_log_probs, Tensor advantage, Tensor weight, "
       "float[] params, Tensor(b!) stats, Tensor(c!) out, int stream) -> ()");
 }
 

@@ -1,7 +1,7 @@
 """Decoupled PPO: clip around this step's learner and weigh by its distance from the sampler.
 arXiv:2110.00641, arXiv:2505.24298
 
-    r = p / p_prox       p_prox: the learner before the first update of this step (logp_old)
+    r = p / p_prox       p_prox: the learner before the first update of this step (old_log_probs)
     w = sg(p_prox / p_behave)                p_behave: the sampler, with the weights it had
     L = -w min(r A, clip(r, 1 - low, 1 + high) A), and PPO's dual clip if clip_dual is on
 
@@ -60,7 +60,7 @@ def loss(x: LossInputs, cfg: DecoupledPPOConfig) -> LossOutput:
     the cap."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
-    log_w = (x.logp_old - x.logp_sampler).detach().clamp(-LOG_LIMIT, LOG_LIMIT)
+    log_w = (x.old_log_probs - x.rollout_log_probs).detach().clamp(-LOG_LIMIT, LOG_LIMIT)
     weight = log_w.exp()
     over = weight > cfg.behave_cap
     metrics["algo/behave_over_cap"] = over.float()

@@ -40,7 +40,7 @@ class GSPOConfig(AlgoConfig):
 def loss(x: LossInputs, cfg: GSPOConfig) -> LossOutput:
     """Return the policy loss [T] and clip fraction."""
     where = (x.mask, x.sequence, x.num_sequences)
-    log_s = sequence.mean(x.logp - x.logp_old, *where)[x.sequence]  # [T]
+    log_s = sequence.mean(x.logp - x.old_log_probs, *where)[x.sequence]  # [T]
     if cfg.level == "token":
         log_s = log_s.detach() + (x.logp - x.logp.detach())
     s = log_s.clamp(max=LOG_MAX).exp()

@@ -22,11 +22,11 @@ import math
 from torch import Tensor
 
 
-def estimate(kind: str, logp: Tensor, logp_ref: Tensor) -> Tensor:
+def estimate(kind: str, logp: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Return the estimate per token, [T]; gradients flow through `logp`."""
-    d = logp_ref - logp
+    d = ref_log_probs - logp
     if kind.endswith("+"):
-        value = estimate(kind.removesuffix("+"), logp, logp_ref).detach()
+        value = estimate(kind.removesuffix("+"), logp, ref_log_probs).detach()
         square = d.square() / 2
         return value + (square - square.detach())
     if kind == "k1":

@@ -155,7 +155,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         version: policy version of the weights in training.
     """
     where = (trained, x.sequence, x.num_sequences)
-    log_w, log_p = log_w.double(), x.logp_sampler.double()
+    log_w, log_p = log_w.double(), x.rollout_log_probs.double()
     log_q = log_p + log_w
     # p - 1 and q - 1 keep precision near probability 1, where most tokens are. Variance,
     # correlation and difference are the same as those of p and q.

@@ -44,7 +44,7 @@ def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None
             f"{len(rewards)} rewards for {batch.num_sequences} sequences: give one for each"
         )
     mask = batch.mask
-    like = batch.logp_sampler if penalty is None else penalty
+    like = batch.rollout_log_probs if penalty is None else penalty
     dtype = torch.float32 if like is None else like.dtype
     sequence = batch.sequence_index.to(batch.mask.device)
     place = torch.arange(len(mask), dtype=torch.float64, device=mask.device)

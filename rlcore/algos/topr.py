@@ -36,7 +36,7 @@ class TOPRConfig(AlgoConfig):
 def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:
     """Return the policy loss [T] and, as metrics, the shares of tapered tokens and of tokens in
     positive responses."""
-    d = (x.logp - x.logp_old).detach()
+    d = (x.logp - x.old_log_probs).detach()
     if cfg.level == "sequence":
         d = sequence.total(d, x.mask, x.sequence, x.num_sequences)[x.sequence]
     taper = d.clamp(max=0).exp()

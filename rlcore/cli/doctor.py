@@ -37,8 +37,8 @@ def _main(argv: Sequence[str]) -> int:
 def examine(run: Path, stacks: bool = False) -> list[str]:
     """Return the diagnosis of a run as lines."""
     from rlcore.utils import verdict
-    from rlcore.utils.flight import FOLDER
-    from rlcore.utils.gang import VERDICT
+    from rlcore.utils.flight_recorder import FOLDER
+    from rlcore.utils.health import VERDICT
 
     lines, records = _state(run), verdict.read(run)
     if not records:

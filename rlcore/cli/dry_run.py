@@ -16,8 +16,8 @@ from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.inputs import Findings
-    from rlcore.mcore.layout import Layout
-    from rlcore.trainer.memory import Beside
+    from rlcore.mcore.layout import ParallelLayout
+    from rlcore.trainer.memory import OtherMemory
 
 GPU_GB = 80.0
 """Assumed memory of a GPU in GB, if there is no GPU here."""
@@ -160,7 +160,7 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
     )
 
 
-def rank_map(layout: "Layout", world: int, per_node: int, tp: int) -> str:
+def rank_map(layout: "ParallelLayout", world: int, per_node: int, tp: int) -> str:
     """Return a sentence on how ranks are numbered. `layout` is that of the train ranks, `tp` that
     of an engine."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
@@ -192,7 +192,7 @@ def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
     return f"balance      {said}"
 
 
-def judges(cfg: Config, found: "Findings") -> tuple["Beside", list[str]]:
+def judges(cfg: Config, found: "Findings") -> tuple["OtherMemory", list[str]]:
     """Return the memory of judges on the run's own GPUs, and lines about them.
 
     Raises:

@@ -39,7 +39,7 @@ from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.engine import key_of
 from rlcore.rewards.judge.rubric import Rubric, verdict_ids
 from rlcore.rollout.replay import EventLog
-from rlcore.rollout.rounds import Log
+from rlcore.rollout.round_log import Log
 from rlcore.rollout.transport import listening_host
 from rlcore.trainer import resume
 from rlcore.utils.errors import ConfigError

@@ -31,7 +31,7 @@ import redis
 from rlcore.cli import exits
 from rlcore.mux import arbiter, store
 from rlcore.mux.profile import Profile
-from rlcore.sched.cluster import Pool
+from rlcore.sched.cluster import NodePool
 from rlcore.utils import log as logs
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
@@ -153,7 +153,7 @@ def _down(a: argparse.Namespace) -> int:
 def _arbiter(a: argparse.Namespace) -> int:
     about = _known(a.dir)
     logs.setup(0)
-    pools = {name: Pool(**values) for name, values in about["pools"].items()}
+    pools = {name: NodePool(**values) for name, values in about["pools"].items()}
     one = arbiter.Arbiter(_url(about), pools)
 
     def stop(signum: int, frame: object) -> None:

@@ -22,9 +22,18 @@ import msgspec
 import numpy as np
 
 from rlcore.cli import exits
-from rlcore.records import AnyEvent, Down, Finished, Progress, Request, Sampling, Stats, request_of
+from rlcore.records import (
+    AnyEvent,
+    Down,
+    Finished,
+    LengthReport,
+    Request,
+    Sampling,
+    Stats,
+    request_of,
+)
 from rlcore.sim import profile
-from rlcore.sim.profile import Decode, Layout, Prefill
+from rlcore.sim.profile import Decode, EngineMeasurements, Prefill
 from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # importing torch would slow down --help
@@ -124,7 +133,7 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def rows_of(layout: Layout, *, heading: bool) -> list[str]:
+def rows_of(layout: EngineMeasurements, *, heading: bool) -> list[str]:
     """Return the rows of one size as text."""
     lines = ["  tp  sequences  context  ms/step  tokens/s/rank"] if heading else []
     for r in layout.decode:
@@ -150,7 +159,7 @@ def measure(
     batches: Sequence[int],
     contexts: Sequence[int],
     steps: int,
-) -> Layout:
+) -> EngineMeasurements:
     """Measure an engine of one size. Rows that do not fit its cache are left out.
 
     Raises:
@@ -175,7 +184,7 @@ def measure(
     finally:
         engine.close()
     cost = profile.fit(decode, prefill, bench.cache_tokens)
-    return Layout(tp=tp, cost=cost, start_s=start_s, decode=decode, prefill=prefill)
+    return EngineMeasurements(tp=tp, cost=cost, start_s=start_s, decode=decode, prefill=prefill)
 
 
 def start_engine(
@@ -272,7 +281,7 @@ class Bench:
         begun = [
             e
             for e in events
-            if isinstance(e, Progress) and len(e.ids) == sequences and min(e.lengths) > 0
+            if isinstance(e, LengthReport) and len(e.ids) == sequences and min(e.lengths) > 0
         ]
         if not begun or sum(begun[0].lengths) >= sequences * steps:
             return 0.0, None

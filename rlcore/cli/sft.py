@@ -86,8 +86,8 @@ def run(cfg: SFTConfig) -> int:
     except Exception as e:
         return failed(settings, here, e)
     finally:
-        if here.gang is not None:
-            here.gang.close()
+        if here.health is not None:
+            here.health.close()
     world.leave(here)  # afterwards no rank reads the start folder
     if here.rank == 0:
         shutil.rmtree(start)

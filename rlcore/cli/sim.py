@@ -21,7 +21,7 @@ from rlcore.cli import exits
 from rlcore.config.schema import TailConfig
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, splits, table, user
-from rlcore.sim.cluster import Run, summarize
+from rlcore.sim.cluster import SimRun, summarize
 from rlcore.sim.cost import GPUS, MODELS
 from rlcore.utils.errors import ConfigError
 
@@ -60,11 +60,11 @@ def main(argv: Sequence[str]) -> int:
 def _add_run(p: argparse.ArgumentParser) -> None:
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("--gpus", type=int, default=32, help="that sample, then train")
-    p.add_argument("--tp", type=int, default=2, help="GPUs of a replica")
+    p.add_argument("--tp", type=int, default=2, help="GPUs of a engine")
     p.add_argument("--max-tp", type=int, default=0, help="the planner may go up to this; 0: fixed")
     p.add_argument("--gpu", default="h100", help=f"data sheet: {', '.join(GPUS).lower()}")
     p.add_argument("--model", default="14b", help=f"{', '.join(MODELS).lower()}, or a config.json")
-    p.add_argument("--profile", type=Path, help="measured costs of a replica instead (README)")
+    p.add_argument("--profile", type=Path, help="measured costs of a engine instead (README)")
     p.add_argument("--mfu", type=float, default=0.35, help="share of its arithmetic in training")
     p.add_argument("--reference", action="store_true", help="log-probs of a reference model, too")
     p.add_argument("--prompts", type=int, default=128, help="of a step")
@@ -76,15 +76,15 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--schedule", choices=["all", "tail_batching"], default="tail_batching")
     p.add_argument("--eta-prompts", type=float, default=TailConfig.eta_prompts)
     p.add_argument("--eta-samples", type=float, default=TailConfig.eta_samples)
-    p.add_argument("--stream", action="store_true", help="half of the replicas train early")
+    p.add_argument("--stream", action="store_true", help="half of the engines train early")
     p.add_argument("--reward", choices=user.REWARDS, default="none")
     p.add_argument("--judge", choices=user.JUDGES, default="shared", help="where a judge runs")
     p.add_argument("--baseline", choices=user.BASELINES, default="verl")
     p.add_argument("--steps", type=int, default=50)
-    p.add_argument("--max-running", type=int, default=1024, help="requests of a replica at a time")
+    p.add_argument("--max-running", type=int, default=1024, help="requests of a engine at a time")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--json", type=Path)
-    p.add_argument("--picture", type=Path, help="PNG: replicas over time, the first steps")
+    p.add_argument("--picture", type=Path, help="PNG: engines over time, the first steps")
     p.add_argument("--picture-steps", type=int, default=5)
     p.add_argument("--trace", type=Path, help="JSON for ui.perfetto.dev, the first steps")
 
@@ -99,7 +99,7 @@ def _run(a: argparse.Namespace) -> int:
     plans = [plan]
     if a.baseline != "none":
         plans.insert(0, user.baseline(plan, a.baseline))
-    arms = {p.name: list(Run(p).steps(a.steps)) for p in plans}
+    arms = {p.name: list(SimRun(p).steps(a.steps)) for p in plans}
     sums = {name: summarize(steps) for name, steps in arms.items()}
     print("\n".join([*notes, "", *report.table(sums)]))
     print(f"\n{a.steps} steps, simulated in {time.monotonic() - begin:.0f} s")
@@ -194,7 +194,7 @@ def _papers(a: argparse.Namespace) -> int:
     return _show(made, a, begin)
 
 
-def _show(made: table.Made, a: argparse.Namespace, begin: float) -> int:
+def _show(made: table.TableResult, a: argparse.Namespace, begin: float) -> int:
     """Print a table, and write it to --json and --picture if given."""
     print("\n".join(table.show(made)))
     print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")

@@ -15,7 +15,7 @@ from rlcore.utils.errors import ConfigError
 
 def possible(cfg: Config, world: int, per_node: int) -> list[int]:
     """Return the possible numbers of sampling ranks. They form whole engines, and the other ranks
-    whole model replicas."""
+    whole model-parallel groups."""
     from rlcore.mcore.layout import layout_of
 
     found = []

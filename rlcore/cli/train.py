@@ -84,8 +84,8 @@ def _run(cfg: "Config") -> int:
     try:
         return _train(cfg, here)
     finally:
-        if here.gang is not None:
-            here.gang.close()
+        if here.health is not None:
+            here.health.close()
 
 
 def _train(cfg: "Config", here: "World") -> int:
@@ -131,9 +131,9 @@ def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -
     first = here.fails_first()
     log.log(logging.ERROR if first else logging.DEBUG, "%s", reason)
     log.debug("traceback", exc_info=error)
-    if alarm and here.gang is not None:
+    if alarm and here.health is not None:
         if first:
-            here.gang.alarm(f"failed: {reason}")
+            here.health.alarm(f"failed: {reason}")
         else:
-            here.gang.hear()
+            here.health.hear()
     return 2 if refused else 1

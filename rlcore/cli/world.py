@@ -16,8 +16,8 @@ from rlcore.config import rules
 from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
 from rlcore.utils import collective, listen
 from rlcore.utils.errors import ConfigError
-from rlcore.utils.flight import Flight
-from rlcore.utils.gang import Gang, meet
+from rlcore.utils.flight_recorder import FlightRecorder
+from rlcore.utils.health import Health, meet
 from rlcore.utils.sealed import SealedStore, share_secret
 
 
@@ -35,7 +35,7 @@ class World:
     """Number of ranks at the end that only sample, while the others only train; 0: all do both."""
     everyone: dist.ProcessGroup | None = None
     """Group of all ranks, if the default group has only the ranks of this rank's role."""
-    gang: Gang | None = None
+    health: Health | None = None
     """Heartbeats of all ranks, and the flight record of this one."""
     secret: bytes = b""
     """Secret that only this run's ranks know; empty in a world of one."""
@@ -61,8 +61,8 @@ class World:
 
     def phase(self, name: str) -> None:
         """Set the phase of the flight record, before there are `Spans`."""
-        if self.gang is not None:
-            self.gang.flight.phase(name)
+        if self.health is not None:
+            self.health.flight.phase(name)
 
     def fails_first(self) -> bool:
         """Return True on the first rank that calls it, False on all others."""
@@ -133,20 +133,20 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):
         raise ConfigError(found)
     if "WORLD_SIZE" not in os.environ:
-        gang = _gang(Flight(0, 1, folder), None)
+        health = _health(FlightRecorder(0, 1, folder), None)
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
-        return World(0, 1, 0, device, None, gang=gang)
+        return World(0, 1, 0, device, None, health=health)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, timeout_s)
     lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
-    flight = Flight(rank, size, folder)
-    gang = _gang(flight, None)
+    flight = FlightRecorder(rank, size, folder)
+    health = _health(flight, None)
     first, count, everyone = 0, size, None  # first rank and number of ranks of this rank's role
     try:
         known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
-        gang.met(known)
+        health.met(known)
         # a new prefix, so that restarted ranks do not read addresses of exited ones
         start = f"rlcore/{meeting}"
         secret = share_secret(
@@ -158,7 +158,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             time.monotonic,
         )
         own = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
-        gang.enter(SealedStore(dist.PrefixStore(f"{start}/gang", own), secret))
+        health.enter(SealedStore(dist.PrefixStore(f"{start}/health", own), secret))
         hub = dist.PrefixStore(f"{start}/hub", store)
         if rollout_ranks:
             split = size - rollout_ranks
@@ -173,10 +173,10 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             timeout=timeout,
         )
     except (RuntimeError, OSError) as error:
-        gang.alarm(f"failed: {error}")
-        gang.close()
+        health.alarm(f"failed: {error}")
+        health.close()
         raise
-    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, gang, secret)
+    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, health, secret)
 
 
 def _is_one_node() -> bool:
@@ -185,9 +185,9 @@ def _is_one_node() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", size) == size
 
 
-def _gang(flight: Flight, store: Any) -> Gang:
+def _health(flight: FlightRecorder, store: Any) -> Health:
     on_main = threading.current_thread() is threading.main_thread()
-    return Gang(flight, store).start(signals=on_main)
+    return Health(flight, store).start(signals=on_main)
 
 
 def _store(rank: int, timeout_s: float) -> dist.TCPStore:

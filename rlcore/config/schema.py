@@ -286,7 +286,7 @@ class RewardConfig:
     memory_gb: Annotated[float, at_least(0, unbounded=True)] = 8.0
     """A child process that grows by more is killed; 0: it is not looked at."""
     max_pending: Annotated[int, above(0)] = 4096
-    """Responses of a rank that wait for their scores at a time; more wait at the replica."""
+    """Responses of a rank that wait for their scores at a time; more wait at the engine."""
     adaptive_timeout: bool = False
     """Once an answer to a prompt was right, others have `timeout_factor` times as long as the
     slowest right one took, in all epochs; timeout_s at most, `timeout_least_s` at least."""
@@ -373,7 +373,7 @@ class StreamConfig:
     """Of `--mode stream`; sched/stream.py."""
 
     first: Share = 0.2
-    """Share of the responses that are done when half of the replicas may stop decoding."""
+    """Share of the responses that are done when half of the engines may stop decoding."""
     last: Share = 0.5
     """Share from which on they go on to the end instead."""
     every: Annotated[float, above(0, at_most=1)] = 0.05

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlcore.data.generated import Row, Split, check, split_of
+from rlcore.data.generated import Split, TaskRow, check, split_of
 from rlcore.records import Prompt
 from rlcore.utils.seed import rng
 
@@ -23,7 +23,7 @@ _STICK_AT = 17
 """Smallest sum at which the demonstration sticks; a soft hand counts with its shown sum."""
 
 
-def make(split: Split, seed: int, index: int) -> Row:
+def make(split: Split, seed: int, index: int) -> TaskRow:
     """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 
@@ -33,10 +33,10 @@ def make(split: Split, seed: int, index: int) -> Row:
         game = random.randrange(1 << 31)
         prompt = hand(env.reset(seed=game)[0])
         if split_of(prompt) == split:
-            return Row(prompt, _demonstration(env), str(game))
+            return TaskRow(prompt, _demonstration(env), str(game))
 
 
-def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
+def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
     """Convert a row to prompt number `index`, with the field `game` for `--env blackjack`."""
     tokens = np.array(encode(row.prompt), np.int32)
     return Prompt(

@@ -14,7 +14,7 @@ NUM_VAL = 1024
 SHARES: dict[Split, range] = {"val": range(0, 20), "probe": range(20, 30), "train": range(30, 100)}
 
 
-class Row(NamedTuple):
+class TaskRow(NamedTuple):
     """A question with its answer and a correct solution."""
 
     prompt: str

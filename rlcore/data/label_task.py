@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlcore.data.generated import Row, Split, check, split_of
+from rlcore.data.generated import Split, TaskRow, check, split_of
 from rlcore.records import Prompt
 from rlcore.utils.seed import rng
 
@@ -28,7 +28,7 @@ VOCAB = ("<pad>", "<eos>", *CHARS)
 _MIN_TERMS, _MAX_TERMS, _STOP = 2, 16, 0.28
 
 
-def make(split: Split, seed: int, index: int) -> Row:
+def make(split: Split, seed: int, index: int) -> TaskRow:
     """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
@@ -37,10 +37,10 @@ def make(split: Split, seed: int, index: int) -> Row:
         terms = [random.randrange(10) for _ in range(num_terms)]
         prompt = _prompt(terms)
         if split_of(prompt) == split:
-            return Row(prompt, _working(terms), str(sum(terms)))
+            return TaskRow(prompt, _working(terms), str(sum(terms)))
 
 
-def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
+def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
     """Convert a row to prompt number `index`."""
     tokens = np.array(encode(row.prompt), np.int32)
     return Prompt(index=index, source=NAME, tokens=tokens, answer=row.answer, text=row.prompt)

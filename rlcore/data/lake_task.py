@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlcore.data.generated import Row, Split, check, split_of
+from rlcore.data.generated import Split, TaskRow, check, split_of
 from rlcore.records import Prompt
 from rlcore.utils.seed import rng
 
@@ -32,7 +32,7 @@ MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 _SIDE, _HOLES = 4, 0.2
 
 
-def make(split: Split, seed: int, index: int) -> Row:
+def make(split: Split, seed: int, index: int) -> TaskRow:
     """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
@@ -41,10 +41,10 @@ def make(split: Split, seed: int, index: int) -> Row:
         walk = shortest(desc)
         prompt = board(desc, _find(desc, "S"))
         if walk and split_of(prompt) == split:
-            return Row(prompt, _demonstration(desc, walk), walk)
+            return TaskRow(prompt, _demonstration(desc, walk), walk)
 
 
-def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
+def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
     """Convert a row to prompt number `index`, with the field `desc` for `--env frozenlake`."""
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"desc": [line.translate(_TO_DESC) for line in row.prompt.split()]}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlcore.data.generated import Row, Split, check, split_of
+from rlcore.data.generated import Split, TaskRow, check, split_of
 from rlcore.records import Prompt
 from rlcore.utils.seed import rng
 
@@ -24,7 +24,7 @@ _HEAD = "f=lambda x:"
 _AT = (2, -3, 10)
 
 
-def make(split: Split, seed: int, index: int) -> Row:
+def make(split: Split, seed: int, index: int) -> TaskRow:
     """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
@@ -37,10 +37,10 @@ def make(split: Split, seed: int, index: int) -> Row:
         if split_of(prompt) == split:
             body = _body(steps)
             tests = tuple(f"assert f({x}) == {_value(steps, x)}" for x in _AT)
-            return Row(prompt, _HEAD + body, _HEAD + body, tests)
+            return TaskRow(prompt, _HEAD + body, _HEAD + body, tests)
 
 
-def to_prompt(row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
+def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
     """Convert a row to prompt number `index`, with the field `test_list` for `--reward code`."""
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"test_list": list(row.tests)}

@@ -15,7 +15,7 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
     """Pack samples in their order into a batch on the CPU; no samples give an empty batch.
 
     The mask has the sampled tokens: responses without the environment's tokens. Outside the mask
-    `logp_sampler` is 0 and `versions` is -1. Raises ValueError for a sample without a prompt,
+    `rollout_log_probs` is 0 and `versions` is -1. Raises ValueError for a sample without a prompt,
     because the first token of a sequence has no log-prob."""
     for s in samples:
         if not len(s.prompt):
@@ -40,7 +40,7 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
         tokens=torch.from_numpy(tokens),
         cu_seqlens=cumulative(lengths.reshape(-1, 2).sum(1).tolist()),
         mask=torch.from_numpy(mask),
-        logp_sampler=torch.from_numpy(logps),
+        rollout_log_probs=torch.from_numpy(logps),
         versions=torch.from_numpy(versions),
         ids=tuple(s.id for s in samples),
     )

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from rlcore.data import cards_task, label_task, lake_task, oneline_task
-from rlcore.data.generated import NUM_VAL, Row, Split
+from rlcore.data.generated import NUM_VAL, Split, TaskRow
 from rlcore.records import Prompt
 from rlcore.utils import net
 from rlcore.utils.errors import ConfigError
@@ -40,7 +40,7 @@ class Tokens(Protocol):
     def render_chat(self, messages: Sequence[Message]) -> str: ...
 
 
-class Settings(Protocol):
+class PromptSettings(Protocol):
     """Keys of `DataConfig` that this module reads."""
 
     @property
@@ -77,7 +77,7 @@ class Settings(Protocol):
     def num_val_prompts(self) -> int: ...
 
 
-class Task(Protocol):
+class TaskModule(Protocol):
     """Module of a generated task."""
 
     NAME: str
@@ -86,12 +86,14 @@ class Task(Protocol):
 
     # A task of several turns also has TURNS: the characters that the policy produces
 
-    def make(self, split: Split, seed: int, index: int) -> Row: ...
+    def make(self, split: Split, seed: int, index: int) -> TaskRow: ...
 
-    def to_prompt(self, row: Row, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt: ...
+    def to_prompt(
+        self, row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]
+    ) -> Prompt: ...
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, TaskModule] = {
     task.NAME: task for task in (label_task, oneline_task, lake_task, cards_task)
 }
 """Generated tasks by their name in data.train and data.val."""
@@ -112,7 +114,7 @@ class PromptSet(Protocol):
 class TaskSet:
     """Rows of a generated task, generated on access."""
 
-    task: Task
+    task: TaskModule
     split: Split
     seed: int
     num_rows: int
@@ -150,17 +152,19 @@ class RowSet:
 
 
 @overload
-def load(config: Settings, which: Literal["train"], tokenizer: Tokens, seed: int) -> PromptSet: ...
+def load(
+    config: PromptSettings, which: Literal["train"], tokenizer: Tokens, seed: int
+) -> PromptSet: ...
 
 
 @overload
 def load(
-    config: Settings, which: Literal["val"], tokenizer: Tokens, seed: int
+    config: PromptSettings, which: Literal["val"], tokenizer: Tokens, seed: int
 ) -> list[tuple[str, RowSet]]: ...
 
 
 def load(
-    config: Settings, which: Literal["train", "val"], tokenizer: Tokens, seed: int
+    config: PromptSettings, which: Literal["train", "val"], tokenizer: Tokens, seed: int
 ) -> PromptSet | list[tuple[str, RowSet]]:
     """Load prompt sets. `train` joins all of data.train to one set, in order of the files; `val`
     returns each set of data.val by name, which is the file's stem. `data.num_prompts`
@@ -221,7 +225,7 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
 
 
 def read_file(
-    path: Path, name: str, config: Settings, tokenizer: Tokens, cap: int = 0
+    path: Path, name: str, config: PromptSettings, tokenizer: Tokens, cap: int = 0
 ) -> list[Prompt]:
     """Return the usable rows of a file, at most `cap` (0: all), and report the others."""
     prompts: list[Prompt] = []
@@ -271,7 +275,7 @@ class _Report:
         self._num_long += 1
         self._longest = max(self._longest, (num_tokens, place))
 
-    def tell(self, num_kept: int, config: Settings) -> None:
+    def tell(self, num_kept: int, config: PromptSettings) -> None:
         if self._num_junk > _SHOWN:
             log.warning("%s: %d junk rows skipped in all", self._path, self._num_junk)
         if self._num_long:
@@ -307,7 +311,7 @@ def _shown(name: str) -> str:
     return short if short.isprintable() else ascii(short)
 
 
-def _train_task(config: Settings, tokenizer: Tokens, seed: int) -> TaskSet:
+def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet:
     if len(config.train) > 1:
         name = next(source for source in config.train if source in TASKS)
         raise ConfigError(
@@ -318,7 +322,7 @@ def _train_task(config: Settings, tokenizer: Tokens, seed: int) -> TaskSet:
     return TaskSet(task, "train", seed, config.num_prompts, _encoder(config, tokenizer))
 
 
-def _encoder(config: Settings, tokenizer: Tokens) -> Callable[[str], list[int]]:
+def _encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[int]]:
     """Return the encoder of generated prompts; they become chats only with `template chat`."""
     if config.template != "chat":
         return lambda text: tokenizer.encode(text + config.suffix)
@@ -383,7 +387,7 @@ def _first(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _prompt(row: Any, index: int, name: str, config: Settings, tokenizer: Tokens) -> Prompt:
+def _prompt(row: Any, index: int, name: str, config: PromptSettings, tokenizer: Tokens) -> Prompt:
     """Convert a row to a prompt. Raise ValueError if the row is invalid."""
     if not isinstance(row, dict):
         raise ValueError(f"not an object but a {type(row).__name__}")
@@ -428,7 +432,7 @@ def _answer(row: dict[str, Any], name: str) -> str:
     return str(answer)
 
 
-def _messages(asked: Any, config: Settings) -> list[dict[str, Any]]:
+def _messages(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
     """Return the messages of a row; a text becomes one user message. The suffix is appended to the
     last message."""
     key = config.prompt_field

@@ -16,7 +16,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 
 
 class Game(Protocol):
@@ -124,4 +124,4 @@ def _make(config: AlfworldConfig) -> Alfworld:
     return Alfworld(config, TextWorldGame)
 
 
-KIND = Kind(AlfworldConfig, _make)
+KIND = EnvKind(AlfworldConfig, _make)

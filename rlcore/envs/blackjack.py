@@ -14,7 +14,7 @@ from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
 from rlcore.data import cards_task
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 
 _ACTION = re.compile(r"\b(hit|stick|stand|h|s)\b", re.IGNORECASE)
 
@@ -59,4 +59,4 @@ class Blackjack(gymnasium.Env[str, str]):
         return cards_task.hand(seen), float(reward), ended, cut, info
 
 
-KIND = Kind(BlackjackConfig, lambda config: Blackjack())
+KIND = EnvKind(BlackjackConfig, lambda config: Blackjack())

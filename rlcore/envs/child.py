@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from rlcore.envs.kind import Kind, TextEnv, checked
+from rlcore.envs.kind import EnvKind, TextEnv, checked
 from rlcore.envs.registry import resolve
-from rlcore.envs.wire import READY, Call, Reply, Start
+from rlcore.envs.wire import READY, EnvCall, EnvReply, EnvStart
 from rlcore.utils import net
 from rlcore.utils.children import Channel, open_guarded_channel, sentence
 from rlcore.utils.net import frame
@@ -30,7 +30,7 @@ _THREADS = 4096
 
 
 @dataclass(slots=True)
-class _Place:
+class _Slot:
     """Slot of one environment. Calls of one environment run one after another."""
 
     env: TextEnv | None = None
@@ -57,33 +57,33 @@ class _Place:
                 self.env.close()
 
 
-_CLOSED = _Place(is_closed=True)
+_CLOSED = _Slot(is_closed=True)
 
 
-class Host:
+class EnvHost:
     """Environments of this process, by key. Calls of one environment run one after another; those
     of different environments run concurrently."""
 
-    def __init__(self, kind: Kind, config: Any, channel: Channel) -> None:
+    def __init__(self, kind: EnvKind, config: Any, channel: Channel) -> None:
         self._kind, self._config, self._channel = kind, config, channel
-        self._envs: dict[int, _Place] = {}
+        self._envs: dict[int, _Slot] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="env")
 
-    def take(self, call: Call) -> None:
+    def take(self, call: EnvCall) -> None:
         """Run a call in a thread. The slot exists before the environment does, so that it can be
         closed meanwhile."""
         if call.what == "reset":
-            self._envs[call.key] = _Place()
+            self._envs[call.key] = _Slot()
         self._threads.submit(self._run, call)
 
-    def send(self, reply: Reply) -> None:
+    def send(self, reply: EnvReply) -> None:
         """Send a reply. The lock keeps replies of different threads apart."""
         data = frame(reply)
         with self._lock:
             self._channel.send(data)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: EnvCall) -> None:
         begin = time.monotonic()
         try:
             if call.what == "close":
@@ -93,10 +93,10 @@ class Host:
             reply = self._do(call)
         except BaseException as error:  # the process boundary: environments may raise anything
             traceback.print_exc()
-            reply = Reply(number=call.number, error=sentence(error))
+            reply = EnvReply(number=call.number, error=sentence(error))
         self.send(msgspec.structs.replace(reply, seconds=time.monotonic() - begin))
 
-    def _do(self, call: Call) -> Reply:
+    def _do(self, call: EnvCall) -> EnvReply:
         if call.what == "reset":
             prompt = call.prompt
             assert prompt is not None
@@ -106,7 +106,7 @@ class Host:
             make = partial(self._kind.make, self._config)
             seen, info = place.reset(make, call.seed, options)
             seen, _, numbers = checked(seen, 0.0, info)
-            return Reply(number=call.number, seen=seen, numbers=numbers)
+            return EnvReply(number=call.number, seen=seen, numbers=numbers)
         place = self._envs[call.key]
         env = place.env
         assert env is not None, "a turn before the beginning"
@@ -114,7 +114,7 @@ class Host:
         with place.lock:
             seen, reward, ended, cut, info = env.step(action)
         seen, reward, numbers = checked(seen, reward, info)
-        return Reply(
+        return EnvReply(
             number=call.number,
             seen=seen,
             reward=reward,
@@ -126,27 +126,27 @@ class Host:
 def main() -> None:
     channel = open_guarded_channel("env")
     try:
-        host = _start(net.decode(channel.first(), Start), channel)
+        host = _start(net.decode(channel.first(), EnvStart), channel)
         while True:
             for body in channel.receive(None):
-                host.take(net.decode(body, Call))
+                host.take(net.decode(body, EnvCall))
     except EOFError:  # the parent has closed its end
         os._exit(0)  # threads may be in environments that never return
 
 
-def _start(start: Start, channel: Channel) -> Host:
+def _start(start: EnvStart, channel: Channel) -> EnvHost:
     """Load the environment and report it to the parent. Exits the process if it cannot be
     loaded."""
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.env)
-        host = Host(kind, msgspec.convert(start.config, kind.config), channel)
+        host = EnvHost(kind, msgspec.convert(start.config, kind.config), channel)
         kind.make(host._config).close()  # finds missing dependencies now
     except BaseException as error:
         traceback.print_exc()
-        channel.send(frame(Reply(number=READY, error=sentence(error))))
+        channel.send(frame(EnvReply(number=READY, error=sentence(error))))
         sys.exit(1)
-    host.send(Reply(number=READY))
+    host.send(EnvReply(number=READY))
     return host
 
 

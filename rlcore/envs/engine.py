@@ -30,9 +30,9 @@ from msgspec import structs
 
 from rlcore.config.schema import EnvConfig
 from rlcore.envs.dialogue import Dialogue
-from rlcore.envs.episode import Limits, Transcript, play
-from rlcore.envs.kind import Kind
-from rlcore.envs.pool import EnvError, Pool
+from rlcore.envs.episode import EpisodeLimits, Transcript, play
+from rlcore.envs.kind import EnvKind
+from rlcore.envs.pool import EnvError, EnvPool
 from rlcore.protocols import Engine, PauseMode, Tag
 from rlcore.records import (
     Aborted,
@@ -42,8 +42,8 @@ from rlcore.records import (
     Finished,
     GroupId,
     History,
+    LengthReport,
     Preempted,
-    Progress,
     Prompt,
     Request,
     RequestId,
@@ -64,7 +64,7 @@ _MOST_FAILURES = 16
 """Number of failed attempts that end the run if no episode has succeeded yet."""
 
 
-class Outcome(NamedTuple):
+class EpisodeOutcome(NamedTuple):
     """Outcome of an episode, for its reward."""
 
     score: float
@@ -123,7 +123,7 @@ class EpisodeEngine:
         self,
         inner: Engine,
         name: str,
-        kind: Kind,
+        kind: EnvKind,
         config: EnvConfig,
         *,
         dialogue: Dialogue,
@@ -145,7 +145,7 @@ class EpisodeEngine:
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
         self._seed, self._barrier = seed, barrier
-        self.outcomes: dict[RequestId, Outcome] = {}
+        self.outcomes: dict[RequestId, EpisodeOutcome] = {}
         """Outcomes of finished episodes, until the scorer takes them."""
         # used by the caller's thread only
         self._episodes: dict[RequestId, _Episode] = {}
@@ -156,7 +156,7 @@ class EpisodeEngine:
         # shared, guarded by the lock
         self._changed = threading.Condition()
         self._asked: deque[tuple[_Episode, Request]] = deque()
-        self._ended: deque[tuple[_Episode, Sample, Outcome]] = deque()
+        self._ended: deque[tuple[_Episode, Sample, EpisodeOutcome]] = deque()
         self._counts: defaultdict[str, float] = defaultdict(int)
         self._failure = ""
         # used by the loop's thread only
@@ -200,8 +200,8 @@ class EpisodeEngine:
             self._inner.abort(turns)
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Return the events of episodes, with `Progress` after every turn. Raises RuntimeError if
-        no environment can run."""
+        """Return the events of episodes, with `LengthReport` after every turn. Raises RuntimeError
+        if no environment can run."""
         self._hand_over()
         if self._turns:
             waits = len(self._turns) < len(self._episodes)
@@ -254,14 +254,14 @@ class EpisodeEngine:
         if isinstance(event, Preempted):
             episode = self._turns.get(event.id)
             return [Preempted(id=episode.request.id)] if episode is not None else []
-        if isinstance(event, Progress):
+        if isinstance(event, LengthReport):
             pairs = [
                 (self._turns[i], n)
                 for i, n in zip(event.ids, event.lengths, strict=True)
                 if i in self._turns
             ]
             return [
-                Progress(
+                LengthReport(
                     ids=tuple(e.request.id for e, _ in pairs),
                     lengths=tuple(len(e.so_far.tokens) + n for e, n in pairs),
                 )
@@ -288,7 +288,7 @@ class EpisodeEngine:
             return []
         length = episode.lengthen(sample)
         self._loop.call_soon_threadsafe(self._answer, episode, sample)
-        return [Progress(ids=(episode.request.id,), lengths=(length,))]
+        return [LengthReport(ids=(episode.request.id,), lengths=(length,))]
 
     def _aborted(self) -> list[AnyEvent]:
         """Report the aborted episodes that have no turn left in the inner engine."""
@@ -347,7 +347,7 @@ class EpisodeEngine:
     async def _run(self, log_file: Path | None, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        self._pool = Pool(self._name, self._config, log_file=log_file)
+        self._pool = EnvPool(self._name, self._config, log_file=log_file)
         self._slots = asyncio.Semaphore(self._config.max_running)
         started.set()
         try:
@@ -393,7 +393,7 @@ class EpisodeEngine:
                     if failures <= self._config.retries:
                         continue
                     nothing = Transcript(episode.request.id, episode.so_far.prompt)
-                    why = Outcome(0.0, "", {}, f"{error.reason}: {error}")
+                    why = EpisodeOutcome(0.0, "", {}, f"{error.reason}: {error}")
                     self._end(episode, nothing.sample("failed"), why)
                 finally:
                     with self._changed:
@@ -414,7 +414,7 @@ class EpisodeEngine:
                 self._dialogue,
                 self._decode,
                 request.sampling,
-                Limits(cfg.max_turns, cfg.turn_tokens),
+                EpisodeLimits(cfg.max_turns, cfg.turn_tokens),
                 prompt=episode.prompt,
                 seed=derive(self._seed, "env", episode.prompt.source, episode.prompt.index),
                 name=f"{request.id}.again{attempt}" if attempt else request.id,
@@ -428,7 +428,7 @@ class EpisodeEngine:
             "env/cut": float(finish == "length"),
             **{f"env/{name}": value for name, value in so_far.numbers.items()},
         }
-        outcome = Outcome(so_far.score, so_far.text, details)
+        outcome = EpisodeOutcome(so_far.score, so_far.text, details)
         self._end(episode, so_far.sample(finish), outcome)
 
     async def _policy(self, episode: _Episode, turn: Request) -> Sample:
@@ -441,7 +441,7 @@ class EpisodeEngine:
         finally:
             self._waiting.pop(episode, None)
 
-    def _end(self, episode: _Episode, sample: Sample, outcome: Outcome) -> None:
+    def _end(self, episode: _Episode, sample: Sample, outcome: EpisodeOutcome) -> None:
         with self._changed:
             self._counts["episodes"] += 1
             self._ended.append((episode, sample, outcome))
@@ -491,8 +491,8 @@ class EpisodeEngine:
     def wake(self, tags: Collection[Tag]) -> None:
         self._inner.wake(tags)
 
-    def relayout(self, tp: int) -> None:
-        self._inner.relayout(tp)
+    def resize(self, tp: int) -> None:
+        self._inner.resize(tp)
 
     def remember(self, histories: Sequence[History]) -> None:
         self._inner.remember(histories)

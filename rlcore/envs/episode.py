@@ -15,15 +15,15 @@ import numpy as np
 from msgspec import structs
 
 from rlcore.envs.dialogue import Dialogue
-from rlcore.envs.kind import Step
-from rlcore.envs.pool import Place
+from rlcore.envs.kind import EnvStep
+from rlcore.envs.pool import EnvSlot
 from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling, turn_of
 
 Policy = Callable[[Request], Awaitable[Sample]]
 """Function that samples one turn."""
 
 
-class Limits(NamedTuple):
+class EpisodeLimits(NamedTuple):
     """Limits of an episode; see `EnvConfig` for their meaning."""
 
     max_turns: int
@@ -71,7 +71,7 @@ class Transcript:
         self.logps += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
-    def answered(self, step: Step) -> None:
+    def answered(self, step: EnvStep) -> None:
         """Add the result of a call to the environment."""
         self.env_s += step.seconds
         self.num_calls += 1
@@ -97,12 +97,12 @@ class Transcript:
 
 async def play(
     so_far: Transcript,
-    place: Place,
+    place: EnvSlot,
     policy: Policy,
     dialogue: Dialogue,
     decode: Callable[[list[int]], str],
     sampling: Sampling,
-    limits: Limits,
+    limits: EpisodeLimits,
     *,
     prompt: Prompt,
     seed: int,

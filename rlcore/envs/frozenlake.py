@@ -14,7 +14,7 @@ from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
 from rlcore.data import lake_task
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 
 _ACTION = re.compile(r"\b(left|down|right|up|[LDRU])\b", re.IGNORECASE)
 _EMPTY = ("SF", "FG")
@@ -74,4 +74,4 @@ class FrozenLake(gymnasium.Env[str, str]):
         return lake_task.board(self._desc, divmod(int(self._lake.s), len(self._desc[0])))
 
 
-KIND = Kind(FrozenLakeConfig, lambda config: FrozenLake(config.slippery))
+KIND = EnvKind(FrozenLakeConfig, lambda config: FrozenLake(config.slippery))

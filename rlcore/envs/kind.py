@@ -37,7 +37,7 @@ class TextEnv(Protocol):
         """Close the environment at the end of the episode."""
 
 
-class Kind(NamedTuple):
+class EnvKind(NamedTuple):
     """Environment kind; see the module docstring."""
 
     config: type[EnvConfig]
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     plus the score of `--reward` for the text of the last turn."""
 
 
-class Step(NamedTuple):
+class EnvStep(NamedTuple):
     """Checked result of a call to an environment."""
 
     seen: Seen

@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig, Share
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 from rlcore.utils.bounds import at_least
 from rlcore.utils.seed import rng
 
@@ -77,4 +77,4 @@ class Latency(gymnasium.Env[str, str]):
         return _FOR_EVER_S if random.random() < c.fail_stop else seconds
 
 
-KIND = Kind(LatencyConfig, Latency, scored_by="reward")
+KIND = EnvKind(LatencyConfig, Latency, scored_by="reward")

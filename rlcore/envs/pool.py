@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import Step
-from rlcore.envs.wire import READY, Call, Reply, Start
+from rlcore.envs.kind import EnvStep
+from rlcore.envs.wire import READY, EnvCall, EnvReply, EnvStart
 from rlcore.records import Prompt
 from rlcore.utils import net
 from rlcore.utils.children import CappedLog, GuardedChild, exit_text, last_lines
@@ -90,7 +90,7 @@ class _Process(GuardedChild):
     ) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # mark as read
-        self.calls: dict[int, asyncio.Future[Reply]] = {}
+        self.calls: dict[int, asyncio.Future[EnvReply]] = {}
         self.num_envs = 0
         self.is_own = is_own
         """Whether it serves a single episode."""
@@ -117,30 +117,30 @@ class _Process(GuardedChild):
         return super().end(exiting=exiting)
 
 
-class Place:
+class EnvSlot:
     """Slot of one environment in its process."""
 
-    def __init__(self, pool: "Pool", process: _Process, key: int) -> None:
+    def __init__(self, pool: "EnvPool", process: _Process, key: int) -> None:
         self._pool, self._process, self._key = pool, process, key
 
-    async def reset(self, seed: int, prompt: Prompt, episode: str) -> Step:
+    async def reset(self, seed: int, prompt: Prompt, episode: str) -> EnvStep:
         """Create the environment and reset it. Raises EnvError."""
         return await self._ask(what="reset", seed=seed, prompt=prompt, episode=episode)
 
-    async def step(self, text: str, tokens: tuple[int, ...]) -> Step:
+    async def step(self, text: str, tokens: tuple[int, ...]) -> EnvStep:
         """Pass a turn of the policy to the environment. Raises EnvError."""
         return await self._ask(what="step", text=text, tokens=tokens)
 
-    async def _ask(self, **what: Any) -> Step:
+    async def _ask(self, **what: Any) -> EnvStep:
         reply = await self._pool.ask(self._process, key=self._key, **what)
-        return Step(reply.seen, reply.reward, reply.is_over, reply.numbers, reply.seconds)
+        return EnvStep(reply.seen, reply.reward, reply.is_over, reply.numbers, reply.seconds)
 
     def close(self) -> None:
         """Close the environment, even during a call."""
         self._pool.leave(self._process, self._key)
 
 
-class Pool:
+class EnvPool:
     """Pool of environment processes. All methods are called in one event loop."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Pool:
         self._start_timeout_s = start_timeout_s
         self._log = CappedLog(log_file, "env")
         self._start = frame(
-            Start(
+            EnvStart(
                 env=env,
                 config=asdict(config),
                 sys_path=tuple(os.path.abspath(p) for p in sys.path),
@@ -174,7 +174,7 @@ class Pool:
         for _ in range(config.workers):
             self._add(is_own=False)
 
-    async def open(self, *, alone: bool = False) -> Place:
+    async def open(self, *, alone: bool = False) -> EnvSlot:
         """Reserve a slot for an environment in the process with the fewest environments, or with
         `alone` in a new process. Raises EnvError if the process does not start."""
         if alone:
@@ -187,7 +187,7 @@ class Pool:
             raise
         process.enter()
         self._numbers += 1
-        place = Place(self, process, self._numbers)
+        place = EnvSlot(self, process, self._numbers)
         try:
             # not wait_for: in Python 3.11 it may swallow a cancellation if the future is done
             async with asyncio.timeout(self._start_timeout_s):
@@ -201,14 +201,14 @@ class Pool:
             raise
         return place
 
-    async def ask(self, process: _Process, **what: Any) -> Reply:
+    async def ask(self, process: _Process, **what: Any) -> EnvReply:
         """Send a call and wait for its reply. Raises EnvError."""
         if process.is_dead:
             raise EnvError("crash", "its process had died", is_innocent=True)
         self._numbers += 1
         number = self._numbers
         future = process.calls[number] = asyncio.get_running_loop().create_future()
-        process.send(frame(Call(number=number, **what)))
+        process.send(frame(EnvCall(number=number, **what)))
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 reply = await future
@@ -233,7 +233,7 @@ class Pool:
             self._own.release()
         if process.is_dead:
             return
-        process.send(frame(Call(number=0, key=key, what="close")))
+        process.send(frame(EnvCall(number=0, key=key, what="close")))
         if not process.num_envs and (process.is_own or not process.is_open):
             self._end(process, "")
 
@@ -271,13 +271,13 @@ class Pool:
     def _receive(self, process: _Process) -> None:
         try:
             for body in process.channel.receive():
-                self._answer(process, net.decode(body, Reply))
+                self._answer(process, net.decode(body, EnvReply))
         except EOFError:
             self._end(process, "", exiting=True)
         except (ValueError, IndexError) as error:
             self._end(process, f"wrote to its channel ({error})")
 
-    def _answer(self, process: _Process, reply: Reply) -> None:
+    def _answer(self, process: _Process, reply: EnvReply) -> None:
         if reply.number == READY and not process.ready.done():
             if reply.error:
                 self.failure = f"--env {self.name}: cannot start in a process: {reply.error}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlcore.config import dotted
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 from rlcore.utils.errors import ConfigError
 
 ENVS: dict[str, str] = {
@@ -24,7 +24,7 @@ ENVS: dict[str, str] = {
 """Modules of the built-in environments, imported on first use. Each defines a `KIND`."""
 
 
-def resolve(name: str) -> Kind:
+def resolve(name: str) -> EnvKind:
     """Return the environment kind of a name. Raises ConfigError if there is none."""
     if name in ENVS:
         return importlib.import_module(ENVS[name]).KIND
@@ -36,10 +36,10 @@ def resolve(name: str) -> Kind:
     module, found = dotted.find("--env", name)
     if inspect.ismodule(found):
         found = getattr(found, "KIND", None)
-    if isinstance(found, Kind):
+    if isinstance(found, EnvKind):
         return found
     if inspect.isclass(found) and all(hasattr(found, m) for m in ("reset", "step", "close")):
-        return Kind(dotted.section("--env", name, module, EnvConfig), _maker(found))
+        return EnvKind(dotted.section("--env", name, module, EnvConfig), _maker(found))
     raise ConfigError(
         f"--env {name}: give a class with reset, step and close, or a module with a KIND"
     )

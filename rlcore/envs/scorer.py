@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from rlcore.envs.engine import Outcome
+from rlcore.envs.engine import EpisodeOutcome
 from rlcore.protocols import Scorer
 from rlcore.records import Prompt, RequestId, RewardResult, Sample
 
@@ -22,12 +22,12 @@ class EnvScorer:
     """Reward service of a run with environments. A failed episode scores 0 and carries its
     error."""
 
-    def __init__(self, outcomes: dict[RequestId, Outcome], service: Service | None) -> None:
+    def __init__(self, outcomes: dict[RequestId, EpisodeOutcome], service: Service | None) -> None:
         """Wrap a reward service. `outcomes` belongs to the rank's engine; the scorer removes each
         outcome. `service` scores the text of the last turn; None: only the environments score."""
         self._outcomes, self._service = outcomes, service
         self._done: deque[tuple[RequestId, RewardResult]] = deque()
-        self._open: dict[RequestId, Outcome] = {}
+        self._open: dict[RequestId, EpisodeOutcome] = {}
 
     @property
     def num_pending(self) -> int:
@@ -80,10 +80,10 @@ class EnvScorer:
         if self._service is not None:
             self._service.cancel(gone)
 
-    def learn(self, anchors: Mapping[str, float]) -> None:
+    def learn(self, reference_latency: Mapping[str, float]) -> None:
         """See `RewardService.learn`."""
         if self._service is not None:
-            self._service.learn(anchors)
+            self._service.learn(reference_latency)
 
     def close(self) -> None:
         """Close the reward service."""

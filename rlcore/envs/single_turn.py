@@ -6,7 +6,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 
 _ANY = Text(max_length=1 << 20, min_length=0)
 
@@ -28,4 +28,4 @@ class SingleTurn(gymnasium.Env[str, str]):
         return "", 0.0, True, False, {}
 
 
-KIND = Kind(EnvConfig, lambda config: SingleTurn(), scored_by="reward")
+KIND = EnvKind(EnvConfig, lambda config: SingleTurn(), scored_by="reward")

@@ -22,7 +22,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 from rlcore.utils.bounds import above, at_least
 
 _BLOCK = re.compile(r"```(?:bash|sh)[^\n]*\n(.*?)```", re.DOTALL)
@@ -31,7 +31,7 @@ _TIMED_OUT = 124  # exit status of the command `timeout`
 _GRACE_S = 10.0
 
 
-class Task(NamedTuple):
+class SweTask(NamedTuple):
     """Task of one row."""
 
     image: str
@@ -77,9 +77,9 @@ class Swe(gymnasium.Env[str, str]):
 
     observation_space = action_space = Text(max_length=1 << 20, min_length=0)
 
-    def __init__(self, config: SweConfig, open_workspace: Callable[[Task], Workspace]) -> None:
+    def __init__(self, config: SweConfig, open_workspace: Callable[[SweTask], Workspace]) -> None:
         self._config, self._open = config, open_workspace
-        self._task = Task("", "", "")
+        self._task = SweTask("", "", "")
         self._workspace: Workspace | None = None
 
     def reset(
@@ -93,7 +93,7 @@ class Swe(gymnasium.Env[str, str]):
             if not row.get(field):
                 raise ValueError(f"the row has no field {field}; --env swe needs image and tests")
         self.close()
-        self._task = Task(str(row["image"]), str(row["tests"]), str(row.get("workdir") or "/"))
+        self._task = SweTask(str(row["image"]), str(row["tests"]), str(row.get("workdir") or "/"))
         self._workspace = self._open(self._task)
         return "", {}
 
@@ -130,7 +130,7 @@ class Swe(gymnasium.Env[str, str]):
 class Container:
     """Docker container of one episode; it waits for commands."""
 
-    def __init__(self, task: Task, args: tuple[str, ...]) -> None:
+    def __init__(self, task: SweTask, args: tuple[str, ...]) -> None:
         words = ["run", "--detach", "--rm", "--init", *args, "--workdir", task.workdir]
         self._id = self._docker([*words, task.image, "sleep", "infinity"], 300.0).strip()
 
@@ -166,4 +166,4 @@ def _make(config: SweConfig) -> Swe:
     return Swe(config, lambda task: Container(task, config.docker_args))
 
 
-KIND = Kind(SweConfig, _make)
+KIND = EnvKind(SweConfig, _make)

@@ -24,8 +24,8 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import Kind
-from rlcore.sandbox import walls
+from rlcore.envs.kind import EnvKind
+from rlcore.sandbox import isolation
 from rlcore.sandbox.box import Broken, Sandbox
 from rlcore.utils.bounds import above, at_least
 
@@ -156,7 +156,7 @@ class Tools(gymnasium.Env[str, str]):
 @cache
 def _is_isolated(required: bool) -> bool:
     """Return whether this machine can isolate programs; checked once per process."""
-    return walls.grade(required).isolated
+    return isolation.grade(required).isolated
 
 
 def calculate(text: str) -> float:
@@ -215,4 +215,4 @@ def _cut(text: str, most: int) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-KIND = Kind(ToolsConfig, Tools, scored_by="reward")
+KIND = EnvKind(ToolsConfig, Tools, scored_by="reward")

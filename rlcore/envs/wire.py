@@ -10,7 +10,7 @@ READY = -1
 """Number of the reply that reports whether the child could load the environment."""
 
 
-class Start(Struct, frozen=True, kw_only=True):
+class EnvStart(Struct, frozen=True, kw_only=True):
     """First message to a child: the environment to run."""
 
     env: str
@@ -18,7 +18,7 @@ class Start(Struct, frozen=True, kw_only=True):
     sys_path: tuple[str, ...]
 
 
-class Call(Struct, frozen=True, kw_only=True):
+class EnvCall(Struct, frozen=True, kw_only=True):
     number: int
     key: int
     """Key of the environment."""
@@ -33,7 +33,7 @@ class Call(Struct, frozen=True, kw_only=True):
     """Token ids of the turn."""
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class EnvReply(Struct, frozen=True, kw_only=True):
     number: int
     seen: str | list[int] = ""
     reward: float = 0.0

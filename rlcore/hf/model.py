@@ -9,8 +9,8 @@ rotates together, are adjacent and rotated as one complex number. This does not 
 of queries and keys.
 
 The buffers of a layer may be parts of a single one (`make_layer` over `Flat`), and layers may be
-supplied from outside (`Model.allocate(layers)`). The judge uses both to load its layers one by one
-from a larger memory; its results equal those of a model in memory as a whole.
+supplied from outside (`CausalLM.allocate(layers)`). The judge uses both to load its layers one by
+one from a larger memory; its results equal those of a model in memory as a whole.
 
 With `quantize`, projections are rounded to a coarse grid when they are copied, always from the full
 values. With `fp32_head`, final norm and lm_head are stored and computed in float32; an embedding
@@ -49,7 +49,7 @@ Span = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardInputs:
     """Inputs of one forward pass: new tokens, their places in the cache, and attended columns."""
 
     tokens: Tensor  # [B, S] int64
@@ -207,7 +207,7 @@ def make_layer(
     return Layer(norm1, qkv, bias, qk_norm, out, norm2, gate_up, down, router), views
 
 
-class Model:
+class CausalLM:
     """Weights and forward pass. The model is loaded once every name of `views` has been copied."""
 
     def __init__(
@@ -288,14 +288,14 @@ class Model:
         assert self._weights is not None, "the weights were given back"
         return self._weights
 
-    def forward(self, step: Step, cache: Cache) -> Tensor:
+    def forward(self, step: ForwardInputs, cache: Cache) -> Tensor:
         """Write keys and values of the new tokens and return the last hidden states in the head's
         dtype: [B, S, h], or [T, h] of a step with padding."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
         return rms_norm(hidden.to(self._head_dtype), self._here.norm, self.hf.rms_norm_eps)
 
-    def fill(self, step: Step, cache: Cache) -> None:
+    def fill(self, step: ForwardInputs, cache: Cache) -> None:
         """Write keys and values of the new tokens without computing outputs."""
         self._run(step, cache, fill=True)
 
@@ -304,7 +304,7 @@ class Model:
         logits = F.linear(hidden, self._here.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _run(self, step: Step, cache: Cache, fill: bool) -> Tensor | None:
+    def _run(self, step: ForwardInputs, cache: Cache, fill: bool) -> Tensor | None:
         hf, weights = self.hf, self._here
         rows, new = step.tokens.shape
         heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
@@ -361,7 +361,7 @@ class Model:
         pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * rope).flatten(-2).to(qk.dtype)
 
-    def _masks(self, step: Step) -> list[Tensor]:
+    def _masks(self, step: ForwardInputs) -> list[Tensor]:
         """Return a mask per span, [B, 1, repeats * S, T]: 0 where a query may attend, else -inf."""
         if step.causal:
             return []
@@ -377,7 +377,9 @@ class Model:
             mask = mask.repeat(1, repeats, 1).unsqueeze(1)
         return [mask[a:b, :, :, :length] for a, b, length in step.spans]
 
-    def _attend(self, query: Tensor, slab: Tensor, step: Step, masks: list[Tensor]) -> Tensor:
+    def _attend(
+        self, query: Tensor, slab: Tensor, step: ForwardInputs, masks: list[Tensor]
+    ) -> Tensor:
         """Attend to the cached columns, [B * S, H D]. Queries that share a key-value head are
         concatenated along the query axis, so that keys are never repeated."""
         rows, new, heads, dim = query.shape

@@ -33,7 +33,7 @@ SHRINK = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class PaddedBucket:
     """Batch of `count` units padded to `query` by `key` tokens. `mask` is given if the queries do
     not start at the first key (cp > 1)."""
 
@@ -44,11 +44,11 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Place of every token in the padded buckets. A unit is a sequence or, under context
     parallelism, a chunk of one; its queries attend together."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PaddedBucket, ...]
     query_index: Tensor  # [P] local token of each padded query row
     key_index: Tensor  # [K] gathered token of each padded key row
     query_rows: Tensor  # [T] padded query row of each local token
@@ -65,7 +65,7 @@ class Plan:
 class Packed(PackedSeqParams):
     """Megatron's description of packed sequences, with the attention plan and RoPE tables."""
 
-    plan: Plan | None = None
+    plan: AttentionPlan | None = None
     cos: Tensor | None = None  # [T, 1, dim / 2]
     sin: Tensor | None = None
 
@@ -133,7 +133,7 @@ def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
 
 def plan(
     lengths: Sequence[int], *, cp: int = 1, cp_rank: int = 0, device: torch.device | None = None
-) -> Plan:
+) -> AttentionPlan:
     """Make the plan of packed sequences. If cp > 1, each length must be a multiple of 2 cp."""
     units = _units(lengths, cp, cp_rank)
     total = sum(unit.query for unit in units)
@@ -163,7 +163,7 @@ def plan(
             # A padded query sees at least key 0, so that no row is empty.
             mask = at_key <= (firsts + at_query.minimum(q_len - 1)).unsqueeze(-1)
             mask = mask.unsqueeze(1)
-        buckets.append(Bucket(len(group), query, key, mask))
+        buckets.append(PaddedBucket(len(group), query, key, mask))
         queries += len(group) * query
         keys += len(group) * key
     gathered = prefix = None
@@ -172,7 +172,7 @@ def plan(
         gathered = torch.empty_like(order)
         gathered[order] = torch.arange(order.numel())
         prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
-    made = Plan(
+    made = AttentionPlan(
         buckets=tuple(buckets),
         query_index=torch.cat(query_index),
         key_index=torch.cat(key_index),
@@ -192,13 +192,13 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def _to(made: Plan, device: torch.device) -> Plan:
+def _to(made: AttentionPlan, device: torch.device) -> AttentionPlan:
     def move(value: Any) -> Any:
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
-    buckets = tuple(Bucket(b.count, b.query, b.key, move(b.mask)) for b in made.buckets)
-    names = [name for name in Plan.__slots__ if name != "buckets"]
-    return Plan(buckets=buckets, **{name: move(getattr(made, name)) for name in names})
+    buckets = tuple(PaddedBucket(b.count, b.query, b.key, move(b.mask)) for b in made.buckets)
+    names = [name for name in AttentionPlan.__slots__ if name != "buckets"]
+    return AttentionPlan(buckets=buckets, **{name: move(getattr(made, name)) for name in names})
 
 
 class CoreAttention(MegatronModule):
@@ -243,21 +243,25 @@ class CoreAttention(MegatronModule):
         return attend(query, key, value, packed.plan, self.scale).flatten(1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None = None
+) -> Tensor:
     """Attend: q [T, heads, dim], k and v [cp*T, groups, dim] in sequence order -> like q."""
     if q.is_cuda and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
         return _Reproducible.apply(q, k, v, made, scale)
     return _attend(q, k, v, made, scale)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None) -> Tensor:
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.is_cuda and half and q.size(-1) % 8 == 0 and q.size(-1) <= 256:
         return _attend_varlen(q, k, v, made, scale)
     return _attend_padded(q, k, v, made, scale)
 
 
-def _attend_padded(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
+def _attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None
+) -> Tensor:
     rows = made.query_rows
     q_all = _Spread.apply(q, made.query_index, rows)
     k_all = _Spread.apply(k, made.key_index, made.key_rows)
@@ -285,7 +289,9 @@ def _dense(x: Tensor, count: int) -> Tensor:
     return x.view(count, -1, x.size(1), x.size(2)).transpose(1, 2)
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None) -> Tensor:
+def _attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None
+) -> Tensor:
     if made.prefix is not None:
         k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
     # The causal mask is aligned to the last key, as a chunk that attends to its prefix needs.
@@ -300,7 +306,7 @@ class _Reproducible(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: Plan, scale: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None
     ) -> Tensor:
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

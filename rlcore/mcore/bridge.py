@@ -1,8 +1,8 @@
 """Conversion between Megatron's parameters and Hugging Face tensors, in both directions, streamed.
 
 Megatron fuses query, key and value (by query group) and gate and up, and splits over tensor,
-pipeline and expert parallel ranks. One `Piece` maps a Megatron parameter, named as if one rank had
-the whole model, to the Hugging Face tensors in it. Loading and exporting use the same list.
+pipeline and expert parallel ranks. One `ParamPiece` maps a Megatron parameter, named as if one rank
+had the whole model, to the Hugging Face tensors in it. Loading and exporting use the same list.
 
     load     each rank reads only its slice of each tensor
     export   bundle by bundle: the owners gather over TP and split the fused parameters, then
@@ -32,7 +32,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import EMBED, HEAD, NORM, Shape, expected, layer_prefix
 from rlcore.hf.weights import Index, WeightReader
 from rlcore.mcore import compat
-from rlcore.mcore.layout import Layout
+from rlcore.mcore.layout import ParallelLayout
 from rlcore.records import Shard
 from rlcore.utils.seed import derive
 
@@ -43,7 +43,7 @@ Kind = Literal["copy", "vocab", "columns", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParamPiece:
     """One Megatron parameter and the Hugging Face tensors that it contains."""
 
     name: str
@@ -55,7 +55,7 @@ class Piece:
     expert: int = -1
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Source of the tensors that `_fill` loads."""
 
     def get(self, name: str, index: Index = ()) -> Tensor:
@@ -63,7 +63,12 @@ class Source(Protocol):
 
 
 def load_hf(
-    models: Sequence[Module], hf: HFConfig, folder: str | Path, layout: Layout, *, head: bool = True
+    models: Sequence[Module],
+    hf: HFConfig,
+    folder: str | Path,
+    layout: ParallelLayout,
+    *,
+    head: bool = True,
 ) -> None:
     """Load the model chunks of this rank from a Hugging Face folder. Not collective. Without
     `head`, the output layer stays unchanged and the folder needs no lm_head.
@@ -77,7 +82,7 @@ def load_hf(
 
 
 def init_random(
-    models: Sequence[Module], hf: HFConfig, layout: Layout, seed: int, *, head: bool = True
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, seed: int, *, head: bool = True
 ) -> None:
     """Initialise random weights that depend only on seed and tensor name, so that all layouts get
     the same model. Matrices are normal with `initializer_range`, norms 1, biases 0. `head` is as in
@@ -86,7 +91,7 @@ def init_random(
 
 
 def export_hf(
-    models: Sequence[Module], hf: HFConfig, layout: Layout
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in full on every rank, on the model's device and in its dtype, in the
     order of `hf.names.expected`. Collective: all ranks must exhaust the iterator in step.
@@ -106,7 +111,7 @@ def export_hf(
 
 
 def shards(
-    models: Sequence[Module], hf: HFConfig, layout: Layout
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Yield this rank's shards of the tensors, in the model's dtype. Not collective.
 
@@ -139,24 +144,24 @@ def shards(
 # ---- parameters and their tensors
 
 
-def pieces(hf: HFConfig) -> list[Piece]:
+def pieces(hf: HFConfig) -> list[ParamPiece]:
     """Return all parameters of the model, in the order of `hf.names.expected`."""
-    found = [Piece("embedding.word_embeddings.weight", (EMBED,), "vocab", -1)]
+    found = [ParamPiece("embedding.word_embeddings.weight", (EMBED,), "vocab", -1)]
     for layer in range(hf.num_layers):
         found += _layer_pieces(hf, layer)
-    found.append(Piece("decoder.final_layernorm.weight", (NORM,), "copy", hf.num_layers))
+    found.append(ParamPiece("decoder.final_layernorm.weight", (NORM,), "copy", hf.num_layers))
     if not hf.tie_word_embeddings:
-        found.append(Piece("output_layer.weight", (HEAD,), "vocab", hf.num_layers))
+        found.append(ParamPiece("output_layer.weight", (HEAD,), "vocab", hf.num_layers))
     return found
 
 
-def _layer_pieces(hf: HFConfig, layer: int) -> list[Piece]:
+def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
     ours, theirs = f"layers.{layer}.", layer_prefix(layer)
 
-    def piece(name: str, tensors: Sequence[str], kind: Kind, expert: int = -1) -> Piece:
-        return Piece(ours + name, tuple(theirs + t for t in tensors), kind, layer, expert)
+    def piece(name: str, tensors: Sequence[str], kind: Kind, expert: int = -1) -> ParamPiece:
+        return ParamPiece(ours + name, tuple(theirs + t for t in tensors), kind, layer, expert)
 
-    def qkv(what: str) -> Piece:
+    def qkv(what: str) -> ParamPiece:
         names = [f"self_attn.{x}_proj.{what}" for x in "qkv"]
         return piece(f"self_attention.linear_qkv.{what}", names, "qkv")
 
@@ -184,8 +189,10 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[Piece]:
     return found
 
 
-def _parameters(models: Sequence[Module], hf: HFConfig, layout: Layout) -> dict[str, Parameter]:
-    """Return the parameters of this rank under the names that `Piece` uses."""
+def _parameters(
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
+) -> dict[str, Parameter]:
+    """Return the parameters of this rank under the names that `ParamPiece` uses."""
     first_expert = layout.experts(hf.num_experts).start if hf.num_experts else 0
     found = {}
     for whole in models:
@@ -213,7 +220,7 @@ def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
 
 
 def _fill(
-    models: Sequence[Module], hf: HFConfig, layout: Layout, source: Source, head: bool
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, source: TensorSource, head: bool
 ) -> None:
     params = _parameters(models, hf, layout)
     output = "output_layer.weight"
@@ -221,7 +228,7 @@ def _fill(
         params.pop(output, None)
     todo = [piece for piece in pieces(hf) if piece.name in params]
     if hf.tie_word_embeddings and output in params:  # the last stage has its own copy
-        todo.append(Piece(output, (EMBED,), "vocab", hf.num_layers))
+        todo.append(ParamPiece(output, (EMBED,), "vocab", hf.num_layers))
     unknown = sorted(params.keys() - {piece.name for piece in todo})
     assert not unknown, f"the bridge does not know the parameters {unknown[:3]}"
     with torch.no_grad():
@@ -232,7 +239,9 @@ def _fill(
             param.copy_(local)
 
 
-def _read(piece: Piece, source: Source, hf: HFConfig, layout: Layout, shape: Shape) -> Tensor:
+def _read(
+    piece: ParamPiece, source: TensorSource, hf: HFConfig, layout: ParallelLayout, shape: Shape
+) -> Tensor:
     """Read this rank's part of a parameter; `shape` is the shape of the part."""
     names, rank = piece.tensors, layout.tp_rank
     match piece.kind:
@@ -257,7 +266,9 @@ def _nth(rank: int, size: int) -> slice:
     return slice(rank * size, (rank + 1) * size)
 
 
-def _read_qkv(names: Sequence[str], source: Source, hf: HFConfig, layout: Layout) -> Tensor:
+def _read_qkv(
+    names: Sequence[str], source: TensorSource, hf: HFConfig, layout: ParallelLayout
+) -> Tensor:
     heads = (hf.num_heads // layout.tp, *[hf.num_kv_heads // layout.tp] * 2)
     parts = [
         source.get(name, (_nth(layout.tp_rank, count * hf.head_dim),))
@@ -291,7 +302,7 @@ class _Random:
 
 
 def _own_parts(
-    piece: Piece, local: Tensor, hf: HFConfig, layout: Layout
+    piece: ParamPiece, local: Tensor, hf: HFConfig, layout: ParallelLayout
 ) -> list[tuple[int, int, int, Tensor]]:
     """Return (dimension, first index, number of indices, view) for each tensor of a local
     parameter."""
@@ -318,11 +329,11 @@ def _own_parts(
 # ---- exporting
 
 
-def _bundles(hf: HFConfig, layout: Layout, element_size: int) -> Iterator[list[Piece]]:
+def _bundles(hf: HFConfig, layout: ParallelLayout, element_size: int) -> Iterator[list[ParamPiece]]:
     """Yield consecutive pieces with one owner, of at most `BUNDLE_BYTES` unless a single piece is
     larger."""
     shapes = expected(hf)
-    bundle: list[Piece] = []
+    bundle: list[ParamPiece] = []
     size = 0
     for piece in pieces(hf):
         more = sum(math.prod(shapes[name]) for name in piece.tensors) * element_size
@@ -335,7 +346,7 @@ def _bundles(hf: HFConfig, layout: Layout, element_size: int) -> Iterator[list[P
     yield bundle
 
 
-def _owner(piece: Piece, hf: HFConfig, layout: Layout) -> tuple[int, int]:
+def _owner(piece: ParamPiece, hf: HFConfig, layout: ParallelLayout) -> tuple[int, int]:
     """Return the pipeline stage and the expert-parallel rank (-1: all of them) that hold a
     piece."""
     if piece.layer < 0:
@@ -349,10 +360,10 @@ def _owner(piece: Piece, hf: HFConfig, layout: Layout) -> tuple[int, int]:
 
 
 def _export(
-    bundle: Sequence[Piece],
+    bundle: Sequence[ParamPiece],
     params: dict[str, Parameter],
     hf: HFConfig,
-    layout: Layout,
+    layout: ParallelLayout,
     shapes: Sequence[Shape],
     like: Tensor,
 ) -> list[Tensor]:
@@ -374,10 +385,10 @@ def _export(
 
 
 def _gather(
-    bundle: Sequence[Piece],
+    bundle: Sequence[ParamPiece],
     params: dict[str, Parameter],
     hf: HFConfig,
-    layout: Layout,
+    layout: ParallelLayout,
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """Gather the tensors of a bundle from the tensor-parallel parts. Experts are not split."""
@@ -406,7 +417,7 @@ def _group(kind: str) -> dist.ProcessGroup:
     return getattr(parallel_state, f"get_{kind}_parallel_group")()
 
 
-def _split(piece: Piece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
+def _split(piece: ParamPiece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
     """Split a parameter, given as tensor-parallel parts, into its Hugging Face tensors."""
     match piece.kind:
         case "copy":

@@ -26,7 +26,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.attention import CoreAttention
 from rlcore.mcore.check import check
-from rlcore.mcore.layout import Layout
+from rlcore.mcore.layout import ParallelLayout
 from rlcore.mcore.norm import RMSNorm
 from rlcore.mcore.shim import patch_moe_utils
 from rlcore.mcore.value_head import ValueHead
@@ -165,7 +165,7 @@ def build(
     hf: HFConfig,
     model: ModelConfig,
     train: TrainConfig,
-    layout: Layout,
+    layout: ParallelLayout,
     device: torch.device,
     head: Head = "lm",
 ) -> list[GPTModel]:

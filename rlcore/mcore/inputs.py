@@ -20,10 +20,10 @@ def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
         mask=batch.mask & micro.predicted,
         score=torch.zeros_like(own) if batch.score is None else batch.score,
         advantage=torch.zeros_like(own) if batch.advantage is None else batch.advantage,
-        logp_old=own if batch.logp_old is None else batch.logp_old,
-        logp_sampler=own if batch.logp_sampler is None else batch.logp_sampler,
+        old_log_probs=own if batch.old_log_probs is None else batch.old_log_probs,
+        rollout_log_probs=own if batch.rollout_log_probs is None else batch.rollout_log_probs,
         correction=torch.ones_like(own) if batch.correction is None else batch.correction,
-        logp_ref=batch.logp_ref,
+        ref_log_probs=batch.ref_log_probs,
         sequence=micro.sequence,
         num_sequences=batch.num_sequences,
         versions=versions,
@@ -43,8 +43,9 @@ def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
     )
 
 
-def of_nobody(head: str, device: torch.device, *, reference: bool) -> LossInputs | ValueInputs:
-    """Return loss inputs of one token outside the mask; with `reference` they have `logp_ref`."""
+def placeholder(head: str, device: torch.device, *, reference: bool) -> LossInputs | ValueInputs:
+    """Return loss inputs of one token outside the mask; with `reference` they have
+    `ref_log_probs`."""
     zero = torch.zeros(1, device=device)
     mask = torch.zeros(1, dtype=torch.bool, device=device)
     sequence = torch.zeros(1, dtype=torch.int64, device=device)
@@ -58,10 +59,10 @@ def of_nobody(head: str, device: torch.device, *, reference: bool) -> LossInputs
         mask=mask,
         score=zero,
         advantage=zero,
-        logp_old=zero,
-        logp_sampler=zero,
+        old_log_probs=zero,
+        rollout_log_probs=zero,
         correction=zero + 1,
-        logp_ref=zero if reference else None,
+        ref_log_probs=zero if reference else None,
         sequence=sequence,
         num_sequences=1,
         versions=torch.zeros(1, dtype=torch.int32, device=device),

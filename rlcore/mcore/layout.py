@@ -13,7 +13,7 @@ from rlcore.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ParallelLayout:
     """One rank of one world. Sizes are `tp pp vpp cp ep dp`, positions `*_rank`."""
 
     world_size: int
@@ -55,13 +55,13 @@ class Layout:
         """Global ranks that must run as many micro-batches as this one: the smallest union of
         model-parallel and expert-parallel groups that contains it."""
         stage = self.world_size // self.pp
-        replica, group = self.tp * self.cp, self.ep
-        low, high = self.dp_rank * replica, (self.dp_rank + 1) * replica
-        while low % group or high % group or low % replica or high % replica:
+        block, group = self.tp * self.cp, self.ep
+        low, high = self.dp_rank * block, (self.dp_rank + 1) * block
+        while low % group or high % group or low % block or high % block:
             low -= low % group
             high += -high % group
-            low -= low % replica
-            high += -high % replica
+            low -= low % block
+            high += -high % block
         return tuple(p * stage + r for p in range(self.pp) for r in range(low, high))
 
     @property
@@ -92,7 +92,7 @@ class Layout:
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
-def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
+def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
     """Return the layout of `rank` in a world of `world_size` train ranks. All sizes are at least 1.
 
     Raises:
@@ -122,7 +122,7 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
     rest, cp_rank = divmod(rest, train.cp)
     dp = world_size // model
     pp_rank, dp_rank = divmod(rest, dp)
-    return Layout(
+    return ParallelLayout(
         world_size=world_size,
         rank=rank,
         tp=train.tp,
@@ -139,7 +139,7 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> Layout:
     )
 
 
-def replicas(train: TrainConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
+def model_parallel_groups(train: TrainConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the global ranks of every model-parallel group, by data-parallel rank."""
     layouts = [layout_of(train, world_size, rank) for rank in range(world_size)]
     leaders = sorted((x for x in layouts if x.is_leader), key=lambda x: x.dp_rank)

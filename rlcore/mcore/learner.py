@@ -38,10 +38,10 @@ from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
 from rlcore.mcore.build import Head, build, dtype_of
 from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
-from rlcore.mcore.layout import replicas
+from rlcore.mcore.layout import model_parallel_groups
 from rlcore.mcore.memory import Parked, identity
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
-from rlcore.mcore.reference import Reference
+from rlcore.mcore.reference import ReferenceModel
 from rlcore.mcore.schedule import learning_rate
 from rlcore.ops import head as chunked
 from rlcore.ops import native
@@ -118,7 +118,9 @@ class MegatronLearner:
 
     def _build(self, model: ModelConfig, seed: int, keep_reference: bool) -> None:
         hf, train = self.hf, self._train
-        self.replicas: Sequence[Sequence[int]] = replicas(train, self.layout.world_size)
+        self.model_parallel_groups: Sequence[Sequence[int]] = model_parallel_groups(
+            train, self.layout.world_size
+        )
         chunks = build(hf, model, train, self.layout, self.device, self.head)
         self._config = chunks[0].config
         whole = self.head == "lm"
@@ -132,7 +134,7 @@ class MegatronLearner:
             self._late = LateHead(chunks[-1])
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
-        self._reference = Reference(self._parameters()) if keep_reference else None
+        self._reference = ReferenceModel(self._parameters()) if keep_reference else None
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
@@ -389,9 +391,10 @@ class MegatronLearner:
             raise ConfigError(
                 "--train.fused_loss: this loss has no `policy` that says what to fuse; turn it off"
             )
-        if batch.num_tokens and batch.logp_sampler is None:
+        if batch.num_tokens and batch.rollout_log_probs is None:
             raise ConfigError(
-                "--train.fused_loss: the batch has no logp_sampler; set it or turn fused_loss off"
+                "--train.fused_loss: the batch has no rollout_log_probs; set it or "
+                "turn fused_loss off"
             )
         if batch.weight is not None and bool((batch.mask & (batch.weight == 0)).any()):
             raise ConfigError(
@@ -548,7 +551,7 @@ class MegatronLearner:
         torch only for metrics, on the log-probs of the op."""
         given, spec = self._policy(loss, micro)
         made = self._policy_loss(micro, outputs, given, spec)
-        own = micro.batch.logp_old is None
+        own = micro.batch.old_log_probs is None
         first = own not in self._compared and bool(micro.batch.mask.any())
         with torch.set_grad_enabled(first):
             logp, entropy = self._about(micro, made.logp), self._about(micro, made.entropy)
@@ -595,7 +598,7 @@ class MegatronLearner:
         dtype = statistics_dtype(self._config.params_dtype)
         unknown = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device)
         x = inputs.of_policy(micro, unknown, unknown)
-        given, spec = loss.policy(x, old_is_own=batch.logp_old is None)
+        given, spec = loss.policy(x, old_is_own=batch.old_log_probs is None)
         if batch.weight is not None:
             given = given._replace(weight=given.weight * batch.weight)
         names = [name for name, value in given._asdict().items() if value is not None]
@@ -661,7 +664,7 @@ class MegatronLearner:
         so that all ranks reduce the same vector."""
         if self.layout.is_last_stage:
             return
-        x = inputs.of_nobody(self.head, self.device, reference=batch.logp_ref is not None)
+        x = inputs.placeholder(self.head, self.device, reference=batch.ref_log_probs is not None)
         for name in ["loss", "count", *_metrics_of(x, _output(loss, x))]:
             self._add(name, torch.zeros((), device=self.device))
 

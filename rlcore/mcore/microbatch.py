@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlcore.mcore import attention, rope
 from rlcore.mcore.attention import Packed
-from rlcore.mcore.layout import Layout
+from rlcore.mcore.layout import ParallelLayout
 from rlcore.tensors import Batch, cumulative
 
 
@@ -53,7 +53,7 @@ def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return found
 
 
-def rounded_count(count: int, layout: Layout) -> int:
+def rounded_count(count: int, layout: ParallelLayout) -> int:
     """Round the number of micro-batches up to what the schedule needs: at least one per pipeline
     stage, and with interleaving a multiple of the stages."""
     count = max(count, layout.pp)
@@ -67,7 +67,7 @@ class Cutter:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ParallelLayout,
         *,
         sequence_parallel: bool,
         inverse_frequencies: Tensor,

@@ -1,4 +1,4 @@
-"""Process groups of the train ranks, created by Megatron and checked against a `Layout`.
+"""Process groups of the train ranks, created by Megatron and checked against a `ParallelLayout`.
 
 Megatron keeps one set of groups per process. The learners of one process (actor and critic) share
 it: the first one creates it, the last one to leave destroys it.
@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlcore.config.schema import ClusterConfig, TrainConfig
-from rlcore.mcore.layout import Layout, layout_of
+from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.utils import collective
 
 
@@ -28,7 +28,7 @@ class Groups:
 
 @dataclass(kw_only=True, slots=True)
 class _Shared:
-    layout: Layout
+    layout: ParallelLayout
     groups: Groups
     own_world: bool
     """Whether `initialise` created the default process group."""
@@ -55,7 +55,7 @@ def initialise(
     where: torch.device | None = None,
     seed: int = 0,
     timeout_s: float = ClusterConfig.timeout_s,
-) -> tuple[Layout, Groups]:
+) -> tuple[ParallelLayout, Groups]:
     """Create Megatron's process groups over the default group, or join those of this process.
 
     The default group must consist of the train ranks; if there is none, a group of one rank is
@@ -106,7 +106,7 @@ def initialise(
     return layout, groups
 
 
-def _check_same(wanted: Layout, found: Layout) -> None:
+def _check_same(wanted: ParallelLayout, found: ParallelLayout) -> None:
     for name in ("tp", "pp", "vpp", "cp", "ep"):
         ours, theirs = getattr(wanted, name), getattr(found, name)
         if ours != theirs:
@@ -117,7 +117,7 @@ def _check_same(wanted: Layout, found: Layout) -> None:
 
 
 def _lockstep_group(
-    train: TrainConfig, layout: Layout, timeout_s: float
+    train: TrainConfig, layout: ParallelLayout, timeout_s: float
 ) -> dist.ProcessGroup | None:
     if layout.ep == 1:
         return None
@@ -135,7 +135,7 @@ def _lockstep_group(
     return mine
 
 
-def _check(layout: Layout) -> None:
+def _check(layout: ParallelLayout) -> None:
     state = parallel_state
     real = (
         state.get_tensor_model_parallel_rank(),

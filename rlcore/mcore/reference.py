@@ -9,7 +9,7 @@ from torch import Tensor
 from rlcore.mcore.memory import HostRoom
 
 
-class Reference:
+class ReferenceModel:
     """Copy of the weights that the parameters have at construction."""
 
     def __init__(self, parameters: Iterable[Tensor], *, pinned: bool | None = None) -> None:

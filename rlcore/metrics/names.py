@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from rlcore.utils import phases
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -24,30 +26,6 @@ class Metric:
 def _spread(prefix: str, unit: str, meaning: str, parts: str = "/mean /max /min") -> list[Metric]:
     return [Metric(prefix + p, unit, f"{p[1:]} of {meaning}") for p in parts.split()]
 
-
-PHASES = {
-    "gen": "sampling, from the first request to the last response",
-    "reward": "waiting for rewards after the last response",
-    "route": "moving samples from the ranks that made them to those that train them",
-    "old_log_prob": "log-probs of the learner before the first update",
-    "ref": "log-probs of the reference model",
-    "values": "values of the critic before its first update",
-    "adv": "advantages, whitening, KL penalties",
-    "update_critic": "forward, backward and optimizer steps of the critic",
-    "update_actor": "forward, backward and optimizer steps",
-    "relayout": "ending rollout engines and starting those of another size",
-    "hold": "stopping the engines for a push, with mode async",
-    "turn": "waiting for a turn on shared nodes, loading what it needs and storing it again",
-    "sync": "pushing weights to the engines",
-}
-"""Phases of a step in order; they do not overlap. `timing_s/step` is their sum and the time outside
-of them."""
-
-BETWEEN = {
-    "eval": "evaluation; not part of the step",
-    "save": "writing a checkpoint; not part of the step",
-}
-"""Phases between two steps."""
 
 CLOCK = (
     "timing_s/",
@@ -70,12 +48,7 @@ CLOCK = (
 )
 """Prefixes of metrics that depend on the clock: two equal runs differ only in these."""
 
-BEFORE = {
-    "start": "building learner and engines and waiting for them; in the next row that is written",
-}
-"""Phases before the first step of a process."""
-
-_PHASES = PHASES | BETWEEN | BEFORE
+_TIMED = phases.STEP | phases.BETWEEN | phases.BEFORE
 
 METRICS = [
     # progress of the run
@@ -200,9 +173,12 @@ METRICS = [
     ),
     Metric("perf/train_node_gb", "GB", "the same of its train ranks; of the node that has most"),
     Metric("global_seqlen/minmax_diff", "tokens", "most minus fewest tokens of a train rank"),
-    *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in _PHASES.items()],
-    Metric("timing_s/step", "s", "one step from rollout to sync, without eval and save"),
-    *[Metric(f"timing_per_token_ms/{p}", "ms", f"{p}, by token") for p in (*PHASES, "eval")],
+    *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in _TIMED.items()],
+    Metric("timing_s/step", "s", "one step, from gen to update_weights"),
+    *[
+        Metric(f"timing_per_token_ms/{p}", "ms", f"{p}, by token")
+        for p in (*phases.STEP, "testing")
+    ],
     # evaluation
     Metric("val-core/<set>/acc/mean@<k>", "", "score, mean over prompts and k samples of each"),
     Metric("val-core/<set>/acc/pass@<k>", "", "chance that one of k samples is right, unbiased"),
@@ -243,12 +219,12 @@ METRICS = [
     Metric("sched/surplus_tokens", "", "share of the decoded tokens that is not trained"),
     Metric("sched/length_shift", "", "kept responses over all started ones of their groups, - 1"),
     Metric("sched/tail_at", "", "share of the responses done when the rest left nodes to others"),
-    Metric("sched/stream_at", "", "share of the responses done when replicas began to train"),
+    Metric("sched/stream_at", "", "share of the responses done when engines began to train"),
     Metric(
         "sched/streamed_tokens", "", "share of the tokens that were trained before the round ended"
     ),
-    Metric("sched/stream_s", "s", "the longest that a replica trained before the round ended"),
-    Metric("sched/migrated", "requests", "that went on at another replica"),
+    Metric("sched/stream_s", "s", "the longest that an engine trained before the round ended"),
+    Metric("sched/migrated", "requests", "that went on at another engine"),
     Metric("sched/migrated_tokens", "tokens", "that they had, prefilled there"),
     Metric("sched/<name>", "", "counter of the round's policies, see sched/"),
     Metric("sched/trainer_idle", "", "share of the step in which the train ranks wait for samples"),
@@ -302,11 +278,11 @@ METRICS = [
     Metric("spec/history_prompts", "prompts", "whose earlier responses are known"),
     Metric("spec/history_tokens", "tokens", "of them"),
     Metric("judge/<name>", "", "counter of the judge service"),
-    Metric("mux/wait_s/<phase>", "s", "waiting for the turn of a rollout, training, eval or save"),
+    Metric("mux/wait_s/<phase>", "s", "waiting for the permit of a phase"),
     Metric("mux/load_s/<phase>", "s", "warm start: what the phase needs, from host memory"),
     Metric("mux/store_s/<phase>", "s", "giving the device back after the phase"),
     Metric("mux/tail_s", "s", "for which other jobs had nodes of a rollout that had left them"),
-    Metric("mux/step_s", "s", "all of a step's turn, where every rank samples and trains"),
+    Metric("mux/step_s", "s", "time of a step's permit, where every rank samples and trains"),
     Metric("mux/start_s", "s", "cold start: engine and learner from nothing, in the first row"),
     Metric("mux/resident_gb/<phase>", "GB", "that were loaded, of the rank that has most"),
     # the end of a run: summary.json only
@@ -316,7 +292,11 @@ METRICS = [
     Metric("val/accuracy_end/<set>", "", "mean@k of one data set at the last evaluation"),
     Metric("val/std_err_start/<set>", "", "standard error of val/accuracy_start/<set>"),
     Metric("val/std_err_end/<set>", "", "standard error of val/accuracy_end/<set>"),
-    Metric("before_s/<phase>", "s", "sum of a phase before the first step: start, sync, eval"),
+    Metric(
+        "before_s/<phase>",
+        "s",
+        "sum of a phase before the first step: start, update_weights, testing",
+    ),
 ]
 
 _FIELDS = {"<k>": r"\d+", "<batch>": r"\d+", "<set>": r"[^/]+(?:/[^/]+)*?"}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlcore.metrics.jsonl import read_lines
-from rlcore.metrics.names import PHASES
 from rlcore.metrics.sinks import ROLLOUTS, accuracies, read_metrics
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.phases import STEP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,11 +25,9 @@ Lengths = Mapping[int, Sequence[int]]
 """Tokens of each response, by step."""
 
 ROUNDS = "rounds.jsonl"
-"""Log of rounds (`rollout/rounds.py`), with the length of every response."""
+"""Log of rounds (`rollout/round_log.py`), with the length of every response."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 """Palette of Okabe and Ito, which people with colour blindness can tell apart."""
-PHASE_LABELS = {"old_log_prob": "old log-probs", "ref": "reference", "adv": "advantages",
-                "update_actor": "update", "gen": "generate", "sync": "weight sync"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +273,7 @@ def _times(ax: "Axes", rows: Rows) -> None:
     measured = [row for row in rows if "timing_s/step" in row]
     parts = {
         p: np.array([row.get(f"timing_s/{p}", 0.0) for row in measured], dtype=np.float64)
-        for p in PHASES
+        for p in STEP
     }
     parts["other"] = np.maximum(0.0, total - sum(parts.values()))
     parts = dict(sorted(parts.items(), key=lambda item: -np.sum(item[1])))
@@ -286,7 +284,7 @@ def _times(ax: "Axes", rows: Rows) -> None:
         for phase, values in parts.items()
         if np.sum(values) >= 0.01 * whole
     }
-    labels = [f"{PHASE_LABELS.get(p, p)} ({100 * np.sum(parts[p]) / whole:.0f} %)" for p in shown]
+    labels = [f"{p} ({100 * np.sum(parts[p]) / whole:.0f} %)" for p in shown]
     ax.stackplot(steps, *shown.values(), labels=labels, colors=COLORS, alpha=0.8, linewidth=0)
     ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # leaves room for the legend
     ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
@@ -355,14 +353,13 @@ def _bars(ax: "Axes", loaded: Mapping[str, Rows]) -> None:
     left = np.zeros(len(names))
     shares = {
         phase: np.array([_median(loaded[name], f"timing_s/{phase}") for name in names])
-        for phase in PHASES
+        for phase in STEP
     }
     whole = np.array([_median(loaded[name], "timing_s/step") for name in names])
     shares["other"] = np.maximum(0.0, whole - sum(shares.values()))
     seen = [phase for phase, values in shares.items() if np.any(values >= 0.01 * whole.max())]
     for i, phase in enumerate(seen if whole.max() > 0 else []):
-        label = PHASE_LABELS.get(phase, phase)
-        ax.barh(names, shares[phase], left=left, color=COLORS[i % len(COLORS)], label=label)
+        ax.barh(names, shares[phase], left=left, color=COLORS[i % len(COLORS)], label=phase)
         left = left + shares[phase]
     if seen:
         ax.set_ylim(-0.6, 1.4 * len(names) - 0.4)  # leaves room for the legend

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlcore.metrics.names import BETWEEN, PHASES
 from rlcore.metrics.sinks import accuracies
 from rlcore.utils.clock import Clock, RealClock
 from rlcore.utils.log import log
+from rlcore.utils.phases import BETWEEN, STEP
 
-LABELS = {"old_log_prob": "old", "update_actor": "update", "update_critic": "critic"}
 QUIET_S = 30.0
 SMALL_PRINT = (
     ("skipped", "actor/skipped"),
@@ -35,7 +34,7 @@ class Screen:
 
     def phase(self, name: str) -> None:
         """Show the current phase of the run, "" for none."""
-        self._phase = LABELS.get(name, name)
+        self._phase = name
         if self._bar is not None:
             self._bar.phase(self._phase)
 
@@ -78,7 +77,7 @@ class Screen:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """Format one step in at most 120 columns; metrics that were not measured are left out."""
+    """Format one step in at most 140 columns; metrics that were not measured are left out."""
     parts = [_position(step, total_steps)]
     shown = (
         ("reward", "critic/score/mean", ".3f"),
@@ -123,10 +122,10 @@ def final_table(summary: Mapping[str, Any]) -> list[str]:
     steps = summary["steps"]
     if "timing_s/step" not in summary:
         return lines
-    seconds = {p: summary.get(f"timing_s/{p}", 0.0) for p in (*PHASES, *BETWEEN)}
+    seconds = {p: summary.get(f"timing_s/{p}", 0.0) for p in (*STEP, *BETWEEN)}
     step_s = summary["timing_s/step"]
     whole = step_s + sum(seconds[p] for p in BETWEEN)
-    seconds["other"] = max(0.0, step_s - sum(seconds[p] for p in PHASES))
+    seconds["other"] = max(0.0, step_s - sum(seconds[p] for p in STEP))
     lines += ["", *_heading("time", "s per step", "share", "total s")]
     for phase, value in sorted(seconds.items(), key=lambda item: -item[1]):
         if value >= 0.0005 * whole:
@@ -160,11 +159,11 @@ def _accuracy_table(summary: Mapping[str, Any]) -> list[str]:
 
 def _phases(metrics: Mapping[str, float], time_s: float) -> str:
     """Format the four longest phases that take 2 % of the step or more, in their order."""
-    seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
-    longest = sorted(PHASES, key=lambda phase: -seconds[phase])[:4]
+    seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in STEP}
+    longest = sorted(STEP, key=lambda phase: -seconds[phase])[:4]
     parts = [
-        f"{LABELS.get(phase, phase)} {_seconds(seconds[phase])}"
-        for phase in PHASES
+        f"{phase} {_seconds(seconds[phase])}"
+        for phase in STEP
         if phase in longest and seconds[phase] >= 0.02 * time_s
     ]
     return f" ({' '.join(parts)})" if parts else ""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from rlcore.metrics import names
 from rlcore.metrics.jsonl import JsonLines, dumps, read_lines, write_atomic
-from rlcore.metrics.names import BEFORE
+from rlcore.utils import phases
 from rlcore.utils.errors import ConfigError
 
 METRICS = "metrics.jsonl"
@@ -134,7 +134,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             section, _, phase = name.partition("/")
             if section != "timing_s":
                 continue
-            if phase in BEFORE or row["step"] == 0:
+            if phase in phases.BEFORE or row["step"] == 0:
                 before[f"before_s/{phase}"] = before.get(f"before_s/{phase}", 0.0) + value
             else:
                 timings[name] = timings.get(name, 0.0) + value

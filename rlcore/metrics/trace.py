@@ -136,7 +136,7 @@ class RunTrace:
             self._file.flush()
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """Write a command that the rank's agent received, or an event that it sent."""
+        """Write a command that the rank's worker received, or an event that it sent."""
         now = time.monotonic()
         if not self._left:
             return

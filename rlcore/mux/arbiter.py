@@ -23,7 +23,7 @@ import redis
 from rlcore.mux import store
 from rlcore.mux.profile import STEP
 from rlcore.sched import drift
-from rlcore.sched.cluster import Cluster, Decision, Group, Job, Nodes, Pool
+from rlcore.sched.cluster import Cluster, Decision, JobGroup, MuxJob, NodePool, Nodes
 from rlcore.sched.phase_mux import Grant, Member, Migrate, PhaseMux, Todo
 from rlcore.utils.log import log
 
@@ -81,7 +81,7 @@ class Known:
         self.hosts = _hosts(said.get("hosts"))
         self.keep = int(said.get("keep", 0)) if self.hosts else 0
         self.profile = {"lease_s": min(float(fields.pop("lease_s")), store.MOST_LEASE_S)}
-        self.profile |= asdict(Job(id=name, **fields))
+        self.profile |= asdict(MuxJob(id=name, **fields))
         for what, seconds in measured.items():
             self.profile[what] = max(self.profile[what], seconds)
 
@@ -124,7 +124,7 @@ class Known:
 class Arbiter:
     """Decides for all jobs: call `run`, or `step` repeatedly."""
 
-    def __init__(self, url: str, pools: Mapping[str, Pool] | None = None) -> None:
+    def __init__(self, url: str, pools: Mapping[str, NodePool] | None = None) -> None:
         """`pools`: `rollout` and `train`; if not given, those stored in Redis."""
         self._url = url
         self._redis = store.connect(url)
@@ -133,7 +133,7 @@ class Arbiter:
         self._is_loaded = False
         self._locked_at = -math.inf
         self._grace_until = math.inf
-        self._cluster = Cluster(Pool(), Pool())
+        self._cluster = Cluster(NodePool(), NodePool())
         self._mux: dict[int, PhaseMux] = {}
         self._jobs: dict[str, Known] = {}
         self._queue: list[str] = []
@@ -240,7 +240,7 @@ class Arbiter:
         if "pools" not in saved:
             raise RuntimeError("arbiter: Redis knows no pools; start it with `mux up`")
         about = store.loads(saved["pools"])
-        self._cluster = Cluster(Pool(**about[ROLLOUT]), Pool(**about[TRAIN]))
+        self._cluster = Cluster(NodePool(**about[ROLLOUT]), NodePool(**about[TRAIN]))
         if "cluster" in saved:
             self._cluster.restore(store.loads(saved["cluster"]))
         self._queue = store.loads(saved.get("queue")) or []
@@ -461,7 +461,7 @@ class Arbiter:
         self._say_place(name, known, made)
         return made.kind != "queued"
 
-    def _enter(self, group: Group, job: Job, now: float) -> None:
+    def _enter(self, group: JobGroup, job: MuxJob, now: float) -> None:
         mux = self._mux.setdefault(group.id, PhaseMux())
         known = self._jobs[job.id]
         nodes: Mapping[str, Sequence[int]] = known.nodes or {
@@ -478,7 +478,7 @@ class Arbiter:
         mux.join(member, now, group.order())
         self._note_group(group.id)
 
-    def _meets(self, job: Job, known: Known) -> str:
+    def _meets(self, job: MuxJob, known: Known) -> str:
         """Return why a job has to wait because of a shared node, "" if it need not. Two jobs
         conflict if one uses a node for rollouts and the other for training, and one of them holds
         both pools for a whole step."""
@@ -615,8 +615,8 @@ def _names(known: Known) -> str:
     return "; ".join(f"{pool} on {', '.join(known.hosts[pool])}" for pool in (ROLLOUT, TRAIN))
 
 
-def _job(profile: Mapping[str, Any]) -> Job:
-    return Job(**{k: v for k, v in profile.items() if k != "lease_s"})
+def _job(profile: Mapping[str, Any]) -> MuxJob:
+    return MuxJob(**{k: v for k, v in profile.items() if k != "lease_s"})
 
 
 def status(url: str) -> dict[str, Any]:
@@ -627,8 +627,11 @@ def status(url: str) -> dict[str, Any]:
     """
     client = store.connect(url)
     saved = client.hgetall(store.STATE)
-    about = store.loads(saved.get("pools")) or {ROLLOUT: asdict(Pool()), TRAIN: asdict(Pool())}
-    cluster = Cluster(Pool(**about[ROLLOUT]), Pool(**about[TRAIN]))
+    about = store.loads(saved.get("pools")) or {
+        ROLLOUT: asdict(NodePool()),
+        TRAIN: asdict(NodePool()),
+    }
+    cluster = Cluster(NodePool(**about[ROLLOUT]), NodePool(**about[TRAIN]))
     if "cluster" in saved:
         cluster.restore(store.loads(saved["cluster"]))
     jobs = {f[4:]: Known(**store.loads(t)) for f, t in saved.items() if f.startswith("job:")}

@@ -57,7 +57,7 @@ class Resident(Protocol):
         """Write the state back to host memory, and free the device."""
 
 
-class Refused(RuntimeError):
+class JobRefused(RuntimeError):
     """The cluster has no place for this job."""
 
 
@@ -81,7 +81,7 @@ class _Waits:
     """Seconds to load the resident set, by phase."""
 
 
-class Gate:
+class PermitGate:
     """Waits for permits of one job, which the arbiter gives."""
 
     def __init__(
@@ -313,7 +313,7 @@ class Gate:
 
         about = self._wait("place", ready, missing)
         if about["status"] != "placed":
-            raise Refused(about.get("why") or f"job {self._job}: {about['status']}")
+            raise JobRefused(about.get("why") or f"job {self._job}: {about['status']}")
         return about
 
     def _permitted(self, name: str, number: int) -> None:
@@ -390,17 +390,17 @@ def connect(
     colocated: bool | None = None,
     hosts: Callable[[Profile], Mapping[str, Sequence[str]]] | None = None,
     **more: Any,
-) -> "Gate | NoGate":
+) -> "PermitGate | NoGate":
     """Return the gate of a job; if `url` is empty, one that lets every phase start at once.
 
     `otherwise`: what to do without an answer or a place. `wait` waits for it, and raises if the job
     can never have a place; `solo` runs as if the job had the nodes alone. If `profile` is None, the
     one given to `mux add` is used, with this `slo`. `colocated`: the value that the profile must
-    have; None: either. `hosts`: returns the `hosts` of the `Gate` for a profile.
+    have; None: either. `hosts`: returns the `hosts` of the `PermitGate` for a profile.
 
     Raises:
         ValueError: no profile, or one of another kind of job.
-        Refused, TimeoutError, ConnectionError: as `Gate`; with `solo` none of them.
+        Refused, TimeoutError, ConnectionError: as `PermitGate`; with `solo` none of them.
     """
     if not url:
         return NoGate()
@@ -415,14 +415,14 @@ def connect(
             )
         return found
 
-    def join() -> Gate:
+    def join() -> PermitGate:
         profile = about()
-        return Gate(url, job, profile, hosts=hosts(profile) if hosts else None, **more)
+        return PermitGate(url, job, profile, hosts=hosts(profile) if hosts else None, **more)
 
     if otherwise == "solo":
         try:
             return join()
-        except (ConnectionError, Refused, TimeoutError) as error:
+        except (ConnectionError, JobRefused, TimeoutError) as error:
             log.warning("mux: %s; the job runs solo", error)
             return NoGate()
     end, said = time.monotonic() + more.get("wait_s", math.inf), -math.inf

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from rlcore.mux.gate import Gate, NoGate, Resident
+from rlcore.mux.gate import NoGate, PermitGate, Resident
 from rlcore.mux.tail import TailMoves
 from rlcore.sched.roles import Cell
 from rlcore.utils import collective
@@ -79,7 +79,7 @@ class RanksGate:
 
     def __init__(
         self,
-        gate: Gate | None,
+        gate: PermitGate | None,
         folder: Path | None,
         group: ProcessGroup | None = None,
         *,
@@ -107,9 +107,10 @@ class RanksGate:
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
-        """Run a phase as `Gate.phase` does, on all ranks. A phase inside another one is a part of
-        it: it loads and stores, but needs no permit. If the phase fails, nothing is stored and the
-        permit is kept until the job's lease expires, since other ranks may still be at work."""
+        """Run a phase as `PermitGate.phase` does, on all ranks. A phase inside another one is a
+        part of it: it loads and stores, but needs no permit. If the phase fails, nothing is stored
+        and the permit is kept until the job's lease expires, since other ranks may still be at
+        work."""
         assert resident is None or isinstance(resident, Resident), resident
         gate, asked = self._gate, time.time()
         is_part, self._is_inside = self._is_inside, True
@@ -183,7 +184,7 @@ class RanksGate:
 
 
 def join(
-    connect: Callable[[], Gate | NoGate] | None,
+    connect: Callable[[], PermitGate | NoGate] | None,
     group: ProcessGroup | None,
     folder: Path | None,
     *,
@@ -199,7 +200,7 @@ def join(
         tell: called on rank 0 with the overhead of a phase, by metric name.
     """
     found = patiently(connect, group)
-    gate = found if isinstance(found, Gate) else None
+    gate = found if isinstance(found, PermitGate) else None
     if not collective.any_rank(gate is not None, group):
         return None
     return RanksGate(gate, folder, group, alive=alive, tell=tell)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from rlcore.mux.gate import Gate
+from rlcore.mux.gate import PermitGate
 from rlcore.sched.phase_mux import TAIL
 from rlcore.sched.roles import Cell, GroupState, Live
 from rlcore.utils.log import log
@@ -27,7 +27,7 @@ LOOK_S = 0.2
 class TailMoves:
     """`Elastic` policy whose cells leave the rollout and train nothing. On rank 0."""
 
-    def __init__(self, gate: Gate, cells: Sequence[Cell], *, tail: float = TAIL) -> None:
+    def __init__(self, gate: PermitGate, cells: Sequence[Cell], *, tail: float = TAIL) -> None:
         """Make the policy for one run.
 
         Args:
@@ -90,7 +90,7 @@ class TailMoves:
 class _Talk:
     """Exchange with the arbiter about one rollout, in a thread."""
 
-    def __init__(self, gate: Gate, done: int, wanted: int) -> None:
+    def __init__(self, gate: PermitGate, done: int, wanted: int) -> None:
         self.nodes: Sequence[int] = ()
         """Indices of the nodes to leave."""
         self.freed_at = 0.0

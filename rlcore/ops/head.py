@@ -120,7 +120,7 @@ def _check(
     group: dist.ProcessGroup | None,
     chunk_tokens: int,
     weight_grad: Tensor | None,
-) -> logprob.Shard:
+) -> logprob.VocabShard:
     if hidden.dim() != 2:
         raise ValueError(f"hidden: shape {list(hidden.shape)}; must be [tokens, hidden size]")
     if hidden.dtype not in logprob.DTYPES:

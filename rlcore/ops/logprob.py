@@ -38,7 +38,7 @@ class LogProbs(NamedTuple):
     entropy: Tensor  # [T]
 
 
-class Shard(NamedTuple):
+class VocabShard(NamedTuple):
     """Part of the vocabulary on this rank."""
 
     first: int  # global id of its first column
@@ -91,7 +91,7 @@ def check(
     temperature: float,
     group: dist.ProcessGroup | None,
     in_place: bool,
-) -> Shard:
+) -> VocabShard:
     """Check the arguments and return the part of the vocabulary on this rank. Raise ValueError if
     an argument is invalid."""
     if logits.dim() != 2:
@@ -128,7 +128,7 @@ def check_row(
 
 def check_shard(
     width: int, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
-) -> Shard:
+) -> VocabShard:
     """Return the columns of this rank. Raise ValueError if ranks and vocabulary do not match."""
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature {temperature}: must be a finite number above 0")
@@ -141,7 +141,7 @@ def check_shard(
             f"{width * size}; pass the group that the vocabulary is split over, or the right size"
         )
     first = group.rank() * width if group is not None and size > 1 else 0
-    return Shard(first, min(max(vocab_size - first, 0), width))
+    return VocabShard(first, min(max(vocab_size - first, 0), width))
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
@@ -218,7 +218,7 @@ class _LogProb(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         tokens: Tensor,
-        shard: Shard,
+        shard: VocabShard,
         temperature: float,
         group: dist.ProcessGroup | None,
         in_place: bool,
@@ -241,7 +241,7 @@ class _LogProb(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None, None, None
         tokens, lse, entropy, *saved = ctx.saved_tensors
-        shard: Shard = ctx.shard
+        shard: VocabShard = ctx.shard
         rest = (tokens, *shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
         if not ctx.in_place:
             (logits,) = saved

@@ -3,7 +3,7 @@
 Per row it computes log-prob, entropy and the token's loss, and overwrites the logits with their
 gradient.
 
-    log r  = logp - logp_old              held within +-log_limit, no gradient beyond
+    log r  = logp - old_log_probs              held within +-log_limit, no gradient beyond
     policy = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
     policy = min(policy, -clip_dual A)    where A < 0; clip_dual 0 or inf: off
     w      = min(p_old / p_sampler, is_threshold) / is_mean, or 1
@@ -83,7 +83,7 @@ class PolicySpec:
     bounds: tuple[float, float] | None = None
     """Bounds of log p_sampler / p_old; tokens outside are rejected. None keeps all."""
     kl_type: str = "none"
-    """Estimator of the KL against logp_ref, one of KL_TYPES (rlcore/algos/kl.py)."""
+    """Estimator of the KL against ref_log_probs, one of KL_TYPES (rlcore/algos/kl.py)."""
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     log_limit: float = 20.0
@@ -107,10 +107,10 @@ class PolicyInputs(NamedTuple):
     advantage: Tensor
     weight: Tensor
     """Weight of the token in the sum: its mask times its share in the aggregation."""
-    logp_sampler: Tensor
-    logp_old: Tensor | None = None
+    rollout_log_probs: Tensor
+    old_log_probs: Tensor | None = None
     """Old log-prob; None: the log-prob of this forward pass, detached."""
-    logp_ref: Tensor | None = None
+    ref_log_probs: Tensor | None = None
     """Reference log-prob; required if kl_coef is not 0."""
 
 
@@ -190,17 +190,17 @@ def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
         value = getattr(spec, name)
         if not isfinite(value):
             raise ValueError(f"{name} {value}: must be a finite number")
-    if spec.kl_coef and (spec.kl_type == "none" or inputs.logp_ref is None):
+    if spec.kl_coef and (spec.kl_type == "none" or inputs.ref_log_probs is None):
         raise ValueError(
-            f"kl_coef {spec.kl_coef}: needs logp_ref and a kl_type; pass both or leave it at 0"
+            f"kl_coef {spec.kl_coef}: needs ref_log_probs and a kl_type; pass both or leave it at 0"
         )
-    for name in ("advantage", "weight", "logp_sampler"):
+    for name in ("advantage", "weight", "rollout_log_probs"):
         if getattr(inputs, name) is None:
             raise ValueError(f"{name} None: the loss needs it; pass a tensor [tokens]")
 
 
 Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
-"""Inputs of the ops: logp_old, logp_sampler, logp_ref, advantage, weight."""
+"""Inputs of the ops: old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight."""
 
 
 def prepared(
@@ -216,10 +216,10 @@ def prepared(
             raise ValueError(f"{name}: dtype {value.dtype}; must be real")
         return value.detach().to(dtype).contiguous()
 
-    own = inputs.logp_old is None
-    sampler = row("logp_sampler")
-    old = sampler if own else row("logp_old")
-    ref = row("logp_ref") if spec.kl_coef else None
+    own = inputs.old_log_probs is None
+    sampler = row("rollout_log_probs")
+    old = sampler if own else row("old_log_probs")
+    ref = row("ref_log_probs") if spec.kl_coef else None
     return (old, sampler, ref, row("advantage"), row("weight")), spec.params(own)
 
 
@@ -246,15 +246,24 @@ def cut(inputs: Given, chunk: slice) -> Given:
 def policy_tokens(
     logp: Tensor,
     entropy: Tensor,
-    logp_old: Tensor,
-    logp_sampler: Tensor,
-    logp_ref: Tensor | None,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    ref_log_probs: Tensor | None,
     advantage: Tensor,
     weight: Tensor,
     params: list[float],
 ) -> Tensor:
     """Compute the outputs [len(ROWS), T] from known log-probs and entropies."""
-    args = (logp, entropy, logp_old, logp_sampler, logp_ref, advantage, weight, params)
+    args = (
+        logp,
+        entropy,
+        old_log_probs,
+        rollout_log_probs,
+        ref_log_probs,
+        advantage,
+        weight,
+        params,
+    )
     ops = native.torch_ops("policy_loss", logp.device.type)
     if ops is None:
         return reference(*args)
@@ -393,9 +402,9 @@ def _by_steps(
 def reference(
     logp: Tensor,
     entropy: Tensor,
-    logp_old: Tensor,
-    logp_sampler: Tensor,
-    logp_ref: Tensor | None,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    ref_log_probs: Tensor | None,
     advantage: Tensor,
     weight: Tensor,
     params: list[float],
@@ -403,9 +412,9 @@ def reference(
     """Compute `policy_tokens` in torch."""
     p = dict(zip(PARAMS, params, strict=True))
     trained, limit, mode = weight != 0, p["log_limit"], int(p["is_mode"])
-    old = logp if p["old_is_own"] else logp_old
+    old = logp if p["old_is_own"] else old_log_probs
 
-    log_w = torch.where(trained, old - logp_sampler, 0.0).clamp(-limit, limit)
+    log_w = torch.where(trained, old - rollout_log_probs, 0.0).clamp(-limit, limit)
     w = torch.ones_like(logp)
     if mode & 1:
         w = log_w.exp().clamp(max=p["is_threshold"]) / p["is_mean"]
@@ -434,8 +443,8 @@ def reference(
 
     kl = kl_slope = torch.zeros_like(logp)
     if p["kl_coef"] != 0:
-        assert logp_ref is not None
-        d = torch.where(trained, logp_ref - logp, 0.0)
+        assert ref_log_probs is not None
+        d = torch.where(trained, ref_log_probs - logp, 0.0)
         kl, kl_slope = (torch.where(trained, x, 0.0) for x in _kl(KL_TYPES[int(p["kl_type"])], d))
     loss = policy * w + p["kl_coef"] * kl - p["entropy_coef"] * entropy
     counts = trained & kept
@@ -456,7 +465,8 @@ def reference(
 
 
 def _kl(kind: str, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return value and derivative by logp, with d = logp_ref - logp; see rlcore/algos/kl.py."""
+    """Return value and derivative by logp, with d = ref_log_probs - logp; see
+    rlcore/algos/kl.py."""
     growth = d.expm1()
     if kind == "low_var_kl":
         held = d.clamp(-20, 20)

@@ -1,6 +1,6 @@
 """Copies of many parts of tensors to and from one flat buffer, in one launch, with a checksum.
 
-A `Plan` is made once for a static layout; each call of `pack` and `unpack` takes tensors and
+A `ReshardPlan` is made once for a static layout; each call of `pack` and `unpack` takes tensors and
 buffer. C++ and CUDA code (`csrc/reshard`) runs if it is built, else torch piece by piece, with the
 same bytes and checksum. Casts round to nearest even, as in torch; a cast turns every NaN into the
 positive quiet NaN.
@@ -65,7 +65,7 @@ class _Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A box of elements in a tensor and its place in the bucket. Strides are in elements of the
     tensor's or the bucket's dtype; offsets are from the start of the tensor or the bucket."""
 
@@ -100,11 +100,13 @@ class _Box:
     tensor_dtype: torch.dtype
 
 
-class Plan:
+class ReshardPlan:
     """Places of tensor parts in a bucket of `num_bytes`. Bytes outside all pieces are packed as
     zeros. A plan holds no tensors and may be used by one thread at a time."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], pieces: Sequence[Piece], num_bytes: int):
+    def __init__(
+        self, tensors: Sequence[TensorSpec], pieces: Sequence[TensorPiece], num_bytes: int
+    ):
         """Check the pieces and make the plan.
 
         Raises ValueError, naming the argument, for a piece outside its tensor or the bucket,
@@ -290,7 +292,7 @@ def _full(number: int, spec: TensorSpec) -> _Spec:
     return _Spec(tuple(spec.shape), spec.dtype, strides)
 
 
-def _check(number: int, piece: Piece, specs: Sequence[_Spec], num_bytes: int) -> _Box | None:
+def _check(number: int, piece: TensorPiece, specs: Sequence[_Spec], num_bytes: int) -> _Box | None:
     """Check a piece; return None if it has no elements."""
     name = f"pieces[{number}]"
     if not 0 <= piece.tensor < len(specs):

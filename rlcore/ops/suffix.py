@@ -27,8 +27,8 @@ rewards.
             that is more.
 
 Differs from the paper: live matches, the match without a limit, and the load rule below the knee.
-C++ (`csrc/suffix`) runs if it is built; `Reference` gives the same drafts, a thousand times slower.
-On a GPU: `rlcore.ops.suffix_device`.
+C++ (`csrc/suffix`) runs if it is built; `ReferenceForest` gives the same drafts, a thousand times
+slower. On a GPU: `rlcore.ops.suffix_device`.
 
 Own code instead of arctic-inference's suffix trees: a batch of 256 requests takes 235 us for
 16,027, and history 42 bytes per token for 258 (`csrc/README.md`, window 16, one core).
@@ -116,7 +116,9 @@ class Forest:
         )
         _check_types(options)
         core = native.load("suffix forest", "SuffixForest")
-        make: Callable[..., Reference] = Reference if core is None else core.SuffixForest
+        make: Callable[..., ReferenceForest] = (
+            ReferenceForest if core is None else core.SuffixForest
+        )
         self._impl = make(**options)
 
     def build(
@@ -273,7 +275,7 @@ class _Request:
         self.proposed = 0
 
 
-class Reference:
+class ReferenceForest:
     """Python reference of `Forest`, which visits every occurrence of a match."""
 
     def __init__(

@@ -21,7 +21,7 @@ import msgspec
 from rlcore.records import RewardResult
 from rlcore.rewards.kind import to_result
 from rlcore.rewards.registry import resolve
-from rlcore.rewards.wire import READY, Job, Reply, Start
+from rlcore.rewards.wire import READY, RewardStart, ScoreJob, ScoreReply
 from rlcore.utils import net, seed
 from rlcore.utils.children import Channel, open_guarded_channel, sentence
 from rlcore.utils.net import frame
@@ -30,18 +30,18 @@ from rlcore.utils.net import frame
 def main() -> None:
     channel = open_guarded_channel("reward", all_threads=False)
     with contextlib.suppress(EOFError):  # the parent has closed its end
-        start = net.decode(channel.first(), Start)
+        start = net.decode(channel.first(), RewardStart)
         reward = _start(start, channel)
         own = _children()
         while True:
             for body in channel.receive(None):
-                reply = _run(net.decode(body, Job), reward, start.seed)
+                reply = _run(net.decode(body, ScoreJob), reward, start.seed)
                 if own is not None:
                     _sweep(own | set(getattr(reward, "processes", ())))
                 channel.send(frame(reply))
 
 
-def _start(start: Start, channel: Channel) -> Any:
+def _start(start: RewardStart, channel: Channel) -> Any:
     """Build the reward and report it to the parent. Exits the process if the reward cannot be
     built."""
     sys.path[:] = start.sys_path
@@ -51,13 +51,13 @@ def _start(start: Start, channel: Channel) -> Any:
         reward = kind.score(msgspec.convert(start.config, kind.config))
     except BaseException as error:
         traceback.print_exc()
-        channel.send(frame(Reply(READY, RewardResult(score=0.0, error=sentence(error)))))
+        channel.send(frame(ScoreReply(READY, RewardResult(score=0.0, error=sentence(error)))))
         sys.exit(1)
-    channel.send(frame(Reply(READY, RewardResult(score=0.0))))
+    channel.send(frame(ScoreReply(READY, RewardResult(score=0.0))))
     return reward
 
 
-def _run(job: Job, reward: Any, run_seed: int) -> Reply:
+def _run(job: ScoreJob, reward: Any, run_seed: int) -> ScoreReply:
     """Score one sample. Any exception of the function becomes the reply's error. `random` is seeded
     by run seed and sample id, so a score does not depend on earlier samples of this process."""
     pid = os.getpid()
@@ -73,7 +73,7 @@ def _run(job: Job, reward: Any, run_seed: int) -> Reply:
     if os.getpid() != pid:  # the function forked, and this is the copy
         os._exit(0)
     latency = time.monotonic() - begin
-    return Reply(job.key, msgspec.structs.replace(result, latency_s=latency), retire)
+    return ScoreReply(job.key, msgspec.structs.replace(result, latency_s=latency), retire)
 
 
 def _children() -> set[int] | None:

@@ -21,10 +21,10 @@ from typing import Any
 
 from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt, RequestId, RewardResult
-from rlcore.rewards.kind import Host, Kind
-from rlcore.rewards.wire import Job
-from rlcore.sandbox import walls
-from rlcore.sandbox.box import Broken, Limits, Outcome, Sandbox
+from rlcore.rewards.kind import RewardKind, RunnerHost
+from rlcore.rewards.wire import ScoreJob
+from rlcore.sandbox import isolation
+from rlcore.sandbox.box import Broken, ProgramLimits, ProgramOutcome, Sandbox
 from rlcore.utils.log import log
 
 # Possessive quantifiers prevent backtracking, which takes quadratic time on a long header, during
@@ -78,12 +78,12 @@ class Checks:
 class CodeRunner:
     """`kind.Runner` that runs programs in sandboxes; see the module docstring."""
 
-    def __init__(self, config: CodeRewardConfig, host: Host) -> None:
+    def __init__(self, config: CodeRewardConfig, host: RunnerHost) -> None:
         self._config, self._host = config, host
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[ScoreJob | None] = queue.SimpleQueue()
         self._cancelled: set[RequestId] = set()
         self._lock = threading.Lock()
-        self._grade: walls.Grade | None = None
+        self._grade: isolation.Grade | None = None
         self._closing = False
         self._threads = [
             threading.Thread(target=self._main, name=f"reward code {i}", daemon=True)
@@ -92,7 +92,7 @@ class CodeRunner:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ScoreJob) -> None:
         """See `Runner`."""
         self._cancelled.discard(job.sample.id)
         self._jobs.put(job)
@@ -132,7 +132,7 @@ class CodeRunner:
         result."""
         with self._lock:
             if self._grade is None:
-                self._grade = walls.grade(self._config.require_isolation, packages)
+                self._grade = isolation.grade(self._config.require_isolation, packages)
                 say = log.info if self._grade.isolated else log.warning
                 say("sandbox: %s", self._grade.sentence)
             return self._grade.isolated
@@ -142,7 +142,7 @@ class CodeRunner:
         self._cancelled.discard(id)
         return found
 
-    def _score(self, job: Job, box: Sandbox) -> RewardResult:
+    def _score(self, job: ScoreJob, box: Sandbox) -> RewardResult:
         begin = time.monotonic()
 
         def deadline() -> float:
@@ -167,12 +167,14 @@ class CodeRunner:
             latency_s=time.monotonic() - begin,
         )
 
-    def _limits(self) -> Limits:
-        return Limits(memory_mb=self._config.program_mb, processes=self._config.program_processes)
+    def _limits(self) -> ProgramLimits:
+        return ProgramLimits(
+            memory_mb=self._config.program_mb, processes=self._config.program_processes
+        )
 
 
 def run_checks(
-    program: str, checks: Checks, box: Sandbox, deadline: Any, limits: Limits
+    program: str, checks: Checks, box: Sandbox, deadline: Any, limits: ProgramLimits
 ) -> tuple[int, str]:
     """Count the tests that the program passes. Also return why the program was killed: `timeout`,
     an error message, or "". A killed program passes no test."""
@@ -191,7 +193,7 @@ def run_checks(
     return passed, ""
 
 
-def _error(outcome: Outcome, limits: Limits) -> str:
+def _error(outcome: ProgramOutcome, limits: ProgramLimits) -> str:
     return _SENTENCES.get(outcome.why, outcome.why).format(limits=limits)
 
 
@@ -266,4 +268,4 @@ def _packages() -> tuple[str, ...]:
     return tuple(dict.fromkeys(p for p in (paths["purelib"], paths["platlib"]) if os.path.isdir(p)))
 
 
-KIND = Kind(CodeRewardConfig, serve=CodeRunner)
+KIND = RewardKind(CodeRewardConfig, serve=CodeRunner)

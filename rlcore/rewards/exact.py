@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt
-from rlcore.rewards.kind import Kind
+from rlcore.rewards.kind import RewardKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,4 +30,4 @@ class ExactReward:
         return float(text.strip() == prompt.answer.strip())
 
 
-KIND = Kind(ExactRewardConfig, score=ExactReward)
+KIND = RewardKind(ExactRewardConfig, score=ExactReward)

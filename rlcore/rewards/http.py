@@ -24,8 +24,8 @@ import msgspec
 
 from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
-from rlcore.rewards.kind import Host, Kind, number, to_result
-from rlcore.rewards.wire import Job
+from rlcore.rewards.kind import RewardKind, RunnerHost, number, to_result
+from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.bounds import at_least
 from rlcore.utils.children import sentence
 from rlcore.utils.errors import ConfigError
@@ -77,9 +77,9 @@ class HttpReward:
         self,
         url: str,
         config: Requests,
-        host: Host,
+        host: RunnerHost,
         *,
-        write: Callable[[Job], bytes] | None = None,
+        write: Callable[[ScoreJob], bytes] | None = None,
         read: Callable[[bytes], RewardResult] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -92,14 +92,16 @@ class HttpReward:
         self._write, self._read = write or _request, read or _result
         self._headers = {"content-type": "application/json", **(headers or {})}
         self._random = random.Random(host.seed)
-        self._queue: deque[tuple[Job, bytes]] = deque()  # as _tasks: used by the loop's thread only
+        self._queue: deque[tuple[ScoreJob, bytes]] = (
+            deque()
+        )  # as _tasks: used by the loop's thread only
         self._tasks: dict[asyncio.Task[None], RequestId] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="reward http", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ScoreJob) -> None:
         """See `Runner`."""
         body = self._write(job)
         self._tell(self._enqueue, job, body)
@@ -148,7 +150,7 @@ class HttpReward:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _enqueue(self, job: Job, body: bytes) -> None:
+    def _enqueue(self, job: ScoreJob, body: bytes) -> None:
         self._queue.append((job, body))
         self._start()
 
@@ -173,7 +175,7 @@ class HttpReward:
             self._host.fail(f"reward {self._url}: {sentence(error)}")
         self._start()
 
-    async def _score(self, client: httpx.AsyncClient, job: Job, body: bytes) -> None:
+    async def _score(self, client: httpx.AsyncClient, job: ScoreJob, body: bytes) -> None:
         begin, limit_s = time.monotonic(), self._host.timeout_s(job)
         last = ["no answer"]
         try:
@@ -230,7 +232,7 @@ class HttpReward:
             raise _Refused(f"{sentence(error)}; the answer was {shown!r}", None) from error
 
 
-def _request(job: Job) -> bytes:
+def _request(job: ScoreJob) -> bytes:
     prompt, sample = job.prompt, job.sample
     body = {
         "id": sample.id,
@@ -259,7 +261,7 @@ def _result(text: bytes) -> RewardResult:
         raise ValueError(sentence(error)) from error
 
 
-def kind(url: str) -> Kind:
+def kind(url: str) -> RewardKind:
     """Return the reward kind of this address. Raises ConfigError if the address is invalid."""
     try:
         address = httpx.URL(url)
@@ -267,4 +269,4 @@ def kind(url: str) -> Kind:
         raise ConfigError(f"--reward {url}: {error}") from error
     if not address.host:
         raise ConfigError(f"--reward {url}: has no host; give http://host:port/path")
-    return Kind(HttpRewardConfig, serve=lambda config, host: HttpReward(url, config, host))
+    return RewardKind(HttpRewardConfig, serve=lambda config, host: HttpReward(url, config, host))

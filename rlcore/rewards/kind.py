@@ -19,26 +19,26 @@ from typing import Any, NamedTuple, Protocol
 
 from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
-from rlcore.rewards.wire import Job
+from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.children import ERROR_CHARS
 
 _MOST_DETAILS, _NAME_CHARS = 32, 60
 
 
-class Host(NamedTuple):
+class RunnerHost(NamedTuple):
     """Callbacks and settings that the service gives to a runner. Callbacks may be called from any
     thread."""
 
     name: str
     """Name of the reward, used in error messages."""
-    done: Callable[[Job, RewardResult, str], None]
+    done: Callable[[ScoreJob, RewardResult, str], None]
     """Callback, called once for every job that was not cancelled: `done(job, result, printed)`. A
     result with `error` scores `on_error`. The first word of `error`, up to a colon or a blank, is
     counted as the reason, such as timeout, crash, memory. `printed` is the reward's output, for the
     log."""
     fail: Callable[[str], None]
     """Callback for a reward that cannot run at all. The run ends with this message."""
-    timeout_s: Callable[[Job], float]
+    timeout_s: Callable[[ScoreJob], float]
     """Seconds that the job may take, as known now. With adaptive deadlines a score of another
     sample may shorten the limit while the job runs."""
     seed: int
@@ -50,9 +50,9 @@ class Runner(Protocol):
     """Runner that scores the jobs of one reward kind. No call blocks, except that `close` may block
     for seconds."""
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; the runner calls `Host.done` with it later. Raises ValueError if the job
-        cannot be sent."""
+    def submit(self, job: ScoreJob) -> None:
+        """Queue a job; the runner calls `RunnerHost.done` with it later. Raises ValueError if the
+        job cannot be sent."""
 
     def cancel(self, ids: Collection[RequestId]) -> None:
         """Cancel these samples; waiting ones need not be scored. The runner may still call `done`
@@ -62,13 +62,13 @@ class Runner(Protocol):
         """Stop the runner and everything that it started. Pending jobs are dropped."""
 
 
-class Kind(NamedTuple):
+class RewardKind(NamedTuple):
     """Reward kind: a config section with either `score` or `serve`; see the module docstring."""
 
     config: type[RewardConfig]
     score: Callable[[Any], Any] | None = None
     """Function from the section to the object that scores. Called in each child process."""
-    serve: Callable[[Any, Host], Runner] | None = None
+    serve: Callable[[Any, RunnerHost], Runner] | None = None
     """Function from the section to a running runner. Called in the rank's process and must return
     quickly: slow start-up work runs in the background."""
 

@@ -18,7 +18,7 @@ from typing import Any
 from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt
 from rlcore.rewards import answers
-from rlcore.rewards.kind import Kind
+from rlcore.rewards.kind import RewardKind
 
 _LONGEST_ANSWER = 1000
 _TAIL_CHARS = 4000
@@ -153,4 +153,4 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-KIND = Kind(MathRewardConfig, score=MathReward)
+KIND = RewardKind(MathRewardConfig, score=MathReward)

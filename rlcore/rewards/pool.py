@@ -23,9 +23,9 @@ import msgspec
 
 from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
-from rlcore.rewards.kind import Host
-from rlcore.rewards.wire import READY, Job, Reply, Start
-from rlcore.rewards.worker import Entry, Worker
+from rlcore.rewards.kind import RunnerHost
+from rlcore.rewards.wire import READY, RewardStart, ScoreJob, ScoreReply
+from rlcore.rewards.worker import PendingSample, RewardWorker
 from rlcore.utils import net
 from rlcore.utils.children import CappedLog, exit_text, last_lines
 from rlcore.utils.log import log
@@ -38,16 +38,18 @@ _CLOSE_S = 20.0
 _MEMORY_CHECK_S = 0.25
 
 
-class Pool:
+class RewardPool:
     """`kind.Runner` over child processes; see the module docstring."""
 
-    def __init__(self, config: RewardConfig, host: Host, start_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, config: RewardConfig, host: RunnerHost, start_timeout_s: float = 120.0
+    ) -> None:
         """Start the thread. `config` is the reward's section. Output of the function goes to the
         host's log file, up to 4 MiB."""
         self._host, self._num_workers = host, config.workers
         self._memory, self._start_timeout_s = config.memory_gb * 2**30, start_timeout_s
         self._start = frame(
-            Start(
+            RewardStart(
                 reward=host.name,
                 config=dataclasses.asdict(config),
                 sys_path=tuple(os.path.abspath(p) for p in sys.path),
@@ -57,13 +59,13 @@ class Pool:
         self._log = CappedLog(host.log_file, "reward")
         # shared with the thread, guarded by the lock
         self._lock = threading.Lock()
-        self._inbox: deque[Entry] = deque()
+        self._inbox: deque[PendingSample] = deque()
         self._cancelled: set[RequestId] = set()
         self._closing = False
         # used by the thread only
         self._failure = ""
-        self._queue: deque[Entry] = deque()
-        self._workers: list[Worker] = []
+        self._queue: deque[PendingSample] = deque()
+        self._workers: list[RewardWorker] = []
         self._failed_starts, self._failed_at = 0, 0.0
         self._latency_s = _WINDOW_S
         self._memory_checked = 0.0
@@ -75,9 +77,9 @@ class Pool:
 
     # ---- the caller's side
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ScoreJob) -> None:
         """See `Runner`."""
-        entry = Entry(job, frame(job))
+        entry = PendingSample(job, frame(job))
         with self._lock:
             idle = not self._inbox
             self._inbox.append(entry)
@@ -122,7 +124,7 @@ class Pool:
 
     def _step(self) -> None:
         while len(self._workers) < self._num_workers:
-            self._workers.append(Worker(self._selector, self._start, self._log.write))
+            self._workers.append(RewardWorker(self._selector, self._start, self._log.write))
         self._feed()
         for key, events in self._selector.select(self._wait_s()):
             worker, what = key.data
@@ -146,7 +148,7 @@ class Pool:
         """Send samples to the children, about 5 ms of work ahead. So a child never waits for the
         pool, and few samples queue behind a slow one."""
         window = max(1, min(_MAX_WINDOW, int(_WINDOW_S / self._latency_s)))
-        batches: dict[Worker, list[Entry]] = {}
+        batches: dict[RewardWorker, list[PendingSample]] = {}
         open_workers = [w for w in self._workers if w.ready and not w.retiring]
         open_workers = [w for w in open_workers if len(w.inflight) <= window // 2]
         while self._queue and open_workers:
@@ -168,14 +170,14 @@ class Pool:
             wait = min(wait, _MEMORY_CHECK_S)
         return max(0.0, wait)
 
-    def _end_of(self, worker: Worker) -> float | None:
+    def _end_of(self, worker: RewardWorker) -> float | None:
         if not worker.ready:
             return worker.started + self._start_timeout_s
         if not worker.inflight:
             return None
         return worker.head_since + self._host.timeout_s(worker.inflight[0].job)
 
-    def _serve(self, worker: Worker, what: str, events: int) -> None:
+    def _serve(self, worker: RewardWorker, what: str, events: int) -> None:
         if what == "output":
             worker.read_output()
         else:
@@ -184,11 +186,11 @@ class Pool:
             if events & selectors.EVENT_READ:
                 self._receive(worker)
 
-    def _receive(self, worker: Worker) -> bool:
+    def _receive(self, worker: RewardWorker) -> bool:
         """Process the available replies. Returns False if the child was replaced."""
         try:
             for body in worker.channel.receive():
-                self._reply(worker, net.decode(body, Reply))
+                self._reply(worker, net.decode(body, ScoreReply))
         except EOFError:  # it has ended or closed its channel
             self._replace(worker)
             return False
@@ -200,7 +202,7 @@ class Pool:
             return False
         return True
 
-    def _reply(self, worker: Worker, reply: Reply) -> None:
+    def _reply(self, worker: RewardWorker, reply: ScoreReply) -> None:
         if reply.key == READY and not worker.ready:
             self._started(worker, reply.result.error)
             return
@@ -218,16 +220,16 @@ class Pool:
         if reply.retire:
             worker.retire()
 
-    def _started(self, worker: Worker, error: str) -> None:
+    def _started(self, worker: RewardWorker, error: str) -> None:
         if error:
             self._fail(f"reward {self._host.name} cannot start in a child process: {error}")
             return
         worker.become_ready()
 
-    def _timeout_text(self, entry: Entry) -> str:
+    def _timeout_text(self, entry: PendingSample) -> str:
         return f"timeout after {round(self._host.timeout_s(entry.job), 3):g} s"
 
-    def _settle(self, entry: Entry, result: RewardResult, worker: Worker) -> None:
+    def _settle(self, entry: PendingSample, result: RewardResult, worker: RewardWorker) -> None:
         """Report the result of a sample, a score or an error, to the host."""
         printed = ""
         if result.error:
@@ -262,7 +264,7 @@ class Pool:
             elif grown > self._memory / 2:
                 worker.retire()
 
-    def _replace(self, worker: Worker, reason: str = "") -> None:
+    def _replace(self, worker: RewardWorker, reason: str = "") -> None:
         """Kill a child. The sample that it was scoring fails with `reason`, or with the exit status
         if `reason` is empty. The samples behind it return to the front of the queue."""
         self._workers.remove(worker)
@@ -278,7 +280,7 @@ class Pool:
         elif not worker.retiring:
             self._failed_start(reason, worker)
 
-    def _failed_start(self, reason: str, worker: Worker) -> None:
+    def _failed_start(self, reason: str, worker: RewardWorker) -> None:
         """Count a child that failed without scoring a sample; give up after three in a row.
         Children that started together and fail together count once."""
         if worker.started > self._failed_at:

@@ -6,7 +6,7 @@ is one of
     a function `score(sample, prompt, text) -> float | RewardResult` (or a module that has one);
     the same with a fourth parameter `config`;
     a class whose instances have that method; it is constructed with the config section;
-    a `kind.Kind`.
+    a `kind.RewardKind`.
 `sample` is a `wire.SampleInfo`, `prompt` a `records.Prompt`. A subclass of `RewardConfig` in the
 same module (exactly one) becomes the section `--reward.*`.
 """
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from rlcore.config import dotted
 from rlcore.config.schema import RewardConfig, RewardSum
-from rlcore.rewards.kind import Kind
+from rlcore.rewards.kind import RewardKind
 from rlcore.utils.errors import ConfigError
 
 REWARDS: dict[str, str] = {
@@ -36,7 +36,7 @@ SCHEMES = ("http://", "https://")
 _WEIGHT = re.compile(r"(.+):([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)")
 
 
-class Part(NamedTuple):
+class RewardTerm(NamedTuple):
     """One term of `--reward`."""
 
     label: str
@@ -58,9 +58,9 @@ class _Function:
         return self._function(sample, prompt, text, **self._extra)
 
 
-def parts_of(selector: str) -> tuple[Part, ...]:
+def parts_of(selector: str) -> tuple[RewardTerm, ...]:
     """Parse `--reward` into its terms. Raises ConfigError if a weight is invalid."""
-    parts: list[Part] = []
+    parts: list[RewardTerm] = []
     for term in selector.split(","):
         name, weight = _weight_of(term.strip())
         if not math.isfinite(weight) or not weight:
@@ -68,7 +68,7 @@ def parts_of(selector: str) -> tuple[Part, ...]:
         label = "http" if name.startswith(SCHEMES) else name.removesuffix(".score")
         label = label.rpartition(".")[2]
         same = sum(re.fullmatch(rf"{re.escape(label)}[0-9]*", p.label) is not None for p in parts)
-        parts.append(Part(f"{label}{same + 1}" if same else label, name, weight))
+        parts.append(RewardTerm(f"{label}{same + 1}" if same else label, name, weight))
     return tuple(parts)
 
 
@@ -87,7 +87,7 @@ def _weight_of(term: str) -> tuple[str, float]:
         return name, math.nan
 
 
-def resolve(name: str) -> Kind:
+def resolve(name: str) -> RewardKind:
     """Return the kind of one reward. Raises ConfigError if no valid reward has this name."""
     if name in REWARDS:
         return importlib.import_module(REWARDS[name]).KIND
@@ -105,20 +105,20 @@ def resolve(name: str) -> Kind:
             raise ConfigError(
                 f"--reward {name}: {module.__name__} has no function score(sample, prompt, text)"
             )
-    if isinstance(found, Kind):
+    if isinstance(found, RewardKind):
         return found
     if inspect.isclass(found):
         method = getattr(found, "score", None)
         if not callable(method):
             raise ConfigError(f"--reward {name}: the class has no method score")
         _check_signature(name, method, (None, None, None, None))
-        return Kind(dotted.section("--reward", name, module, RewardConfig), score=found)
+        return RewardKind(dotted.section("--reward", name, module, RewardConfig), score=found)
     if not callable(found):
         raise ConfigError(f"--reward {name}: a {type(found).__name__}; give a function or a class")
     extra = {"config": None} if "config" in _parameters(found) else {}
     _check_signature(name, found, (None, None, None), extra)
     function = found
-    return Kind(
+    return RewardKind(
         dotted.section("--reward", name, module, RewardConfig),
         score=lambda config: _Function(function, config),
     )

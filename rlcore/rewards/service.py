@@ -19,11 +19,11 @@ import msgspec
 
 from rlcore.config.schema import RewardConfig, RewardSum, reward_sections
 from rlcore.records import Prompt, RequestId, RewardResult, Sample
-from rlcore.rewards.kind import Host, Runner, to_result
-from rlcore.rewards.pool import Pool
-from rlcore.rewards.registry import Part, parts_of, resolve
-from rlcore.rewards.wire import Job, SampleInfo
-from rlcore.sched.reward import AdaptiveTimeout, key_of
+from rlcore.rewards.kind import Runner, RunnerHost, to_result
+from rlcore.rewards.pool import RewardPool
+from rlcore.rewards.registry import RewardTerm, parts_of, resolve
+from rlcore.rewards.wire import SampleInfo, ScoreJob
+from rlcore.sched.reward_timeout import AdaptiveTimeout, key_of
 from rlcore.utils.children import last_lines
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
@@ -80,7 +80,7 @@ class RewardService:
         self._runners: list[Runner] = []
         try:
             for i, (part, section) in enumerate(zip(self._parts, self._configs, strict=True)):
-                host = Host(
+                host = RunnerHost(
                     part.name,
                     partial(self._scored, i),
                     self._fail,
@@ -126,11 +126,11 @@ class RewardService:
         with self._changed:
             self._open[key] = _Open(id, time.monotonic(), len(self._keys), {})
         self._keys[id] = key
-        job = Job(key, info, prompt, text)
+        job = ScoreJob(key, info, prompt, text)
         try:
             for i, runner in enumerate(self._runners):
                 limited = msgspec.structs.replace(info, timeout_s=self._limit_s(i, job))
-                runner.submit(Job(key, limited, prompt, text))
+                runner.submit(ScoreJob(key, limited, prompt, text))
         except (TypeError, ValueError, OverflowError) as error:
             self.cancel([id])
             raise ConfigError(
@@ -162,12 +162,12 @@ class RewardService:
             for runner in self._runners:
                 runner.cancel(gone)
 
-    def learn(self, anchors: Mapping[str, float]) -> None:
+    def learn(self, reference_latency: Mapping[str, float]) -> None:
         """Add reference latencies from other ranks: seconds that scoring a right answer took, by
         `sched.reward.key_of` the prompt."""
         if self._deadlines is not None:
             with self._changed:
-                self._deadlines.learn(anchors)
+                self._deadlines.learn(reference_latency)
 
     def close(self) -> None:
         """Stop all runners. Pending samples are dropped. Idempotent."""
@@ -185,7 +185,7 @@ class RewardService:
 
     # ---- the runners' side: any thread
 
-    def _limit_s(self, part: int, job: Job) -> float:
+    def _limit_s(self, part: int, job: ScoreJob) -> float:
         if self._adaptive[part]:
             assert self._deadlines is not None
             return self._deadlines.timeout_s(key_of(job.prompt))
@@ -196,7 +196,7 @@ class RewardService:
             self._failure = self._failure or sentence
             self._changed.notify_all()
 
-    def _scored(self, part: int, job: Job, result: RewardResult, printed: str) -> None:
+    def _scored(self, part: int, job: ScoreJob, result: RewardResult, printed: str) -> None:
         """Record the result of one reward for one sample."""
         if not result.error:
             try:
@@ -228,7 +228,7 @@ class RewardService:
         if told:
             self._tell(part, job.sample.id, result, printed, count)
 
-    def _measured(self, part: int, job: Job, result: RewardResult) -> RewardResult:
+    def _measured(self, part: int, job: ScoreJob, result: RewardResult) -> RewardResult:
         """Add the deadline to the result. The latency of a right answer becomes a reference for
         later deadlines."""
         assert self._deadlines is not None
@@ -236,8 +236,10 @@ class RewardService:
         limit = self._deadlines.timeout_s(prompt)
         is_right = not result.error and result.score >= self._configs[part].right_score
         self._deadlines.scored(prompt, result.latency_s, is_right)
-        anchor_s = result.latency_s if is_right else 0.0
-        return msgspec.structs.replace(result, timeout_s=limit, anchor_s=anchor_s)
+        reference_latency_s = result.latency_s if is_right else 0.0
+        return msgspec.structs.replace(
+            result, timeout_s=limit, reference_latency_s=reference_latency_s
+        )
 
     def _sum(self, found: _Open) -> RewardResult:
         """Combine the results into the weighted sum. In a sum the score and details of each reward
@@ -262,7 +264,7 @@ class RewardService:
             error="; ".join(errors),
             latency_s=latency,
             timeout_s=max(r.timeout_s for r in results),
-            anchor_s=max(r.anchor_s for r in results),
+            reference_latency_s=max(r.reference_latency_s for r in results),
             queued_s=queued,
             num_ahead=found.ahead,
         )
@@ -279,8 +281,10 @@ class RewardService:
         log.warning(sentence, name, id, result.score, result.error, nth, lines)
 
 
-def _runner(part: Part, section: RewardConfig, host: Host, start_timeout_s: float) -> Runner:
+def _runner(
+    part: RewardTerm, section: RewardConfig, host: RunnerHost, start_timeout_s: float
+) -> Runner:
     kind = resolve(part.name)
     if kind.serve is not None:
         return kind.serve(section, host)
-    return Pool(section, host, start_timeout_s)
+    return RewardPool(section, host, start_timeout_s)

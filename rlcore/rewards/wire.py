@@ -11,7 +11,7 @@ READY = -1
 
 
 class SampleInfo(Struct, frozen=True, kw_only=True):
-    """Metadata of a sample for a reward. The tokens themselves stay at the replica."""
+    """Metadata of a sample for a reward. The tokens themselves stay at the engine."""
 
     id: RequestId
     num_tokens: int
@@ -26,7 +26,7 @@ class SampleInfo(Struct, frozen=True, kw_only=True):
         return group_of(self.id)
 
 
-class Start(Struct, frozen=True, kw_only=True):
+class RewardStart(Struct, frozen=True, kw_only=True):
     """First message to a child: the reward to build."""
 
     reward: str
@@ -35,14 +35,14 @@ class Start(Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class Job(Struct, frozen=True, array_like=True):
+class ScoreJob(Struct, frozen=True, array_like=True):
     key: int
     sample: SampleInfo
     prompt: Prompt
     text: str
 
 
-class Reply(Struct, frozen=True, array_like=True):
+class ScoreReply(Struct, frozen=True, array_like=True):
     key: int
     result: RewardResult
     retire: bool = False

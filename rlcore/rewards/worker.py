@@ -6,19 +6,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rlcore.rewards.wire import Job
+from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.children import GuardedChild
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Entry:
+class PendingSample:
     """Sample sent to a child, with its encoded message."""
 
-    job: Job
+    job: ScoreJob
     frame: bytearray
 
 
-class Worker(GuardedChild):
+class RewardWorker(GuardedChild):
     """Child process, used by the pool's thread only. `inflight` has its samples in scoring order;
     `head_since` is the time when scoring of the first one began."""
 
@@ -32,7 +32,7 @@ class Worker(GuardedChild):
         """Start the child; see `GuardedChild`."""
         self.ready = False
         self.retiring = False
-        self.inflight: deque[Entry] = deque()
+        self.inflight: deque[PendingSample] = deque()
         self.head_since = 0.0
         self.start_rss = 0
         super().__init__(selector, start, sink, module)
@@ -42,7 +42,7 @@ class Worker(GuardedChild):
         self.ready = True
         self.start_rss = self.rss()
 
-    def hold(self, entry: Entry) -> None:
+    def hold(self, entry: PendingSample) -> None:
         """Append a sample to those in flight."""
         if not self.inflight:
             self.head_since = time.monotonic()

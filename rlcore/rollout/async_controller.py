@@ -20,28 +20,28 @@ from msgspec import Struct, structs
 from rlcore.records import (
     AnyCommand,
     AnyEvent,
-    Batch,
     Finished,
     GroupId,
     Held,
     Hold,
     Holding,
+    LengthReport,
     Move,
     Moved,
     Preempted,
-    Progress,
     Prompt,
     Released,
     RequestId,
     Rewarded,
+    TrainOrder,
     Version,
     Wanted,
     Work,
     group_of,
 )
 from rlcore.rollout.controller import Controller
-from rlcore.sched.histopipe import Pipe
-from rlcore.sched.roles import GroupState, Place, RequestState
+from rlcore.sched.histopipe import HistoPipe
+from rlcore.sched.roles import GroupState, RequestState, Router
 from rlcore.sched.staleness import Refill, SampleBuffer
 from rlcore.sched.stop import EQUAL_REWARDS
 
@@ -65,8 +65,8 @@ class Saved(Struct, frozen=True):
 
 
 class AsyncController(Controller):
-    """Controller of an endless round. `trainers` are the ranks that get the batches; `samplers` are
-    all other ranks; `ranks` are the samplers that lead an engine."""
+    """Controller of an endless round. `trainers` are the ranks that get the batches;
+    `rollout_ranks` are all other ranks; `ranks` are those of them that lead an engine."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class AsyncController(Controller):
         buffer: SampleBuffer,
         issue: Callable[[int], list[Work]],
         trainers: Sequence[int],
-        samplers: Sequence[int],
+        rollout_ranks: Sequence[int],
         ranks: Sequence[int],
-        place: Place | Pipe,
+        place: Router | HistoPipe,
         deadline_s: float,
         members: Mapping[int, Sequence[int]] | None = None,
         dynamic: bool = False,
@@ -84,22 +84,22 @@ class AsyncController(Controller):
         """
         Args:
             issue: as in `Refill`.
-            place: router of requests to engines. A `Pipe` also orders new work and may move running
-                requests to another engine.
+            place: router of requests to engines. A `HistoPipe` also orders new work and may move
+                running requests to another engine.
             dynamic: as in `Refill`.
         """
-        self._pipe = place if isinstance(place, Pipe) else None
+        self._pipe = place if isinstance(place, HistoPipe) else None
         self._refill = Refill(buffer, self._issue_by(issue), dynamic)
         super().__init__(
             ranks=ranks,
-            all_ranks=[*trainers, *samplers],
+            all_ranks=[*trainers, *rollout_ranks],
             members=members,
             place=place,
             stop=self._refill,
             deadline_s=deadline_s,
         )
         self.buffer = buffer
-        self._learners, self._samplers = tuple(trainers), tuple(samplers)
+        self._learners, self._rollout_ranks = tuple(trainers), tuple(rollout_ranks)
         self._wants = False
         """Whether the learner waits for a batch."""
         self._holds = True
@@ -111,7 +111,8 @@ class AsyncController(Controller):
         self.prompts: dict[GroupId, Prompt] = {}
         """Prompts of the last batch, by group."""
         self._found: dict[str, float] = {}
-        """Longest scoring times of right answers since the last hold; see `EndRound.anchors`."""
+        """Longest scoring times of right answers since the last hold; see
+        `EndRound.reference_latency`."""
 
     def _issue_by(self, issue: Callable[[int], list[Work]]) -> Callable[[int], list[Work]]:
         pipe = self._pipe
@@ -158,7 +159,7 @@ class AsyncController(Controller):
         if isinstance(event, Moved):
             self._seen[event.rank] = now
             return self._moved(event)
-        if isinstance(event, Progress):
+        if isinstance(event, LengthReport):
             event = self._known(event)
             for i, length in zip(event.ids, event.lengths, strict=True):
                 if length:
@@ -170,7 +171,7 @@ class AsyncController(Controller):
                 self._up[event.rank] -= 1
             return self._submit()
         commands = super().handle(event, now)
-        if isinstance(event, Progress):
+        if isinstance(event, LengthReport):
             commands += self._move(event)
         return [*commands, *self._give()]
 
@@ -191,7 +192,7 @@ class AsyncController(Controller):
             self._wants = True
             return self._give()
         self._held.add(event.rank)
-        self.done = self._held.issuperset(self._samplers)
+        self.done = self._held.issuperset(self._rollout_ranks)
         return []
 
     def _give(self) -> list[AnyCommand]:
@@ -208,13 +209,13 @@ class AsyncController(Controller):
         groups = tuple(self._group(self._groups[g]) for g in sorted(chosen, key=self._place_of))
         self.prompts = {g: self._groups[g].work.prompt for g in chosen}
         stats = self._reward_stats(groups) | self.buffer.metrics()
-        self._found |= self._anchors(chosen)
+        self._found |= self._reference_latency(chosen)
         if self._pipe is not None:
             for group in groups:
                 self._pipe.learn(self._groups[group.id].work.prompt, group.lengths)
         for name in chosen:
             self._leave(name)
-        return [Batch(rank=r, groups=groups, stats=stats) for r in self._learners]
+        return [TrainOrder(rank=r, groups=groups, stats=stats) for r in self._learners]
 
     def _hold(self, event: Holding, now: float) -> list[AnyCommand]:
         """Tell all rollout ranks to stop decoding, and which groups were removed."""
@@ -225,15 +226,16 @@ class AsyncController(Controller):
             self._leave(group)
         self._dropped = {}
         self._holds = True
-        # From now on the samplers owe a Held; before, idle samplers were allowed to be silent.
+        # From now on the rollout ranks owe a Held; before, idle rollout ranks were allowed to be
+        # silent.
         self._ready = set(self._learners)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._look_at = now + self._deadline_s
         forget, self._forget = tuple(self._forget), []
-        anchors, self._found = self._found, {}
+        reference_latency, self._found = self._found, {}
         return [
-            Hold(rank=rank, mode=event.mode, forget=forget, anchors=anchors)
-            for rank in self._samplers
+            Hold(rank=rank, mode=event.mode, forget=forget, reference_latency=reference_latency)
+            for rank in self._rollout_ranks
         ]
 
     def _drop(self, late: Sequence[GroupId]) -> list[AnyCommand]:
@@ -258,7 +260,7 @@ class AsyncController(Controller):
         """Return the group's position in the order of all started requests."""
         return min(r.order for r in self._groups[group].requests.values())
 
-    def _known(self, event: Progress) -> Progress:
+    def _known(self, event: LengthReport) -> LengthReport:
         """Return the event without requests whose groups were removed, and without tails."""
         pairs = [
             (i, n) for i, n in zip(event.ids, event.lengths, strict=True) if i in self._requests
@@ -269,8 +271,8 @@ class AsyncController(Controller):
 
     # ---- requests that move to another engine
 
-    def _move(self, event: Progress) -> list[AnyCommand]:
-        """Move requests that have become too long for their engine (`Pipe` only)."""
+    def _move(self, event: LengthReport) -> list[AnyCommand]:
+        """Move requests that have become too long for their engine (`HistoPipe` only)."""
         if self._pipe is None or self._holds or event.rank not in self._up:
             return []
         here = {

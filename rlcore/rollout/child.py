@@ -6,7 +6,7 @@ Parent and child exchange the frames of `wire.py` over the channel of `utils/chi
 parent does. It imports only the engine and its dependencies, not the program that started it.
 
 An error in a call is returned to the caller. Three errors end the child instead and leave a `Down`
-event: an `EngineGoneError`, an engine that does not start, and any error in `poll`.
+event: an `EngineFailedError`, an engine that does not start, and any error in `poll`.
 """
 
 import time
@@ -23,13 +23,13 @@ from rlcore.records import (
     Down,
     Finished,
     History,
+    LengthReport,
     Partial,
-    Progress,
     Request,
     RequestId,
 )
-from rlcore.rollout.gone import EngineGoneError
-from rlcore.rollout.wire import LARGEST_FRAME, Call, Fatal, FromEngine, Reply
+from rlcore.rollout.errors import EngineFailedError
+from rlcore.rollout.wire import LARGEST_FRAME, EngineCall, EngineReply, Fatal, FromEngine
 from rlcore.utils.children import Child, without_launcher
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
@@ -59,8 +59,8 @@ class ChildEngine:
     The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
     calls, the deadline here is that value plus 10 s.
 
-    `resize(tp)` changes the settings to another tensor-parallel size. With it, `relayout` starts a
-    new child of that size; without it, `relayout` calls the engine's own method.
+    `resize(tp)` changes the settings to another tensor-parallel size. With it, `resize` starts a
+    new child of that size; without it, `resize` calls the engine's own method.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ChildEngine:
         self._live.update((i, []) for i in new)  # events may arrive before the reply
         try:
             self._call("submit", tuple(requests))
-        except EngineGoneError:
+        except EngineFailedError:
             if dead:
                 self._live.clear()
                 self._lose(new)
@@ -145,7 +145,7 @@ class ChildEngine:
         """Abort requests. If the child has failed, do nothing: its `Down` lists its requests."""
         try:
             self._call("abort", tuple(ids))
-        except EngineGoneError:
+        except EngineFailedError:
             return
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
@@ -187,14 +187,14 @@ class ChildEngine:
         """Call `wake` of the engine."""
         self._call("wake", tuple(tags))
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Change the tensor-parallel size. With `resize`, start a new child without weights and
-        raise RuntimeError while requests run. Otherwise call `relayout` of the engine."""
+        raise RuntimeError while requests run. Otherwise call `resize` of the engine."""
         if self._resize is None:
-            self._call("relayout", tp)
+            self._call("resize", tp)
             return
         if self._closed:
-            raise RuntimeError("relayout: the engine is closed")
+            raise RuntimeError("resize: the engine is closed")
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are running; abort them first")
         if not self._down:
@@ -236,7 +236,7 @@ class ChildEngine:
         )
         self._down = ""
         self._refused, self._told = "", False
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, EngineReply] = {}
         self._number = 0
         self._built = False
         self._ask("build", (self._factory, settings))
@@ -244,7 +244,7 @@ class ChildEngine:
     def _ask(self, method: str, args: tuple[Any, ...]) -> int:
         self._number += 1
         assert self._child is not None
-        call = Call(self._number, method, encode(args))
+        call = EngineCall(self._number, method, encode(args))
         try:
             self._child.channel.send(frame(call), self._deadline_s)
         except TimeoutError as error:
@@ -284,7 +284,7 @@ class ChildEngine:
             self._told = True
             raise ConfigError(self._refused)
         if self._down:
-            raise EngineGoneError(f"{method}: {self._name} {self._down}; restart() it")
+            raise EngineFailedError(f"{method}: {self._name} {self._down}; restart() it")
 
     @property
     def _name(self) -> str:
@@ -297,7 +297,7 @@ class ChildEngine:
         try:
             for body in self._child.channel.receive(timeout_s):
                 item = decode(body, FromEngine)
-                if isinstance(item, Reply):
+                if isinstance(item, EngineReply):
                     self._replies[item.number] = item
                 elif isinstance(item, Fatal):
                     reason, _, trace = item.reason.partition("\n")
@@ -317,7 +317,7 @@ class ChildEngine:
         Return the event without these tokens."""
         if isinstance(event, Finished | Aborted):
             self._live.pop(event.id, None)
-        elif isinstance(event, Progress) and event.tails:
+        elif isinstance(event, LengthReport) and event.tails:
             for i, tail in zip(event.ids, event.tails, strict=True):
                 if i in self._live:
                     self._live[i].append(tail)
@@ -354,7 +354,7 @@ class ChildEngine:
                 lost = event.lost + tuple(ids)
                 self._events[at] = msgspec.structs.replace(event, lost=lost)
                 return
-        raise EngineGoneError(f"submit: {self._name} {self._down}; restart() it")
+        raise EngineFailedError(f"submit: {self._name} {self._down}; restart() it")
 
 
 def joined(pieces: Sequence[Partial]) -> Partial:

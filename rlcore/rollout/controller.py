@@ -24,16 +24,16 @@ from rlcore.records import (
     AnyCommand,
     AnyEvent,
     Down,
-    Drop,
+    DropEngine,
     EndRound,
     Fail,
     Finish,
     Finished,
     Group,
     GroupId,
+    LengthReport,
     Partial,
     Preempted,
-    Progress,
     Ready,
     Release,
     Released,
@@ -53,9 +53,9 @@ from rlcore.records import (
     is_baseline,
     request_of,
 )
-from rlcore.sched.race import ByTokens, Race
-from rlcore.sched.reward import key_of
-from rlcore.sched.roles import Cell, Elastic, GroupState, Live, Place, RequestState, Stop
+from rlcore.sched.completion_order import ByTokens, CompletionOrder
+from rlcore.sched.reward_timeout import key_of
+from rlcore.sched.roles import Cell, Elastic, GroupState, Live, RequestState, Router, Stop
 
 ALIVE_INTERVAL_S = 20.0
 MAX_REPAIRS = 3
@@ -90,7 +90,7 @@ class Controller:
         self,
         *,
         ranks: Sequence[int],
-        place: Place,
+        place: Router,
         stop: Stop,
         deadline_s: float,
         all_ranks: Sequence[int] | None = None,
@@ -115,7 +115,7 @@ class Controller:
         self._groups: dict[str, GroupState] = {}
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
-        self._race: Race | None = ByTokens(self._requests.values) if by_tokens else None
+        self._race: CompletionOrder | None = ByTokens(self._requests.values) if by_tokens else None
         self._dropped: dict[GroupId, str] = {}
         self._elastic = elastic
         self._leaving: set[int] = set()
@@ -162,10 +162,12 @@ class Controller:
         """Complete groups that are not trained, with the reason."""
         return self._dropped
 
-    def decide_by(self, make: Callable[[Callable[[], Collection[RequestState]]], Race]) -> None:
-        """Set another order in which responses count (class `Race`) than that of arrival. `make`
-        gets a function that returns all requests of the round. Call this before the first
-        event."""
+    def decide_by(
+        self, make: Callable[[Callable[[], Collection[RequestState]]], CompletionOrder]
+    ) -> None:
+        """Set another order in which responses count (class `CompletionOrder`) than that of
+        arrival. `make` gets a function that returns all requests of the round. Call this before the
+        first event."""
         self._race = make(self._requests.values)
 
     # ---- the interface
@@ -202,7 +204,7 @@ class Controller:
             return self._released(event)
         if isinstance(event, Trained):
             return self._trained(event)
-        if isinstance(event, Progress):
+        if isinstance(event, LengthReport):
             for i, n in zip(event.ids, event.lengths, strict=True):
                 self._requests[i].progress(n)
             return []
@@ -272,7 +274,8 @@ class Controller:
         return self._count_in()
 
     def _count_in(self) -> list[AnyCommand]:
-        """Count the responses that the race releases, one at a time: each may close groups."""
+        """Count the responses that the completion order releases, one at a time: each may close
+        groups."""
         assert self._race is not None
         commands: list[AnyCommand] = []
         while not self.done and (request := self._race.next(self._is_open)) is not None:
@@ -328,7 +331,7 @@ class Controller:
         leader = self._leader.get(event.rank)
         if leader is not None:  # end the leader's engine, which then reports Down itself
             decodes = leader in self._up or leader in self._leaving
-            return [Drop(rank=leader, reason=event.reason)] if decodes else []
+            return [DropEngine(rank=leader, reason=event.reason)] if decodes else []
         if event.rank in self._leaving:
             self._has_left(event.rank)
         elif self._up.pop(event.rank, None) is None:
@@ -440,7 +443,8 @@ class Controller:
             ids = tuple(group.id for group in groups)
             self._streamed.append(Streamed(groups=ids, dp_ranks=cell.dp_ranks))
             trainer.busy.update(cell.ranks)
-            # Ship before Train: a rank that trains blocks on its model replica and cannot send.
+            # Ship before Train: a rank that trains blocks on its model-parallel group and cannot
+            # send.
             owners: dict[int, list[str]] = {}
             for ref in (ref for group in groups for ref in group.refs):
                 owners.setdefault(ref.owner, []).append(ref.id)
@@ -511,20 +515,20 @@ class Controller:
             groups=groups,
             dropped=self._dropped,
             streamed=tuple(self._streamed),
-            anchors=self._anchors(self._groups),
+            reference_latency=self._reference_latency(self._groups),
             stats=self._stats,
         )
         return [*aborts, *(structs.replace(end, rank=r) for r in self._all_ranks)]
 
-    def _anchors(self, groups: Iterable[GroupId]) -> dict[str, float]:
+    def _reference_latency(self, groups: Iterable[GroupId]) -> dict[str, float]:
         """Return the longest scoring time of a right answer by prompt, in seconds, for adaptive
         reward deadlines."""
         found: dict[str, float] = {}
         for state in (self._groups[g] for g in groups):
             for r in state.requests.values():
-                if r.result is not None and r.result.anchor_s:
+                if r.result is not None and r.result.reference_latency_s:
                     key = key_of(state.work.prompt)
-                    found[key] = max(r.result.anchor_s, found.get(key, 0.0))
+                    found[key] = max(r.result.reference_latency_s, found.get(key, 0.0))
         return found
 
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
@@ -590,7 +594,7 @@ class Controller:
 
     def _moves(self, event: AnyEvent) -> bool:
         """Whether the event shows progress. A stuck engine still sends periodic reports."""
-        if isinstance(event, Progress):
+        if isinstance(event, LengthReport):
             lengths = zip(event.ids, event.lengths, strict=True)
             return any(n > self._requests[i].num_tokens for i, n in lengths)
         if isinstance(event, Stats):

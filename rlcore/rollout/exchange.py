@@ -1,6 +1,7 @@
 """Transfer of samples from the rank that sampled them to the ranks that train them.
 
-    engine -> Agent.samples -> SampleExchange.send -> (inbox "samples") -> SampleExchange.collect
+    engine -> RolloutWorker.samples -> SampleExchange.send -> (inbox "samples") ->
+    SampleExchange.collect
 
 The rank that sampled a sample owns it and sends it. After a round, every rank knows where samples
 go (`Rollout.route`). In `--mode stream` and `--mode async`, the controller orders a transfer with

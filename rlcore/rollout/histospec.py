@@ -50,7 +50,7 @@ def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float
     return History(key=prompt_key(prompt), id=id, tokens=tokens, score=score)
 
 
-class Library:
+class HistoryStore:
     """Histories by prompt, oldest prompts first. The order of the records of a round does not
     matter."""
 
@@ -145,10 +145,10 @@ def _count(group: Iterable[History]) -> int:
     return sum(len(h.tokens) for h in group)
 
 
-class Teacher:
+class HistorySender:
     """Sends every engine the histories of its prompts, once per round."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: HistoryStore) -> None:
         self._library = library
         self._told: set[tuple[int, int]] = set()
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from msgspec import structs
 
 from rlcore.records import Aborted, AnyEvent, Finished, RequestId
-from rlcore.rollout.gone import EngineGoneError
-from rlcore.rollout.wire import ARGS, LARGEST_FRAME, Call, Events, Fatal, Reply
+from rlcore.rollout.errors import EngineFailedError
+from rlcore.rollout.wire import ARGS, LARGEST_FRAME, EngineCall, EngineReply, Events, Fatal
 from rlcore.utils.children import Channel, open_channel, parent_pid
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
@@ -41,7 +41,9 @@ class EngineServer:
 
     def __init__(self, channel: Channel, parent: int) -> None:
         self._channel, self._parent = channel, parent
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None: end of calls
+        self._calls: queue.SimpleQueue[EngineCall | None] = (
+            queue.SimpleQueue()
+        )  # None: end of calls
         self._out: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._live: set[RequestId] = set()
         self._paused = False
@@ -82,10 +84,10 @@ class EngineServer:
             if call is None:
                 self._leave(0)
             wait = False
-            reply = Reply(call.number)
+            reply = EngineReply(call.number)
             try:
                 self._obey(call.method, decode(call.args, ARGS[call.method]))
-            except EngineGoneError:
+            except EngineFailedError:
                 raise
             except Exception as error:
                 if self._engine is None:
@@ -118,7 +120,7 @@ class EngineServer:
         try:
             while True:
                 for body in self._channel.receive(_PARENT_S):
-                    self._calls.put(decode(body, Call))
+                    self._calls.put(decode(body, EngineCall))
                 if os.getppid() != self._parent:
                     break
         except EOFError:

@@ -24,7 +24,6 @@ from rlcore.records import (
     Alive,
     AnyCommand,
     AnyEvent,
-    Batch,
     GroupId,
     Held,
     Hold,
@@ -32,11 +31,12 @@ from rlcore.records import (
     Prompt,
     RequestId,
     Sample,
+    TrainOrder,
     Version,
     Wanted,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
-from rlcore.sched.race import Misfit
+from rlcore.sched.completion_order import ReplayMismatch
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.net import decode, encode
 
@@ -51,7 +51,7 @@ class Restored(Struct, frozen=True):
     owners: dict[int, int]
 
 
-class Trained(Struct, frozen=True, array_like=True):
+class TrainedGroup(Struct, frozen=True, array_like=True):
     """A group of a recorded batch."""
 
     id: GroupId
@@ -61,7 +61,7 @@ class Trained(Struct, frozen=True, array_like=True):
     """CRC-32 of the prompt's tokens."""
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class LoggedStep(Struct, frozen=True, kw_only=True):
     """Contents of one file of events."""
 
     version: Version
@@ -69,7 +69,7 @@ class Step(Struct, frozen=True, kw_only=True):
     seed: int
     events: tuple[tuple[float, AnyEvent], ...]
     """Events with the time at which the controller handled them, in seconds of its clock."""
-    groups: tuple[Trained, ...]
+    groups: tuple[TrainedGroup, ...]
     """Groups of the batch."""
     restored: Restored | None = None
 
@@ -81,7 +81,7 @@ class Recorder:
         self._folder, self._seed = run_folder / FOLDER, seed
         self._folder.mkdir(parents=True, exist_ok=True)
         self._events: list[tuple[float, AnyEvent]] = []
-        self._groups: tuple[Trained, ...] = ()
+        self._groups: tuple[TrainedGroup, ...] = ()
         self._restored: Restored | None = None
 
     def restored(self, saved: Saved, owners: dict[int, int]) -> None:
@@ -103,7 +103,7 @@ class Recorder:
     def end(self, version: Version) -> None:
         """Write the events of the step, after all rollout ranks have stopped. Raises OSError if the
         file cannot be written."""
-        step = Step(
+        step = LoggedStep(
             version=version,
             seed=self._seed,
             events=tuple(self._events),
@@ -149,35 +149,36 @@ class EventLog:
         """Return whether the log begins at `version`, so that no earlier events are needed."""
         return self._have[0] == version + 1
 
-    def step(self, version: Version) -> Step:
-        """Read the events of a step. Raises Misfit if the log does not have the step or has another
-        seed."""
+    def step(self, version: Version) -> LoggedStep:
+        """Read the events of a step. Raises ReplayMismatch if the log does not have the step or has
+        another seed."""
         file = _events(self.path, version)
         if not file.is_file():
             have = self._have
-            raise Misfit(
+            raise ReplayMismatch(
                 f"--debug.replay {self.path}: has no step {version + 1}, only {have[0]} to "
                 f"{have[-1]}; take fewer --run.steps, or the log of a longer run"
             )
         try:
-            found = decode(file.read_bytes(), Step)
+            found = decode(file.read_bytes(), LoggedStep)
         except msgspec.MsgspecError as error:
-            raise Misfit(f"--debug.replay {file}: cannot be read ({error})") from error
+            raise ReplayMismatch(f"--debug.replay {file}: cannot be read ({error})") from error
         if found.seed != self._seed:
-            raise Misfit(
+            raise ReplayMismatch(
                 f"--debug.replay {self.path}: was recorded with --run.seed {found.seed}, not "
                 f"{self._seed}"
             )
         return found
 
     def samples(self, version: Version, wanted: Iterable[RequestId]) -> dict[RequestId, Sample]:
-        """Read the samples in `wanted`, by id. Raises Misfit if the log lacks one of them."""
+        """Read the samples in `wanted`, by id. Raises ReplayMismatch if the log lacks one of
+        them."""
         found: dict[RequestId, Sample] = {}
         for file in sorted(self.path.glob(f"{_name(version)}.samples*.msgpack")):
             found |= {s.id: s for s in decode(file.read_bytes(), list[Sample])}
         wanted = list(wanted)
         if missing := [i for i in wanted if i not in found]:
-            raise Misfit(
+            raise ReplayMismatch(
                 f"--debug.replay {self.path}: has no tokens of {missing[0]} for step {version + 1}"
             )
         return {i: found[i] for i in wanted}
@@ -196,15 +197,15 @@ class Replayed(AsyncController):
         self._batch: list[AnyCommand] = []
 
     def go(self, version: Version, now: float) -> list[AnyCommand]:
-        """Replay the events of the step up to the hold. Raises Misfit if the log is of another run
-        or its first events are missing."""
+        """Replay the events of the step up to the hold. Raises ReplayMismatch if the log is of
+        another run or its first events are missing."""
         step = self._log.step(version)
         if step.restored is not None:
             owners = step.restored.owners
             self._start_anew()
             self.restore(step.restored.saved, lambda rank: owners.get(rank, rank))
         elif self.buffer.version < 0 and not self._log.begins_at(version):
-            raise Misfit(
+            raise ReplayMismatch(
                 f"--debug.replay {self._log.path}: what was under way at step {version + 1} is in "
                 "no file; replay from the first step, with --run.resume fresh"
             )
@@ -213,13 +214,13 @@ class Replayed(AsyncController):
             (k for k, (_, e) in enumerate(step.events) if isinstance(e, Holding)), len(step.events)
         )
         self._rest = list(step.events[at:])
-        self._batch = [c for c in self._play(step.events[:at]) if isinstance(c, Batch)]
+        self._batch = [c for c in self._play(step.events[:at]) if isinstance(c, TrainOrder)]
         if (groups := _trained(self._batch, self.prompts)) != step.groups:
             here, there = (
                 ", ".join(f"{g.id} (row {g.row})" for g in found[:3]) or "none"
                 for found in (groups, step.groups)
             )
-            raise Misfit(
+            raise ReplayMismatch(
                 f"--debug.replay {self._log.path}: its batch of step {version + 1} has the groups "
                 f"{there} ..., here they would be {here}, or have other prompts; replay with the "
                 "settings and --data of the run that wrote it"
@@ -270,11 +271,11 @@ def controller_of(log: EventLog | None) -> Callable[..., AsyncController]:
 
 def _trained(
     commands: Iterable[AnyCommand], prompts: Mapping[GroupId, Prompt]
-) -> tuple[Trained, ...]:
+) -> tuple[TrainedGroup, ...]:
     """Return the groups of the batch among the commands; () if there is no batch."""
-    batch = next((c for c in commands if isinstance(c, Batch)), None)
+    batch = next((c for c in commands if isinstance(c, TrainOrder)), None)
     return tuple(
-        Trained(g.id, g.prompt_index, zlib.crc32(prompts[g.id].tokens.tobytes()))
+        TrainedGroup(g.id, g.prompt_index, zlib.crc32(prompts[g.id].tokens.tobytes()))
         for g in (batch.groups if batch else ())
     )
 

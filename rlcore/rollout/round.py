@@ -1,5 +1,5 @@
 """One round of sampling over all ranks: rank 0 runs the controller in a thread, and every rank
-runs a rollout worker (`Agent`)."""
+runs a rollout worker (`RolloutWorker`)."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from rlcore.records import (
     Fail,
     GroupId,
     Histories,
-    Meet,
+    JoinSync,
     Sample,
     Submit,
     Work,
@@ -22,13 +22,13 @@ from rlcore.records import (
 )
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.exchange import by_owner
-from rlcore.rollout.histospec import Library, Teacher, history_of
-from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
-from rlcore.rollout.rounds import Rounds
+from rlcore.rollout.histospec import HistorySender, HistoryStore, history_of
+from rlcore.rollout.round_log import Rounds
 from rlcore.rollout.transport import Hub
-from rlcore.sched.race import Misfit
+from rlcore.rollout.worker import NO_CALLBACKS, RolloutWorker, RoundCallbacks
+from rlcore.sched.completion_order import ReplayMismatch
 from rlcore.sched.roles import Elastic, Stop
-from rlcore.sched.stop import All
+from rlcore.sched.stop import StopAtAll
 from rlcore.utils.log import log
 
 TICK_S = 0.25
@@ -39,9 +39,9 @@ JOIN_S = 10.0
 class Heartbeat:
     """Sends signs of life from rank 0 to the ranks that only sample."""
 
-    def __init__(self, hub: Hub, samplers: Sequence[int]) -> None:
-        """`samplers`: the ranks that only sample."""
-        self._hub, self._samplers, self._told = hub, samplers, 0.0
+    def __init__(self, hub: Hub, rollout_ranks: Sequence[int]) -> None:
+        """`rollout_ranks`: the ranks that only sample."""
+        self._hub, self._rollout_ranks, self._told = hub, rollout_ranks, 0.0
 
     def alive(self) -> None:
         """Send a sign of life if the last one is older than ALIVE_S. Do nothing on ranks other
@@ -49,8 +49,8 @@ class Heartbeat:
         now = time.monotonic()
         if self._hub.rank == 0 and now - self._told > ALIVE_S:
             self._told = now
-            for rank in self._samplers:
-                self._hub.send(rank, "agent", Alive(rank=rank))
+            for rank in self._rollout_ranks:
+                self._hub.send(rank, "worker", Alive(rank=rank))
 
 
 class Rollout:
@@ -59,26 +59,26 @@ class Rollout:
     def __init__(
         self,
         hub: Hub,
-        agent: Agent,
+        worker: RolloutWorker,
         make_controller: Callable[[Stop, Elastic | None], Controller],
         timeout_s: float,
         *,
         on_progress: Callable[[int, int], None] | None = None,
-        samplers: Sequence[int] = (),
+        rollout_ranks: Sequence[int] = (),
         rounds: Rounds | None = None,
-        library: Library | None = None,
+        library: HistoryStore | None = None,
     ) -> None:
         """
         Args:
             make_controller: called on rank 0, once per round, with its policies.
             on_progress: called in the controller's thread with two numbers: responses done and
                 responses wanted.
-            samplers: the ranks that only sample.
+            rollout_ranks: the ranks that only sample.
             rounds: log of the rounds that run with a `stop` policy, on rank 0.
             library: earlier responses that engines draft from, on rank 0.
         """
-        self._hub, self.agent, self._timeout_s = hub, agent, timeout_s
-        self._samplers, self._rounds, self.library = samplers, rounds, library
+        self._hub, self.worker, self._timeout_s = hub, worker, timeout_s
+        self._rollout_ranks, self._rounds, self.library = rollout_ranks, rounds, library
         self._make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
         self._controller: Controller | None = None
@@ -94,10 +94,10 @@ class Rollout:
         With `elastic`, some ranks stop decoding earlier. Only rank 0 reads `work`, `stop` and
         `elastic`; every rank returns the same groups."""
         if self._hub.rank != 0:
-            return self.agent.run_round(callbacks)
+            return self.worker.run_round(callbacks)
         self._round += 1
         gone = threading.Event()
-        self._controller = self._make_controller(stop or All(), elastic)
+        self._controller = self._make_controller(stop or StopAtAll(), elastic)
         thread = threading.Thread(
             target=_control,
             args=(
@@ -108,13 +108,13 @@ class Rollout:
                 gone,
                 self._on_progress,
                 self._rounds if stop is not None else None,
-                Teacher(self.library) if self.library is not None else None,
+                HistorySender(self.library) if self.library is not None else None,
             ),
             daemon=True,
         )
         thread.start()
         try:
-            return self.agent.run_round(callbacks)
+            return self.worker.run_round(callbacks)
         except BaseException:
             gone.set()
             raise
@@ -128,17 +128,17 @@ class Rollout:
         rank trains, by id. `destination` and `owners` are the same on every rank."""
         for (owner, ranks), ids in by_owner(destination, owners).items():
             if owner == self._hub.rank:
-                self.agent.exchange.send(ids, ranks)
+                self.worker.exchange.send(ids, ranks)
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
-        return self.agent.exchange.collect(mine, owners)
+        return self.worker.exchange.collect(mine, owners)
 
     def learn_histories(self) -> None:
         """Add the scored responses of the finished round to the library on rank 0. If engines draft
         from histories, every rank calls this; rank 0 waits for all ranks."""
-        agent, hub = self.agent, self._hub
+        worker, hub = self.worker, self._hub
         mine = [
-            history_of(i, agent.samples[i].prompt, agent.samples[i].tokens, score)
-            for i, score in agent.scores.items()
+            history_of(i, worker.samples[i].prompt, worker.samples[i].tokens, score)
+            for i, score in worker.scores.items()
             if not is_baseline(group_of(i))
         ]
         if hub.rank != 0:
@@ -159,17 +159,17 @@ class Rollout:
         self.library.add(mine)
 
     def call(self) -> None:
-        """Send `Meet` from rank 0: the ranks that only sample join the weight update."""
+        """Send `JoinSync` from rank 0: the ranks that only sample join the weight update."""
         if self._hub.rank == 0:
-            for rank in self._samplers:
-                self._hub.send(rank, "agent", Meet(rank=rank))
+            for rank in self._rollout_ranks:
+                self._hub.send(rank, "worker", JoinSync(rank=rank))
 
     def read(self, groups: Collection[GroupId], samples: Iterable[Sample]) -> None:
         """Give these samples of the last round to the worker of rank 0, as if it had sampled
         them."""
         assert self._controller is not None
         started = self._controller.groups
-        self.agent.read({g: started[g].work.prompt for g in groups}, samples)
+        self.worker.read({g: started[g].work.prompt for g in groups}, samples)
 
 
 def _control(
@@ -180,13 +180,16 @@ def _control(
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
     rounds: Rounds | None,
-    teacher: Teacher | None,
+    teacher: HistorySender | None,
 ) -> None:
     """Run the controller in its own thread, so that an abort never waits for a decode step. An
     error here fails the round on every rank, with the error as the reason."""
     try:
         _serve(controller, hub, work, round_, gone, on_progress, rounds, teacher)
-    except (Misfit, OSError) as e:  # raised by the log of rounds; the message needs no prefix
+    except (
+        ReplayMismatch,
+        OSError,
+    ) as e:  # raised by the log of rounds; the message needs no prefix
         _fail(hub, str(e))
     except Exception as e:
         log.exception("the controller failed")
@@ -197,7 +200,7 @@ def _control(
 
 def _fail(hub: Hub, reason: str) -> None:
     for rank in range(hub.world_size):
-        hub.send(rank, "agent", Fail(rank=rank, reason=reason))
+        hub.send(rank, "worker", Fail(rank=rank, reason=reason))
 
 
 def _serve(
@@ -208,7 +211,7 @@ def _serve(
     gone: threading.Event,
     on_progress: Callable[[int, int], None] | None,
     rounds: Rounds | None,
-    teacher: Teacher | None,
+    teacher: HistorySender | None,
 ) -> None:
     """Feed the controller until the round is over. If rank 0's own worker fails (`gone`), fail the
     other ranks at once."""
@@ -222,8 +225,8 @@ def _serve(
             if teacher is not None and isinstance(command, Submit):
                 first = teacher.before(command.rank, command.prompts, command.requests)
                 if first is not None:
-                    hub.send(command.rank, "agent", first)
-            hub.send(command.rank, "agent", command)
+                    hub.send(command.rank, "worker", first)
+            hub.send(command.rank, "worker", command)
         if controller.done:
             return
         commands = []
@@ -240,4 +243,4 @@ def _serve(
             on_progress(controller.num_done, controller.num_requests)
         commands += controller.tick(now)
     for rank in range(1, hub.world_size):
-        hub.send(rank, "agent", Fail(rank=rank, reason="rank 0 has failed, see what it says"))
+        hub.send(rank, "worker", Fail(rank=rank, reason="rank 0 has failed, see what it says"))

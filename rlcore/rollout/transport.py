@@ -19,8 +19,8 @@ from rlcore.utils import listen, net
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
-Channel = Literal["controller", "agent", "samples", "histories"]
-CHANNELS: tuple[Channel, ...] = ("controller", "agent", "samples", "histories")
+Channel = Literal["controller", "worker", "samples", "histories"]
+CHANNELS: tuple[Channel, ...] = ("controller", "worker", "samples", "histories")
 _FIRST_PORT = 10_000
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RELEASE_MS = 10_000  # a released socket drops its unsent messages after this time

@@ -11,7 +11,7 @@ LARGEST_FRAME = 1 << 31
 through shared memory."""
 
 
-class Call(Struct):
+class EngineCall(Struct):
     """Call from parent to child. `args` is packed separately, as its type depends on the method."""
 
     number: int
@@ -19,7 +19,7 @@ class Call(Struct):
     args: bytes
 
 
-class Reply(Struct, tag=True):
+class EngineReply(Struct, tag=True):
     number: int
     error: str = ""
     """Class name of the exception; empty if the call succeeded."""
@@ -38,7 +38,7 @@ class Fatal(Struct, tag=True):
     """Message of the ConfigError if the engine rejected its settings at the start; else empty."""
 
 
-FromEngine = Reply | Events | Fatal
+FromEngine = EngineReply | Events | Fatal
 
 ARGS: dict[str, Any] = {
     "submit": tuple[tuple[Request, ...]],
@@ -50,7 +50,7 @@ ARGS: dict[str, Any] = {
     "end_load": tuple[()],
     "sleep": tuple[tuple[str, ...]],
     "wake": tuple[tuple[str, ...]],
-    "relayout": tuple[int],
+    "resize": tuple[int],
     "remember": tuple[tuple[History, ...]],
     "build": tuple[str, dict[str, Any]],
 }

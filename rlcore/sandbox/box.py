@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from rlcore.sandbox import judge
-from rlcore.sandbox.walls import Walls
+from rlcore.sandbox.isolation import SandboxProcess
 from rlcore.utils.log import log
 
 _GRACE_S = 5.0
@@ -27,7 +27,7 @@ _SCRIPT, _JUDGE = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ProgramLimits:
     """Resource limits of a program."""
 
     memory_mb: int = 512
@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
     """End of a program: exit status, reason, resources and output."""
 
     code: int
@@ -62,7 +62,7 @@ class Verdicts:
 
     passed: tuple[bool, ...]
     """One entry per test, in order; tests that were not reached have not passed."""
-    outcome: Outcome
+    outcome: ProgramOutcome
     """Outcome of the program."""
 
 
@@ -100,7 +100,7 @@ class Sandbox:
         """Start the sandbox. `isolated` comes from `walls.grade`; programs may import from the
         folders `packages`. Raises RuntimeError or TimeoutError if it does not start."""
         self._isolated, self._packages = isolated, tuple(packages)
-        self._walls: Walls | None = Walls(isolated, self._packages)
+        self._walls: SandboxProcess | None = SandboxProcess(isolated, self._packages)
 
     def __enter__(self) -> Self:
         return self
@@ -121,10 +121,15 @@ class Sandbox:
             self._walls = None
 
     def run(
-        self, source: str, deadline: Deadline, *, stdin: str = "", limits: Limits | None = None
-    ) -> Outcome:
+        self,
+        source: str,
+        deadline: Deadline,
+        *,
+        stdin: str = "",
+        limits: ProgramLimits | None = None,
+    ) -> ProgramOutcome:
         """Run the source as a script. Raises Broken if the sandbox fails meanwhile."""
-        limits = limits or Limits()
+        limits = limits or ProgramLimits()
         with _Files() as files:
             out, err = files.pipe(), files.pipe()
             given = files.memory(stdin)
@@ -146,11 +151,11 @@ class Sandbox:
         tests: Sequence[str],
         deadline: Deadline,
         *,
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
     ) -> Verdicts:
         """Run the source, then each test against its definitions (see `judge`). Output of the
         program is discarded. Raises Broken if the sandbox fails meanwhile."""
-        limits = limits or Limits()
+        limits = limits or ProgramLimits()
         with _Files() as files:
             verdict = files.pipe()
             ours, theirs = socket.socketpair()
@@ -186,7 +191,7 @@ class Sandbox:
     # ---- one order
 
     def _order(
-        self, job: int, what: str, limits: Limits, deadline: Deadline, fds: list[int]
+        self, job: int, what: str, limits: ProgramLimits, deadline: Deadline, fds: list[int]
     ) -> None:
         if self._walls is None:
             self._walls = self._start()
@@ -203,12 +208,12 @@ class Sandbox:
         except OSError as error:
             raise self._broken("takes no orders") from error
 
-    def _start(self) -> Walls:
+    def _start(self) -> SandboxProcess:
         """Start a new sandbox, with retries, so that a short lack of memory or disk does not end
         the run. Raises RuntimeError if all tries fail."""
         for pause in (*_PAUSES_S, None):
             try:
-                return Walls(self._isolated, self._packages)
+                return SandboxProcess(self._isolated, self._packages)
             except (RuntimeError, OSError) as error:
                 if pause is None:
                     tries = len(_PAUSES_S) + 1
@@ -293,12 +298,12 @@ def _read(fd: int, run: _Run, room: int) -> bool:
     return True
 
 
-def _outcome(run: _Run, out: bytes, err: bytes) -> Outcome:
+def _outcome(run: _Run, out: bytes, err: bytes) -> ProgramOutcome:
     assert run.report is not None
     why = run.report["why"]
     if why == "killed":
         why = "" if run.kills == "done" else run.kills
-    return Outcome(
+    return ProgramOutcome(
         code=run.report["code"],
         why=why,
         seconds=run.report["seconds"],

@@ -2,9 +2,9 @@
 
     python -m rlcore.sandbox.inside CONTROL SETTINGS
 
-CONTROL is a socket, SETTINGS is JSON (`Settings`). An order is JSON with descriptors beside it. A
-program's source and its tests come through those descriptors and are read after the fork. This
-process never reads them, so a program cannot find another one's tests in inherited memory.
+CONTROL is a socket, SETTINGS is JSON (`SandboxSettings`). An order is JSON with descriptors beside
+it. A program's source and its tests come through those descriptors and are read after the fork.
+This process never reads them, so a program cannot find another one's tests in inherited memory.
 
 Runs on the standard library alone and receives descriptors, so it does not use the channel of
 `utils/children.py`.
@@ -41,7 +41,7 @@ _PRELOADED = (
 """Modules that programs often import; imported once, before the forks."""
 
 
-class Settings(NamedTuple):
+class SandboxSettings(NamedTuple):
     """Settings of this sandbox, the same for all its programs."""
 
     has_namespaces: bool
@@ -72,7 +72,7 @@ class Order(NamedTuple):
     file_bytes: int
 
 
-class Job(NamedTuple):
+class ProgramJob(NamedTuple):
     """Running program."""
 
     order: Order
@@ -86,11 +86,11 @@ class Job(NamedTuple):
 class Zygote:
     """Server that forks one process per program; see the module docstring."""
 
-    def __init__(self, control: socket.socket, settings: Settings) -> None:
+    def __init__(self, control: socket.socket, settings: SandboxSettings) -> None:
         self._control, self._settings = control, settings
         self._pids = confine.PidNamespaces() if settings.has_namespaces else None
         self._filter = confine.seccomp_program() if settings.seccomp else b""
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, ProgramJob] = {}
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -136,7 +136,7 @@ class Zygote:
             _child(self._settings, order, fds, self._filter)
         pidfd = os.pidfd_open(pid)
         self._poll.register(pidfd, select.POLLIN)
-        self._jobs[order.job] = Job(order, pid, pidfd, start, {"peak": 0, "why": ""})
+        self._jobs[order.job] = ProgramJob(order, pid, pidfd, start, {"peak": 0, "why": ""})
 
     def _kill(self, number: int, why: str) -> None:
         job = self._jobs.get(number)
@@ -144,7 +144,7 @@ class Zygote:
             job.tasks["why"] = job.tasks["why"] or why
             signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: ProgramJob) -> None:
         seconds = time.monotonic() - job.start
         _, status, usage = os.wait4(job.pid, 0)
         self._poll.unregister(job.pidfd)
@@ -232,7 +232,7 @@ def _family(root: int, tree: dict[int, tuple[int, int]]) -> set[int]:
     return family
 
 
-def _child(settings: Settings, order: Order, fds: list[int], filter: bytes) -> None:
+def _child(settings: SandboxSettings, order: Order, fds: list[int], filter: bytes) -> None:
     """Confine this process, then run the program in it. Does not return."""
     status = 125
     try:
@@ -265,7 +265,7 @@ def _arrange(fds: list[int]) -> str:
     return source
 
 
-def _confine(settings: Settings, order: Order, filter: bytes) -> None:
+def _confine(settings: SandboxSettings, order: Order, filter: bytes) -> None:
     os.setsid()
     processes = order.processes + settings.spare_processes
     confine.limit(order.seconds, order.memory, processes, order.file_bytes, _FILES)
@@ -295,7 +295,7 @@ def main() -> None:
     """Serve programs; see the module docstring."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    settings = Settings(**json.loads(sys.argv[2]))
+    settings = SandboxSettings(**json.loads(sys.argv[2]))
     zygote = Zygote(control, settings)
     confine.set_dumpable(False)  # programs may run as the same user
     if not settings.has_namespaces:

@@ -20,7 +20,7 @@ PASSED, FAILED = b"+", b"-"
 """Verdict bytes: one per test, in order, written as soon as it is known."""
 
 
-class Gone(BaseException):
+class ProgramEnded(BaseException):
     """The program has ended, so no further test can pass. A BaseException, because tests catch
     Exception."""
 
@@ -82,7 +82,7 @@ class Link:
             values.send(self._channel, question)
             answer = values.receive(self._channel)
         except (EOFError, OSError) as error:
-            raise Gone from error
+            raise ProgramEnded from error
         if "raised" in answer:
             raise _exception(str(answer["raised"]), str(answer.get("text", "")))
         return values.decode(answer["value"], self._remote)
@@ -115,7 +115,7 @@ def judge(tests: list[str], channel: values.Stream, verdicts: BinaryIO) -> None:
         if alive:
             try:
                 passed = _passes(test, link)
-            except Gone:
+            except ProgramEnded:
                 alive = False
         verdicts.write(PASSED if passed else FAILED)
         verdicts.flush()

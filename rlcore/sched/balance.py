@@ -48,7 +48,7 @@ class Rates:
     running: float
     train_s: float
     """Training time in GPU-seconds: seconds times the ranks that train."""
-    push_s: float = 0.0
+    sync_s: float = 0.0
     load: float = math.inf
     """Cost of one request in a decode step, relative to an empty step. If infinite (unknown), the
     step time is proportional to the number of requests, as in the compute-bound case."""
@@ -81,8 +81,8 @@ class Rates:
         samples = self.tokens / (rollout / self.tp * running) * decode_s
         longest, trains = self.longest * decode_s, self.train_s / train
         if alpha == 0:
-            return trains + samples + longest + self.push_s
-        return max(trains, samples + longest / (alpha + 1)) + self.push_s
+            return trains + samples + longest + self.sync_s
+        return max(trains, samples + longest / (alpha + 1)) + self.sync_s
 
 
 def measured(
@@ -94,7 +94,7 @@ def measured(
     names = ("timing_s/step", "sched/trainer_idle", "sched/decode_tokens", "response_length/max")
     if any(name not in row for name in names) or not row["sched/decode_tokens"]:
         return None
-    push = row.get("timing_s/sync", 0.0) + row.get("timing_s/hold", 0.0)
+    push = row.get("timing_s/update_weights", 0.0) + row.get("timing_s/pause_engines", 0.0)
     works = row["timing_s/step"] * (1 - row["sched/trainer_idle"]) - push
     if works <= 0:
         return None
@@ -105,7 +105,7 @@ def measured(
         step_s=row["sched/busy_s"] / row["sched/decode_steps"],
         running=row["sched/decode_tokens"] / row["sched/decode_steps"],
         train_s=works * train,
-        push_s=push,
+        sync_s=push,
         load=load,
         places=places,
         tp=tp,
@@ -114,7 +114,7 @@ def measured(
 
 def mean(rates: Sequence[Rates]) -> Rates:
     """Average one or more rates that differ only in what was measured."""
-    names = ("tokens", "longest", "step_s", "running", "train_s", "push_s")
+    names = ("tokens", "longest", "step_s", "running", "train_s", "sync_s")
     means = {name: sum(getattr(r, name) for r in rates) / len(rates) for name in names}
     return replace(rates[-1], **means)
 

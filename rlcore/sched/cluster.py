@@ -62,7 +62,7 @@ TO_BE_TAKEN = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class MuxJob:
     """Profile of a job for admission: the worst case, with every response at its limit, on its own
     nodes."""
 
@@ -124,7 +124,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
+class NodePool:
     """A pool of identical nodes."""
 
     nodes: int | None = None
@@ -194,7 +194,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class JobMove:
     """Order that moves a job, with its state, to other nodes."""
 
     job: str
@@ -252,7 +252,7 @@ def _period(turns: Sequence[_Turn], least: float) -> float:
     return high
 
 
-class Group:
+class JobGroup:
     """Jobs that alternate on the same nodes."""
 
     __slots__ = (  # a cluster visits thousands of groups
@@ -275,8 +275,8 @@ class Group:
     def __init__(
         self,
         id: int,
-        pools: tuple[Pool, Pool],
-        jobs: Mapping[str, Job] | None = None,
+        pools: tuple[NodePool, NodePool],
+        jobs: Mapping[str, MuxJob] | None = None,
         pinned: Mapping[str, tuple[int, ...]] | None = None,
         train: tuple[int, ...] = (),
     ) -> None:
@@ -392,13 +392,13 @@ class Group:
         nested node sets the period is then the closed form's. Colocated jobs are last."""
         return sorted(self.jobs, key=lambda n: (self.jobs[n].colocated, -len(self.pinned[n])))
 
-    def with_one(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> "Group":
+    def with_one(self, job: MuxJob, rollout: Collection[int], train: tuple[int, ...]) -> "JobGroup":
         """Return a copy of the group with one more job."""
         jobs = self.jobs | {job.id: job}
         pinned = self.pinned | {job.id: tuple(sorted(rollout))}
-        return Group(self.id, self.pools, jobs, pinned, train)
+        return JobGroup(self.id, self.pools, jobs, pinned, train)
 
-    def add(self, job: Job, rollout: Collection[int], train: tuple[int, ...]) -> None:
+    def add(self, job: MuxJob, rollout: Collection[int], train: tuple[int, ...]) -> None:
         """Pin a job; `train` becomes the group's train nodes."""
         self.jobs[job.id] = job
         self.pinned[job.id] = tuple(sorted(rollout))
@@ -424,7 +424,7 @@ class Group:
 class _Offer:
     """Offer of a group, or of a new one, to a job."""
 
-    group: Group | None
+    group: JobGroup | None
     keep: tuple[int, ...]
     """Existing rollout nodes of the group to which the job is pinned."""
     more_rollout: int
@@ -483,12 +483,12 @@ class _Nodes:
 class Cluster:
     """The rollout pool, the train pool and their groups."""
 
-    def __init__(self, rollout: Pool, train: Pool, *, most_jobs: int | None = None) -> None:
+    def __init__(self, rollout: NodePool, train: NodePool, *, most_jobs: int | None = None) -> None:
         """`most_jobs` is the maximum number of jobs in a group; None: no limit."""
         self.pools = (rollout, train)
         self._most_jobs = most_jobs
-        self.groups: dict[int, Group] = {}
-        self._group_of: dict[str, Group] = {}
+        self.groups: dict[int, JobGroup] = {}
+        self._group_of: dict[str, JobGroup] = {}
         self._rollout, self._train = _Nodes(rollout.nodes), _Nodes(train.nodes)
         self._next_group = 0
 
@@ -509,14 +509,14 @@ class Cluster:
         used = {n for g in self for n in (g.load if is_rollout else g.train)}
         return [n for n in range(nodes.limit) if n not in used]
 
-    def group_of(self, job: str) -> Group:
+    def group_of(self, job: str) -> JobGroup:
         """Return the group of a job. If the job is unknown, raise KeyError."""
         return self._group_of[job]
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[JobGroup]:
         return iter(self.groups.values())
 
-    def admit(self, job: Job, on: Nodes | None = None) -> Decision:
+    def admit(self, job: MuxJob, on: Nodes | None = None) -> Decision:
         """Place a job where it adds least to the cost and no job misses its SLO. Ties go to the
         highest utilization, then to the oldest group. If the job already runs `on` certain nodes,
         it is placed there or not at all. `queued` and `refused` change nothing.
@@ -553,7 +553,7 @@ class Cluster:
             return Decision.away(job.id, "queued", why, passed)
         return self._place(job, best, passed)
 
-    def leave(self, name: str) -> Group | None:
+    def leave(self, name: str) -> JobGroup | None:
         """Remove a job and free the nodes that are no longer needed. Return its group, or None if
         the group is now empty. If the job is unknown, raise KeyError."""
         group = self._group_of.pop(name)
@@ -565,7 +565,7 @@ class Cluster:
         del self.groups[group.id]
         return None
 
-    def reprofile(self, job: Job) -> bool:
+    def reprofile(self, job: MuxJob) -> bool:
         """Replace the profile of a job and return True. If another job of the group would miss its
         SLO, or a node lacks the memory, change nothing and return False. If the job is unknown,
         raise KeyError."""
@@ -579,12 +579,12 @@ class Cluster:
         group._refresh()
         return False
 
-    def _has_memory(self, group: Group) -> bool:
+    def _has_memory(self, group: JobGroup) -> bool:
         """Return whether all jobs pinned to the group's nodes fit into host memory."""
         rollout_gb, train_gb = group.host_gb
         return rollout_gb <= self.pools[0].memory_gb and train_gb <= self.pools[1].memory_gb
 
-    def repack(self, name: str, fixed: Collection[str] = ()) -> list[Move]:
+    def repack(self, name: str, fixed: Collection[str] = ()) -> list[JobMove]:
         """Reduce the cost around a job. Its group is combined with the groups that cost most per
         job, up to 12 jobs in all. Each must have a job that could share nodes with it. The cheapest
         partition is searched for and taken. The caller must notify jobs whose nodes change. Groups
@@ -609,7 +609,7 @@ class Cluster:
         after = builder.settle([[jobs[n] for n in part] for part in parts], before)
         return self._exchange(before, after)
 
-    def _around(self, group: Group, fixed: Collection[str]) -> list[Group]:
+    def _around(self, group: JobGroup, fixed: Collection[str]) -> list[JobGroup]:
         """Return a group, and the other groups with jobs that could share nodes with it."""
         mine = list(group.jobs.values())
         if group.jobs.keys() & fixed or len(mine) > MOST_JOBS:
@@ -632,7 +632,7 @@ class Cluster:
                 count += len(g.jobs)
         return out
 
-    def _could_share(self, a: Job, b: Job) -> bool:
+    def _could_share(self, a: MuxJob, b: MuxJob) -> bool:
         """Return whether two jobs meet their SLOs in one group, at least with separate rollout
         nodes."""
         switches = self.pools[0].switch_s + self.pools[1].switch_s
@@ -641,7 +641,7 @@ class Cluster:
         train = a.train_s + b.train_s + 2 * self.pools[1].switch_s
         return max(a.solo_s + switches, b.solo_s + switches, train) <= min(a.limit_s, b.limit_s)
 
-    def _exchange(self, before: Sequence[Group], after: Sequence[Group]) -> list[Move]:
+    def _exchange(self, before: Sequence[JobGroup], after: Sequence[JobGroup]) -> list[JobMove]:
         """Replace groups by others. Placeholder nodes (from 10**9) are allocated here."""
         nodes = [n for g in after for n in g.load], [n for g in after for n in g.train]
         old = sum(len(g.load) for g in before), sum(len(g.train) for g in before)
@@ -664,7 +664,7 @@ class Cluster:
             if new.id < 0:
                 group = self._new_group()
             else:
-                group = self.groups[new.id] = Group(new.id, self.pools)
+                group = self.groups[new.id] = JobGroup(new.id, self.pools)
             for job in new.jobs.values():
                 pinned = [real[0][n] for n in new.pinned[job.id]]
                 group.add(job, pinned, tuple(real[1][n] for n in new.train))
@@ -672,7 +672,7 @@ class Cluster:
             for name in group.jobs:
                 runs = (group.id, group.pinned[name], group.train)
                 if runs != was[name]:
-                    moves.append(Move(name, *runs))
+                    moves.append(JobMove(name, *runs))
         self.groups = dict(sorted(self.groups.items()))
         return moves
 
@@ -696,9 +696,9 @@ class Cluster:
         self._group_of.clear()
         self._next_group = state["next"]
         for saved in state["groups"]:
-            group = self.groups[saved["id"]] = Group(saved["id"], self.pools)
+            group = self.groups[saved["id"]] = JobGroup(saved["id"], self.pools)
             for values in saved["jobs"]:
-                job = Job(**{k: v for k, v in values.items() if k != "pinned"})
+                job = MuxJob(**{k: v for k, v in values.items() if k != "pinned"})
                 group.add(job, values["pinned"], tuple(saved["train"]))
                 self._group_of[job.id] = group
         self._rollout.mark([n for g in self.groups.values() for n in g.load])
@@ -706,7 +706,7 @@ class Cluster:
 
     # ---- offers
 
-    def never(self, job: Job, runs_on: tuple[int, int] | None = None) -> str:
+    def never(self, job: MuxJob, runs_on: tuple[int, int] | None = None) -> str:
         """Return why the cluster can never run a job, or "" if it may. `runs_on` is the number of
         rollout and train nodes on which it already runs."""
         for pool, what, nodes, gb in (
@@ -727,7 +727,7 @@ class Cluster:
             f"it runs on {runs_on[0]} and {runs_on[1]}; profile it as it shall run"
         )
 
-    def _keeps(self, offer: _Offer, job: Job) -> bool:
+    def _keeps(self, offer: _Offer, job: MuxJob) -> bool:
         """Return whether an offer meets all SLOs with the full order laid out; offers are made from
         sums."""
         group = offer.group
@@ -736,14 +736,14 @@ class Cluster:
         train = (*group.train, *range(-offer.more_train, 0))
         return group.with_one(job, rollout, train).period_s <= self._limit(group, job)
 
-    def _isolated(self, job: Job) -> _Offer | None:
+    def _isolated(self, job: MuxJob) -> _Offer | None:
         if not (self._rollout.has(job.rollout_nodes) and self._train.has(job.train_nodes)):
             return None
         added = job.rollout_nodes * self.pools[0].price + job.train_nodes * self.pools[1].price
         busiest = max(job.busy_s) / job.solo_s
         return _Offer(None, (), job.rollout_nodes, job.train_nodes, added, job.solo_s, busiest)
 
-    def _offers(self, job: Job, passed: Counter[str]) -> Iterator[_Offer]:
+    def _offers(self, job: MuxJob, passed: Counter[str]) -> Iterator[_Offer]:
         """Yield the offers of all groups, the oldest first; count groups without one by reason."""
         for group in self.groups.values():
             offer = self._ask(group, job)
@@ -752,14 +752,14 @@ class Cluster:
             else:
                 yield offer
 
-    def _limit(self, group: Group, job: Job) -> float:
+    def _limit(self, group: JobGroup, job: MuxJob) -> float:
         """Return the maximum seconds of an iteration of the group with this job; 0: skip the
         group."""
         if group.is_saturated and not (group.has_colocated or job.colocated):
             return 0.0
         return min(group.limit_s, job.limit_s) * ROUNDING
 
-    def _ask(self, group: Group, job: Job) -> _Offer | str:
+    def _ask(self, group: JobGroup, job: MuxJob) -> _Offer | str:
         """Return the cheapest offer of a group, or the reason why it has none."""
         limit = self._limit(group, job)
         if limit == 0.0:
@@ -803,7 +803,7 @@ class Cluster:
             return "too slow for somebody"
         return _Offer(group, keep, more, more_train, added, max(cycle, load), load / cycle)
 
-    def _ask_round(self, group: Group, job: Job, limit: float) -> _Offer | str:
+    def _ask_round(self, group: JobGroup, job: MuxJob, limit: float) -> _Offer | str:
         """Return the offer of a group with colocated jobs, as `_ask`. The full round is laid out,
         with the job on nodes of the group or else on new ones."""
         more_train = max(0, job.train_nodes - len(group.train))
@@ -828,7 +828,7 @@ class Cluster:
             why = "too slow for somebody"
         return why
 
-    def _offer_on(self, job: Job, on: Nodes) -> _Offer | str:
+    def _offer_on(self, job: MuxJob, on: Nodes) -> _Offer | str:
         """Return the offer for a job that already runs, or the reason why it has to wait. The offer
         is of the group with some of its nodes, or of a new group if no group uses them."""
         here = f"it runs on rollout {_names(on.rollout)} and train {_names(on.train)}"
@@ -875,7 +875,7 @@ class Cluster:
         return _Offer(group, keep, more, more_train, added, found.period_s, use, there)
 
     def _placement(
-        self, group: Group, nodes: int, fits: Sequence[tuple[float, int]]
+        self, group: JobGroup, nodes: int, fits: Sequence[tuple[float, int]]
     ) -> tuple[int, ...] | None:
         """Choose as many of the group's least loaded nodes as possible, nested with or disjoint
         from those of other jobs. If the pool lacks the additional nodes, return None."""
@@ -891,7 +891,7 @@ class Cluster:
                     return chosen
         return None
 
-    def _place(self, job: Job, offer: _Offer, passed: Mapping[str, int]) -> Decision:
+    def _place(self, job: MuxJob, offer: _Offer, passed: Mapping[str, int]) -> Decision:
         kind: Kind = "scaled" if offer.more_rollout or offer.more_train else "packed"
         if offer.group is None:
             kind = "isolated"
@@ -908,7 +908,7 @@ class Cluster:
             dict(passed),
         )
 
-    def _pin(self, job: Job, offer: _Offer) -> Group:
+    def _pin(self, job: MuxJob, offer: _Offer) -> JobGroup:
         """Take the nodes of an offer and return the group."""
         group = offer.group
         if group is None:
@@ -924,8 +924,8 @@ class Cluster:
         self._group_of[job.id] = group
         return group
 
-    def _new_group(self) -> Group:
-        group = self.groups[self._next_group] = Group(self._next_group, self.pools)
+    def _new_group(self) -> JobGroup:
+        group = self.groups[self._next_group] = JobGroup(self._next_group, self.pools)
         self._next_group += 1
         return group
 
@@ -960,13 +960,13 @@ class _Builder(Cluster):
         super().__init__(rollout, train, most_jobs=of._most_jobs)
         self._rollout, self._train = _Nodes(None, TO_BE_TAKEN), _Nodes(None, TO_BE_TAKEN)
 
-    def _new_group(self) -> Group:
-        return Group(-1, self.pools)
+    def _new_group(self) -> JobGroup:
+        return JobGroup(-1, self.pools)
 
-    def _limit(self, group: Group, job: Job) -> float:
+    def _limit(self, group: JobGroup, job: MuxJob) -> float:
         return min(group.limit_s, job.limit_s) * ROUNDING
 
-    def build(self, jobs: Sequence[Job], start: Group | None = None) -> Group | None:
+    def build(self, jobs: Sequence[MuxJob], start: JobGroup | None = None) -> JobGroup | None:
         """Build one group of all jobs, in addition to those in `start`; None if that is
         impossible."""
         self._group_of.clear()
@@ -983,7 +983,9 @@ class _Builder(Cluster):
             return None
         return group
 
-    def settle(self, parts: Sequence[Sequence[Job]], before: Sequence[Group]) -> list[Group]:
+    def settle(
+        self, parts: Sequence[Sequence[MuxJob]], before: Sequence[JobGroup]
+    ) -> list[JobGroup]:
         """Build a group for every part. Jobs stay on their nodes if that costs no more."""
         left = list(before)
         out = []
@@ -1000,10 +1002,10 @@ class _Builder(Cluster):
             out.append(new)
         return out
 
-    def _kept(self, old: Group, jobs: Sequence[Job]) -> Group | None:
+    def _kept(self, old: JobGroup, jobs: Sequence[MuxJob]) -> JobGroup | None:
         """Build a group from the remaining jobs of an old one and the further jobs."""
         kept = {name: job for name, job in old.jobs.items() if job in jobs}
         pinned = {name: old.pinned[name] for name in kept}
         need = max(j.train_nodes for j in jobs)
-        start = Group(old.id, self.pools, kept, pinned, old.train[:need])
+        start = JobGroup(old.id, self.pools, kept, pinned, old.train[:need])
         return self.build([j for j in jobs if j.id not in start.jobs], start)

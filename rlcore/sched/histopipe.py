@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlcore.records import GroupId, Prompt, RequestId, Work, group_of
-from rlcore.sched.reward import key_of
+from rlcore.sched.reward_timeout import key_of
 
 Key = TypeVar("Key", bound=Hashable)
 GROUPS = 8
@@ -158,12 +158,12 @@ class _Home:
     step: int
     rank: int
     """Ranking group of the prompt in this step."""
-    replica: int
+    engine: int
     limit: int
     """Length beyond which a response migrates; 0: it never does."""
 
 
-class Pipe:
+class HistoPipe:
     """Router and migration policy of HistoPipe in `--mode async`.
 
     Every `batch` started prompts form a step. Its ranking groups are assigned to the engines by
@@ -182,7 +182,7 @@ class Pipe:
     def __init__(
         self,
         *,
-        replicas: Sequence[int],
+        engines: Sequence[int],
         batch: int,
         longest: int,
         rows: int,
@@ -190,21 +190,21 @@ class Pipe:
     ) -> None:
         """
         Args:
-            replicas: leader ranks of the engines.
+            engines: leader ranks of the engines.
             batch: number of prompts in a step.
             longest: maximum response length; the prediction for prompts without history.
             rows: number of requests that an engine decodes at a time.
             groups: maximum number of ranking groups, capped by the engines and the prompts.
         """
-        self._replicas, self._batch = tuple(replicas), batch
+        self._engines, self._batch = tuple(engines), batch
         self._longest, self._rows = longest, rows
-        self._groups = min(groups, len(replicas), batch)
+        self._groups = min(groups, len(engines), batch)
         self._history = LengthHistory()
         self._ranks: dict[str, int] = {}
         """Last ranking group of each prompt."""
         self._step = 0
         self._homes: dict[GroupId, _Home] = {}
-        self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # step, rank -> replicas
+        self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # step, rank -> engines
         self._away: set[RequestId] = set()
         self._started = self._moved = 0
         self._stats: dict[str, float] = {}
@@ -224,12 +224,12 @@ class Pipe:
         total = {w.id: sum(known[w.id]) or self._longest * w.num_samples for w in work}
         ranked = rank([w.id for w in work], most, self._groups)
 
-        def steps(group: int, replicas: int) -> float:
+        def steps(group: int, engines: int) -> float:
             tokens = sum(total[g] for g in ranked[group])
-            return max(most[ranked[group][-1]], tokens / (replicas * self._rows))
+            return max(most[ranked[group][-1]], tokens / (engines * self._rows))
 
-        sizes = shares(steps, self._groups, len(self._replicas))
-        order = self._replicas if self._step % 2 else self._replicas[::-1]
+        sizes = shares(steps, self._groups, len(self._engines))
+        order = self._engines if self._step % 2 else self._engines[::-1]
         higher = 0
         for number, end in enumerate(itertools.accumulate(sizes)):
             worker = self._workers[self._step, number] = order[end - sizes[number] : end]
@@ -267,16 +267,14 @@ class Pipe:
     def _higher(self, home: _Home) -> list[int]:
         """Return the engines of higher ranking groups of the same step."""
         ranks = range(home.rank + 1, self._groups)
-        return [
-            r for k in ranks for r in self._workers.get((home.step, k), ()) if r != home.replica
-        ]
+        return [r for k in ranks for r in self._workers.get((home.step, k), ()) if r != home.engine]
 
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
         """Route a request, as in `sched.roles.Place`. A request without an assigned engine goes to
         the least loaded."""
         home = self._homes.get(group_of(request))
-        if home is not None and request not in self._away and home.replica in load:
-            return home.replica
+        if home is not None and request not in self._away and home.engine in load:
+            return home.engine
         among = self._higher(home) if home is not None and request in self._away else []
         there = [r for r in among if r in load] or load
         return min(there, key=lambda r: (load[r], r), default=None)

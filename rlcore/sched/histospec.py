@@ -34,7 +34,7 @@ _FIT_STEPS = 24
 LARGEST_KNEE = 1 << 16
 
 
-class Cost:
+class DraftCost:
     """Cost model: seconds of a step = a + b tokens + c (with drafts), by least squares of relative
     errors."""
 
@@ -144,7 +144,7 @@ class _Batch:
 
 
 @dataclass(slots=True)
-class Gate:
+class DraftGate:
     """Gate and cap of drafts for one engine. Without `switches`, drafts are always on and never
     capped, so that nothing depends on timing."""
 
@@ -155,7 +155,7 @@ class Gate:
     switches: bool = True
     flips: int = 0
     """Number of times that drafts were switched on or off for some batch size."""
-    _cost: Cost = field(default_factory=Cost)
+    _cost: DraftCost = field(default_factory=DraftCost)
     _fit: tuple[float, float, float] | None = None
     _batches: dict[int, _Batch] = field(default_factory=dict)
 

@@ -108,7 +108,7 @@ class TPPlanner:
         self._kinds = found
 
 
-class Listed:
+class FixedSizes:
     """Fixed list of sizes by round, for tests; the last size holds from then on."""
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -1,10 +1,10 @@
 """Protocols and state of the controller's policies. Each policy decides from what the controller
 has seen: no torch, no I/O, no clock of its own.
 
-`source` (which prompts come next) is in `source.py` and `tail_batching.py`, `place` (routing of
-requests) in `place.py`, and `stop` (when a round is over) in `stop.py`. The completion order is in
-`race.py`. `elastic` (which engines stop decoding and train) and `consume` (what they train next)
-are in `stream.py`. `admit` has no policy yet: every request is admitted.
+`source` (which prompts come next) is in `prompt_source.py` and `tail_batching.py`, `place` (routing
+of requests) in `router.py`, and `stop` (when a round is over) in `stop.py`. The completion order is
+in `completion_order.py`. `elastic` (which engines stop decoding and train) and `consume` (what they
+train next) are in `stream.py`. `admit` has no policy yet: every request is admitted.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -111,7 +111,7 @@ class Verdict:
     """Whether the round ends with fewer groups than were wanted."""
 
 
-class Place(Protocol):
+class Router(Protocol):
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
         """Return the rank of the engine for this request, or None to keep it waiting. `load` has
         the number of live requests of every engine that is up."""
@@ -191,7 +191,7 @@ class Round:
     kind: Kind = "all"
 
 
-class Source(Protocol):
+class PromptSource(Protocol):
     """Policy for which prompts come next; one object serves the whole run."""
 
     def next_round(self, sampling: Sampling) -> Round:
@@ -215,7 +215,7 @@ class Source(Protocol):
         and change nothing. `num_rows` is None for endless data."""
 
 
-class Sizes(Protocol):
+class EngineSizePolicy(Protocol):
     """Policy for the tensor-parallel size of the rollout engines; one object serves the whole
     run."""
 

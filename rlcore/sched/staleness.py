@@ -35,7 +35,7 @@ STALE = "older than async.alpha"
 
 
 @dataclass(slots=True)
-class Entry:
+class BufferedGroup:
     """A group that is running or finished."""
 
     version: Version | None = None
@@ -76,7 +76,7 @@ class SampleBuffer:
         self._num_finished = 0
         self._has_news = True
         """Whether `take` may find more than the last time; avoids a search at every event."""
-        self._entries: dict[GroupId, Entry] = {}
+        self._entries: dict[GroupId, BufferedGroup] = {}
 
     @property
     def capacity(self) -> int:
@@ -112,7 +112,7 @@ class SampleBuffer:
         """Start a group: it takes room, and has no token yet."""
         assert self.room > 0, group
         self.room -= 1
-        self._entries[group] = Entry()
+        self._entries[group] = BufferedGroup()
 
     def __contains__(self, group: GroupId) -> bool:
         return group in self._entries
@@ -168,7 +168,7 @@ class SampleBuffer:
     def _remove(self, group: GroupId) -> None:
         self._num_finished -= self._entries.pop(group).finished is not None
 
-    def _age(self, entry: Entry) -> int:
+    def _age(self, entry: BufferedGroup) -> int:
         """Age of a group in versions; 0 if it has no token yet."""
         return 0 if entry.version is None else self.version - entry.version
 
@@ -202,7 +202,7 @@ class SampleBuffer:
                 )
         self.version, self.room = state["version"], state["room"]
         self._finished = state["finished"]
-        self._entries = {g: Entry(*entry) for g, entry in state["entries"].items()}
+        self._entries = {g: BufferedGroup(*entry) for g, entry in state["entries"].items()}
         self._num_finished = sum(e.finished is not None for e in self._entries.values())
         self._has_news = True
 

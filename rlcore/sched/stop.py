@@ -9,7 +9,7 @@ EQUAL_REWARDS = "equal rewards"
 """Reason why dynamic sampling drops a group."""
 
 
-class All:
+class StopAtAll:
     """Stop when every response is finished and rewarded: the plain baseline."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class All:
         return sum(group.wanted for group in groups.values())
 
 
-class First:
+class StopAtFirst:
     """Stop at the first complete groups, with a quota per domain; all other started groups are
     late.
 

@@ -32,7 +32,7 @@ HISTORY = 8192
 """Number of response lengths that are remembered."""
 
 
-class Lengths:
+class LengthDistribution:
     """Distribution of response lengths, from responses that have ended."""
 
     def __init__(self, history: int = HISTORY) -> None:
@@ -73,7 +73,7 @@ class StreamWindow:
         first: float,
         last: float,
         every: float,
-        lengths: Lengths | None = None,
+        lengths: LengthDistribution | None = None,
     ) -> None:
         """
         Args:
@@ -90,15 +90,16 @@ class StreamWindow:
         """
         if len(cells) < 2:
             raise ConfigError(
-                "--mode stream: half of the replicas train while the others decode, and here all "
-                "ranks are one engine or one model replica; start more ranks, or take --mode sync"
+                "--mode stream: half of the engines train while the others decode, and here all "
+                "ranks are one engine or one model-parallel group; start more ranks, or take "
+                "--mode sync"
             )
         ordered = sorted(cells, key=lambda c: min(c.ranks))
         self._half = ordered[len(ordered) - len(ordered) // 2 :]
         self._cache_tokens, self._max_running = cache_tokens, max_running
         self._batch_tokens = batch_tokens
         self._first, self._last, self._every = first, last, every
-        self.lengths = lengths or Lengths()
+        self.lengths = lengths or LengthDistribution()
         self.start()
 
     def start(self) -> None:
@@ -151,18 +152,18 @@ class StreamWindow:
 
 def cells(
     engines: Sequence[Sequence[int]],
-    replicas: Sequence[Sequence[int]],
+    model_parallel_groups: Sequence[Sequence[int]],
     lockstep: Sequence[Sequence[int]] = (),
 ) -> list[Cell]:
     """Return the finest partition of the ranks that splits no engine and no model-parallel group.
 
     Args:
         engines: ranks of each engine; the first is its leader.
-        replicas: ranks of each model-parallel group, by data-parallel rank.
+        model_parallel_groups: ranks of each model-parallel group, by data-parallel rank.
         lockstep: further sets of ranks that must train together, because they share experts.
     """
     of: dict[int, set[int]] = {}
-    for together in (*engines, *replicas, *lockstep):
+    for together in (*engines, *model_parallel_groups, *lockstep):
         merged = set(together).union(*(of.get(r, ()) for r in together))
         for rank in merged:
             of[rank] = merged
@@ -171,7 +172,9 @@ def cells(
         Cell(
             ranks=tuple(sorted(ranks)),
             leaders=tuple(e[0] for e in engines if e[0] in ranks),
-            dp_ranks=tuple(d for d, ranks_of in enumerate(replicas) if ranks_of[0] in ranks),
+            dp_ranks=tuple(
+                d for d, ranks_of in enumerate(model_parallel_groups) if ranks_of[0] in ranks
+            ),
         )
         for _, ranks in sorted(found.items())
     ]

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlcore.records import GroupId, Prompt, Sampling, Work, training_group
 from rlcore.sched.roles import Kind, Round
-from rlcore.sched.stop import First
+from rlcore.sched.stop import StopAtFirst
 from rlcore.utils.errors import ConfigError
 
 Key = tuple[int, int]
@@ -97,7 +97,7 @@ class TailBatching:
         work = [self._issue(key, samples) for key in keys]
         if not self._is_long:
             self._count_started(keys)
-        stop = First(
+        stop = StopAtFirst(
             self._quotas,
             {w.id: self._round[w.id].domain for w in work},
             more=self._more if self._dynamic else None,

@@ -13,25 +13,25 @@ import numpy as np
 from rlcore.config.schema import StreamConfig, TailConfig
 from rlcore.records import GroupId, Prompt, Request, Sampling, group_of, response_of
 from rlcore.sched.planner import TPPlanner
-from rlcore.sched.source import EpochOrder
+from rlcore.sched.prompt_source import EpochPrompts
 from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sched.tail_batching import TailBatching
-from rlcore.sim.cost import Cost
-from rlcore.sim.phases import Training
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.phases import TrainingCost
 from rlcore.sim.rewards import Rewards
+from rlcore.sim.round import RoundResult, SimSettings
 from rlcore.sim.workload import Workload
-from rlcore.sim.world import Outcome, World
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 
 RowOf = Callable[[Request], int]
-PHASES = ("rollout", "reward", "logprobs", "update", "sync", "reshard")
+PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "resize_engines")
 """Phases in the order of a step. `rollout` lasts until the end of the round, so it includes the
 rewards that are scored meanwhile; `reward` is the scoring after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
+class StreamRule:
     """Rule for when half of the engines switch to training; `first` and `last` are shares of
     finished responses."""
 
@@ -46,15 +46,15 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     """Virtual cluster and its workload."""
 
     name: str
     gpus: int
     tp: int
-    costs: Callable[[int], Cost]
+    costs: Callable[[int], EngineCost]
     """Returns the costs of an engine over this many GPUs."""
-    training: Training
+    training: TrainingCost
     workload: Workload
     num_prompts: int
     num_samples: int
@@ -73,7 +73,7 @@ class Plan:
     """Returns the seconds to change to engines of this many GPUs."""
     overlap_logprobs: bool = False
     """Whether GPUs with nothing to decode compute the log-probs of finished responses (RLHFuse)."""
-    stream: Stream | None = None
+    stream: StreamRule | None = None
     """Rule under which half of the engines train while the others decode; None: never."""
     max_running: int = 1 << 30
     """Maximum number of requests that an engine decodes at a time."""
@@ -81,11 +81,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus % self.tp:
-            raise ConfigError(f"{self.gpus} GPUs are no whole number of replicas of {self.tp}")
+            raise ConfigError(f"{self.gpus} GPUs are no whole number of engines of {self.tp}")
 
 
 @dataclass(slots=True, kw_only=True)
-class Step:
+class SimStep:
     """One step of a run. Times are virtual seconds; `start` counts from the start of the run."""
 
     number: int
@@ -93,17 +93,17 @@ class Step:
     kind: str
     tp: int
     phases: dict[str, float]
-    outcome: Outcome
+    outcome: RoundResult
 
     @property
     def seconds(self) -> float:
         return sum(self.phases.values())
 
 
-class Run:
+class SimRun:
     """Simulation of a plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
         self._rows: dict[GroupId, int] = {}
         self._drawn: dict[GroupId, Sequence[int]] = {}
@@ -119,18 +119,18 @@ class Run:
         self._now = 0.0
         self._number = 0
 
-    def steps(self, count: int) -> Iterator[Step]:
+    def steps(self, count: int) -> Iterator[SimStep]:
         """Simulate the next steps. If the controller gives up a round, raise RuntimeError."""
         for _ in range(count):
             yield self._step()
 
-    def _step(self) -> Step:
+    def _step(self) -> SimStep:
         plan = self._plan
         todo = self._source.next_round(Sampling(max_tokens=plan.workload.cap))
         tp = self._planner.size(todo.kind) if self._planner else plan.tp
         phases = dict.fromkeys(PHASES, 0.0)
         if tp != self._tp:
-            phases["reshard"], self._tp = plan.reshard_s(tp), tp
+            phases["resize_engines"], self._tp = plan.reshard_s(tp), tp
         self._rows = {w.id: w.prompt.index for w in todo.work}
         self._counts = {w.id: w.num_samples for w in todo.work}
         self._drawn.clear()
@@ -139,7 +139,7 @@ class Run:
         if self._planner:
             self._planner.after(todo.kind, outcome.preemptions, outcome.cache_used)
         phases |= self._after(outcome)
-        step = Step(
+        step = SimStep(
             number=self._number,
             start=self._now,
             kind=todo.kind,
@@ -151,7 +151,7 @@ class Run:
         self._number += 1
         return step
 
-    def _after(self, outcome: Outcome) -> dict[str, float]:
+    def _after(self, outcome: RoundResult) -> dict[str, float]:
         """Return the seconds of each phase for the samples of a round."""
         training = self._plan.training
         lengths = [p + n for p, n, done in outcome.samples() if not done]
@@ -159,17 +159,17 @@ class Run:
         if self._plan.overlap_logprobs:
             logprobs -= min(logprobs, outcome.idle * outcome.seconds)
         return {
-            "rollout": outcome.seconds,
+            "gen": outcome.seconds,
             "reward": outcome.reward_s,
-            "logprobs": logprobs,
-            "update": training.update_s(lengths) + outcome.stream_left_s + training.step_s,
-            "sync": training.sync_s,
+            "old_log_prob": logprobs,
+            "update_actor": training.update_s(lengths) + outcome.stream_left_s + training.step_s,
+            "update_weights": training.sync_s,
         }
 
-    def _make_source(self) -> EpochOrder | TailBatching:
+    def _make_source(self) -> EpochPrompts | TailBatching:
         plan, next_rows = self._plan, rows_in_order()
         if plan.schedule == "all":
-            return EpochOrder(
+            return EpochPrompts(
                 lambda n: [self._prompt_of(row) for _, row in next_rows(n)],
                 plan.num_prompts,
                 plan.num_samples,
@@ -184,13 +184,13 @@ class Run:
             max_factor=TailConfig.max_factor,
         )
 
-    def _make_world(self, tp: int) -> World:
-        plan, replicas = self._plan, self._plan.gpus // tp
+    def _make_world(self, tp: int) -> SimSettings:
+        plan, engines = self._plan, self._plan.gpus // tp
         training, rule, cost = plan.training, plan.stream, plan.costs(tp)
         elastic = None
-        if rule is not None and replicas > 1:
+        if rule is not None and engines > 1:
             elastic = StreamWindow(
-                cells([(r,) for r in range(replicas)], [(r,) for r in range(replicas)]),
+                cells([(r,) for r in range(engines)], [(r,) for r in range(engines)]),
                 cache_tokens=cost.cache_tokens if rule.checks_cache else math.inf,
                 max_running=plan.max_running,
                 batch_tokens=rule.batch_tokens,
@@ -198,14 +198,14 @@ class Run:
                 last=rule.last,
                 every=StreamConfig.every,
             )
-        return World(
-            [cost] * replicas,
+        return SimSettings(
+            [cost] * engines,
             self._length,
             rewards=self._rewards,
             max_running=plan.max_running,
             elastic=elastic,
-            # an engine has 1/replicas of the GPUs that `training` is for
-            train_s=lambda n: replicas * (training.update_s(n) + training.logprobs_s(n)),
+            # an engine has 1/engines of the GPUs that `training` is for
+            train_s=lambda n: engines * (training.update_s(n) + training.logprobs_s(n)),
             trains_once=rule is not None and rule.once,
         )
 
@@ -254,7 +254,7 @@ class Summary:
     """Mean seconds of a step, by kind of round."""
 
 
-def summarize(steps: Sequence[Step]) -> Summary:
+def summarize(steps: Sequence[SimStep]) -> Summary:
     """Average one or more steps of a run."""
     mean = statistics.fmean
     outcomes = [s.outcome for s in steps]

@@ -8,7 +8,7 @@ from rlcore.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class EngineCost:
     """Cost of one engine. A decode step of b sequences with c tokens of context in total takes
 
         step_s + sequence_s b + context_s c
@@ -82,7 +82,7 @@ collectives if tp > 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
+class ModelSize:
     """Model properties that determine the cost of a transformer."""
 
     name: str
@@ -96,10 +96,10 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model(name="7B", parameters=7.6e9, layers=28, kv_bytes=57_344, hidden=3584),
-        Model(name="8B", parameters=8.2e9, layers=36, kv_bytes=147_456, hidden=4096),
-        Model(name="14B", parameters=14.8e9, layers=48, kv_bytes=196_608, hidden=5120),
-        Model(name="32B", parameters=32.8e9, layers=64, kv_bytes=262_144, hidden=5120),
+        ModelSize(name="7B", parameters=7.6e9, layers=28, kv_bytes=57_344, hidden=3584),
+        ModelSize(name="8B", parameters=8.2e9, layers=36, kv_bytes=147_456, hidden=4096),
+        ModelSize(name="14B", parameters=14.8e9, layers=48, kv_bytes=196_608, hidden=5120),
+        ModelSize(name="32B", parameters=32.8e9, layers=64, kv_bytes=262_144, hidden=5120),
     )
 }
 """Models by name: Qwen2.5 7B, 14B, 32B and Qwen3 8B from their config.json; bf16, also for the KV
@@ -107,8 +107,8 @@ cache."""
 
 
 def from_data_sheet(
-    model: Model, gpu: Gpu, tp: int, *, utilization: float = 0.8, other_bytes: float = 0.0
-) -> Cost:
+    model: ModelSize, gpu: Gpu, tp: int, *, utilization: float = 0.8, other_bytes: float = 0.0
+) -> EngineCost:
     """Return the roofline costs of an engine over `tp` GPUs, in bf16.
 
     Args:
@@ -129,7 +129,7 @@ def from_data_sheet(
     bandwidth = EFFICIENCY * gpu.bandwidth_gbs * 1e9
     arithmetic = EFFICIENCY * gpu.tflops * 1e12
     meet = 2 * model.layers * (12e-6 if tp > 1 else 0.0)
-    return Cost(
+    return EngineCost(
         step_s=weights / bandwidth + model.layers * LAYER_OVERHEAD_S + meet,
         sequence_s=2 * model.parameters / tp / arithmetic,
         context_s=model.kv_bytes / tp / bandwidth,
@@ -138,7 +138,7 @@ def from_data_sheet(
     )
 
 
-def least_tp(costs: Callable[[int], Cost], tokens: int, tp: int) -> int:
+def least_tp(costs: Callable[[int], EngineCost], tokens: int, tp: int) -> int:
     """Return the smallest size up to `tp` whose KV cache holds a request of `tokens` tokens."""
     while tp > 1:
         try:
@@ -150,7 +150,7 @@ def least_tp(costs: Callable[[int], Cost], tokens: int, tp: int) -> int:
     return tp
 
 
-def with_step(cost: Cost, measured: Cost, step_s: float) -> Cost:
+def with_step(cost: EngineCost, measured: EngineCost, step_s: float) -> EngineCost:
     """Scale `cost` to an engine whose empty step takes `step_s` instead of `measured.step_s`: both
     are slower by the same factor."""
     return replace(cost, step_s=cost.step_s * step_s / measured.step_s)

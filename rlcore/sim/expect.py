@@ -8,8 +8,8 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import num_parameters
 from rlcore.sched.balance import Rates
 from rlcore.sim import splits
-from rlcore.sim.cluster import Plan, Run, Stream, Summary, summarize
-from rlcore.sim.cost import GPUS, Cost, Gpu, Model, from_data_sheet
+from rlcore.sim.cluster import ClusterPlan, SimRun, StreamRule, Summary, summarize
+from rlcore.sim.cost import GPUS, EngineCost, Gpu, ModelSize, from_data_sheet
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import training_from_data_sheet, weights_s
 from rlcore.sim.workload import GENERATORS, Workload
@@ -30,7 +30,7 @@ def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
         ValueError: no estimate is possible for such a run; the error gives the reason.
     """
     made, said = plan(cfg, hf, gpus, gpu, earlier)
-    return summarize(list(Run(made).steps(STEPS))), said
+    return summarize(list(SimRun(made).steps(STEPS))), said
 
 
 def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
@@ -39,13 +39,13 @@ def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tupl
     return splits.rates(made), said
 
 
-def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Plan, str]:
+def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[ClusterPlan, str]:
     """Return the cluster that the configuration describes; otherwise as `step`."""
     model = model_of(hf)
     workload, said = lengths(cfg, earlier)
     rollout = cfg.rollout
 
-    def costs(tp: int) -> Cost:
+    def costs(tp: int) -> EngineCost:
         return from_data_sheet(model, gpu, tp, utilization=rollout.gpu_memory_utilization)
 
     longest = workload.prompt_tokens + workload.cap
@@ -54,7 +54,7 @@ def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
             f"an engine over {rollout.tp} x {gpu.name} has room for {room:.0f} tokens, the longest "
             f"prompt and response have {longest}"
         )
-    made = Plan(
+    made = ClusterPlan(
         name=cfg.select.schedule,
         gpus=gpus,
         tp=rollout.tp,
@@ -67,14 +67,14 @@ def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
         eta_prompts=cfg.tail.eta_prompts,
         eta_samples=cfg.tail.eta_samples,
         reshard_s=lambda tp: weights_s(model, gpu, tp),
-        stream=Stream() if cfg.select.mode == "stream" else None,
+        stream=StreamRule() if cfg.select.mode == "stream" else None,
         max_running=rollout.max_running,
         seed=cfg.run.seed,
     )
     return made, said
 
 
-def model_of(hf: HFConfig) -> Model:
+def model_of(hf: HFConfig) -> ModelSize:
     """Return the model properties. If the data sheet does not apply to the model, raise
     ValueError."""
     parameters = num_parameters(hf)
@@ -82,7 +82,7 @@ def model_of(hf: HFConfig) -> Model:
         raise ValueError("the costs of a mixture of experts are not modelled")
     if parameters < LEAST_PARAMETERS:
         raise ValueError(f"{parameters / 1e6:.1f} M weights are too few for a GPU's data sheet")
-    return Model(
+    return ModelSize(
         name=hf.arch,
         parameters=float(parameters),
         layers=hf.num_layers,

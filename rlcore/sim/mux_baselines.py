@@ -6,14 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from rlcore.sched.cluster import ROUNDING, Cluster, Decision, Group, Job, Nodes, Pool
+from rlcore.sched.cluster import ROUNDING, Cluster, Decision, JobGroup, MuxJob, NodePool, Nodes
 from rlcore.sched.partition import cheapest_partition
 
 
 class Careless(Cluster):
     """Scheduler that checks host memory only: it ignores saturation and SLOs."""
 
-    def _limit(self, group: Group, job: Job) -> float:
+    def _limit(self, group: JobGroup, job: MuxJob) -> float:
         return math.inf
 
 
@@ -25,11 +25,11 @@ class Greedy(Careless):
 class Random(Careless):
     """Scheduler that picks uniformly among the groups with enough host memory and a new group."""
 
-    def __init__(self, rollout: Pool, train: Pool, seed: int) -> None:
+    def __init__(self, rollout: NodePool, train: NodePool, seed: int) -> None:
         super().__init__(rollout, train)
         self._dice = random.Random(seed)
 
-    def admit(self, job: Job, on: Nodes | None = None) -> Decision:
+    def admit(self, job: MuxJob, on: Nodes | None = None) -> Decision:
         """Place a job as `Cluster.admit`, at random."""
         assert on is None, "by chance, on no certain nodes"
         passed: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class Random(Careless):
         return self._place(job, chosen, passed)
 
 
-def optimum(jobs: Sequence[Job], rollout: Pool, train: Pool) -> float:
+def optimum(jobs: Sequence[MuxJob], rollout: NodePool, train: NodePool) -> float:
     """Return the lowest cost per hour of any partition of these jobs into groups that meet all SLOs
     by the closed form. Subset dynamic programming.
 
@@ -56,7 +56,7 @@ def optimum(jobs: Sequence[Job], rollout: Pool, train: Pool) -> float:
     return cheapest_partition(len(jobs), cost_of)[0]
 
 
-def group_cost(jobs: Sequence[Job], pools: tuple[Pool, Pool]) -> float | None:
+def group_cost(jobs: Sequence[MuxJob], pools: tuple[NodePool, NodePool]) -> float | None:
     """Return the lowest cost of one group; None if no number of nodes meets its SLOs."""
     rollout, train = pools
     if len(jobs) == 1:
@@ -78,7 +78,7 @@ def group_cost(jobs: Sequence[Job], pools: tuple[Pool, Pool]) -> float | None:
     return best
 
 
-def least_nodes(jobs: Sequence[Job], limit: float, pool: Pool) -> int:
+def least_nodes(jobs: Sequence[MuxJob], limit: float, pool: NodePool) -> int:
     """Return the minimum number of rollout nodes on which all loads stay below `limit`. Each job
     takes `rollout_nodes` distinct ones. Branch and bound."""
     order = sorted(jobs, key=lambda j: (-j.rollout_nodes, -j.rollout_s))

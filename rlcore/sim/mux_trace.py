@@ -6,21 +6,21 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlcore.sched.cluster import Cluster, Group, Job
-from rlcore.sim.published_rollmux import MEAN_HOURS, SHAPES, SIGMA, SIZES, SLO, Trace
+from rlcore.sched.cluster import Cluster, JobGroup, MuxJob
+from rlcore.sim.published_rollmux import MEAN_HOURS, SHAPES, SIGMA, SIZES, SLO, JobTrace
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A job with its arrival time and its duration alone."""
 
-    job: Job
+    job: MuxJob
     at_s: float
     alone_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TraceResult:
     """Result of a trace."""
 
     seconds: float
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Going:
-    job: Job
+    job: MuxJob
     came: float
     left: float
     """Number of remaining iterations."""
@@ -73,12 +73,12 @@ class _Going:
         return now + max(0.0, self.left) * period_s
 
 
-def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> Job:
+def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> MuxJob:
     """Draw a job from the nine profiles; `sizes` may have repeated entries."""
     share = SHAPES[dice.choice(shapes)]
     size = SIZES[dice.choice(sizes)]
     took, nodes = dice.uniform(*size.seconds), dice.choice(size.nodes)
-    return Job(
+    return MuxJob(
         id=name,
         rollout_nodes=nodes,
         train_nodes=nodes,
@@ -90,7 +90,7 @@ def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Seque
     )
 
 
-def draw_trace(trace: Trace, seed: int) -> list[Arrival]:
+def draw_trace(trace: JobTrace, seed: int) -> list[Arrival]:
     """Draw Poisson arrivals with log-normal durations and weighted profiles."""
     dice = random.Random(seed)
     times = sorted(dice.uniform(0, trace.hours * 3600) for _ in range(trace.jobs))
@@ -107,7 +107,7 @@ def draw_trace(trace: Trace, seed: int) -> list[Arrival]:
 
 def run_trace(
     cluster: Cluster, arrivals: Iterable[Arrival], *, repack: bool = False, move_s: float = 0.0
-) -> Outcome:
+) -> TraceResult:
     """Run a trace in which every iteration takes the worst-case period. `move_s` is the loss of a
     job that `repack` moves; jobs that cannot afford it are not moved. If a job gets no nodes, raise
     RuntimeError."""
@@ -161,7 +161,7 @@ def run_trace(
         used = cluster.nodes
         peak = max(peak[0], used[0]), max(peak[1], used[1])
         points.append((now, cluster.cost, len(going)))
-    return Outcome(
+    return TraceResult(
         seconds=now - start,
         bill=bill,
         kept=kept / len(todo),
@@ -184,7 +184,7 @@ def _account(cluster: Cluster, seconds: float, busy: list[float], rented: list[f
 
 
 def _replan(
-    group: Group,
+    group: JobGroup,
     going: dict[str, _Going],
     now: float,
     events: list[tuple[float, int, str, int, Arrival | None]],

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlcore.sim.cost import EFFICIENCY, Gpu, Model
+from rlcore.sim.cost import EFFICIENCY, Gpu, ModelSize
 
 MFU = 0.35
 """Share of a GPU's arithmetic that training reaches; a round number. `--mfu` changes it."""
@@ -13,7 +13,7 @@ two moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class TrainingCost:
     """Cost of the learner over all its GPUs. A sample of n tokens, prompt included, takes
 
         sample_s + token_s n + square_s n^2     forward and backward
@@ -42,12 +42,12 @@ class Training:
 
 
 def training_from_data_sheet(
-    model: Model, gpu: Gpu, gpus: int, *, mfu: float = MFU, reference: bool = False
-) -> Training:
+    model: ModelSize, gpu: Gpu, gpus: int, *, mfu: float = MFU, reference: bool = False
+) -> TrainingCost:
     """Return the training cost: 6 operations per parameter and token, and for causal attention 6 x
     layers x hidden per pair of tokens. Samples are packed, so there is no padding."""
     arithmetic = mfu * gpu.tflops * 1e12 * gpus
-    return Training(
+    return TrainingCost(
         token_s=6 * model.parameters / arithmetic,
         square_s=6 * model.layers * model.hidden / arithmetic,
         forward_share=(2 if reference else 1) / 3,
@@ -56,7 +56,7 @@ def training_from_data_sheet(
     )
 
 
-def weights_s(model: Model, gpu: Gpu, tp: int) -> float:
+def weights_s(model: ModelSize, gpu: Gpu, tp: int) -> float:
     """Return the seconds to load weights into engines of `tp` ranks over the links of a node. This
     applies to a weight update and to a change of `tp`, which the paper calls negligible. Recapture
     of CUDA graphs is not counted."""
@@ -64,7 +64,7 @@ def weights_s(model: Model, gpu: Gpu, tp: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judge:
+class JudgeCost:
     """Judge model that reads prompt and response and answers with one word: prefill only, one at a
     time."""
 
@@ -86,16 +86,21 @@ RollPacker's code."""
 
 
 def judge_from_data_sheet(
-    model: Model, gpu: Gpu, gpus: int, *, utilization: float = EFFICIENCY, streamed: bool = False
-) -> Judge:
+    model: ModelSize,
+    gpu: Gpu,
+    gpus: int,
+    *,
+    utilization: float = EFFICIENCY,
+    streamed: bool = False,
+) -> JudgeCost:
     """Return a judge over `gpus` GPUs that compute at `utilization` of their data sheet."""
     read = 2 * model.parameters * (1 - JUDGE_SHARE) / gpus if streamed else 0.0
-    return Judge(
+    return JudgeCost(
         token_s=2 * model.parameters / (utilization * gpu.tflops * 1e12 * gpus),
         least_s=read / (EFFICIENCY * gpu.host_gbs * 1e9),
     )
 
 
-def judge_bytes(model: Model, *, streamed: bool) -> float:
+def judge_bytes(model: ModelSize, *, streamed: bool) -> float:
     """Return the bytes that a judge takes on the GPUs that it shares."""
     return 2 * model.parameters * (JUDGE_SHARE if streamed else 1.0)

@@ -19,11 +19,11 @@ One JSON object:
                        this many sequences with `context` tokens each (prompt and response, the
                        mean over the timed steps)
         prefill        rows {"tokens", "seconds"}: one prompt to its first token
-        cost           the fields of `sim.cost.Cost` that fit these rows best; cache_tokens included
+        cost           fields of `sim.cost.EngineCost` that fit these rows best, with cache_tokens
         error          largest relative error of the fit among the decode rows
 
-Seconds are of the wall clock, sizes in tokens. `read` takes the file back, `Cost(**layout["cost"])`
-has all that a simulation needs.
+Seconds are of the wall clock, sizes in tokens. `read` takes the file back,
+`EngineCost(**layout["cost"])` has all that a simulation needs.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.sim.cost import Cost
+from rlcore.sim.cost import EngineCost
 from rlcore.utils.errors import ConfigError
 
 FORMAT = 1
@@ -61,17 +61,17 @@ class Prefill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class EngineMeasurements:
     """Measurements for engines of one tensor-parallel size."""
 
     tp: int
-    cost: Cost
+    cost: EngineCost
     start_s: float = 0.0
     decode: Sequence[Decode] = ()
     prefill: Sequence[Prefill] = ()
 
 
-def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: float) -> Cost:
+def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: float) -> EngineCost:
     """Fit a cost model to the rows: least squares of relative errors, no term below 0.
 
     Raises:
@@ -87,7 +87,7 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     if prefill:  # the constant belongs to the call, not to a token
         ones = [[1.0, r.tokens] for r in prefill]
         of_prompt = _positive(ones, [r.seconds for r in prefill])[-1]
-    return Cost(
+    return EngineCost(
         step_s=step,
         sequence_s=sequence,
         context_s=context,
@@ -96,13 +96,13 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     )
 
 
-def error(cost: Cost, decode: Sequence[Decode]) -> float:
+def error(cost: EngineCost, decode: Sequence[Decode]) -> float:
     """Return the largest relative error among the rows."""
     found = [cost.decode_s(r.sequences, r.sequences * r.context, 1) / r.step_s for r in decode]
     return max(abs(ratio - 1) for ratio in found)
 
 
-def rate(cost: Cost, tp: int, sequences: int, context: float) -> float:
+def rate(cost: EngineCost, tp: int, sequences: int, context: float) -> float:
     """Return the tokens per second and rank at a load of `sequences` sequences of `context` tokens
     per rank. An engine over tp ranks has tp times as many, or as many as its KV cache holds."""
     most = cost.cache_tokens // max(context, 1)
@@ -110,13 +110,15 @@ def rate(cost: Cost, tp: int, sequences: int, context: float) -> float:
     return n / cost.decode_s(n, n * context, 1) / tp
 
 
-def best(layouts: Sequence[Layout], sequences: int, context: float) -> int:
+def best(layouts: Sequence[EngineMeasurements], sequences: int, context: float) -> int:
     """Return the size with the most tokens per second and rank at this load per rank. Ties go to
     the smallest size, whose failures affect the fewest ranks."""
     return max(layouts, key=lambda x: (rate(x.cost, x.tp, sequences, context), -x.tp)).tp
 
 
-def to_json(layouts: Sequence[Layout], *, best_tp: int, head: Mapping[str, Any]) -> dict[str, Any]:
+def to_json(
+    layouts: Sequence[EngineMeasurements], *, best_tp: int, head: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the contents of the file. `head` has engine, model, device, dtype and load."""
     return {
         "format": FORMAT,
@@ -137,7 +139,7 @@ def to_json(layouts: Sequence[Layout], *, best_tp: int, head: Mapping[str, Any])
     }
 
 
-def read(path: Path) -> dict[int, Layout]:
+def read(path: Path) -> dict[int, EngineMeasurements]:
     """Read the layouts, by tensor-parallel size.
 
     Raises:
@@ -156,7 +158,7 @@ def read(path: Path) -> dict[int, Layout]:
     except (KeyError, TypeError) as e:
         raise ConfigError(f"profile {path}: a layout lacks a field, or has another: {e}") from e
     for x in layouts:
-        bad = [f.name for f in fields(Cost) if not getattr(x.cost, f.name) >= 0]
+        bad = [f.name for f in fields(EngineCost) if not getattr(x.cost, f.name) >= 0]
         if bad or not x.cost.decode_s(1, 1, 1) > 0:
             raise ConfigError(f"profile {path}: tp {x.tp} has no cost {bad or ['of a step']}")
     if not layouts:
@@ -164,10 +166,10 @@ def read(path: Path) -> dict[int, Layout]:
     return {x.tp: x for x in layouts}
 
 
-def _layout(row: Mapping[str, Any]) -> Layout:
-    return Layout(
+def _layout(row: Mapping[str, Any]) -> EngineMeasurements:
+    return EngineMeasurements(
         tp=row["tp"],
-        cost=Cost(**row["cost"]),
+        cost=EngineCost(**row["cost"]),
         start_s=row.get("start_s", 0.0),
         decode=[Decode(**r) for r in row.get("decode", ())],
         prefill=[Prefill(**r) for r in row.get("prefill", ())],

@@ -52,7 +52,7 @@ MEAN_HOURS, SIGMA = 27.9, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class JobTrace:
     """Trace of jobs that arrive and leave."""
 
     jobs: int
@@ -62,10 +62,10 @@ class Trace:
     """Weights of the size classes."""
 
 
-TRACE_200 = Trace(200, 336, {"S": 0.80, "M": 0.17, "L": 0.03})
+TRACE_200 = JobTrace(200, 336, {"S": 0.80, "M": 0.17, "L": 0.03})
 """Trace of two weeks. The sizes are fitted on the cost of its jobs alone: 940 $/h / (200 x 27.9 h /
 370 h) is 62.3 $/h a job, 1.09 times that of 8 and 8 GPUs."""
-TRACE_300 = Trace(300, 580, {"S": 1.0, "M": 1.0, "L": 1.0})
+TRACE_300 = JobTrace(300, 580, {"S": 1.0, "M": 1.0, "L": 1.0})
 WINDOW_HOURS = 370
 """Hours of the measured window; [paper] 188.8 k$ at 510 $/h."""
 TRACE_200_TOLD = {
@@ -95,7 +95,7 @@ DECISION_MS = 591
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JobKind:
     """Kind of job in the micro-benchmarks."""
 
     rollout_per_train: float
@@ -107,10 +107,10 @@ class Kind:
 
 
 KINDS = {
-    "A": Kind(1.0),
-    "C": Kind(0.5, nodes=2),
-    "D": Kind(2.5, train_scaling=1.0),  # [ours] beside C it trains on all 16 H800
-    "E": Kind(6.0),
+    "A": JobKind(1.0),
+    "C": JobKind(0.5, nodes=2),
+    "D": JobKind(2.5, train_scaling=1.0),  # [ours] beside C it trains on all 16 H800
+    "E": JobKind(6.0),
 }
 SOLO_S = 300.0
 """Seconds of an iteration of each kind alone; [ours]. [paper]: a phase takes 50 to 900 s."""

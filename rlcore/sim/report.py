@@ -9,31 +9,28 @@ import numpy as np
 
 from rlcore.metrics import trace as traces
 from rlcore.metrics.plots import COLORS
-from rlcore.sim.cluster import PHASES, Step, Summary
-from rlcore.sim.mux_world import Trace
+from rlcore.sim.cluster import PHASES, SimStep, Summary
+from rlcore.sim.mux_group import MuxTimeline
 
 COLOURS = {
     "all": "#3B6FA0",
     "short": "#2A9D8F",
     "long": "#B279A2",
     "reward": "#EECA3B",
-    "logprobs": "#9ECAE9",
-    "update": "#F58518",
-    "sync": "#54A24B",
-    "reshard": "#E45756",
+    "old_log_prob": "#9ECAE9",
+    "update_actor": "#F58518",
+    "update_weights": "#54A24B",
+    "resize_engines": "#E45756",
     "stream": "#FFBF79",
 }
 SAYS = {
     "all": "decoding",
     "short": "decoding, short round",
     "long": "decoding, long round",
-    "reward": "rewards, after the rollout",
-    "logprobs": "log-probs",
-    "update": "update",
-    "sync": "weights to the engines",
-    "reshard": "engines change size",
-    "stream": "update while others decode",
+    "stream": "stream: training while others decode",
 }
+IN_ORDER = ("resize_engines", *PHASES[:-1])
+"""Phases of a step, which begins with engines of the size that it needs."""
 MOST_ROWS = 64
 """Maximum number of engines in a picture; of more, every n-th is shown."""
 
@@ -57,13 +54,13 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
     return [
         *lines,
         "",
-        "idle: of the replicas' time in a rollout, without a request; trained: of the tokens that",
+        "idle: of the engines' time in a rollout, without a request; trained: of the tokens that",
         "are decoded; long: of the steps, long rounds; preempt: requests thrown out of a full",
         "cache, a step; early: of the groups, trained while others are decoded",
     ]
 
 
-def gantt(arms: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
+def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None:
     """Write a PNG of the activity over time, with one panel per arm on a common time axis and one
     row per engine."""
     import matplotlib
@@ -88,13 +85,13 @@ def gantt(arms: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
         _panel(axes, steps, shown, seen)
         mean = _end(steps) / len(steps)
         axes.set_title(f"{name}: {mean:.0f} s a step", loc="left", fontsize=10)
-        axes.set_ylabel("replica", fontsize=9)
+        axes.set_ylabel("engine", fontsize=9)
         axes.set_xlim(0, end * 1.01)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     panels[-1, 0].set_xlabel("seconds", fontsize=9)
     order = [what for what in COLOURS if what in seen]
-    handles = [Patch(color=COLOURS[what], label=SAYS[what]) for what in order]
+    handles = [Patch(color=COLOURS[what], label=SAYS.get(what, what)) for what in order]
     handles.append(Patch(facecolor="#EEEEEE", label="nothing to do"))
     handles.append(Patch(facecolor="white", label="(paler: fewer requests in the batch)"))
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
@@ -243,7 +240,9 @@ def curves(
     pyplot.close(figure)
 
 
-def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: float = 5) -> None:
+def turns(
+    happened: Mapping[str, MuxTimeline], path: Path, title: str, iterations: float = 5
+) -> None:
     """Write a PNG of the job that holds each slot over time, one panel per group, for the first
     iterations."""
     import matplotlib
@@ -291,21 +290,21 @@ def turns(happened: Mapping[str, Trace], path: Path, title: str, iterations: flo
     pyplot.close(figure)
 
 
-def _end(steps: Sequence[Step]) -> float:
+def _end(steps: Sequence[SimStep]) -> float:
     return steps[-1].start + steps[-1].seconds
 
 
-def _panel(axes: Any, steps: Sequence[Step], shown: int, seen: dict[str, None]) -> None:
+def _panel(axes: Any, steps: Sequence[SimStep], shown: int, seen: dict[str, None]) -> None:
     height = 1.0 if shown > 16 else 0.86
     for step in steps:
-        replicas = len(step.outcome.spans)
-        rank_of = [i * replicas // shown for i in range(shown)]
+        engines = len(step.outcome.spans)
+        rank_of = [i * engines // shown for i in range(shown)]
         at = step.start
-        for phase in ("reshard", "rollout", "reward", "logprobs", "update", "sync"):
+        for phase in IN_ORDER:
             took = step.phases[phase]
             if took <= 0:
                 continue
-            if phase == "rollout":
+            if phase == "gen":
                 axes.broken_barh([(at, took)], (-0.5, shown), color="#EEEEEE", linewidth=0)
                 seen[step.kind] = None
                 if any(step.outcome.stream_spans):
@@ -341,30 +340,30 @@ def _strength(running: int, most: int) -> float:
     return 0.25 + 0.75 * math.log2(max(running, 1)) / max(math.log2(max(most, 1)), 1.0)
 
 
-def trace(arms: Mapping[str, Sequence[Step]], path: Path) -> None:
+def trace(arms: Mapping[str, Sequence[SimStep]], path: Path) -> None:
     """Write a file for ui.perfetto.dev or chrome://tracing, with one process per arm, one thread
     per engine, and one for the phases of the whole."""
     events: list[traces.Event] = []
     for pid, (name, steps) in enumerate(arms.items()):
-        replicas = max(len(s.outcome.spans) for s in steps)
+        engines = max(len(s.outcome.spans) for s in steps)
         events += [traces.process(pid, name), traces.row(pid, 0, "step")]
-        events += [traces.row(pid, r + 1, f"replica {r}") for r in range(replicas)]
+        events += [traces.row(pid, r + 1, f"engine {r}") for r in range(engines)]
         for step in steps:
             events += _events(step, pid)
     traces.save(path, events)
 
 
-def _events(step: Step, pid: int) -> list[traces.Event]:
+def _events(step: SimStep, pid: int) -> list[traces.Event]:
     def bar(name: str, tid: int, start: float, seconds: float, **facts: object) -> traces.Event:
         return traces.bar(pid, tid, name, start, seconds, step=step.number, **facts)
 
     outcome = step.outcome
     out, at = [], step.start
-    for phase in ("reshard", "rollout", "reward", "logprobs", "update", "sync"):
+    for phase in IN_ORDER:
         took = step.phases[phase]
         if took <= 0:
             continue
-        if phase == "rollout":
+        if phase == "gen":
             facts = {
                 "kind": step.kind,
                 "tp": step.tp,

@@ -9,14 +9,14 @@ from typing import Protocol
 import numpy as np
 
 from rlcore.records import Request
-from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import published
 from rlcore.utils.seed import derive
 
 UNLIMITED = 1 << 30
 
 
-class Scorer(Protocol):
+class SimScorer(Protocol):
     """A scorer that handles one response at a time on each of its workers."""
 
     workers: int
@@ -32,7 +32,7 @@ class Scorer(Protocol):
 
 
 @dataclass(slots=True)
-class Fixed:
+class FixedScorer:
     """Scorer with a constant time."""
 
     each_s: float = 0.0
@@ -49,7 +49,7 @@ class Fixed:
 
 
 @dataclass(slots=True)
-class Judged:
+class JudgeScorer:
     """Scorer by a judge model: the time depends on the tokens that it reads."""
 
     of_tokens: Callable[[int], float]
@@ -66,7 +66,7 @@ class Judged:
 
 
 @dataclass(slots=True)
-class Sandbox:
+class SandboxScorer:
     """Scorer that runs programs. A share of them loops and uses the whole timeout. The others take
     their prompt's time, and half of them are right."""
 
@@ -115,10 +115,10 @@ class Sandbox:
 
 
 @dataclass(slots=True)
-class Pool:
+class ScorerPool:
     """Workers of one scorer, first come, first served."""
 
-    scorer: Scorer
+    scorer: SimScorer
     _free: list[float] = field(default_factory=list)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
@@ -145,12 +145,12 @@ class Rewards:
 
     def __init__(
         self,
-        scorers: Mapping[str, Scorer] | None = None,
+        scorers: Mapping[str, SimScorer] | None = None,
         domain_of: Callable[[Request], str] = lambda request: "",
         *,
         after: bool = False,
     ) -> None:
-        self._pools = {name: Pool(s) for name, s in (scorers or {"": Fixed()}).items()}
+        self._pools = {name: ScorerPool(s) for name, s in (scorers or {"": FixedScorer()}).items()}
         self._domain_of = domain_of
         self.after = after
 
@@ -160,7 +160,7 @@ class Rewards:
         fixed = {
             name: replace(scorer, timeout=None)
             for name, scorer in scorers.items()
-            if isinstance(scorer, Sandbox)
+            if isinstance(scorer, SandboxScorer)
         }
         return Rewards(scorers | fixed, self._domain_of, after=True)
 

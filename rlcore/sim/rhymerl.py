@@ -29,7 +29,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from rlcore.sched import histopipe
-from rlcore.sim.cost import GPUS, MODELS, Cost, from_data_sheet
+from rlcore.sim.cost import GPUS, MODELS, EngineCost, from_data_sheet
 from rlcore.sim.workload import GENERATORS, Workload
 
 AIMD_TABLE = (
@@ -90,7 +90,7 @@ def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: in
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ResponsePart:
     """A response, or the rest of one."""
 
     tokens: int
@@ -100,7 +100,7 @@ class Part:
     """Whether the context is in the KV cache; False if the response migrated."""
 
 
-def decode_s(cost: Cost, parts: Sequence[Part], accept: float) -> tuple[float, float]:
+def decode_s(cost: EngineCost, parts: Sequence[ResponsePart], accept: float) -> tuple[float, float]:
     """Return the seconds in which one engine decodes `parts` in one batch, and the number of tokens
     from accepted drafts. `accept` 0: no drafts."""
     order = sorted(parts, key=lambda p: p.tokens)
@@ -129,10 +129,10 @@ def decode_s(cost: Cost, parts: Sequence[Part], accept: float) -> tuple[float, f
     return seconds, right
 
 
-def worker_s(cost: Cost, parts: Sequence[Part], replicas: int, accept: float) -> float:
+def worker_s(cost: EngineCost, parts: Sequence[ResponsePart], engines: int, accept: float) -> float:
     """Return the seconds of several engines, over which the parts are distributed by length."""
     order = sorted(parts, key=lambda p: -p.tokens)
-    return max(decode_s(cost, order[i::replicas], accept)[0] for i in range(replicas))
+    return max(decode_s(cost, order[i::engines], accept)[0] for i in range(engines))
 
 
 def stability(
@@ -165,11 +165,11 @@ def stability(
 
 
 @dataclass(slots=True)
-class Pipeline:
+class SplitCluster:
     """Rollout workers and a learner on separate GPUs."""
 
-    cost: Cost
-    replicas: int
+    cost: EngineCost
+    engines: int
     """Number of engines of all workers together."""
     train_s: float
     accept: float
@@ -183,9 +183,9 @@ class Pipeline:
     ) -> float:
         """Return the mean seconds of a step in the long run. A step has the responses of the
         previous epoch and of this one, by prompt."""
-        groups = min(histopipe.GROUPS, self.replicas)
+        groups = min(histopipe.GROUPS, self.engines)
         free, trained, ends = [0.0] * groups, [0.0, 0.0], []
-        late: list[Part] = []
+        late: list[ResponsePart] = []
         given: list[int] = []
         for k, (before, after) in enumerate(steps, 1):
             predicted = {row: max(lengths) for row, lengths in before.items()}
@@ -213,7 +213,7 @@ class Pipeline:
         """Return the number of engines of each group (tier 2). The group keeps them for the run, so
         the worker changes with the step."""
         equal = [
-            self.replicas * (g + 1) // groups - self.replicas * g // groups for g in range(groups)
+            self.engines * (g + 1) // groups - self.engines * g // groups for g in range(groups)
         ]
         if not self.tiered:
             return equal
@@ -224,7 +224,7 @@ class Pipeline:
         def seconds(g: int, n: int) -> float:
             return worker_s(self.cost, parts[g], n, self.accept)
 
-        return histopipe.shares(seconds, groups, self.replicas)
+        return histopipe.shares(seconds, groups, self.engines)
 
     def _parts(
         self,
@@ -232,15 +232,17 @@ class Pipeline:
         before: dict[int, list[int]],
         after: dict[int, list[int]],
         prompt: int,
-        late: list[Part],
-    ) -> tuple[list[list[Part]], list[Part]]:
+        late: list[ResponsePart],
+    ) -> tuple[list[list[ResponsePart]], list[ResponsePart]]:
         """Return the parts that every group decodes in a step, and the rest for the next step."""
-        groups = [[Part(n, prompt) for row in group for n in after[row]] for group in ranked]
+        groups = [
+            [ResponsePart(n, prompt) for row in group for n in after[row]] for group in ranked
+        ]
         self.answers += sum(map(len, groups))
         if not self.migrates:
             return groups, []
         limits = [histopipe.threshold([n for row in g for n in before[row]]) for g in ranked]
-        left: list[Part] = []
+        left: list[ResponsePart] = []
         for g, limit in enumerate(limits):
             higher = [h for h, other in enumerate(limits) if other > limit]
             for i, part in enumerate(groups[g]):
@@ -248,7 +250,7 @@ class Pipeline:
                 if done + part.tokens <= limit:
                     continue
                 self.migrated += done == 0
-                rest = Part(done + part.tokens - limit, prompt + limit, False)
+                rest = ResponsePart(done + part.tokens - limit, prompt + limit, False)
                 groups[g][i] = replace(part, tokens=limit - done)
                 if higher:
                     groups[higher[i % len(higher)]].append(rest)
@@ -271,14 +273,14 @@ def ablation(
         return {row: workload.lengths(row, SAMPLES, seed * 1000 + epoch) for row in rows}
 
     data = [(answers(k, 0), answers(k, 1)) for k in range(steps)]
-    prompt, replicas = workload.prompt_tokens, GPU_COUNT // TP
+    prompt, engines = workload.prompt_tokens, GPU_COUNT // TP
 
     def synchronous(accept: float) -> tuple[float, float]:
         """Return the seconds of a rollout, and the share of tokens from accepted drafts."""
         times, right, tokens = [], 0.0, 0
         for _, after in data:
-            parts = [[Part(n, prompt) for n in lengths] for lengths in after.values()]
-            shared = [[p for group in parts[i::replicas] for p in group] for i in range(replicas)]
+            parts = [[ResponsePart(n, prompt) for n in lengths] for lengths in after.values()]
+            shared = [[p for group in parts[i::engines] for p in group] for i in range(engines)]
             found = [decode_s(cost, part, accept) for part in shared]
             times.append(max(s for s, _ in found))
             right += sum(r for _, r in found)
@@ -315,9 +317,9 @@ def ablation(
     ):
         best = math.inf, 0, 0.0
         for learner in (4, 6, 8, 12):
-            pipe = Pipeline(
+            pipe = SplitCluster(
                 cost=cost,
-                replicas=(GPU_COUNT - learner) // TP,
+                engines=(GPU_COUNT - learner) // TP,
                 train_s=train * GPU_COUNT / learner,
                 accept=ACCEPT,
                 migrates=migrates,

@@ -13,16 +13,16 @@ from statistics import NormalDist
 import numpy as np
 
 from rlcore.records import GroupId, Request, Work, group_of
-from rlcore.sched.place import LeastLoaded
 from rlcore.sched.roles import GroupState, Round, Verdict
-from rlcore.sched.stop import All, First
-from rlcore.sim.cost import GPUS, MODELS, Cost, from_data_sheet
-from rlcore.sim.flow import Flow, Lengths, Source
+from rlcore.sched.router import LeastLoaded
+from rlcore.sched.stop import StopAtAll, StopAtFirst
+from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths, SimAsyncRollout
+from rlcore.sim.cost import GPUS, MODELS, EngineCost, from_data_sheet
 from rlcore.sim.phases import training_from_data_sheet
 from rlcore.sim.rewards import UNLIMITED, Rewards
-from rlcore.sim.table import Made, Row, row
+from rlcore.sim.round import SimSettings
+from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS, Generator
-from rlcore.sim.world import World
 from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16
@@ -114,7 +114,7 @@ AGENTIC_GPUS, AGENTIC_INFER = 64, 4
 """Number of GPUs in total, and number that sample if training is separate. Our assumptions."""
 
 
-def cost() -> Cost:
+def cost() -> EngineCost:
     """Return the data-sheet costs of one engine."""
     return from_data_sheet(MODEL, GPU, TP)
 
@@ -127,7 +127,7 @@ def learner(gpus: int) -> tuple[Callable[[Sequence[int]], float], float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StepBound:
     """Simulated seconds of a step with their bound."""
 
     seconds: float
@@ -148,26 +148,26 @@ def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
     """Return the seconds of a Sync-Naive step: all GPUs sample, then all train, and states move to
     the host between. The responses of a prompt share one engine, and all requests start at once. No
     proposition covers this case."""
-    lengths, source = Lengths(law.generator, SAMPLES, seed), Source(SAMPLES)
+    lengths, source = PromptLengths(law.generator, SAMPLES, seed), EndlessPrompts(SAMPLES)
     train_s, sync_s = learner(gpus)
     moved = training_from_data_sheet(MODEL, GPU, gpus).step_s
     total = 0.0
     for _ in range(steps):
-        world = World([cost()] * gpus, lengths, max_running=law.max_running)
-        out = world.run(Round(work=source(law.prompts), stop=All()))
+        world = SimSettings([cost()] * gpus, lengths, max_running=law.max_running)
+        out = world.run(Round(work=source(law.prompts), stop=StopAtAll()))
         used = [p + n for p, n, _ in out.samples()]
         total += out.seconds + train_s(used) + sync_s + moved
     return total / steps
 
 
-def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> Flow:
+def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncRollout:
     """Return asynchronous training with `train` and `infer` GPUs. Requests wait at the controller
     for the first engine with room (queue scheduling), on any engine (prompt replication)."""
     train_s, sync_s = learner(train)
-    return Flow(
+    return SimAsyncRollout(
         [cost()] * infer,
-        Lengths(law.generator, SAMPLES, seed),
-        issue=Source(SAMPLES),
+        PromptLengths(law.generator, SAMPLES, seed),
+        issue=EndlessPrompts(SAMPLES),
         batch=law.prompts,
         alpha=alpha,
         train_s=train_s,
@@ -177,7 +177,7 @@ def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> Flow:
     )
 
 
-def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: int) -> Found:
+def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: int) -> StepBound:
     """Return the mean seconds of an update, after the first ones, which fill the buffer."""
     made = flow(law, train, infer, alpha, seed)
     made.run(math.ceil(alpha) + 1)
@@ -185,15 +185,15 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
     lengths = [n for u in updates for n in u.lengths]
     trained = sum(u.trained for u in updates) / steps
     bound = bound_2(law, lengths, infer, alpha, trained)
-    return Found(sum(u.seconds for u in updates) / steps, bound)
+    return StepBound(sum(u.seconds for u in updates) / steps, bound)
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
     """Return the GPUs that train by Proposition 2, beta* = E mu_t / (mu_g + E mu_t), in multiples
     of a sixteenth of all GPUs. mu are the seconds of one sample on one GPU."""
-    source, lengths = Source(SAMPLES), Lengths(law.generator, SAMPLES, seed)
-    out = World([cost()] * gpus, lengths, max_running=law.max_running).run(
-        Round(work=source(law.prompts), stop=All())
+    source, lengths = EndlessPrompts(SAMPLES), PromptLengths(law.generator, SAMPLES, seed)
+    out = SimSettings([cost()] * gpus, lengths, max_running=law.max_running).run(
+        Round(work=source(law.prompts), stop=StopAtAll())
     )
     generate = out.seconds * (1 - out.idle) * gpus
     trained = learner(1)[0]([p + n for p, n, _ in out.samples()])
@@ -253,7 +253,7 @@ def broken(rows: Sequence[Mapping[str, object]]) -> list[str]:
 # ---- tables
 
 
-def scaling(steps: int, seed: int) -> Made:
+def scaling(steps: int, seed: int) -> TableResult:
     """Return the speed-up over Sync-Naive by number of GPUs, with alpha 2."""
     rows: list[Row] = []
     for name, law in list(LAWS.items())[:2]:
@@ -271,10 +271,10 @@ def scaling(steps: int, seed: int) -> Made:
         growth = speed[SIZES[-1]] / speed[SIZES[0]]
         cell = f"{name}, throughput of {SIZES[-1]} GPUs over {SIZES[0]}"
         rows.append(row(cell, GROWTH, growth))
-    return Made("ROLL Flash: asynchronous over Sync-Naive, alpha 2", rows, [_note()])
+    return TableResult("ROLL Flash: asynchronous over Sync-Naive, alpha 2", rows, [_note()])
 
 
-def staleness(steps: int, seed: int) -> Made:
+def staleness(steps: int, seed: int) -> TableResult:
     """Return the speed-up of 16 + 24 GPUs over Sync-Naive on 40, by alpha."""
     rows: list[Row] = []
     for name, law in LAWS.items():
@@ -289,10 +289,10 @@ def staleness(steps: int, seed: int) -> Made:
             cell = f"{name}, alpha {alpha}"
             rows.append(row(cell, told, speed_up, fitted=fitted, note=note) | facts)
     title = "ROLL Flash: staleness, 16 GPUs that train and 24 that sample over Sync-Naive on 40"
-    return Made(title, rows, [_note()])
+    return TableResult(title, rows, [_note()])
 
 
-def splits(steps: int, seed: int) -> Made:
+def splits(steps: int, seed: int) -> TableResult:
     """Return the samples per second for every split of 40 GPUs with alpha 2, and the split of
     Proposition 2."""
     rows: list[Row] = []
@@ -306,10 +306,10 @@ def splits(steps: int, seed: int) -> Made:
             facts = ours.facts | {"law": name, "at": train}
             cell = f"{name}, {train} train, {40 - train} infer: samples/s"
             rows.append(row(cell, None, PROMPTS * SAMPLES / ours.seconds, note=note) | facts)
-    return Made("ROLL Flash: every split of 40 GPUs, alpha 2", rows, [*notes, _note()])
+    return TableResult("ROLL Flash: every split of 40 GPUs, alpha 2", rows, [*notes, _note()])
 
 
-def propositions(steps: int, seed: int) -> Made:
+def propositions(steps: int, seed: int) -> TableResult:
     """Return simulated seconds of a batch and the bounds of Propositions 1 and 2, which must not be
     below. For the first, 64 workers have one slot each and training takes no time."""
     rows: list[Row] = []
@@ -325,16 +325,18 @@ def propositions(steps: int, seed: int) -> Made:
                 cell = f"2: {name}, 32 prompts, {train} + {infer}, alpha {alpha}: s"
                 rows.append(row(cell, ours.bound, ours.seconds, holds=ours.facts["holds"]))
     title = "ROLL Flash: Propositions 1 and 2 (published: the bound; simulated: not above it)"
-    return Made(title, rows, [f"hold in {len(rows) - len(broken(rows))} of {len(rows)} cases"])
+    return TableResult(
+        title, rows, [f"hold in {len(rows) - len(broken(rows))} of {len(rows)} cases"]
+    )
 
 
 def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[float, float]:
     """Return the seconds of a batch of four samples per worker, and Proposition 1's bound. Only
     generation takes time, one second per token."""
-    made = Flow(
-        [Cost(step_s=1.0)] * workers,
-        Lengths(GENERATORS["16k"], 1, seed),
-        issue=Source(1),
+    made = SimAsyncRollout(
+        [EngineCost(step_s=1.0)] * workers,
+        PromptLengths(GENERATORS["16k"], 1, seed),
+        issue=EndlessPrompts(1),
         batch=4 * workers,
         alpha=alpha,
         train_s=lambda lengths: 0.0,
@@ -348,21 +350,21 @@ def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[
     return sum(u.seconds for u in updates) / steps, bound_1(lengths, workers, alpha)
 
 
-def queue(steps: int, seed: int) -> Made:
+def queue(steps: int, seed: int) -> TableResult:
     """Return the seconds until 8 groups are kept, for 8 x 8 with dynamic filtering, relative to
     batches."""
     arms = {
         "queue": (MIDDLE, Running),
-        "a prompt only for one that is dropped": (MIDDLE, First),
+        "a prompt only for one that is dropped": (MIDDLE, StopAtFirst),
         "RollPacker's 16k lengths": (GENERATORS["16k"], Running),
-        "both": (GENERATORS["16k"], First),
+        "both": (GENERATORS["16k"], StopAtFirst),
     }
     rows: list[Row] = []
     rounds = QUEUE_ROUNDS * steps
     for arm, (generator, stop) in arms.items():
         mean = dict.fromkeys(QUEUE_S, 0.0)
         for k in range(rounds):
-            lengths = Lengths(generator, 8, derive(seed, "queue", k) % 2**31)
+            lengths = PromptLengths(generator, 8, derive(seed, "queue", k) % 2**31)
             mean["batch"] += _in_batches(lengths, seed, k) / rounds
             for name, more in EXTRA.items():
                 mean[name] += _in_a_queue(lengths, seed, k, more, stop) / rounds
@@ -373,12 +375,12 @@ def queue(steps: int, seed: int) -> Made:
             found = mean[name] / mean["batch"]
             seconds = {key: round(s, 1) for key, s in mean.items()}
             rows.append(row(f"{cell}: of batch", told, found, fitted=ours, seconds=seconds))
-    return Made(
+    return TableResult(
         "ROLL Flash: queue scheduling, 8 x 8, seconds as a share of those in batches",
         rows,
         [
             f"published seconds: {', '.join(f'{k} {v}' for k, v in QUEUE_S.items())}; {rounds} "
-            f"batches an arm, {QUEUE_REPLICAS} replicas, the filter keeps {KEPT:.0%}",
+            f"batches an arm, {QUEUE_REPLICAS} engines, the filter keeps {KEPT:.0%}",
             "fitted: lengths and that share. Two causes make the difference to the rows below: in "
             "ROLL's scheduler 8 prompts (and the extra ones) run until 8 are kept, whatever has "
             "ended; and the paper's answers end at 8k, of some prompts all",
@@ -386,7 +388,7 @@ def queue(steps: int, seed: int) -> Made:
     )
 
 
-class Running(First):
+class Running(StopAtFirst):
     """Stop policy as in ROLL's scheduler: whenever a prompt ends, kept or dropped, another starts,
     until enough are kept."""
 
@@ -416,56 +418,60 @@ class _Filter(Rewards):
         return float(differs and request.id.endswith(".0"))
 
 
-def _in_batches(lengths: Lengths, seed: int, round_: int) -> float:
+def _in_batches(lengths: PromptLengths, seed: int, round_: int) -> float:
     """Return the seconds of whole batches until 8 groups are kept; each batch waits for all
     responses."""
-    source, kept, seconds = Source(8, first=1000 * round_), 0, 0.0
+    source, kept, seconds = EndlessPrompts(8, first=1000 * round_), 0, 0.0
     while kept < 8:
         work = source(8)
-        out = World([cost()] * QUEUE_REPLICAS, lengths).run(Round(work=work, stop=All()))
+        out = SimSettings([cost()] * QUEUE_REPLICAS, lengths).run(
+            Round(work=work, stop=StopAtAll())
+        )
         seconds += out.seconds
         kept += sum(_keeps(w.id, seed, round_) for w in work)
     return seconds
 
 
-def _in_a_queue(lengths: Lengths, seed: int, round_: int, more: int, stop: type[First]) -> float:
+def _in_a_queue(
+    lengths: PromptLengths, seed: int, round_: int, more: int, stop: type[StopAtFirst]
+) -> float:
     """Return the seconds of a round in which `more` prompts run in addition to the first 8."""
-    source = Source(8, first=1000 * round_)
+    source = EndlessPrompts(8, first=1000 * round_)
     work = source(8 + more)
     policy = stop({"s": 8}, {w.id: "s" for w in work}, lambda domain: _another(source))
-    world = World([cost()] * QUEUE_REPLICAS, lengths, rewards=_Filter(seed, round_))
+    world = SimSettings([cost()] * QUEUE_REPLICAS, lengths, rewards=_Filter(seed, round_))
     return world.run(Round(work=work, stop=policy)).seconds
 
 
-def _another(source: Source) -> Work:
+def _another(source: EndlessPrompts) -> Work:
     return source(1)[0]
 
 
-def replication(steps: int, seed: int) -> Made:
+def replication(steps: int, seed: int) -> TableResult:
     """Compare the responses of a prompt on one engine with those on any engine."""
     rows: list[Row] = []
     for name, generator in (("", MIDDLE), ("; RollPacker's 16k lengths", GENERATORS["16k"])):
         for (prompts, samples), (one, anywhere) in REPLICATION_S.items():
             seconds = {False: 0.0, True: 0.0}
             for k in range(steps):
-                lengths = Lengths(generator, samples, derive(seed, "replication", k) % 2**31)
+                lengths = PromptLengths(generator, samples, derive(seed, "replication", k) % 2**31)
                 for spread in seconds:
-                    world = World(
+                    world = SimSettings(
                         [cost()] * REPLICATION_REPLICAS,
                         lengths,
                         place=partial(LeastLoaded, UNLIMITED, spread=spread),
                     )
-                    work = Source(samples, first=1000 * k)(prompts)
-                    seconds[spread] += world.run(Round(work=work, stop=All())).seconds / steps
+                    work = EndlessPrompts(samples, first=1000 * k)(prompts)
+                    seconds[spread] += world.run(Round(work=work, stop=StopAtAll())).seconds / steps
             speed_up = seconds[False] / seconds[True]
             found = [round(s, 1) for s in seconds.values()]
             cell = f"{prompts} x {samples}{name}: speed-up"
             rows.append(row(cell, one / anywhere, speed_up, seconds=found, told=[one, anywhere]))
-    return Made(
+    return TableResult(
         "ROLL Flash: prompt replication",
         rows,
         [
-            f"assumed: {REPLICATION_REPLICAS} replicas; lengths and costs as fitted for `queue`, "
+            f"assumed: {REPLICATION_REPLICAS} engines; lengths and costs as fitted for `queue`, "
             "nothing is fitted here"
         ],
     )
@@ -486,14 +492,16 @@ class Turns(Rewards):
         return now + took, took
 
 
-def agentic(steps: int, seed: int) -> Made:
+def agentic(steps: int, seed: int) -> TableResult:
     """Compare environments that step together, independently, and with training overlapped."""
     together = sum(_together(derive(seed, "together", k)) for k in range(steps)) / steps
     engines, tokens = [cost()] * AGENTIC_GPUS, _fixed(TURNS * TURN_TOKENS)
     apart = 0.0
     for k in range(steps):
-        work = Source(1, first=1000 * k)(EPISODES)
-        out = World(engines, tokens, rewards=Turns(seed)).run(Round(work=work, stop=All()))
+        work = EndlessPrompts(1, first=1000 * k)(EPISODES)
+        out = SimSettings(engines, tokens, rewards=Turns(seed)).run(
+            Round(work=work, stop=StopAtAll())
+        )
         apart += out.seconds / steps
     rows = [
         row("rollout, together: s", ENV_S[0], together, fitted=True),
@@ -504,10 +512,10 @@ def agentic(steps: int, seed: int) -> Made:
     for name, (by_itself, beside) in AGENTIC.items():
         # the published ratio is (together + t) / (apart + t)
         train = (together - by_itself * apart) / (by_itself - 1)
-        made = Flow(
+        made = SimAsyncRollout(
             [cost()] * AGENTIC_INFER,
             tokens,
-            issue=Source(1),
+            issue=EndlessPrompts(1),
             batch=EPISODES,
             alpha=2,
             train_s=_always(train / share),
@@ -521,7 +529,7 @@ def agentic(steps: int, seed: int) -> Made:
             row(f"{name}, by itself and beside training", beside, everything / seconds),
         ]
         rows[-1]["train_s"] = round(train, 1)
-    return Made(
+    return TableResult(
         "ROLL Flash: agentic, over all in turn",
         rows,
         [
@@ -554,7 +562,7 @@ def _note() -> str:
     )
 
 
-TABLES: dict[str, Callable[[int, int], Made]] = {
+TABLES: dict[str, Callable[[int, int], TableResult]] = {
     "scaling": scaling,
     "staleness": staleness,
     "splits": splits,

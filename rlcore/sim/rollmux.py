@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rlcore.sched.cluster import Cluster, Job, Pool
+from rlcore.sched.cluster import Cluster, MuxJob, NodePool
 from rlcore.sched.phase_mux import TAIL, Member
 from rlcore.sim import mux_trace
 from rlcore.sim import published_rollmux as told
-from rlcore.sim.cost import GPUS, MODELS, Cost, Gpu, Model, from_data_sheet
+from rlcore.sim.cost import GPUS, MODELS, EngineCost, Gpu, ModelSize, from_data_sheet
 from rlcore.sim.mux_baselines import Greedy, Random, optimum
+from rlcore.sim.mux_group import ROLLOUT, TRAIN, Iteration, MuxSimulation, VirtualJob
+from rlcore.sim.mux_group import MuxTimeline as Happened
 from rlcore.sim.mux_trace import draw_job, draw_trace, run_trace
-from rlcore.sim.mux_world import ROLLOUT, TRAIN, Iteration, VirtualJob, World
-from rlcore.sim.mux_world import Trace as Happened
 from rlcore.sim.published_rollmux import KINDS, MICRO, SHAPES, SIZES
-from rlcore.sim.table import Made, Row, row
+from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS
 from rlcore.utils.seed import derive
 
 POOLS = (
-    Pool(price=told.H20, memory_gb=told.NODE_GB, switch_s=told.WARM_S[ROLLOUT]),
-    Pool(price=told.H800, memory_gb=told.NODE_GB, switch_s=told.WARM_S[TRAIN]),
+    NodePool(price=told.H20, memory_gb=told.NODE_GB, switch_s=told.WARM_S[ROLLOUT]),
+    NodePool(price=told.H800, memory_gb=told.NODE_GB, switch_s=told.WARM_S[TRAIN]),
 )
 SLOTS = 8
 """Number of GPUs in a node."""
@@ -36,7 +36,7 @@ KEEP, KEPT = 4, (1, 2, 4)
 class Result:
     """A table with the data for its plot."""
 
-    made: Made
+    made: TableResult
     lines: dict[str, list[tuple[float, float]]]
     """Points of each curve, by name."""
     axes: tuple[str, str] = ("", "")
@@ -48,7 +48,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RolloutLengths:
     """Lengths of one rollout: time of the last response, start of the tail, and number of
     tokens."""
 
@@ -59,7 +59,7 @@ class Round:
     """Seconds of the tail after it has moved, with its prefill, by number of kept engines."""
 
 
-def finish_times(lengths: Sequence[int], prompt: int, cost: Cost) -> list[float]:
+def finish_times(lengths: Sequence[int], prompt: int, cost: EngineCost) -> list[float]:
     """Return the ascending finish times of responses that one engine decodes in one batch from the
     start."""
     now, before, out = 0.0, 0, []
@@ -72,11 +72,13 @@ def finish_times(lengths: Sequence[int], prompt: int, cost: Cost) -> list[float]
 
 
 @cache
-def rounds(model: Model, column: str, gpu: Gpu, tp: int, count: int, seed: int) -> list[Round]:
+def rounds(
+    model: ModelSize, column: str, gpu: Gpu, tp: int, count: int, seed: int
+) -> list[RolloutLengths]:
     """Return `count` rollouts on a node of eight GPUs, with prompts in epoch order."""
     cost = from_data_sheet(model, gpu, tp)
     generator = GENERATORS[column]
-    replicas = SLOTS // tp
+    engines = SLOTS // tp
     out = []
     for n in range(count):
         lengths = [
@@ -86,29 +88,31 @@ def rounds(model: Model, column: str, gpu: Gpu, tp: int, count: int, seed: int) 
         ]
         ends = sorted(
             t
-            for r in range(replicas)
-            for t in finish_times(lengths[r::replicas], generator.prompt_tokens, cost)
+            for r in range(engines)
+            for t in finish_times(lengths[r::engines], generator.prompt_tokens, cost)
         )
         at = ends[int(TAIL * len(ends)) - 1]
-        moved = {k: _moved_s(sorted(lengths), generator.prompt_tokens, cost, k, replicas)
+        moved = {k: _moved_s(sorted(lengths), generator.prompt_tokens, cost, k, engines)
                  for k in KEPT}  # fmt: skip
-        out.append(Round(ends[-1], at, sum(lengths), moved))
+        out.append(RolloutLengths(ends[-1], at, sum(lengths), moved))
     return out
 
 
-def _moved_s(lengths: Sequence[int], prompt: int, cost: Cost, kept: int, replicas: int) -> float:
+def _moved_s(
+    lengths: Sequence[int], prompt: int, cost: EngineCost, kept: int, engines: int
+) -> float:
     """Return the seconds of the moved tail on `kept` engines. The tail is the longest fifth of the
     responses, from the time at which the others are done. Requests from other engines are prefilled
     first."""
     at = int(TAIL * len(lengths))
     done = lengths[at]
     left = [length - done for length in lengths[at:]]
-    moving = len(left) * (1 - kept / replicas) * (prompt + done)
+    moving = len(left) * (1 - kept / engines) * (prompt + done)
     decode = max(finish_times(left[k::kept], prompt + done, cost)[-1] for k in range(kept))
     return moving * cost.prefill_s / kept + decode
 
 
-def batch_share(model: Model, column: str, gpu: Gpu, tp: int) -> float:
+def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
     """Return the share of a decode step's time that grows with the batch, at the start of a
     rollout."""
     cost = from_data_sheet(model, gpu, tp)
@@ -120,7 +124,9 @@ def batch_share(model: Model, column: str, gpu: Gpu, tp: int) -> float:
 # ---- micro-benchmarks
 
 
-def iterations_of(kind: told.Kind, shapes: Sequence[Round], train: int) -> list[Iteration]:
+def iterations_of(
+    kind: told.JobKind, shapes: Sequence[RolloutLengths], train: int
+) -> list[Iteration]:
     """Return iterations with the shape of the rounds, scaled to the mean durations of a kind and
     trained on `train` nodes."""
     mean_s = statistics.fmean(r.seconds for r in shapes)
@@ -182,7 +188,9 @@ def micro(count: int, seed: int) -> Result:
         rows.append(row(f"{name}, bills alone / group", one.price, sum(alone_bill) / bill))
         for migrates in (False, True):
             jobs, alone = _group(one, count, seed, migrates=migrates)
-            trace = World(jobs, switch_s=told.WARM_S, tail=TAIL if migrates else 2.0).run(count)
+            trace = MuxSimulation(jobs, switch_s=told.WARM_S, tail=TAIL if migrates else 2.0).run(
+                count
+            )
             solo = [statistics.fmean(i.rollout_s + i.train_s for i in its) for its in alone]
             ours = [trace.period(j.member.job, count // 10) for j in jobs]
             slowdown = [o / s for o, s in zip(ours, solo, strict=True)]
@@ -215,7 +223,7 @@ def micro(count: int, seed: int) -> Result:
         "A phase that is longer than usual keeps the next job waiting: that, and the switch, is",
         "the slow-down; interference on shared hosts and links is not modelled.",
     ]
-    return Result(Made("RollMux, micro-benchmarks", rows, notes), {}, happened=happened)
+    return Result(TableResult("RollMux, micro-benchmarks", rows, notes), {}, happened=happened)
 
 
 def colocated_gain(one: told.Micro, where: str) -> float:
@@ -296,10 +304,10 @@ def migration(count: int, seed: int) -> Result:
         "T_train that share a rollout node of 8 H20. What moves is prefilled again where the tail",
         "goes on; the next rollout starts on the other GPUs, and gets the rest when that is done.",
     ]
-    return Result(Made("RollMux, migration of long tails", rows, notes), {})
+    return Result(TableResult("RollMux, migration of long tails", rows, notes), {})
 
 
-def _shared(shapes: Sequence[Sequence[Round]], share: float, tp: int, kept: int) -> float:
+def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, kept: int) -> float:
     """Return the seconds of an iteration of two rollout-heavy jobs on one rollout node. Tails
     continue on `kept` engines; 0: they do not move."""
     jobs = []
@@ -319,7 +327,7 @@ def _shared(shapes: Sequence[Sequence[Round]], share: float, tp: int, kept: int)
         member = Member(job=f"{n}", slots=slots, keep=kept * tp, least={ROLLOUT: SLOTS // 2})
         jobs.append(VirtualJob(member=member, iteration=_cycled(its), batch_share=share))
     count = len(shapes[0])
-    trace = World(jobs, switch_s=told.WARM_S, tail=TAIL if kept else 2.0).run(count)
+    trace = MuxSimulation(jobs, switch_s=told.WARM_S, tail=TAIL if kept else 2.0).run(count)
     return statistics.fmean(trace.period(j.member.job, count // 10) for j in jobs)
 
 
@@ -337,14 +345,14 @@ def switches(count: int, seed: int) -> Result:
             periods = []
             for switch in (told.WARM_S, {ROLLOUT: cold, TRAIN: cold}):
                 jobs, _ = _group(one, count, seed, migrates=False)
-                trace = World(jobs, switch_s=switch, tail=2.0).run(count)
+                trace = MuxSimulation(jobs, switch_s=switch, tail=2.0).run(count)
                 periods.append(trace.period(jobs[0].member.job, count // 10))
             value = told.COLD_LOSS if version == "OSDI" else None
             rows.append(
                 row(f"{name}, throughput lost, cold {cold:g} s", value, 1 - periods[0] / periods[1])
             )
     notes = ["The first two are what is published, divided: seconds of a start are not simulated."]
-    return Result(Made("RollMux, warm and cold starts", rows, notes), {})
+    return Result(TableResult("RollMux, warm and cold starts", rows, notes), {})
 
 
 # ---- traces
@@ -361,7 +369,7 @@ def _colocated(arrivals: Sequence[mux_trace.Arrival]) -> list[mux_trace.Arrival]
     return out
 
 
-def _arms(arrivals: Sequence[mux_trace.Arrival], seed: int) -> dict[str, mux_trace.Outcome]:
+def _arms(arrivals: Sequence[mux_trace.Arrival], seed: int) -> dict[str, mux_trace.TraceResult]:
     cold = told.COLD_S["OSDI"]
     return {
         "RollMux": run_trace(Cluster(*POOLS), arrivals),
@@ -375,13 +383,13 @@ def _arms(arrivals: Sequence[mux_trace.Arrival], seed: int) -> dict[str, mux_tra
     }
 
 
-def _lines(arms: Mapping[str, mux_trace.Outcome]) -> dict[str, list[tuple[float, float]]]:
+def _lines(arms: Mapping[str, mux_trace.TraceResult]) -> dict[str, list[tuple[float, float]]]:
     return {name: [(t / 3600, bill) for t, bill, _ in o.points] for name, o in arms.items()}
 
 
-def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.Outcome]]) -> list[Row]:
+def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.TraceResult]]) -> list[Row]:
     """Return unpublished results of every arm."""
-    facts: dict[str, Callable[[mux_trace.Outcome, mux_trace.Outcome], float]] = {
+    facts: dict[str, Callable[[mux_trace.TraceResult, mux_trace.TraceResult], float]] = {
         "$/h of the time until the last job is done": lambda o, ours: o.per_hour,
         "bill / RollMux's": lambda o, ours: o.bill / ours.bill,
         "jobs within their SLO": lambda o, ours: o.kept,
@@ -399,7 +407,7 @@ def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.Outcome]]) -> lis
     return rows
 
 
-_Of = Callable[[mux_trace.Outcome, mux_trace.Outcome, mux_trace.Outcome], float]
+_Of = Callable[[mux_trace.TraceResult, mux_trace.TraceResult, mux_trace.TraceResult], float]
 FACTS_200: dict[str, _Of] = {
     # arguments: RollMux, solo, colocated
     "RollMux, $/h": lambda m, s, c: m.bill / told.WINDOW_HOURS,
@@ -442,7 +450,7 @@ def trace200(count: int, seed: int) -> Result:
         "case. Bubbles: share of solo's idle time that is gone. With moves: `Cluster.repack`,",
         "which the paper has not; a job loses 135.8 s, a cold start, whenever it is moved.",
     ]
-    made = Made("RollMux, 200 jobs in two weeks", rows, notes)
+    made = TableResult("RollMux, 200 jobs in two weeks", rows, notes)
     return Result(made, _lines(runs[0]), ("hours", "$ an hour"))
 
 
@@ -468,7 +476,7 @@ def trace300(count: int, seed: int) -> Result:
         "Random and greedy keep no promise: they rent fewer nodes, and for longer, since their",
         "jobs take turns on nodes that are overloaded.",
     ]
-    made = Made("RollMux, 300 jobs in 580 hours", rows, notes)
+    made = TableResult("RollMux, 300 jobs in 580 hours", rows, notes)
     return Result(made, lines, ("hours", "$ an hour"))
 
 
@@ -488,7 +496,7 @@ def slo(count: int, seed: int) -> Result:
             kept = f"{o.promised:.0%} of the promises kept"
             rows.append(row(f"SLO {factor:g}, {arm}, $/h", None, per_hour, note=kept))
             lines[arm].append((factor, per_hour))
-    made = Made("RollMux, the 200 jobs with one SLO for all", rows, [])
+    made = TableResult("RollMux, the 200 jobs with one SLO for all", rows, [])
     return Result(made, lines, ("SLO: times alone", "$ an hour"))
 
 
@@ -502,7 +510,7 @@ def group_size(count: int, seed: int) -> Result:
         per_hour = o.bill / told.WINDOW_HOURS
         rows.append(row(f"at most {most} jobs, $/h", None, per_hour))
         lines["RollMux"].append((most, per_hour))
-    made = Made("RollMux, the 200 jobs with groups of at most so many", rows, [])
+    made = TableResult("RollMux, the 200 jobs with groups of at most so many", rows, [])
     return Result(made, lines, ("jobs of a group, at most", "$ an hour"))
 
 
@@ -554,7 +562,7 @@ def against_optimum(count: int, seed: int) -> Result:
         "profiles are ours. Random and greedy break promises, so they may be cheaper than the",
         "optimum, which keeps all. With moves: `Cluster.repack`, which the paper has not.",
     ]
-    return Result(Made("RollMux, the bill against the cheapest partition", rows, notes), {})
+    return Result(TableResult("RollMux, the bill against the cheapest partition", rows, notes), {})
 
 
 def _clusters(seed: int) -> dict[str, Cluster]:
@@ -566,7 +574,7 @@ def _clusters(seed: int) -> dict[str, Cluster]:
     }
 
 
-def _admit_all(cluster: Cluster, jobs: Sequence[Job], *, repack: bool) -> None:
+def _admit_all(cluster: Cluster, jobs: Sequence[MuxJob], *, repack: bool) -> None:
     for job in jobs:
         if cluster.admit(job).added and repack:
             cluster.repack(job.id)
@@ -608,7 +616,7 @@ def decisions(count: int, seed: int) -> Result:
             lines.setdefault(f"{arm}, p50", []).append((size, p50))
             lines.setdefault(f"{arm}, p99", []).append((size, p99))
     notes = ["Processor time of one core; jobs of the nine profiles, mixed, as they come."]
-    made = Made("RollMux, milliseconds of a decision", rows, notes)
+    made = TableResult("RollMux, milliseconds of a decision", rows, notes)
     return Result(made, lines, ("jobs in the cluster", "ms"), is_log=True)
 
 

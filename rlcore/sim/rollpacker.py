@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from rlcore.sim import published
-from rlcore.sim.cluster import Plan, RowOf, Run, Step, Stream, Summary, summarize
-from rlcore.sim.cost import GPUS, MODELS, Cost, from_data_sheet, least_tp, with_step
+from rlcore.sim.cluster import ClusterPlan, RowOf, SimRun, SimStep, StreamRule, Summary, summarize
+from rlcore.sim.cost import GPUS, MODELS, EngineCost, from_data_sheet, least_tp, with_step
 from rlcore.sim.lengths import read_lengths
-from rlcore.sim.phases import Training, judge_bytes, weights_s
+from rlcore.sim.phases import TrainingCost, judge_bytes, weights_s
 from rlcore.sim.published import PROMPTS, SAMPLES, System
 from rlcore.sim.rewards import Rewards
-from rlcore.sim.table import Made, Row, row
+from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.user import rewards
 from rlcore.sim.workload import GENERATORS, Recorded, Workload
 
@@ -22,16 +22,16 @@ H800 = GPUS["H800"]
 # ---- figure 11: rounds alone
 
 
-def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: int) -> Plan:
+def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: int) -> ClusterPlan:
     """Return the plan of one cell: decoding only, with a constant step time."""
     at = published.FIGURE_11[column]
-    cost = Cost(step_s=at.step_s)
-    return Plan(
+    cost = EngineCost(step_s=at.step_s)
+    return ClusterPlan(
         name=f"{column} {eta_prompts} {eta_samples}",
         gpus=16,
         tp=1,
         costs=lambda tp: cost,
-        training=Training(),
+        training=TrainingCost(),
         workload=replace(GENERATORS[at.generator], seed=seed),
         num_prompts=PROMPTS,
         num_samples=SAMPLES,
@@ -42,15 +42,15 @@ def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: 
     )
 
 
-def figure_11(count: int, seed: int, data: Path) -> Made:
+def figure_11(count: int, seed: int, data: Path) -> TableResult:
     """Return a row per cell: the mean seconds of a round relative to the baseline."""
     rows, notes = [], []
     for column, at in published.FIGURE_11.items():
         seconds = {}
         for arm, etas in published.FIGURE_11_ARMS.items():
-            steps = list(Run(arm_of_figure_11(column, *etas, seed)).steps(count))
+            steps = list(SimRun(arm_of_figure_11(column, *etas, seed)).steps(count))
             found = summarize(steps)
-            seconds[arm] = found.phases["rollout"]
+            seconds[arm] = found.phases["gen"]
             told = published.FIGURE_11_SECONDS[arm][column]
             rows.append(
                 row(
@@ -68,13 +68,13 @@ def figure_11(count: int, seed: int, data: Path) -> Made:
         if at.note:
             notes.append(at.note)
     title = "RollPacker, figure 11: mean rollout seconds of a round, against the baseline's"
-    return Made(title, rows, notes)
+    return TableResult(title, rows, notes)
 
 
 # ---- whole steps
 
 
-def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> Training:
+def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> TrainingCost:
     """Return the training cost as published for 14B/16k, scaled for others
     (`published.TRAINING_S`)."""
     model = MODELS[system.model]
@@ -82,19 +82,19 @@ def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> Traini
     scale *= GENERATORS[system.column].cap / GENERATORS["16k"].cap
     scale *= 32 / (gpus or system.gpus)
     both = published.TRAINING_S * scale / (PROMPTS * SAMPLES)
-    return Training(
+    return TrainingCost(
         sample_s=both / (1 + published.FORWARD_SHARE),
         forward_share=published.FORWARD_SHARE,
         sync_s=weights_s(model, H800, system.tp),
     )
 
 
-def costs_of(system: System, other_bytes: float = 0.0) -> Callable[[int], Cost]:
+def costs_of(system: System, other_bytes: float = 0.0) -> Callable[[int], EngineCost]:
     """Return the data-sheet costs, with the fitted step time at the published size."""
     model = MODELS[system.model]
     sheet = from_data_sheet(model, H800, system.tp)
 
-    def of(tp: int) -> Cost:
+    def of(tp: int) -> EngineCost:
         cost = from_data_sheet(
             model, H800, tp, utilization=published.UTILIZATION, other_bytes=other_bytes / tp
         )
@@ -103,11 +103,13 @@ def costs_of(system: System, other_bytes: float = 0.0) -> Callable[[int], Cost]:
     return of
 
 
-def plan_of(name: str, system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0) -> Plan:
+def plan_of(
+    name: str, system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0
+) -> ClusterPlan:
     """Return the plan of veRL: wait for all responses, then score all, then train."""
     gpus = gpus or system.gpus
     made = partial(rewards, "mix", H800, "dedicated", gpus, seed)
-    return Plan(
+    return ClusterPlan(
         name=name,
         gpus=gpus,
         tp=system.tp,
@@ -122,7 +124,9 @@ def plan_of(name: str, system: System, seed: int, *, prompts: int = PROMPTS, gpu
     )
 
 
-def ladder(system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0) -> dict[str, Plan]:
+def ladder(
+    system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0
+) -> dict[str, ClusterPlan]:
     """Return plans for veRL, the techniques of table 2 added one by one, and RLHFuse as the paper
     strengthened it."""
     verl = plan_of("veRL", system, seed, prompts=prompts, gpus=gpus)
@@ -133,13 +137,13 @@ def ladder(system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0) 
     longest = verl.workload.cap + verl.workload.prompt_tokens
     least = least_tp(reward.costs, longest, system.tp)
     planner = replace(reward, name="planner", max_tp=H800.per_node, min_tp=least)
-    trainer = replace(planner, name="trainer", stream=Stream())
+    trainer = replace(planner, name="trainer", stream=StreamRule())
     fuse = replace(
         verl,
         name="RLHFuse",
         rewards=partial(rewards, "mix", H800, "dedicated", verl.gpus, seed),
         overlap_logprobs=True,
-        stream=Stream(),
+        stream=StreamRule(),
     )
     return {p.name: p for p in (verl, tail, reward, planner, trainer, fuse)}
 
@@ -148,32 +152,32 @@ def _rounded(found: Summary) -> dict[str, float]:
     return {k: round(v, 1) for k, v in found.phases.items()}
 
 
-def _run(plans: Mapping[str, Plan], count: int) -> dict[str, Summary]:
-    return {name: summarize(list(Run(plan).steps(count))) for name, plan in plans.items()}
+def _run(plans: Mapping[str, ClusterPlan], count: int) -> dict[str, Summary]:
+    return {name: summarize(list(SimRun(plan).steps(count))) for name, plan in plans.items()}
 
 
-def table_1(count: int, seed: int, data: Path) -> Made:
+def table_1(count: int, seed: int, data: Path) -> TableResult:
     """Return the shares of a step of veRL."""
     rows = []
     system = published.SYSTEMS["14B/16k"]
     for task, told in published.TABLE_1.items():
         made = partial(rewards, task, H800, "dedicated", system.gpus, seed)
         plan = replace(plan_of(task, system, seed), rewards=partial(_after, made))
-        found = summarize(list(Run(plan).steps(max(5, count // 10))))
+        found = summarize(list(SimRun(plan).steps(max(5, count // 10))))
         p = found.phases
-        ours = (p["rollout"], p["reward"], p["logprobs"] + p["update"] + p["sync"])
+        ours = (p["gen"], p["reward"], p["old_log_prob"] + p["update_actor"] + p["update_weights"])
         for name, value, seconds in zip(("rollout", "reward", "training"), told, ours, strict=True):
             fitted = task == "math" or name == "training"
             share = seconds / found.seconds
             rows.append(row(f"table 1, {task}, {name}", value, share, fitted=fitted))
-    return Made("RollPacker, table 1: shares of a step of veRL, 14B/16k", rows, [])
+    return TableResult("RollPacker, table 1: shares of a step of veRL, 14B/16k", rows, [])
 
 
 def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
     return made(row_of).after_all()
 
 
-def table_2(count: int, seed: int, data: Path) -> Made:
+def table_2(count: int, seed: int, data: Path) -> TableResult:
     """Return speed-ups over veRL, with two rows where two versions were published."""
     rows = []
     for name, system in published.SYSTEMS.items():
@@ -192,7 +196,7 @@ def table_2(count: int, seed: int, data: Path) -> Made:
         for what, seconds in (("", found["trainer"].seconds), (", tp fixed", fixed_s)):
             ours = found["RLHFuse"].seconds / seconds
             rows.append(row(f"over RLHFuse, {name}{what}", published.OVER_RLHFUSE[name], ours))
-    return Made(
+    return TableResult(
         "RollPacker, table 2: speed-up of a step over veRL, each line with those before it",
         rows,
         [
@@ -202,20 +206,20 @@ def table_2(count: int, seed: int, data: Path) -> Made:
             "step is fitted on its three baselines. The judge of veRL and RLHFuse has GPUs of its",
             "own besides. Published rollouts differ among themselves (figure 10b: short rounds of",
             "32B take 75 s, those of figure 11 have 44 s left), so not all can be met.",
-            "Planner: with all replicas decoding nobody is preempted, so after four calm rounds it",
+            "Planner: with all engines decoding nobody is preempted, so after four calm rounds it",
             "halves TP where the weights fit, and the tail, which is one step after another,",
             "takes longer. Hence the rows with TP fixed.",
         ],
     )
 
 
-def figure_10c(count: int, seed: int, data: Path) -> Made:
+def figure_10c(count: int, seed: int, data: Path) -> TableResult:
     """Return the seconds of a short and of a long step of the whole system."""
     rows = []
     for name, system in published.SYSTEMS.items():
         whole = ladder(system, seed)["trainer"]
         for what, plan in (("", whole), (", tp fixed", replace(whole, max_tp=0))):
-            steps = list(Run(plan).steps(max(count, 5)))  # at least one of them is long
+            steps = list(SimRun(plan).steps(max(count, 5)))  # at least one of them is long
             for kind, told in zip(("short", "long"), published.FIGURE_10C[name], strict=True):
                 found = summarize([s for s in steps if s.kind == kind])
                 rows.append(
@@ -228,7 +232,7 @@ def figure_10c(count: int, seed: int, data: Path) -> Made:
                         note=f"x{found.seconds / told:.2f}",
                     )
                 )
-    return Made(
+    return TableResult(
         "RollPacker, figure 10c: seconds of a step",
         rows,
         [
@@ -242,7 +246,7 @@ def figure_10c(count: int, seed: int, data: Path) -> Made:
 # ---- stream trainer
 
 
-def stream(count: int, seed: int, data: Path) -> Made:
+def stream(count: int, seed: int, data: Path) -> TableResult:
     """Return tables 3 and 4: 7B/8k, math, means over long rounds."""
     system = published.SYSTEMS["7B/8k"]
     math = partial(rewards, "math", H800, "dedicated", system.gpus, seed)
@@ -256,16 +260,16 @@ def stream(count: int, seed: int, data: Path) -> Made:
         training=replace(training, sync_s=0.0),
     )
 
-    def mean(rule: Stream | None) -> float:
-        steps = Run(replace(plan, stream=rule)).steps(max(count, 5))
+    def mean(rule: StreamRule | None) -> float:
+        steps = SimRun(replace(plan, stream=rule)).steps(max(count, 5))
         return statistics.fmean(s.seconds for s in steps if s.kind == "long")
 
-    def at(name: str, once: bool = False) -> Stream | None:
+    def at(name: str, once: bool = False) -> StreamRule | None:
         if name in ("none", "adaptive"):
-            return Stream() if name == "adaptive" else None
+            return StreamRule() if name == "adaptive" else None
         share = int(name.rstrip("%")) / 100
-        most = 10**9 if once else Stream().batch_tokens
-        return Stream(first=share, last=1.0, checks_cache=False, once=once, batch_tokens=most)
+        most = 10**9 if once else StreamRule().batch_tokens
+        return StreamRule(first=share, last=1.0, checks_cache=False, once=once, batch_tokens=most)
 
     rows = [
         row(f"table 3, {name}, s", told, mean(at(name)), fitted=name == "none")
@@ -275,7 +279,7 @@ def stream(count: int, seed: int, data: Path) -> Made:
         row(f"table 4, fetched once at {name}, s", told, mean(at(name, once=True)))
         for name, told in published.ONE_SHOT_S.items()
     ]
-    return Made(
+    return TableResult(
         "RollPacker, tables 3 and 4: seconds of a long step of 7B/8k with the stream trainer",
         rows,
         [
@@ -289,17 +293,17 @@ def stream(count: int, seed: int, data: Path) -> Made:
 # ---- planner
 
 
-def planner(count: int, seed: int, data: Path) -> Made:
+def planner(count: int, seed: int, data: Path) -> TableResult:
     """Return figures 6 and 12a: preemptions and rollout seconds by TP, and the planner's choice of
     TP."""
     path = data / "lengths" / "epochs_long.jsonl.gz"
     lengths, said = read_lengths(path)
     rows = []
     model = MODELS["8B"]
-    found: dict[int, list[Step]] = {}
+    found: dict[int, list[SimStep]] = {}
     for tp in (1, 2):
         plan = _planner_plan(model.name, published.FIGURE_6_GPUS, tp, lengths, seed)
-        found[tp] = list(Run(plan).steps(max(5, count // 5)))
+        found[tp] = list(SimRun(plan).steps(max(5, count // 5)))
     for what, told in (
         ("preemptions", published.FIGURE_6_PREEMPTIONS),
         ("rollout, s", published.FIGURE_6_SECONDS),
@@ -334,7 +338,7 @@ def planner(count: int, seed: int, data: Path) -> Made:
                 )
             )
     rows.append(_figure_12a(lengths, seed))
-    return Made(
+    return TableResult(
         "RollPacker, figures 6 and 12a: tensor parallelism and preemptions",
         rows,
         [
@@ -346,16 +350,16 @@ def planner(count: int, seed: int, data: Path) -> Made:
     )
 
 
-def _planner_plan(model: str, gpus: int, tp: int, lengths: Workload, seed: int) -> Plan:
-    def costs(tp: int) -> Cost:
+def _planner_plan(model: str, gpus: int, tp: int, lengths: Workload, seed: int) -> ClusterPlan:
+    def costs(tp: int) -> EngineCost:
         return from_data_sheet(MODELS[model], H800, tp, utilization=published.UTILIZATION)
 
-    return Plan(
+    return ClusterPlan(
         name=f"tp {tp}",
         gpus=gpus,
         tp=tp,
         costs=costs,
-        training=Training(),
+        training=TrainingCost(),
         workload=lengths,
         num_prompts=PROMPTS,
         num_samples=SAMPLES,
@@ -372,7 +376,7 @@ def _figure_12a(lengths: Recorded, seed: int) -> Row:
     for name, top in (("fixed", 0), ("planner", H800.per_node)):
         clipped = Growing(lengths, 8_192)
         plan = _planner_plan("14B", 16, 1, clipped, seed)
-        run = Run(replace(plan, schedule="all", max_tp=top))
+        run = SimRun(replace(plan, schedule="all", max_tp=top))
         seconds[name] = []
         for cap in range(8_192, 32_769, 2_048):
             clipped.raise_cap(cap)
@@ -412,7 +416,7 @@ class Growing:
 # ---- scaling
 
 
-def scaling(count: int, seed: int, data: Path) -> Made:
+def scaling(count: int, seed: int, data: Path) -> TableResult:
     """Return figure 14: samples per second of 14B/16k, relative to veRL on 32 GPUs."""
     system = published.SYSTEMS["14B/16k"]
     rows: list[Row] = []
@@ -425,7 +429,7 @@ def scaling(count: int, seed: int, data: Path) -> Made:
         ):
             for law in ("divided", "not divided"):
                 training = plan.training if law == "divided" else training_of(system, gpus=32)
-                steps = list(Run(replace(plan, training=training)).steps(count))
+                steps = list(SimRun(replace(plan, training=training)).steps(count))
                 rate = prompts * SAMPLES / summarize(steps).seconds
                 if name == "veRL" and gpus == 32:
                     first[law] = rate
@@ -437,7 +441,7 @@ def scaling(count: int, seed: int, data: Path) -> Made:
                         fitted=name == "veRL" and gpus == 32,
                     )
                 )
-    return Made(
+    return TableResult(
         "RollPacker, figure 14: samples a second of 14B/16k, against veRL over 32 GPUs",
         rows,
         [
@@ -448,7 +452,7 @@ def scaling(count: int, seed: int, data: Path) -> Made:
     )
 
 
-TABLES: dict[str, Callable[[int, int, Path], Made]] = {
+TABLES: dict[str, Callable[[int, int, Path], TableResult]] = {
     "11": figure_11,
     "10c": figure_10c,
     "1": table_1,

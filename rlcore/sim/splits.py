@@ -5,15 +5,15 @@ import math
 from dataclasses import replace
 
 from rlcore.sched.balance import Rates, best
-from rlcore.sched.place import LeastLoaded
-from rlcore.sim.cluster import Plan
-from rlcore.sim.flow import Flow, Lengths, Source
-from rlcore.sim.phases import Training
-from rlcore.sim.table import Made, Row, row
+from rlcore.sched.router import LeastLoaded
+from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths, SimAsyncRollout
+from rlcore.sim.cluster import ClusterPlan
+from rlcore.sim.phases import TrainingCost
+from rlcore.sim.table import Row, TableResult, row
 from rlcore.utils.errors import ConfigError
 
 
-def rates(plan: Plan) -> Rates:
+def rates(plan: ClusterPlan) -> Rates:
     """Return the rates of a step for the planner, from one draw of lengths and the costs of one
     engine."""
     w, n = plan.workload, plan.num_prompts
@@ -28,14 +28,14 @@ def rates(plan: Plan) -> Rates:
         step_s=cost.step_s + request_s,
         running=1,
         train_s=alone.update_s(used) + alone.logprobs_s(used),
-        push_s=alone.sync_s,
+        sync_s=alone.sync_s,
         load=request_s / cost.step_s,
         places=max(1, min(plan.max_running, cost.cache_tokens / (w.prompt_tokens + mean))),
         tp=plan.tp,
     )
 
 
-def over(plan: Plan, gpus: int) -> Training:
+def over(plan: ClusterPlan, gpus: int) -> TrainingCost:
     """Return the plan's training cost over `gpus` GPUs."""
     t, factor = plan.training, plan.gpus / gpus
     return replace(
@@ -46,7 +46,7 @@ def over(plan: Plan, gpus: int) -> Training:
     )
 
 
-def table(plan: Plan, alpha: float, steps: int) -> Made:
+def table(plan: ClusterPlan, alpha: float, steps: int) -> TableResult:
     """Return a table of about fifteen splits into whole engines. `steps` is the number of updates
     simulated for each, after the buffer is full."""
     sizes = range(plan.tp, plan.gpus, plan.tp)
@@ -73,15 +73,15 @@ def table(plan: Plan, alpha: float, steps: int) -> Made:
         )
     share = found.train_share(proposed, alpha) * plan.gpus
     note = f"beta* trains on {share:.3g} of {plan.gpus}; planner_s: by its formula"
-    return Made(f"Every split of {plan.gpus} GPUs, alpha {alpha:g}", rows, [note])
+    return TableResult(f"Every split of {plan.gpus} GPUs, alpha {alpha:g}", rows, [note])
 
 
-def _step_s(plan: Plan, rollout: int, alpha: float, steps: int) -> float:
+def _step_s(plan: ClusterPlan, rollout: int, alpha: float, steps: int) -> float:
     training = over(plan, plan.gpus - rollout)
-    made = Flow(
+    made = SimAsyncRollout(
         [plan.costs(plan.tp)] * (rollout // plan.tp),
-        Lengths(plan.workload, plan.num_samples, plan.seed),
-        issue=Source(plan.num_samples, plan.workload.prompt_tokens),
+        PromptLengths(plan.workload, plan.num_samples, plan.seed),
+        issue=EndlessPrompts(plan.num_samples, plan.workload.prompt_tokens),
         batch=plan.num_prompts,
         alpha=alpha,
         train_s=lambda n: training.update_s(n) + training.logprobs_s(n),

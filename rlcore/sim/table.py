@@ -6,7 +6,7 @@ Row = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class TableResult:
     """A table of cells with notes."""
 
     title: str
@@ -29,7 +29,7 @@ def row(
     }
 
 
-def show(made: Made) -> list[str]:
+def show(made: TableResult) -> list[str]:
     """Return the table as lines of text, one per cell."""
     width = max(30, *(len(str(r["cell"])) + 2 for r in made.rows))
     lines = [made.title, "", f"{'cell':{width}}{'published':>11}{'simulated':>11}{'error':>10}"]

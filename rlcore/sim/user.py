@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from rlcore.config.schema import RewardConfig
-from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sched.tail_batching import check
 from rlcore.sim import profile, published
-from rlcore.sim.cluster import Plan, RowOf, Stream
-from rlcore.sim.cost import GPUS, MODELS, Cost, Gpu, Model, from_data_sheet, least_tp
+from rlcore.sim.cluster import ClusterPlan, RowOf, StreamRule
+from rlcore.sim.cost import GPUS, MODELS, EngineCost, Gpu, ModelSize, from_data_sheet, least_tp
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import (
     judge_bytes,
@@ -20,7 +20,7 @@ from rlcore.sim.phases import (
     training_from_data_sheet,
     weights_s,
 )
-from rlcore.sim.rewards import Fixed, Judged, Rewards, Sandbox, Scorer
+from rlcore.sim.rewards import FixedScorer, JudgeScorer, Rewards, SandboxScorer, SimScorer
 from rlcore.sim.workload import GENERATORS, Workload
 from rlcore.utils.errors import ConfigError
 
@@ -29,7 +29,7 @@ JUDGES = ("dedicated", "shared", "streamed")
 BASELINES = ("verl", "rlhfuse", "none")
 
 
-def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
+def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
     """Return the plan for the options of `sim run`, and sentences on the origin of its numbers.
 
     Raises:
@@ -45,7 +45,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
     rollout_gpus = a.gpus - judge_gpus
     if rollout_gpus < a.tp or rollout_gpus % a.tp:
         raise ConfigError(
-            f"--tp {a.tp}: the {rollout_gpus} GPUs that sample are no whole number of replicas of "
+            f"--tp {a.tp}: the {rollout_gpus} GPUs that sample are no whole number of engines of "
             "that size"
         )
     if a.max_tp and (a.max_tp > gpu.per_node or rollout_gpus % a.max_tp):
@@ -56,7 +56,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
     taken = judge_bytes(MODELS["7B"], streamed=a.judge == "streamed")
     taken = taken if has_judge and a.judge != "dedicated" else 0.0
     notes = [
-        f"{model.name}, {a.gpus} x {gpu.name}: {rollout_gpus // a.tp} replicas of {a.tp}"
+        f"{model.name}, {a.gpus} x {gpu.name}: {rollout_gpus // a.tp} engines of {a.tp}"
         + (f", {judge_gpus} GPUs for the judge" if judge_gpus else ""),
         f"lengths: {said}",
     ]
@@ -66,7 +66,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
         sizes = [a.tp * 2**k for k in range(8) if a.tp * 2**k <= max(a.tp, a.max_tp)]
         if missing := [tp for tp in sizes if tp not in layouts]:
             raise ConfigError(
-                f"--profile {a.profile}: has replicas of {sorted(layouts)} GPUs and none of "
+                f"--profile {a.profile}: has engines of {sorted(layouts)} GPUs and none of "
                 f"{missing[0]}, which --tp and --max-tp ask for"
             )
         notes.append(f"decoding: as measured ({a.profile})")
@@ -74,25 +74,25 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
     else:
         notes.append("decoding: from the data sheet, at 60 % of bandwidth and arithmetic")
 
-        def costs(tp: int) -> Cost:
+        def costs(tp: int) -> EngineCost:
             return from_data_sheet(model, gpu, tp, other_bytes=taken / tp)
 
     if a.stream and rollout_gpus // a.tp < 2:
         raise ConfigError(
-            f"--stream: half of the replicas train while the others decode, and --tp {a.tp} makes "
-            "one replica of all GPUs; take a smaller --tp"
+            f"--stream: half of the engines train while the others decode, and --tp {a.tp} makes "
+            "one engine of all GPUs; take a smaller --tp"
         )
     first = costs(a.tp)
     longest = workload.prompt_tokens + workload.cap
     if first.cache_tokens < longest:
         raise ConfigError(
-            f"--tp {a.tp}: a replica's cache holds {first.cache_tokens:.0f} tokens, the longest "
+            f"--tp {a.tp}: a engine's cache holds {first.cache_tokens:.0f} tokens, the longest "
             f"prompt and response have {longest}; take a larger --tp, or shorter lengths"
         )
     if a.reward != "none":
         notes.append(f"rewards ({a.reward}): from published shares and times, see published.py")
     notes.append(f"training: from the data sheet, at {a.mfu:.0%} of the arithmetic, no padding")
-    made = Plan(
+    made = ClusterPlan(
         name=a.schedule + (" + planner" if a.max_tp else "") + (" + stream" if a.stream else ""),
         gpus=rollout_gpus,
         tp=a.tp,
@@ -108,7 +108,7 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
         max_tp=a.max_tp,
         min_tp=a.tp if a.profile else least_tp(costs, longest, a.tp),
         reshard_s=reshard_s,
-        stream=Stream() if a.stream else None,
+        stream=StreamRule() if a.stream else None,
         max_running=a.max_running,
         seed=a.seed,
     )
@@ -116,14 +116,14 @@ def plan(a: argparse.Namespace) -> tuple[Plan, list[str]]:
 
 
 def _measured(
-    layouts: Mapping[int, profile.Layout],
-) -> tuple[Callable[[int], Cost], Callable[[int], float]]:
+    layouts: Mapping[int, profile.EngineMeasurements],
+) -> tuple[Callable[[int], EngineCost], Callable[[int], float]]:
     """Return functions from `tp` to the measured costs and to the seconds to start engines of that
     size."""
     return lambda tp: layouts[tp].cost, lambda tp: layouts[tp].start_s
 
 
-def baseline(ours: Plan, name: str) -> Plan:
+def baseline(ours: ClusterPlan, name: str) -> ClusterPlan:
     """Return a baseline of the plan. `verl`: wait for every response, then score all, then train.
     `rlhfuse`: compute rewards and log-probs during the tail of the rollout."""
     plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
@@ -134,8 +134,8 @@ def baseline(ours: Plan, name: str) -> Plan:
 
 def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf) -> Rewards:
     """Make the scorers of a run."""
-    math: Scorer = Fixed(published.MATH_S, published.MATH_WORKERS)
-    code: Scorer = Sandbox(
+    math: SimScorer = FixedScorer(published.MATH_S, published.MATH_WORKERS)
+    code: SimScorer = SandboxScorer(
         quantiles=published.SANDBOX_QUANTILES,
         looping=published.LOOPING,
         workers=published.SANDBOX_WORKERS,
@@ -154,7 +154,7 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
         streamed=judge == "streamed",
     )
     workers = max(1, round(published.JUDGE_GPUS * gpus)) if dedicated else gpus
-    judges: Scorer = Judged(judged.seconds, workers)
+    judges: SimScorer = JudgeScorer(judged.seconds, workers)
     if kind == "none":
         return Rewards()
     one = {"math": math, "code": code, "judge": judges}
@@ -171,7 +171,7 @@ def _gpu(name: str) -> Gpu:
     return found[name.lower()]
 
 
-def read_model(name: str) -> Model:
+def read_model(name: str) -> ModelSize:
     """Return a model by name, or from a Hugging Face config.json."""
     found = {m.lower(): model for m, model in MODELS.items()}
     if name.lower() in found:
@@ -193,7 +193,7 @@ def read_model(name: str) -> Model:
     head = c.get("head_dim") or hidden // heads
     embeddings = vocab * hidden * (1 if c.get("tie_word_embeddings") else 2)
     block = 2 * hidden * head * (heads + kv) + 3 * hidden * inner
-    return Model(
+    return ModelSize(
         name=path.parent.name or path.name,
         parameters=float(layers * block + embeddings),
         layers=layers,

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlcore.protocols import Learner, Loads, WeightChannel
+from rlcore.protocols import Learner, WeightChannel, WeightReceiver
 from rlcore.records import Bucket, Shard
 from rlcore.sync.colocated import ColocatedChannel, Handover, Transport
 from rlcore.sync.pack import MAX_BYTES
@@ -63,7 +63,9 @@ class RelayChannel:
         self._relay, self._handover = relay, handover
         self._staged: Tensor | None = None
 
-    def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
+    def push(
+        self, learner: Learner | None, engine: WeightReceiver | None, version: int
+    ) -> dict[str, float]:
         """Update the weights of all engines; collective. Every rank enters, with its learner and
         engine or None. If an engine fails during the push, the push continues without it.
 
@@ -89,13 +91,13 @@ class RelayChannel:
             "transient_gb": self._relay.transient_bytes / 1e9,
         }
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines from the next push on; called on every
         rank."""
-        self._handover.relayout(tp)
+        self._handover.resize(tp)
 
     def _enter(
-        self, learner: Learner | None, engine: Loads | None, version: int
+        self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> list[tuple[Shard, Tensor]]:
         """Do the part of the push that can fail on this rank alone; return this rank's shards."""
         rank = self._relay.peers.rank

@@ -22,11 +22,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlcore.protocols import Learner, Loads
+from rlcore.protocols import Learner, WeightReceiver
 from rlcore.records import Bucket
 from rlcore.sync.memory import ExportMeter
 from rlcore.sync.pack import MAX_BYTES, Packer
-from rlcore.sync.peers import Group, LinkError, Peers, PushError, alone, blamed
+from rlcore.sync.peers import ExchangeGroup, LinkError, Peers, PushError, alone, blamed
 from rlcore.utils import buckets
 from rlcore.utils.buckets import SharedRoom
 from rlcore.utils.log import log
@@ -58,12 +58,12 @@ class Handover:
         """Ranks that are told how this rank's engine took the weights."""
         self.transport, self._max_bytes = transport, max_bytes
         self._room: SharedRoom | _Room | None = None
-        self.relayout(tp)
-        self._engine: Loads | None = None
+        self.resize(tp)
+        self._engine: WeightReceiver | None = None
         self._on_gpu = 0
         self._given = 0
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines; only between pushes."""
         if tp < 1 or self.peers.world_size % tp:
             raise ValueError(
@@ -76,7 +76,7 @@ class Handover:
             self._room.close()
             self._room = None
 
-    def takes(self, engine: Loads | None) -> bool:
+    def takes(self, engine: WeightReceiver | None) -> bool:
         """Tell whether this rank needs buckets for its engine."""
         return engine is not None and (self.leads or self.transport == "cuda_ipc")
 
@@ -85,7 +85,7 @@ class Handover:
         """Bytes that buckets hold here now: the current one, or the buffer kept for the next."""
         return self._on_gpu + (self._room.num_bytes if self._room is not None else 0)
 
-    def begin(self, engine: Loads | None, version: int) -> None:
+    def begin(self, engine: WeightReceiver | None, version: int) -> None:
         """Begin a push of this version into the engine; None if this rank has no engine."""
         self._error: Exception | None = None
         self._on_gpu = self._given = 0
@@ -186,7 +186,7 @@ class Handover:
                 self._error = error
             self._engine = None
 
-    def _engines_ranks(self) -> Group | None:
+    def _engines_ranks(self) -> ExchangeGroup | None:
         """Return the group of this engine's ranks, on the host; None at tensor-parallel size 1."""
         if self._tp == 1:
             return None
@@ -212,7 +212,9 @@ class ColocatedChannel:
         transport: Transport = "shm" if shared_memory else "bytes"
         self._handover = handover or Handover(transport, max_bytes=max_bucket_bytes)
 
-    def push(self, learner: Learner | None, engine: Loads | None, version: int) -> dict[str, float]:
+    def push(
+        self, learner: Learner | None, engine: WeightReceiver | None, version: int
+    ) -> dict[str, float]:
         """Update the weights of all engines; collective. Every rank exhausts the export, also
         without an engine and if its engine fails during the push. A failed engine is reported in
         the next round.
@@ -246,12 +248,12 @@ class ColocatedChannel:
             "transient_gb": meter.most / 1e9,
         }
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines from the next push on; called on every
         rank."""
-        self._handover.relayout(tp)
+        self._handover.resize(tp)
 
-    def _move(self, learner: Learner, engine: Loads | None, meter: ExportMeter) -> int:
+    def _move(self, learner: Learner, engine: WeightReceiver | None, meter: ExportMeter) -> int:
         """Move all weights into the engine; return their bytes."""
         total, handover = 0, self._handover
         exported = meter.watched(learner.export())

@@ -8,7 +8,7 @@ several ranks hold has several possible owners. Every shard that a site needs en
 
 So a slow link between sites carries one copy of each shard that the other site lacks. Owners and
 roots are chosen by least load. Weights travel in buckets of whole tensors, which bounds the memory.
-The shards of a bucket with the same owner and the same root are one message, a `Part`.
+The shards of a bucket with the same owner and the same root are one message, a `BucketPart`.
 """
 
 import math
@@ -33,7 +33,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BucketPart:
     """The shards of a bucket that travel into one site together."""
 
     site: int
@@ -47,23 +47,23 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BucketPlan:
     """One bucket: its tensors as an engine gets them, and the parts in which they arrive."""
 
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[BucketPart, ...]
     """Parts sorted by (site, root, owner): the order in which a site broadcasts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class UpdatePlan:
     """Plan of a whole push."""
 
     sites: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...]
     """Ranks that get all weights."""
-    loads: tuple[Load, ...]
+    loads: tuple[BucketPlan, ...]
 
     def members(self, site: int) -> tuple[int, ...]:
         """Return the ranks that take part in the broadcasts of a site: those that need weights and
@@ -105,7 +105,7 @@ def plan(
     sites: Sequence[Sequence[int]],
     needs: Iterable[int],
     max_bytes: int,
-) -> Plan:
+) -> UpdatePlan:
     """Make the plan of a push.
 
     Args:
@@ -130,8 +130,8 @@ def plan(
         metas = _metas(bucket, holders)
         tensors = [(i, holders[name]) for i, name in enumerate(bucket)]
         end = metas[-1].offset + _num_bytes(metas[-1].shape, metas[-1].dtype)
-        loads.append(Load(metas, end, places.parts(tensors)))
-    return Plan(ordered, needed, tuple(loads))
+        loads.append(BucketPlan(metas, end, places.parts(tensors)))
+    return UpdatePlan(ordered, needed, tuple(loads))
 
 
 def shard_shape(shard: Shard) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class _Places:
 
     def parts(
         self, tensors: Iterable[tuple[int, list[tuple[Shard, list[int]]]]]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[BucketPart, ...]:
         """Split one bucket into its parts."""
         found: dict[tuple[int, int, int], list[tuple[int, Shard]]] = {}
         for number, shards in tensors:
@@ -196,12 +196,12 @@ def _least(load: dict[int, int], ranks: Sequence[int], more: int) -> int:
     return chosen
 
 
-def _part(site: int, owner: int, root: int, shards: Sequence[tuple[int, Shard]]) -> Part:
+def _part(site: int, owner: int, root: int, shards: Sequence[tuple[int, Shard]]) -> BucketPart:
     slots, end = [], 0
     for number, shard in shards:
         slots.append(Slot(shard, number, _aligned(end)))
         end = slots[-1].offset + shard_bytes(shard)
-    return Part(site, owner, root, tuple(slots), end)
+    return BucketPart(site, owner, root, tuple(slots), end)
 
 
 # ---- tensors and buckets

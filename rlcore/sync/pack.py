@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.ops.reshard import Piece, Plan, TensorSpec, one_piece
+from rlcore.ops.reshard import ReshardPlan, TensorPiece, TensorSpec, one_piece
 from rlcore.protocols import Engine
 from rlcore.records import Bucket, TensorMeta
 from rlcore.utils.buckets import ALIGN
@@ -25,7 +25,7 @@ class Packer:
         if max_bytes < 1:
             raise ValueError(f"max_bytes {max_bytes}: a bucket holds at least one byte")
         self._max_bytes = max_bytes
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, ReshardPlan] = {}
 
     def pack(
         self,
@@ -126,14 +126,14 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
     return offsets
 
 
-def _plan(tensors: Sequence[Tensor]) -> Plan:
+def _plan(tensors: Sequence[Tensor]) -> ReshardPlan:
     specs = [TensorSpec(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
     offsets = _offsets(tensors)
     pieces = [
-        Piece(tensor=i, offset=offset, shape=spec.shape)
+        TensorPiece(tensor=i, offset=offset, shape=spec.shape)
         for i, (spec, offset) in enumerate(zip(specs, offsets, strict=True))
     ]
-    return Plan(specs, pieces, offsets[-1] + tensors[-1].nbytes)
+    return ReshardPlan(specs, pieces, offsets[-1] + tensors[-1].nbytes)
 
 
 def _metas(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:

@@ -137,7 +137,7 @@ class Peers:
         self._store = dist.PrefixStore(str(number), store)
         self._pushes = 0
         self._told = False
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ExchangeGroup] = {}
 
     # ---- a push
 
@@ -296,7 +296,7 @@ class Peers:
 
     # ---- groups
 
-    def group(self, name: str, ranks: Sequence[int], device: torch.device) -> "Group":
+    def group(self, name: str, ranks: Sequence[int], device: torch.device) -> "ExchangeGroup":
         """Return the group of this name, made at its first use; collective over `ranks`. Its
         messages are tensors on `device`: NCCL carries GPU tensors, gloo host tensors.
 
@@ -314,20 +314,20 @@ class Peers:
             raise LinkError(self._left(where, start, missing, "the push has failed elsewhere", 0))
         try:
             store = dist.PrefixStore(f"groups{self._pushes}/{name}", self._store)
-            made = Group(name, tuple(ranks), self.rank, store, device, self.timeout_s)
+            made = ExchangeGroup(name, tuple(ranks), self.rank, store, device, self.timeout_s)
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]
             raise LinkError(self._left(where, start, others, first_line(error), 0)) from error
         self._groups[name] = made
         return made
 
-    def everyone(self) -> "Group":
+    def everyone(self) -> "ExchangeGroup":
         """Return the group of all ranks, on the host."""
         return self.group("all", range(self.world_size), torch.device("cpu"))
 
     @contextmanager
     def together(
-        self, group: "Group", where: str, bucket: int = -1, stage: int = 0
+        self, group: "ExchangeGroup", where: str, bucket: int = -1, stage: int = 0
     ) -> Iterator[None]:
         """Run a collective of a group in the block. If it fails, the `LinkError` names the ranks
         that did not take part."""
@@ -345,7 +345,9 @@ class Peers:
             said = first_line(error)
             raise LinkError(self._left(where, start, missing, said, stage, bucket)) from error
 
-    def gather(self, group: "Group", mine: bytes, where: str, bucket: int = -1) -> list[bytes]:
+    def gather(
+        self, group: "ExchangeGroup", mine: bytes, where: str, bucket: int = -1
+    ) -> list[bytes]:
         """Gather the bytes of each rank of a group, in the order of its ranks; on the host.
 
         Raises:
@@ -429,7 +431,7 @@ def _be(ranks: Sequence[int]) -> str:
     return "is" if len(ranks) == 1 else "are"
 
 
-class Group:
+class ExchangeGroup:
     """Ranks that exchange tensors, addressed by global rank numbers. If a wait ends without its
     peer, it raises RuntimeError, and the group is unusable then."""
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from rlcore.ops import reshard
 from rlcore.records import Bucket, Shard
 from rlcore.sync import layout
-from rlcore.sync.layout import Load, Part, Plan
-from rlcore.sync.peers import Failure, Group, LinkError, Peers, first_line, lost
+from rlcore.sync.layout import BucketPart, BucketPlan, UpdatePlan
+from rlcore.sync.peers import ExchangeGroup, Failure, LinkError, Peers, first_line, lost
 from rlcore.utils.net import decode, encode
 
 _PLAN = "plan"
@@ -45,7 +45,7 @@ Give = Callable[[Bucket, Tensor], None]
 class _Message:
     """A part in transfer."""
 
-    part: Part
+    part: BucketPart
     buffer: Tensor  # [bytes and checksum] uint8
     work: Any
 
@@ -54,8 +54,8 @@ class _Message:
 class _Links:
     """Groups of one rank."""
 
-    slow: Group | None
-    sites: dict[int, Group | None]
+    slow: ExchangeGroup | None
+    sites: dict[int, ExchangeGroup | None]
     """Groups by site number, for the sites of this rank; None if it is the only member."""
 
 
@@ -68,9 +68,9 @@ class Relay:
     ) -> None:
         self.peers, self._sites, self._max_bytes = peers, sites, max_bytes
         self.device = device
-        self.plan: Plan | None = None
+        self.plan: UpdatePlan | None = None
         self._known: tuple[list[Shard], bool] = ([], False)
-        self._copies: dict[tuple[int, int, int, str], reshard.Plan] = {}
+        self._copies: dict[tuple[int, int, int, str], reshard.ReshardPlan] = {}
         self.one_exchange = device.type == "cuda"
         """Whether a rank's sends and receives of a bucket go in one exchange, as NCCL requires."""
         self.transient_bytes = 0
@@ -115,7 +115,7 @@ class Relay:
         tensors = {(shard.name, shard.start): tensor for shard, tensor in shards}
         return _Run(self, self.plan, self._join(self.plan), tensors, take, give).run()
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self) -> UpdatePlan:
         self._copies = {}
         mine, where = encode(self._known), "what the ranks have"
         rows = [
@@ -126,7 +126,7 @@ class Relay:
         wanting = [rank for rank, (_, wants) in enumerate(rows) if wants]
         return layout.plan(holdings, self._sites, wanting, self._max_bytes)
 
-    def _join(self, plan: Plan) -> _Links:
+    def _join(self, plan: UpdatePlan) -> _Links:
         """Return the groups of this rank. Making a group waits for all its ranks, so every rank
         makes them in this order."""
         rank, slow, sites = self.peers.rank, None, {}
@@ -159,19 +159,21 @@ class Relay:
 
     # ---- copies
 
-    def packing(self, number: int, part: Part, tensors: Sequence[Tensor]) -> reshard.Plan:
+    def packing(
+        self, number: int, part: BucketPart, tensors: Sequence[Tensor]
+    ) -> reshard.ReshardPlan:
         """Return the copy plan from shards to a part."""
         key = (number, part.owner, part.root, "pack")
         if key not in self._copies:
             specs = [reshard.TensorSpec(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
             pieces = [
-                reshard.Piece(tensor=i, offset=slot.offset, shape=tuple(tensors[i].shape))
+                reshard.TensorPiece(tensor=i, offset=slot.offset, shape=tuple(tensors[i].shape))
                 for i, slot in enumerate(part.slots)
             ]
-            self._copies[key] = reshard.Plan(specs, pieces, part.num_bytes)
+            self._copies[key] = reshard.ReshardPlan(specs, pieces, part.num_bytes)
         return self._copies[key]
 
-    def unpacking(self, number: int, part: Part) -> reshard.Plan:
+    def unpacking(self, number: int, part: BucketPart) -> reshard.ReshardPlan:
         """Return the copy plan from a part to the tensors of its bucket."""
         key = (number, part.owner, part.root, "unpack")
         if key not in self._copies:
@@ -182,7 +184,7 @@ class Relay:
             for slot in part.slots:
                 strides = _contiguous(slot.shard.shape)
                 pieces.append(
-                    reshard.Piece(
+                    reshard.TensorPiece(
                         tensor=slot.tensor,
                         offset=slot.offset,
                         shape=layout.shard_shape(slot.shard),
@@ -190,7 +192,7 @@ class Relay:
                         tensor_strides=strides,
                     )
                 )
-            self._copies[key] = reshard.Plan(specs, pieces, part.num_bytes)
+            self._copies[key] = reshard.ReshardPlan(specs, pieces, part.num_bytes)
         return self._copies[key]
 
 
@@ -200,7 +202,7 @@ class _Run:
     def __init__(
         self,
         relay: Relay,
-        plan: Plan,
+        plan: UpdatePlan,
         links: _Links,
         own: dict[tuple[str, int], Tensor],
         take: Take,
@@ -250,7 +252,7 @@ class _Run:
     # ---- between sites
 
     @property
-    def _slow(self) -> Group:
+    def _slow(self) -> ExchangeGroup:
         assert self._links.slow is not None
         return self._links.slow
 
@@ -273,7 +275,7 @@ class _Run:
             self._settle(0)
         return coming
 
-    def _distance(self, part: Part) -> int:
+    def _distance(self, part: BucketPart) -> int:
         """Return the distance from the owner's site to the root's. An owner in no site counts as a
         member of the first."""
         sites = self._plan.sites
@@ -281,7 +283,7 @@ class _Run:
         return (part.site - home) % len(sites)
 
     def _post_parts(
-        self, number: int, incoming: Sequence[Part], outgoing: Sequence[Part]
+        self, number: int, incoming: Sequence[BucketPart], outgoing: Sequence[BucketPart]
     ) -> list[_Message]:
         """Begin one exchange. Return the received messages; `_settle` waits for the sent ones."""
         parts = [*incoming, *outgoing]
@@ -297,11 +299,11 @@ class _Run:
         self._sent += [(number, message) for message in messages[count:]]
         return messages[:count]
 
-    def _outgoing(self, load: Load) -> list[Part]:
+    def _outgoing(self, load: BucketPlan) -> list[BucketPart]:
         """Return the parts that this rank sends to other sites."""
         return [part for part in load.parts if part.owner == self._rank != part.root]
 
-    def _incoming(self, number: int) -> list[Part]:
+    def _incoming(self, number: int) -> list[BucketPart]:
         """Return the parts that this rank receives from other sites."""
         loads = self._plan.loads
         parts = loads[number].parts if number < len(loads) else ()
@@ -337,7 +339,7 @@ class _Run:
                 self._slow.wait(message.work)
             self._relay.free(len(message.buffer))
 
-    def _packed(self, number: int, part: Part) -> Tensor:
+    def _packed(self, number: int, part: BucketPart) -> Tensor:
         """Pack a part from this rank's own shards, with its checksum."""
         tensors = [self._own[slot.shard.name, slot.shard.start] for slot in part.slots]
         buffer = self._relay.room(_message_bytes(part))
@@ -348,7 +350,7 @@ class _Run:
     # ---- inside the site
 
     def _collect(
-        self, number: int, load: Load, arrived: dict[tuple[int, int], Tensor]
+        self, number: int, load: BucketPlan, arrived: dict[tuple[int, int], Tensor]
     ) -> tuple[Bucket, Tensor] | None:
         """Take part in the broadcasts of this rank's site; return the whole bucket if this rank
         needs it."""
@@ -376,13 +378,13 @@ class _Run:
         said = reshard.checksum(bucket)
         return Bucket(tensors=load.tensors, num_bytes=load.num_bytes, checksum=said), bucket
 
-    def _spread(self, number: int, part: Part, buffer: Tensor) -> None:
+    def _spread(self, number: int, part: BucketPart, buffer: Tensor) -> None:
         group = self._links.sites[part.site]
         if group is not None:
             with self._relay.peers.together(group, self.where(number, part), number, stage=1):
                 group.broadcast(buffer, part.root)
 
-    def _open(self, number: int, part: Part, buffer: Tensor, views: list[Tensor]) -> None:
+    def _open(self, number: int, part: BucketPart, buffer: Tensor, views: list[Tensor]) -> None:
         """Verify a part while copying it into the bucket."""
         if views:
             found = self._relay.unpacking(number, part).unpack(buffer[: part.num_bytes], views)
@@ -402,12 +404,12 @@ class _Run:
             f"{found:#x} instead of {want:#x}",
         )
 
-    def failure(self, kind: Any, number: int, part: Part, stage: int, why: str) -> Failure:
+    def failure(self, kind: Any, number: int, part: BucketPart, stage: int, why: str) -> Failure:
         """Make a failure whose text names the bucket and its first tensor."""
         where = self.where(number, part)
         return Failure(kind, number, stage, self._rank, f"{where}: {why}")
 
-    def where(self, number: int, part: Part) -> str:
+    def where(self, number: int, part: BucketPart) -> str:
         """Name a bucket and its first tensor."""
         first = part.slots[0].shard.name
         return f"bucket {number} of {len(self._plan.loads)} ({first} ...)"
@@ -417,7 +419,7 @@ class _Naming:
     """Turns a library's error in an exchange with one peer into a `LinkError` that names bucket and
     peer."""
 
-    def __init__(self, run: _Run, number: int, part: Part, peer: int) -> None:
+    def __init__(self, run: _Run, number: int, part: BucketPart, peer: int) -> None:
         self._run, self._part, self._number, self._peer = run, part, number, peer
 
     def __enter__(self) -> None:
@@ -443,7 +445,7 @@ class _Naming:
 # ---- bytes
 
 
-def _message_bytes(part: Part) -> int:
+def _message_bytes(part: BucketPart) -> int:
     """Return the bytes of a part and its checksum, which starts at a word."""
     return part.num_bytes + -part.num_bytes % _WORD + _SUM_BYTES
 
@@ -457,7 +459,7 @@ def _read_sum(buffer: Tensor) -> int:
     return int(buffer[-_SUM_BYTES:].view(torch.int64)) % 2**64
 
 
-def _views(load: Load, bucket: Tensor) -> list[Tensor]:
+def _views(load: BucketPlan, bucket: Tensor) -> list[Tensor]:
     """Return the tensors of a bucket as views of its memory."""
     views = []
     for meta in load.tensors:

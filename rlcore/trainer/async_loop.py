@@ -8,9 +8,9 @@ synchronous loop. Both loops run inside `sync_loop.train`. Lines marked C are co
 train ranks, W over all ranks.
 """
 
-from rlcore.records import Batch, Group, HoldMode
+from rlcore.records import Group, HoldMode, TrainOrder
 from rlcore.trainer import learn, phases, sync_loop
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 
 
@@ -18,14 +18,14 @@ def one_step(run: Run) -> None:
     """Run one update on a rank that trains; sample until the next weight update on the others."""
     groups: tuple[Group, ...] = ()
     stats: dict[str, float] = {}
-    todo: Plan | None = None
+    todo: StepPlan | None = None
     if run.ranks.trains:
         with run.device.train():
             groups, stats, todo = update(run)
     else:
         with run.device.generate(), run.spans.phase("gen"):
-            run.rollout.agent.go_on(sync_loop.callbacks(run))
-    with run.spans.phase("sync"):
+            run.rollout.worker.go_on(sync_loop.callbacks(run))
+    with run.spans.phase("update_weights"):
         run.device.update_weights(run.step)  # W
     phases.observe_round(run, "all", stats)  # W
     if todo is not None:
@@ -34,27 +34,29 @@ def one_step(run: Run) -> None:
         sync_loop.engine_counts(run)  # W
 
 
-def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], Plan]:
+def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
     """Take one batch from the buffer, train on it, and pause the engines.
 
     Returns:
         The groups of the batch, the counters, and the plan.
     """
-    spans, flow = run.spans, run.flow
-    assert flow is not None
+    spans, async_rollout = run.spans, run.async_rollout
+    assert async_rollout is not None
     with spans.phase("gen"):
-        batch: Batch = flow.take(run.step - 1, sync_loop.callbacks(run))
-    with spans.phase("route"):
-        todo = sync_loop.plan_of(run, batch.groups, len(run.ranks.replicas))
-        samples = flow.fetch(todo.destination(run.ranks.replicas), todo.owners())
+        batch: TrainOrder = async_rollout.take(run.step - 1, sync_loop.callbacks(run))
+    with spans.phase("exchange"):
+        todo = sync_loop.plan_of(run, batch.groups, len(run.ranks.model_parallel_groups))
+        samples = async_rollout.fetch(
+            todo.destination(run.ranks.model_parallel_groups), todo.owners()
+        )
         batches = phases.batches(run, todo, samples)
         if run.ranks.rank == 0:
-            flow.read(samples.values())
+            async_rollout.read(samples.values())
     learn.all_models(run, todo, batches, {})  # C
     stats = dict(batch.stats)
     if run.ranks.rank == 0:
-        with spans.phase("hold"):
-            stats |= flow.hold(hold_mode(run))
+        with spans.phase("pause_engines"):
+            stats |= async_rollout.hold(hold_mode(run))
     return batch.groups, stats, todo
 
 

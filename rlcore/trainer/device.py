@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.protocols import Engine, Learner, Part, Tag, WeightChannel
-from rlcore.sync.shelf import Shelf
+from rlcore.sync.host_cache import HostWeightCache
 from rlcore.trainer.memory import Residency
 from rlcore.trainer.progress import Progress, Ranks
 from rlcore.trainer.sizes import EngineSizes
@@ -34,14 +34,14 @@ from rlcore.utils import collective
 from rlcore.utils.log import log
 from rlcore.utils.spans import Spans
 
-State = Literal["build", "update_weights", "generate", "train", "save", "away"]
+State = Literal["build", "update_weights", "gen", "train", "save_checkpoint", "away"]
 NEXT: dict[State, tuple[State, ...]] = {
     "build": ("train", "away"),
     "train": ("update_weights", "away"),
-    "update_weights": ("generate",),
-    "generate": ("generate", "train", "update_weights", "save"),
-    "save": ("generate", "away"),
-    "away": ("generate", "train", "update_weights", "save", "away"),
+    "update_weights": ("gen",),
+    "gen": ("gen", "train", "update_weights", "save_checkpoint"),
+    "save_checkpoint": ("gen", "away"),
+    "away": ("gen", "train", "update_weights", "save_checkpoint", "away"),
 }
 """States that may follow each state. A repair updates the weights in the middle of `generate`."""
 ALL: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -99,9 +99,9 @@ class Device:
         yield
 
     @contextmanager
-    def generate(self, phase: Literal["rollout", "eval"] = "rollout") -> Iterator[None]:
+    def generate(self, phase: Literal["rollout", "testing"] = "rollout") -> Iterator[None]:
         """Enclose a phase in which the engine decodes."""
-        self._enter("generate")
+        self._enter("gen")
         yield
 
     @contextmanager
@@ -115,16 +115,16 @@ class Device:
     def save(self, parts: Collection[Part]) -> Iterator[None]:
         """Enclose a phase that reads these parts of the learner. Afterwards the engine can
         decode."""
-        self._enter("save")
+        self._enter("save_checkpoint")
         yield
-        self._enter("generate")
+        self._enter("gen")
 
     def update_weights(self, version: int) -> None:
         """Restart failed engines, then send the learner's weights to every engine (W)."""
         self._enter("update_weights")
         self._restart_failed()
         self._push(self.parts.engine, version)
-        self._enter("generate")
+        self._enter("gen")
 
     def repair(self) -> None:
         """If no engine is left in the middle of a round, restart all of them with the weights of
@@ -171,9 +171,9 @@ class Device:
             for learner in p.learners:
                 learner.offload()
         if p.engine is not None:
-            p.engine.relayout(tp)
+            p.engine.resize(tp)
         p.sizes.change(tp)
-        p.channel.relayout(tp)
+        p.channel.resize(tp)
         if p.memory is not None and p.sizes.now.plan is not None:
             p.memory.follow(p.sizes.now.plan)
         self._wait_for_starts("the engines of the new size")
@@ -208,7 +208,7 @@ class Device:
         assert state in NEXT[self.state], f"device: {self.state} -> {state}"
         self.state = state
 
-    def _push(self, engine: Engine | Shelf | None, version: int) -> None:
+    def _push(self, engine: Engine | HostWeightCache | None, version: int) -> None:
         p = self.parts
         p.progress.pushed(version)
         moved = p.channel.push(p.learner, engine, version)
@@ -284,11 +284,13 @@ class OffloadDevice(Device):
             yield
             return
         self._enter("train")
-        self._switch_engine("sleep", ALL, here=not self._has_left)
-        self._must_be_free("hand_over")
-        for learner in self.parts.learners:
-            learner.onload()
-        self._measure("hand_over")
+        with self.parts.spans.phase("sleep_engine"):
+            self._switch_engine("sleep", ALL, here=not self._has_left)
+        with self.parts.spans.phase("load_learner"):
+            self._must_be_free("load_learner")
+            for learner in self.parts.learners:
+                learner.onload()
+            self._measure("load_learner")
         yield
 
     def update_weights(self, version: int) -> None:
@@ -303,23 +305,27 @@ class OffloadDevice(Device):
             p.critic.offload()
         if p.learner is not None:
             p.learner.onload(["weights"])
-        self._must_be_free("push")
+        self._must_be_free("update_weights")
         self._switch_engine("wake", ["weights"])
-        self._measure("push")
+        self._measure("update_weights")
         self._push(p.engine, version)
-        self._wake_engine()
+        with p.spans.phase("offload_learner"):
+            self._offload_learners()
+        with p.spans.phase("wake_engine"):
+            self._wake_engine()
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
         """Load these parts of the learner. The engine keeps its weights and releases its cache."""
-        self._enter("save")
-        with self.parts.spans.phase("save"):
+        self._enter("save_checkpoint")
+        with self.parts.spans.phase("save_checkpoint"):
             self._switch_engine("sleep", ["kv_cache"])
             for learner in self.parts.learners:
                 learner.onload(parts)
-            self._measure("save")
+            self._measure("save_checkpoint")
         yield
-        with self.parts.spans.phase("save"):
+        with self.parts.spans.phase("save_checkpoint"):
+            self._offload_learners()
             self._wake_engine()
 
     def release_engine(self) -> None:
@@ -330,14 +336,16 @@ class OffloadDevice(Device):
         assert self.parts.learner is not None
         self.parts.learner.onload(parts)
 
-    def _wake_engine(self) -> None:
+    def _offload_learners(self) -> None:
         for learner in self.parts.learners:
             learner.offload()
-        self._switch_engine("wake", ["kv_cache"])
-        self._measure("generate")
-        self._enter("generate")
 
-    def _must_be_free(self, phase: Literal["hand_over", "push"]) -> None:
+    def _wake_engine(self) -> None:
+        self._switch_engine("wake", ["kv_cache"])
+        self._measure("gen")
+        self._enter("gen")
+
+    def _must_be_free(self, phase: Literal["load_learner", "update_weights"]) -> None:
         """Raise RuntimeError if the memory that `phase` loads does not fit."""
         if self.parts.memory is not None:
             self.parts.memory.before(phase, self.parts.learners)

@@ -2,7 +2,7 @@
 
 from rlcore.metrics import stats
 from rlcore.records import Group, Sampling, Work, eval_group, eval_set_of
-from rlcore.rollout.replica import RoundCallbacks
+from rlcore.rollout.worker import RoundCallbacks
 from rlcore.trainer.run import Run
 
 

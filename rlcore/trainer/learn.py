@@ -5,14 +5,14 @@ from functools import partial
 
 from rlcore.algos import reduce, value
 from rlcore.tensors import Batch
-from rlcore.trainer import credit, phases, report
+from rlcore.trainer import advantages, phases, report
 from rlcore.trainer.objective import Objective
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 
 
-def all_models(run: Run, todo: Plan, batches: list[Batch], baselines: dict[str, float]) -> None:
+def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[str, float]) -> None:
     """Compute log-probs, values and advantages, then update critic and actor. `baselines` are the
     greedy rewards by group id (remax)."""
     cfg, spans = run.cfg, run.spans
@@ -26,7 +26,7 @@ def all_models(run: Run, todo: Plan, batches: list[Batch], baselines: dict[str, 
             batches = phases.old_values(run, batches)  # C
     kl_scale = run.kl.scale
     with spans.phase("adv"):
-        batches = credit.assign(run, todo, batches, baselines)  # C
+        batches = advantages.assign(run, todo, batches, baselines)  # C
         mean = phases.correction_mean(run, batches)  # C
     if run.critic is not None:
         with spans.phase("update_critic"):
@@ -37,7 +37,7 @@ def all_models(run: Run, todo: Plan, batches: list[Batch], baselines: dict[str, 
 
 
 def update_actor(
-    run: Run, todo: Plan, batches: list[Batch], correction_mean: float, kl_scale: float
+    run: Run, todo: StepPlan, batches: list[Batch], correction_mean: float, kl_scale: float
 ) -> None:
     """Run the actor's optimizer steps on this rollout."""
     objective = make_objective(run, correction_mean, kl_scale)
@@ -64,7 +64,7 @@ def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objecti
     )
 
 
-def step_actor(run: Run, todo: Plan, update: int, objective: Objective) -> None:
+def step_actor(run: Run, todo: StepPlan, update: int, objective: Objective) -> None:
     """Run one optimizer step on the accumulated gradients. Collective."""
     n = phases.normaliser(run, todo, update)
     if objective.rejects:
@@ -76,7 +76,7 @@ def step_actor(run: Run, todo: Plan, update: int, objective: Objective) -> None:
         report.skip_update(run, "actor")
 
 
-def conclude(run: Run, todo: Plan, objective: Objective, kl_scale: float) -> None:
+def conclude(run: Run, todo: StepPlan, objective: Objective, kl_scale: float) -> None:
     """Add the metrics of the whole step, and update the adaptive KL controller. Collective."""
     cfg = run.cfg
     run.progress.add(objective.mismatch(collective.reduce_floats))
@@ -86,7 +86,7 @@ def conclude(run: Run, todo: Plan, objective: Objective, kl_scale: float) -> Non
             run.kl.update(run.progress.metrics["actor/kl_loss"], sum(len(p) for p in todo.groups))
 
 
-def update_critic(run: Run, todo: Plan, batches: list[Batch]) -> None:
+def update_critic(run: Run, todo: StepPlan, batches: list[Batch]) -> None:
     """Run the critic's optimizer steps on this rollout. Its loss is always a mean over tokens."""
     assert run.critic is not None
     cfg = run.cfg

@@ -7,14 +7,14 @@ at each switch of the device between engine and learner.
 
 With --train.offload the phases hold:
 
-    generate    engine: weights, cache
-    hand_over   engine asleep -> learner: weights, gradients, optimizer
-    log_probs   + reference weights, one layer's activations, logits
-    backward    + activations, logits
-    step        + Adam's temporary tensors
-    push        learner: weights alone; engine: weights; buckets. Then the learner is offloaded and
-                the cache is allocated
-    save        learner: weights, optimizer; engine: weights
+    gen              engine: weights, cache
+    load_learner     engine asleep -> learner: weights, gradients, optimizer
+    old_log_prob     + reference weights, one layer's activations, logits
+    update_actor     + activations, logits
+    optimizer_step   + Adam's temporary tensors
+    update_weights   learner: weights alone; engine: weights; buckets. Then the learner is offloaded
+                     and the cache is allocated
+    save_checkpoint  learner: weights, optimizer; engine: weights
 
 Without --train.offload all persistent parts stay, and every phase adds its temporary memory.
 """
@@ -31,7 +31,7 @@ from rlcore.config import rules
 from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
-from rlcore.mcore.layout import Layout, layout_of
+from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.protocols import PARTS, Learner, Part
 
 GB = 1e9
@@ -59,7 +59,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Memory of one rank in every phase."""
 
     rank: int
@@ -80,7 +80,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class OtherMemory:
     """Memory of processes other than engine and learner, such as a judge."""
 
     always: tuple[Item, ...] = ()
@@ -91,13 +91,13 @@ class Beside:
     """Parts in host memory."""
 
 
-NOBODY = Beside()
+NOBODY = OtherMemory()
 
 
 # ---- memory of a model
 
 
-def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int]:
+def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[int, int]:
     """Return the numbers of parameters on this rank: dense ones (sharded by tensor parallelism or
     replicated), and those of its experts."""
     dense, experts = 0, 0.0
@@ -126,7 +126,7 @@ def parameters(hf: HFConfig, layout: Layout, head: str = "lm") -> tuple[int, int
 
 
 def state_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, head: str = "lm"
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, head: str = "lm"
 ) -> dict[Part, int]:
     """Return the bytes of the training state on this rank after its first step."""
     dense, experts = parameters(hf, layout, head)
@@ -157,7 +157,7 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
 
 
 def activation_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
     """Estimate the bytes of activations of all micro-batches in flight on this rank."""
     whole = 1 / train.tp if train.sp and train.tp > 1 else 1.0
@@ -172,7 +172,7 @@ def activation_bytes(
 
 
 def logits_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: Layout, tokens: int
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
     """Estimate the bytes of the logits; their gradient is written in place."""
     if not layout.is_last_stage:
@@ -235,7 +235,7 @@ def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
     return max(cfg.sync.bucket_mb * 2**20, embedding)
 
 
-def push_bytes(cfg: Config, hf: HFConfig) -> int:
+def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
     """Estimate the bytes of a weight update beside the weights of learner and engine."""
     bucket = bucket_bytes(cfg, hf)
     if rules.route(cfg) == "gather":  # the gathered shards, the full tensors, and the bucket
@@ -249,13 +249,13 @@ def push_bytes(cfg: Config, hf: HFConfig) -> int:
 def make(
     cfg: Config,
     hf: HFConfig,
-    layout: Layout,
+    layout: ParallelLayout,
     *,
     gpu_bytes: float,
     cuda: bool = True,
-    beside: Beside = NOBODY,
+    beside: OtherMemory = NOBODY,
     has_engine: bool = True,
-) -> Plan:
+) -> MemoryPlan:
     """Make the plan of `layout.rank`. Its `problems` do not depend on the size of the GPU.
 
     Args:
@@ -310,24 +310,24 @@ def make(
     moments = 3 if cfg.model.dtype == "bfloat16" else 2
     adam = max(state["optimizer"] for state in states.values()) // moments
     phases = {
-        "generate": [
+        "gen": [
             *learners(()),
             *engine(weights, cache),
             *later("engine's work", engine_work_bytes(cfg, hf) if has_engine else 0),
             *beside.generate,
         ],
-        "hand_over": [*learners(PARTS), *engine()],
-        "log_probs": [*learners(PARTS), *engine(), *ahead],
-        "backward": [*learners(PARTS), *engine(), *backward],
-        "step": [*learners(PARTS), *engine(), *later("Adam's work", adam)],
-        "push": [
+        "load_learner": [*learners(PARTS), *engine()],
+        "old_log_prob": [*learners(PARTS), *engine(), *ahead],
+        "update_actor": [*learners(PARTS), *engine(), *backward],
+        "optimizer_step": [*learners(PARTS), *engine(), *later("Adam's work", adam)],
+        "update_weights": [
             *learners(["weights"], ["learner"]),
             *engine(weights),
-            *later("buckets", push_bytes(cfg, hf)),
+            *later("buckets", update_weights_bytes(cfg, hf)),
         ],
-        "save": [*learners(["weights", "optimizer"]), *engine(weights)],
+        "save_checkpoint": [*learners(["weights", "optimizer"]), *engine(weights)],
     }
-    return Plan(
+    return MemoryPlan(
         rank=layout.rank,
         phases={name: (*items, *context) for name, items in phases.items()},
         learner={
@@ -370,16 +370,16 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
 
 
 def make_sampler(
-    cfg: Config, hf: HFConfig, rank: int, *, gpu_bytes: float, beside: Beside = NOBODY
-) -> Plan:
+    cfg: Config, hf: HFConfig, rank: int, *, gpu_bytes: float, beside: OtherMemory = NOBODY
+) -> MemoryPlan:
     """Make the plan of a rank that only samples."""
     cache = cache_bytes(cfg, hf, gpu_bytes)
     work = Item("engine's work", engine_work_bytes(cfg, hf), True, True)
     weights, held = Item("engine weights", engine_weight_bytes(cfg, hf)), Item("KV cache", cache)
     always = (weights, held, *beside.always, Item("contexts", ENGINE_CONTEXT, True))
-    buckets = Item("buckets", push_bytes(cfg, hf), True, True)
-    phases = {"generate": (*always, work, *beside.generate), "push": (*always, buckets)}
-    return Plan(
+    buckets = Item("buckets", update_weights_bytes(cfg, hf), True, True)
+    phases = {"gen": (*always, work, *beside.generate), "update_weights": (*always, buckets)}
+    return MemoryPlan(
         rank=rank,
         phases=phases,
         learner=dict.fromkeys(phases, 0),
@@ -394,9 +394,9 @@ def worst_of(
     world_size: int,
     *,
     gpu_bytes: float,
-    beside: Beside = NOBODY,
+    beside: OtherMemory = NOBODY,
     has_engine: bool = True,
-) -> Plan:
+) -> MemoryPlan:
     """Make the plan of the train rank that needs most memory. Ranks differ only by their pipeline
     stage."""
     first = layout_of(cfg.train, world_size, 0)
@@ -412,9 +412,9 @@ def worst_of(
 # ---- text
 
 
-def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
+def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
     """Return the plan as a text table: GB of every part in every phase."""
-    order = [i.part for name in ("hand_over", *plan.phases) for i in plan.phases.get(name, ())]
+    order = [i.part for name in ("load_learner", *plan.phases) for i in plan.phases.get(name, ())]
     parts = list(dict.fromkeys([p for p in order if p != "contexts"] + order))
     guessed = {i.part for items in plan.phases.values() for i in items if i.is_estimate}
 
@@ -442,7 +442,7 @@ def table(plan: Plan, world_size: int, ranks_per_node: int) -> list[str]:
     return lines
 
 
-def too_large(plan: Plan, gpu_bytes: float) -> str:
+def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
     """If a phase does not fit, return a sentence with its name, its largest parts and the keys to
     change; "" otherwise."""
     phase = plan.worst
@@ -451,8 +451,8 @@ def too_large(plan: Plan, gpu_bytes: float) -> str:
     largest = sorted(plan.phases[phase], key=lambda item: -item.num_bytes)[:3]
     named = ", ".join(f"{item.part} {_gb(item.num_bytes)}" for item in largest)
     hints = dict.fromkeys(_remedy(item.part) for item in largest)
-    shared = any(item.part == "engine weights" for item in plan.phases["generate"])
-    if shared and plan.learner["generate"]:  # the learner stays while the engine samples
+    shared = any(item.part == "engine weights" for item in plan.phases["gen"])
+    if shared and plan.learner["gen"]:  # the learner stays while the engine samples
         hints = {"turn train.offload on": None} | hints
     return (
         f"--cluster.gpu_gb {gpu_bytes / GB:g}: phase {phase} takes {_gb(plan.total(phase))} GB on "
@@ -490,29 +490,31 @@ _THERE = ("contexts", "judge")
 class Residency:
     """Checks the memory of one rank against its plan."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: MemoryPlan, device: torch.device) -> None:
         self.plan, self._device = plan, device
         self._found: dict[str, float] = {}
         self._engine_sleeps = False
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: MemoryPlan) -> None:
         """Check the rank against another plan from now on."""
         self.plan = plan
 
-    def before(self, phase: Literal["hand_over", "push"], learners: Sequence[Learner]) -> None:
-        """Check that the device has room for the learner (hand_over) or for the engine's weights
-        (push). On the CPU nothing is checked.
+    def before(
+        self, phase: Literal["load_learner", "update_weights"], learners: Sequence[Learner]
+    ) -> None:
+        """Check that the device has room for the learner (load_learner) or for the engine's
+        weights (update_weights). On the CPU nothing is checked.
 
         Raises:
             RuntimeError: other allocations were not freed.
         """
         if self._device.type != "cuda":
             return
-        if phase == "push" and not self._engine_sleeps:  # an engine starts awake
+        if phase == "update_weights" and not self._engine_sleeps:  # an engine starts awake
             return
-        self._engine_sleeps = phase == "hand_over"
-        turn = ("hand_over", "log_probs", "backward", "step")
-        most = max(turn if phase == "hand_over" else (phase,), key=self.plan.total)
+        self._engine_sleeps = phase == "load_learner"
+        loaded = ("load_learner", "old_log_prob", "update_actor", "optimizer_step")
+        most = max(loaded if phase == "load_learner" else (phase,), key=self.plan.total)
         coming = sum(i.num_bytes for i in self.plan.phases[most] if i.part not in _THERE)
         self._must_fit(most, coming - _resident(learners))
 

@@ -70,15 +70,15 @@ class Objective:
         total = policy
         metrics = {
             "actor/pg_loss": policy.detach(),
-            "actor/ppo_kl": (x.logp_old - x.logp).detach(),
+            "actor/ppo_kl": (x.old_log_probs - x.logp).detach(),
             "actor/entropy": x.entropy.detach(),
         } | out.metrics
         if cfg.entropy_coef:
             total = total - cfg.entropy_coef * x.entropy
         if cfg.kl_coef:
-            assert x.logp_ref is not None
+            assert x.ref_log_probs is not None
             # Outside the mask the difference may be large, and its exp would make gradients NaN.
-            ref = torch.where(trained, x.logp_ref, x.logp.detach())
+            ref = torch.where(trained, x.ref_log_probs, x.logp.detach())
             divergence = kl.estimate(cfg.kl_type, x.logp, ref)
             total = total + cfg.kl_coef * self._kl_scale * divergence
             metrics["actor/kl_loss"] = divergence.detach()
@@ -108,15 +108,15 @@ class Objective:
             raise ConfigError("\n".join(found))
         where = (x.mask, x.sequence, x.num_sequences)
         weight = reduce.weights(cfg.loss_agg_mode, *where, self._max_tokens, x.logp.dtype)
-        old = None if old_is_own else x.logp_old
+        old = None if old_is_own else x.old_log_probs
         weighed = cfg.rollout_is != "none" and not cfg.bypass_mode
         given = PolicyInputs(
             # A non-negative factor of the clipped loss can be moved into the advantage.
             advantage=x.advantage if weighed else x.advantage * x.correction,
             weight=torch.where(x.mask, weight, 0.0),
-            logp_sampler=x.logp_sampler,
-            logp_old=x.logp_sampler if cfg.bypass_mode else old,
-            logp_ref=x.logp_ref if cfg.kl_coef else None,
+            rollout_log_probs=x.rollout_log_probs,
+            old_log_probs=x.rollout_log_probs if cfg.bypass_mode else old,
+            ref_log_probs=x.ref_log_probs if cfg.kl_coef else None,
         )
         bounds = None
         if cfg.rollout_rs:
@@ -141,11 +141,11 @@ class Objective:
         """Return the inputs with correction weights and reduced mask, the mask of tokens that are
         not rejected, and log w [T]."""
         cfg = self._cfg
-        learner = x.logp_old
+        learner = x.old_log_probs
         if cfg.bypass_mode:
             learner = x.logp.detach()
-            x = replace(x, logp_old=x.logp_sampler)
-        log_w = (learner - x.logp_sampler).detach()
+            x = replace(x, old_log_probs=x.rollout_log_probs)
+        log_w = (learner - x.rollout_log_probs).detach()
         where = (x.mask, x.sequence, x.num_sequences)
         keep = correction.keep(cfg, log_w, *where)
         if cfg.rollout_is != "none" and not (cfg.bypass_mode and cfg.has_ratio):

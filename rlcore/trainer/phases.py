@@ -12,12 +12,12 @@ from rlcore.data.packing import pack_samples, per_token
 from rlcore.records import Sample
 from rlcore.sched.roles import Kind
 from rlcore.tensors import Batch
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 
 
-def batches(run: Run, plan: Plan, samples: Mapping[str, Sample]) -> list[Batch]:
+def batches(run: Run, plan: StepPlan, samples: Mapping[str, Sample]) -> list[Batch]:
     """Pack this data-parallel rank's batch of every update.
 
     Raises:
@@ -39,7 +39,7 @@ def made(value: Tensor | None) -> Tensor:
     return value
 
 
-def normaliser(run: Run, plan: Plan, update: int) -> float:
+def normaliser(run: Run, plan: StepPlan, update: int) -> float:
     """Return the divisor N of the update over all ranks, which every rank computes from the
     plan."""
     lengths = plan.lengths(update)
@@ -55,7 +55,7 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     """
     cfg = run.cfg.algo
     if cfg.bypass_mode:
-        return [b.with_(logp_old=b.logp_sampler) for b in batches]
+        return [b.with_(old_log_probs=b.rollout_log_probs) for b in batches]
     early = cfg.kl_reward_coef > 0 or cfg.rollout_is_batch_normalize
     skip_first = run.cfg.train.epochs == 1 and not early
     out = []
@@ -63,7 +63,7 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
         if u == 0 and skip_first:
             out.append(batch)
         else:
-            out.append(batch.with_(logp_old=run.learner.logprobs(batch, "actor")))
+            out.append(batch.with_(old_log_probs=run.learner.logprobs(batch, "actor")))
             run.spans.alive()
     return out
 
@@ -71,7 +71,7 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
 def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     """Compute the log-probs of the start weights (the KL reference)."""
     with run.learner.reference():
-        return [b.with_(logp_ref=run.learner.logprobs(b, "reference")) for b in batches]
+        return [b.with_(ref_log_probs=run.learner.logprobs(b, "reference")) for b in batches]
 
 
 def old_values(run: Run, batches: list[Batch]) -> list[Batch]:
@@ -87,10 +87,12 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
     if not cfg.rollout_is_batch_normalize or cfg.rollout_is == "none":
         return 1.0
     sums = torch.zeros(2, dtype=torch.float64)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for b in batches:
             where = (b.mask, b.sequence_index, b.num_sequences)
-            weights = correction.weights(cfg, made(b.logp_old) - made(b.logp_sampler), *where)
+            weights = correction.weights(
+                cfg, made(b.old_log_probs) - made(b.rollout_log_probs), *where
+            )
             sums += correction.normalisation_sums(cfg, weights, *where)
     total, count = collective.reduce_floats(sums.tolist())
     return total / count if total > 1e-8 * count else 1.0
@@ -99,7 +101,7 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
 def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:
     """Report a training round to the policy of engine sizes, and add its metrics (W). Only rank 0
     reads `kind` and `stats`."""
-    used = [run.rollout.agent.cache_used]
+    used = [run.rollout.worker.cache_used]
     (used_most,) = collective.reduce_floats(used, "max", run.ranks.everyone)
     sizes = run.device.parts.sizes
     if run.ranks.rank == 0:
@@ -124,5 +126,5 @@ def resize_engines(run: Run) -> None:
         wanted = float(sizes.policy.size(run.data.source.next_kind()))
     tp = int(collective.reduce_floats([wanted], "max")[0])
     if tp != sizes.now.tp:
-        with run.spans.phase("relayout"):
+        with run.spans.phase("resize_engines"):
             run.device.resize_engines(tp)

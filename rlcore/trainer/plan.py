@@ -14,7 +14,7 @@ from rlcore.utils import seed as seeds
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainRow:
     """One sample to train."""
 
     id: str
@@ -36,11 +36,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    updates: tuple[tuple[tuple[Row, ...], ...], ...]
+class StepPlan:
+    updates: tuple[tuple[tuple[TrainRow, ...], ...], ...]
     """[update][data-parallel rank] -> rows."""
     num_equal_groups: int
-    groups: tuple[tuple[Row, ...], ...] = ()
+    groups: tuple[tuple[TrainRow, ...], ...] = ()
     """Groups in training, in order, with all their rows. Rows that no update trains are included,
     since they count in the baseline of their group."""
 
@@ -60,36 +60,38 @@ class Plan:
         """Return the rank that holds each sample."""
         return {r.id: r.owner for update in self.updates for part in update for r in part}
 
-    def destination(self, replicas: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
-        """Return the global ranks that train each sample. `replicas[d]` are the global ranks of
-        data-parallel rank d."""
+    def destination(
+        self, model_parallel_groups: Sequence[Sequence[int]]
+    ) -> dict[str, Sequence[int]]:
+        """Return the global ranks that train each sample. `model_parallel_groups[d]` are the global
+        ranks of data-parallel rank d."""
         return {
-            r.id: replicas[d]
+            r.id: model_parallel_groups[d]
             for update in self.updates
             for d, part in enumerate(update)
             for r in part
         }
 
-    def placed(self, dp_ranks: Sequence[int], num_ranks: int) -> "Plan":
+    def placed(self, dp_ranks: Sequence[int], num_ranks: int) -> "StepPlan":
         """Move the rows of ranks 0, 1, ... to the data-parallel ranks `dp_ranks` out of
         `num_ranks`."""
         updates = []
         for parts in self.updates:
-            spread: list[tuple[Row, ...]] = [()] * num_ranks
+            spread: list[tuple[TrainRow, ...]] = [()] * num_ranks
             for d, part in zip(dp_ranks, parts, strict=True):
                 spread[d] = part
             updates.append(tuple(spread))
-        return Plan(tuple(updates), self.num_equal_groups, self.groups)
+        return StepPlan(tuple(updates), self.num_equal_groups, self.groups)
 
 
-def joined(plans: Sequence[Plan]) -> Plan:
+def joined(plans: Sequence[StepPlan]) -> StepPlan:
     """Merge plans that have the same updates and ranks into one."""
     updates = tuple(
         tuple(tuple(row for part in parts for row in part) for parts in zip(*of_all, strict=True))
         for of_all in zip(*(p.updates for p in plans), strict=True)
     )
     equal = sum(p.num_equal_groups for p in plans)
-    return Plan(updates, equal, tuple(g for p in plans for g in p.groups))
+    return StepPlan(updates, equal, tuple(g for p in plans for g in p.groups))
 
 
 def rewards_of(
@@ -127,7 +129,7 @@ def make(
     seed: int,
     max_tokens: int = 1,
     shuffle_rewards: bool = False,
-) -> Plan:
+) -> StepPlan:
     """Make the plan of a step.
 
     Failed episodes are left out and rewards are shaped by length. If configured, groups of equal
@@ -137,13 +139,13 @@ def make(
     Args:
         max_tokens: length of the longest response.
     """
-    rows: list[Row] = []
-    kept: list[tuple[Row, ...]] = []
+    rows: list[TrainRow] = []
+    kept: list[tuple[TrainRow, ...]] = []
     equal = 0
     rewards = rewards_of(groups, algo, max_tokens, seed if shuffle_rewards else None)
     for group, given in zip(groups, rewards, strict=True):
         members = tuple(
-            Row(ref.id, ref.owner, score, reward, n, group.prompt_length, seen)
+            TrainRow(ref.id, ref.owner, score, reward, n, group.prompt_length, seen)
             for ref, (score, reward), n, seen, finish in zip(
                 group.refs,
                 given,
@@ -175,4 +177,4 @@ def make(
         lengths = [r.num_tokens + r.prompt_length for r in part]
         split = balanced_partitions(lengths, num_ranks)
         updates.append(tuple(tuple(part[i] for i in sorted(s)) for s in split))
-    return Plan(tuple(updates), equal, tuple(kept))
+    return StepPlan(tuple(updates), equal, tuple(kept))

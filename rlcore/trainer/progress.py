@@ -10,7 +10,7 @@ from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.records import Prompt
 from rlcore.sched.balance import Balance
-from rlcore.sched.roles import Source
+from rlcore.sched.roles import PromptSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class Ranks:
     rank: int
     size: int
     """Number of ranks of the run."""
-    replicas: Sequence[Sequence[int]]
-    """Global ranks of the model replica of each data-parallel rank."""
+    model_parallel_groups: Sequence[Sequence[int]]
+    """Global ranks of the model-parallel group of each data-parallel rank."""
     dp_rank: int
     """Data-parallel rank; -1 on a rank that only samples."""
     everyone: ProcessGroup | None = None
@@ -33,9 +33,10 @@ class Ranks:
         return self.dp_rank >= 0
 
     @property
-    def leads_replica(self) -> bool:
-        """Whether this is the first rank of its model replica. Only this one counts its samples."""
-        return self.replicas[self.dp_rank][0] == self.rank
+    def leads_model_parallel_group(self) -> bool:
+        """Whether this is the first rank of its model-parallel group. Only this one counts its
+        samples."""
+        return self.model_parallel_groups[self.dp_rank][0] == self.rank
 
 
 class DataOrder(Protocol):
@@ -51,7 +52,7 @@ class Data:
     """Prompts of a run, on rank 0, which distributes them; empty on the other ranks."""
 
     order: DataOrder | None = None
-    source: Source | None = None
+    source: PromptSource | None = None
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
 
 

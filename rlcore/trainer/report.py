@@ -16,9 +16,9 @@ from rlcore.algos import mismatch
 from rlcore.config.schema import Config
 from rlcore.metrics import stats
 from rlcore.records import Group, Sample
-from rlcore.sched.reward import reasons_of
+from rlcore.sched.reward_timeout import reasons_of
 from rlcore.sync.memory import highest_bytes
-from rlcore.trainer.plan import Plan
+from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
@@ -63,7 +63,7 @@ def skip_update(run: Run, model: str) -> None:
     run.progress.add({name: run.progress.metrics.get(name, 0.0) + 1})
 
 
-def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, float]:
+def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, float]:
     """Return metrics of scores, lengths and rewards of a step's samples."""
     cfg = run.cfg
     scores = [s for g in groups for s in g.scores]
@@ -75,7 +75,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: Plan) -> dict[str, floa
     reasons = Counter(reason for e in errors for reason in reasons_of(e))
     clusters = [g.id for g in groups for _ in g.scores]
     rows = [r for update in plan.updates for part in update for r in part]
-    loads = plan.loads(len(run.ranks.replicas))
+    loads = plan.loads(len(run.ranks.model_parallel_groups))
     return {
         **stats.summary("critic/score", scores),
         "critic/score/std_err": stats.standard_error(scores, clusters),
@@ -115,7 +115,7 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
         "spec/drafted_tokens": t["drafted_tokens"],
         "spec/draft_s": t["draft_s"],
         "spec/verify_s": t["verify_s"],
-        "spec/knee": run.rollout.agent.knee,
+        "spec/knee": run.rollout.worker.knee,
     }
     if t["drafted_tokens"]:
         out["spec/acceptance_rate"] = t["accepted_tokens"] / t["drafted_tokens"]
@@ -151,29 +151,29 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
     """Write some samples of the step to the rollout log. Their texts must be on rank 0."""
     if run.observers.writer is None or run.cfg.log.rollouts == 0:
         return
-    agent = run.rollout.agent
+    worker = run.rollout.worker
     rows: list[dict[str, object]] = []
     limit, room = run.cfg.log.rollouts, run.cfg.log.tokens
     room = sys.maxsize if room < 0 else room
     for g in groups:
         for k, (ref, score, error) in enumerate(zip(g.refs, g.scores, g.errors, strict=True)):
-            read = ref.id in agent.texts
+            read = ref.id in worker.texts
             if not read or (limit > 0 and k > 0) or 0 < limit <= len(rows):
                 continue
-            prompt = agent.prompts[g.id]
+            prompt = worker.prompts[g.id]
             row: dict[str, object] = {
                 "id": ref.id,
                 "source": g.source,
                 "prompt": prompt.text,
                 "answer": prompt.answer,
-                "response": agent.texts[ref.id],
+                "response": worker.texts[ref.id],
                 "score": score,
                 "error": error,
                 "num_tokens": g.lengths[k],
                 "finish": g.finishes[k],
             }
             if room > 0:
-                row["tokens"] = tokens = of_tokens(run, agent.samples[ref.id], room)
+                row["tokens"] = tokens = of_tokens(run, worker.samples[ref.id], room)
                 room -= len(tokens["pieces"])
             rows.append(row)
     run.observers.writer.rollouts(run.step, rows)
@@ -208,7 +208,7 @@ def evaluation(run: Run) -> None:
     timings = run.spans.take()
     if run.observers.writer is None or run.observers.screen is None:
         return
-    shown = {k: v for k, v in timings.items() if k in ("start", "eval", "sync")}
+    shown = {k: v for k, v in timings.items() if k in ("start", "testing", "update_weights")}
     metrics = pending | {f"timing_s/{k}": v for k, v in shown.items()}
     run.observers.writer.write(run.step, metrics)
     run.observers.screen.evaluation(run.step, metrics)
@@ -229,6 +229,9 @@ def step(run: Run) -> None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
     metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # so that phases do not overlap
+    for inner in ("offload_learner", "wake_engine"):
+        if seconds := timings.get(inner):
+            metrics["timing_s/update_weights"] -= seconds
     metrics |= speeds(run, metrics) | idle(run, metrics)
     if run.observers.balance is not None:
         metrics |= run.observers.balance.metrics(metrics)
@@ -251,7 +254,9 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
     samples *= run.cfg.rollout.samples_per_prompt
     sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
-    gen_s = m["timing_s/gen"] if run.flow is None else seconds  # async: sampling takes all the step
+    gen_s = (
+        m["timing_s/gen"] if run.async_rollout is None else seconds
+    )  # async: sampling takes all the step
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
@@ -276,7 +281,7 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
         return {}
     seconds = m["timing_s/step"]
     return {
-        "sched/trainer_idle": (m["timing_s/gen"] + m["timing_s/route"]) / seconds,
+        "sched/trainer_idle": (m["timing_s/gen"] + m["timing_s/exchange"]) / seconds,
         "sched/rollout_idle": max(0.0, 1 - m["sched/busy_s"] / (engines * seconds)),
     }
 

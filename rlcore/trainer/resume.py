@@ -23,11 +23,11 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import save_folder
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Learner
-from rlcore.rollout.flow import FOLDER as FLOW
-from rlcore.rollout.flow import Flow
-from rlcore.rollout.histospec import Library
-from rlcore.sched.reward import AdaptiveTimeout
-from rlcore.sched.roles import Sizes
+from rlcore.rollout.async_rollout import FOLDER as ASYNC_ROLLOUT
+from rlcore.rollout.async_rollout import AsyncRollout
+from rlcore.rollout.histospec import HistoryStore
+from rlcore.sched.reward_timeout import AdaptiveTimeout
+from rlcore.sched.roles import EngineSizePolicy
 from rlcore.trainer import seal
 from rlcore.trainer.progress import Data, Progress, Ranks
 from rlcore.utils import collective
@@ -108,12 +108,12 @@ class Checkpoints:
     critic: Learner | None = None
     kl: AdaptiveController
     data: Data
-    flow: Flow | None = None
-    library: Library | None = None
+    async_rollout: AsyncRollout | None = None
+    library: HistoryStore | None = None
     """Earlier responses that engines draft from, on rank 0."""
     deadlines: AdaptiveTimeout | None = None
     """Reward deadlines that adapt to prompts."""
-    sizes: Sizes | None = None
+    sizes: EngineSizePolicy | None = None
     """Policy of engine sizes, on rank 0."""
 
     def choose(self) -> Path | None:
@@ -190,8 +190,8 @@ class Checkpoints:
             if self.ranks.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-                if self.flow is not None:
-                    (aside / FLOW).mkdir()
+                if self.async_rollout is not None:
+                    (aside / ASYNC_ROLLOUT).mkdir()
         except OSError as e:
             error = _reason(e)
         if error := self._any(error):
@@ -201,8 +201,8 @@ class Checkpoints:
                 self.learner.save(aside / "learner")
             if self.critic is not None:
                 self.critic.save(aside / "critic")
-            if self.flow is not None:
-                self.flow.save(aside / FLOW)
+            if self.async_rollout is not None:
+                self.async_rollout.save(aside / ASYNC_ROLLOUT)
             if self.ranks.rank == 0:
                 if self.library is not None:
                     self.library.save(aside / HISTORIES)
@@ -272,8 +272,10 @@ class Checkpoints:
             )
         step = state["step"]
         progress.begin(step)
-        if self.flow is not None and (path / FLOW).is_dir():  # else all requests start anew
-            self.flow.load(path / FLOW)
+        if (
+            self.async_rollout is not None and (path / ASYNC_ROLLOUT).is_dir()
+        ):  # else all requests start anew
+            self.async_rollout.load(path / ASYNC_ROLLOUT)
         if self.learner is None:
             return
         self.learner.load(path / "learner")

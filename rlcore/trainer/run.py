@@ -10,7 +10,7 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.protocols import Engine, Learner
 from rlcore.records import Sampling
-from rlcore.rollout.flow import Flow
+from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.round import Rollout
 from rlcore.trainer.device import Device
 from rlcore.trainer.progress import Data, Observers, Progress, Ranks
@@ -33,7 +33,7 @@ class Run:
     device: Device
     """Owns engine, learner and critic."""
     rollout: Rollout
-    flow: Flow | None = None
+    async_rollout: AsyncRollout | None = None
     """Asynchronous sampling, with --mode async."""
     sampling: Sampling
     data: Data

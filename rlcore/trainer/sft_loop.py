@@ -55,12 +55,12 @@ def train(
             rows = [demonstrations((step - 1) * rows_per_step + i) for i in range(rows_per_step)]
             num_tokens = sum(sum(row.said) for row in rows)
             run.learner.accumulate(
-                batch_of(rows[run.ranks.dp_rank :: len(run.ranks.replicas)]), nll
+                batch_of(rows[run.ranks.dp_rank :: len(run.ranks.model_parallel_groups)]), nll
             )
             run.progress.add(run.learner.apply(float(num_tokens)))
         done = step == run.cfg.run.steps
         if step >= probe_from and (step % probe_every == 0 or done):
-            with run.spans.phase("eval"):
+            with run.spans.phase("testing"):
                 with run.device.train():
                     run.device.update_weights(run.step)
                 accuracy = probe(run)
@@ -69,7 +69,7 @@ def train(
             metrics = run.progress.take()
             metrics |= {f"timing_s/{k}": s for k, s in run.spans.take().items()}
             run.observers.writer.write(step, metrics)
-            if "timing_s/eval" in metrics:
+            if "timing_s/testing" in metrics:
                 run.observers.screen.step(step, metrics)
                 run.observers.screen.evaluation(step, metrics)
         else:

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Literal
 
 from rlcore.protocols import Part, PhaseGate
-from rlcore.sync.shelf import Shelf
+from rlcore.sync.host_cache import HostWeightCache
 from rlcore.trainer.device import ALL, Device, Parts, State
+from rlcore.utils import phases
 
 
 class SharedDevice(Device):
@@ -18,25 +19,27 @@ class SharedDevice(Device):
     what it needs from host memory, and leaves the accelerator empty. Processes and communicators
     stay alive.
 
-        rollout, eval   engine: cache and weights; the weights come from the shelf, a host cache
+        rollout, eval   engine: cache and weights; the weights come from the host cache
         train, save     learner: weights, optimizer, gradients
 
-    A weight update is part of the training and writes to the shelf, so no phase needs the nodes of
-    both. If every rank samples and trains, a whole step has one permit, and engine and learner are
-    loaded and stored within it.
+    A weight update is part of the training and writes to the host cache, so no phase needs the
+    nodes of both. If every rank samples and trains, a whole step has one permit, and engine and
+    learner are loaded and stored within it.
     """
 
     is_shared = True
     makes_room = True
 
-    def __init__(self, parts: Parts, gate: PhaseGate, shelf: Shelf | None, *, colocated: bool):
+    def __init__(
+        self, parts: Parts, gate: PhaseGate, host_cache: HostWeightCache | None, *, colocated: bool
+    ):
         """
         Args:
-            shelf: host copy of the engine's weights; None on a rank that only trains.
+            host_cache: host copy of the engine's weights; None on a rank that only trains.
             colocated: every rank samples and trains.
         """
         super().__init__(parts)
-        self._gate, self._shelf, self._colocated = gate, shelf, colocated
+        self._gate, self._host_cache, self._colocated = gate, host_cache, colocated
 
     def leave(self) -> None:
         """Move everything off the accelerator at the end of the start-up."""
@@ -54,9 +57,9 @@ class SharedDevice(Device):
             yield
 
     @contextmanager
-    def generate(self, phase: Literal["rollout", "eval"] = "rollout") -> Iterator[None]:
+    def generate(self, phase: Literal["rollout", "testing"] = "rollout") -> Iterator[None]:
         """Load the engine, run the phase, and store the engine."""
-        with self._permit(phase, EngineState(self)), self._on_device("generate"):
+        with self._permit(phase, EngineState(self)), self._on_device("gen"):
             yield
 
     @contextmanager
@@ -68,15 +71,19 @@ class SharedDevice(Device):
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
         """Load the learner, save, and store the learner."""
-        with self._permit("save", LearnerState(self)), self._on_device("save"):
+        with (
+            self._permit("save_checkpoint", LearnerState(self)),
+            self._on_device("save_checkpoint"),
+        ):
             yield
 
     def update_weights(self, version: int) -> None:
-        """Send the weights to the shelf; the engine loads them at its next phase."""
-        self._push(self._shelf, version)
+        """Send the weights to the host cache; the engine loads them at its next phase."""
+        self._push(self._host_cache, version)
 
     def repair(self) -> None:
-        """Restart the engines with the weights on the shelf, since the learner is offloaded."""
+        """Restart the engines with the weights in the host cache, since the learner is
+        offloaded."""
         EngineState(self).load()
 
     def release_engine(self) -> None:
@@ -94,7 +101,7 @@ class SharedDevice(Device):
     def _permit(self, name: str, resident: "EngineState | LearnerState | None") -> Iterator[None]:
         """Hold the gate's permit for one phase (W). The time to wait for it and to give it back is
         one span. An error of the gate is the same sentence on every rank."""
-        span = partial(self.parts.spans.phase, name if name in ("eval", "save") else "turn")
+        span = partial(self.parts.spans.phase, name if name in phases.BETWEEN else "wait_permit")
         with ExitStack() as stack:
             with span():
                 stack.enter_context(self._gate.phase(name, resident))
@@ -113,24 +120,24 @@ class EngineState:
         """Restart the engine if it has failed, and wake it with the weights of the last update. If
         the rollout has released this node, do nothing."""
         device = self._device
-        shelf, here = device._shelf, not device._has_left
+        host_cache, here = device._host_cache, not device._has_left
         device._restart_failed(here=here)
         device._switch_engine("wake", ["weights"], here=here)
         p = device.parts
-        if shelf is not None and p.sizes.now.engine_ranks[0] == p.ranks.rank and here:
-            device._ask_engine("load", shelf.fill)
+        if host_cache is not None and p.sizes.now.engine_ranks[0] == p.ranks.rank and here:
+            device._ask_engine("load", host_cache.fill)
         device._switch_engine("wake", ["kv_cache"], here=here)
 
     def store(self) -> None:
-        """Send the engine to sleep; its weights stay on the shelf."""
+        """Send the engine to sleep; its weights stay in the host cache."""
         device = self._device
         device._switch_engine("sleep", ALL, here=not device._has_left)
         device.engine_is_back()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the engine's weights on the shelf."""
-        return self._device._shelf.num_bytes if self._device._shelf is not None else 0
+        """Bytes of the engine's weights in the host cache."""
+        return self._device._host_cache.num_bytes if self._device._host_cache is not None else 0
 
 
 class LearnerState:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlcore.rollout.controller import Controller
-from rlcore.sched.roles import Elastic, Kind, Sizes, Stop
-from rlcore.trainer.memory import Plan
+from rlcore.sched.roles import Elastic, EngineSizePolicy, Kind, Stop
+from rlcore.trainer.memory import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,16 @@ class Sized:
     """Makes the controller of one round."""
     elastic: Elastic | None = None
     """Policy of ranks that stop decoding before a round is over, on rank 0."""
-    plan: Plan | None = None
+    plan: MemoryPlan | None = None
     """Memory plan of this rank."""
 
 
 class EngineSizes:
     """Current size of the engines, and the policy that changes it."""
 
-    def __init__(self, sized: Callable[[int], Sized], tp: int, policy: Sizes | None = None) -> None:
+    def __init__(
+        self, sized: Callable[[int], Sized], tp: int, policy: EngineSizePolicy | None = None
+    ) -> None:
         """
         Args:
             sized: returns the objects that depend on the size, for a given size.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlcore.protocols import Part
 from rlcore.records import Group, RequestId, Sample
 from rlcore.tensors import Batch
-from rlcore.trainer import credit, learn, phases
+from rlcore.trainer import advantages, learn, phases
 from rlcore.trainer import plan as plans
 from rlcore.trainer.run import Run
 from rlcore.trainer.sync_loop import (
@@ -30,7 +30,7 @@ NEEDED: tuple[Part, ...] = ("weights", "gradients")
 """Parts of the learner that accumulation needs. The optimizer's states are loaded at the end."""
 
 
-class Stream:
+class StreamTrainer:
     """Gradients that one rank accumulates before a rollout ends; the `Streamer` of its round."""
 
     def __init__(self, run: Run) -> None:
@@ -50,7 +50,9 @@ class Stream:
         run = self._run
         with run.spans.phase("stream"):
             run.device.load_learner(NEEDED)
-            todo = plan_of(run, groups, len(dp_ranks)).placed(dp_ranks, len(run.ranks.replicas))
+            todo = plan_of(run, groups, len(dp_ranks)).placed(
+                dp_ranks, len(run.ranks.model_parallel_groups)
+            )
             (batch,) = _with_all(run, todo, phases.batches(run, todo, samples))
             run.learner.accumulate(batch, self.loss())
             self.batches.append(batch)
@@ -74,11 +76,11 @@ class Stream:
 def one_step(run: Run) -> None:
     """Run one rollout and train on it, partly before the rollout ends. Lines marked C are
     collective over the train ranks."""
-    spans, device, stream = run.spans, run.device, Stream(run)
+    spans, device, stream = run.spans, run.device, StreamTrainer(run)
     with device.generate(), spans.phase("gen"):
         end = next_groups(run, stream)
-    with spans.phase("route"):
-        by_id, num_ranks = {g.id: g for g in end.groups}, len(run.ranks.replicas)
+    with spans.phase("exchange"):
+        by_id, num_ranks = {g.id: g for g in end.groups}, len(run.ranks.model_parallel_groups)
         early = [
             plan_of(run, [by_id[g] for g in s.groups], len(s.dp_ranks)).placed(
                 s.dp_ranks, num_ranks
@@ -88,7 +90,9 @@ def one_step(run: Run) -> None:
         was_early = {g for s in end.streamed for g in s.groups}
         rest = plan_of(run, [g for g in end.groups if g.id not in was_early], num_ranks)
         todo = plans.joined([*early, rest])
-        samples = run.rollout.route(rest.destination(run.ranks.replicas), rest.owners())
+        samples = run.rollout.route(
+            rest.destination(run.ranks.model_parallel_groups), rest.owners()
+        )
         batches = phases.batches(run, rest, samples)
         learn_histories(run)
     with device.train():
@@ -101,21 +105,21 @@ def one_step(run: Run) -> None:
             else:
                 run.learner.discard()
         parts = [(phases.made(b.advantage), b.mask) for b in (*stream.batches, batch)]
-        run.progress.add(credit.spread("critic/advantages", parts))  # C
+        run.progress.add(advantages.spread("critic/advantages", parts))  # C
         learn.conclude(run, todo, objective, run.kl.scale)  # C
         phases.resize_engines(run)  # C
-        with spans.phase("sync"):
+        with spans.phase("update_weights"):
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
     if run.ranks.rank == 0:  # tokens trained during the rollout took no time of this phase
         run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 
-def _with_all(run: Run, todo: plans.Plan, batches: list[Batch]) -> list[Batch]:
+def _with_all(run: Run, todo: plans.StepPlan, batches: list[Batch]) -> list[Batch]:
     """Add reference log-probs, if needed, and advantages to the batches. There is one update, so
     the old log-probs are those of the training pass itself."""
     if run.cfg.algo.needs_reference:
         with run.spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)
     batches = phases.old_logprobs(run, batches)
-    return credit.by_response(run, todo, batches)
+    return advantages.by_response(run, todo, batches)

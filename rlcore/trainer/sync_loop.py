@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from rlcore.config import rules
 from rlcore.protocols import Part
 from rlcore.records import EndRound, Group, RequestId, Sample
-from rlcore.rollout.replica import COUNTS, RoundCallbacks, Streamer
-from rlcore.trainer import credit, evaluate, learn, phases, plan, report
+from rlcore.rollout.worker import COUNTS, RoundCallbacks, Streamer
+from rlcore.trainer import advantages, evaluate, learn, phases, plan, report
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils import seed as seeds
@@ -32,10 +32,10 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
     with run.spans.phase("start"):
         run.device.wait_for_engines()  # W
     phases.resize_engines(run)  # C
-    with run.device.train(), run.spans.phase("sync"):
+    with run.device.train(), run.spans.phase("update_weights"):
         run.device.update_weights(run.step)  # W
     if run.step == 0 and cfg.eval.at_start:
-        with run.device.generate("eval"), run.spans.phase("eval"):
+        with run.device.generate("testing"), run.spans.phase("testing"):
             evaluate.run(run)
         report.evaluation(run)
     report.started(run)
@@ -47,11 +47,11 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             one_step(run)
             sync_stop_request(run, not early)  # W
         if evaluates(run):
-            with run.device.generate("eval"), run.spans.phase("eval"):
+            with run.device.generate("testing"), run.spans.phase("testing"):
                 evaluate.run(run)
         report.step(run)
         if saves(run):
-            with run.device.save(WRITTEN), run.spans.phase("save"):
+            with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
                 run.checkpoints.save(run.progress, run.observers.writer)  # W
         if cfg.debug.die_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -96,19 +96,21 @@ def one_step(run: Run) -> None:
     with device.step():
         with device.generate(), spans.phase("gen"):
             end = next_groups(run, NodeRelease(run) if run.cfg.mux.tail_nodes else None)
-            groups, baselines = credit.split_baselines(run, end.groups)
-        with spans.phase("route"):
-            todo = plan_of(run, groups, len(run.ranks.replicas))
-            samples = run.rollout.route(todo.destination(run.ranks.replicas), todo.owners())
+            groups, baselines = advantages.split_baselines(run, end.groups)
+        with spans.phase("exchange"):
+            todo = plan_of(run, groups, len(run.ranks.model_parallel_groups))
+            samples = run.rollout.route(
+                todo.destination(run.ranks.model_parallel_groups), todo.owners()
+            )
             batches = phases.batches(run, todo, samples) if run.ranks.trains else []
             show_samples(run, groups, samples)
             learn_histories(run)
         with device.train():
             if run.ranks.trains:
                 learn.all_models(run, todo, batches, baselines)
-            barrier_before_push(run)
+            barrier_before_sync(run)
             phases.resize_engines(run)  # C
-            with spans.phase("sync"):
+            with spans.phase("update_weights"):
                 device.update_weights(run.step)  # W
     rollout_metrics(run, groups, end.stats, todo)
 
@@ -119,7 +121,7 @@ def learn_histories(run: Run) -> None:
         run.rollout.learn_histories()
 
 
-def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.Plan:
+def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.StepPlan:
     """Assign the samples of this step to updates and to `num_ranks` data-parallel ranks."""
     cfg = run.cfg
     return plan.make(
@@ -181,7 +183,7 @@ def show_samples(run: Run, groups: Sequence[Group], samples: Mapping[RequestId, 
         run.rollout.read([g.id for g in groups], samples.values())
 
 
-def barrier_before_push(run: Run) -> None:
+def barrier_before_sync(run: Run) -> None:
     """Make ranks that only sample wait for the training, without a limit while rank 0 sends
     heartbeats."""
     if run.ranks.everyone is None:
@@ -189,12 +191,12 @@ def barrier_before_push(run: Run) -> None:
     if run.ranks.trains:
         run.rollout.call()
         return
-    with run.spans.phase("wait"):
-        run.rollout.agent.wait_for_call()
+    with run.spans.phase("wait_learner"):
+        run.rollout.worker.wait_for_sync()
 
 
 def rollout_metrics(
-    run: Run, groups: tuple[Group, ...], stats: Mapping[str, float], todo: plan.Plan
+    run: Run, groups: tuple[Group, ...], stats: Mapping[str, float], todo: plan.StepPlan
 ) -> None:
     """Add the metrics of this step's samples and of the engines (W)."""
     counts = engine_counts(run)
@@ -205,7 +207,7 @@ def rollout_metrics(
 
 def engine_counts(run: Run) -> dict[str, float]:
     """Sum the counters of all engines in this step, and add the memory of nodes (W)."""
-    counts = run.rollout.agent.counts
+    counts = run.rollout.worker.counts
     sums = collective.reduce_floats(list(counts.values()), group=run.ranks.everyone)
     totals = dict(zip(counts, sums, strict=True))
     found = {f"sched/{name}": totals[name] for name in COUNTS}

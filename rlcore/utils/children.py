@@ -6,8 +6,8 @@ parent's side of a child that runs users' code, which may hang, crash or loop: r
 environments. A child first calls `open_channel` or `open_guarded_channel`.
 
 Some child processes need another mechanism. SGLang starts its schedulers itself. Programs in the
-sandbox need their stdin and stdout (`sandbox/walls.py`). CUDA MPS is NVIDIA's daemon. The jobs of
-`rlcore mux` receive no messages.
+sandbox need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's daemon. The jobs
+of `rlcore mux` receive no messages.
 
 Own code instead of `multiprocessing`: a child is ended together with all that it started.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.utils.flight import FOLDER, Record
+from rlcore.utils.flight_recorder import FOLDER, Record
 
 LONG_S = 5.0
 

@@ -25,9 +25,9 @@ from rlcore.records import (
     Aborted,
     AnyEvent,
     Finished,
+    LengthReport,
     Partial,
     Preempted,
-    Progress,
     Request,
     Sample,
     Sampling,
@@ -189,7 +189,7 @@ def some_tokens(engine: Engine, ids: set[str], least: int) -> list[AnyEvent]:
     def long_enough(events: list[AnyEvent]) -> bool:
         lengths: dict[str, int] = {}
         for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, LengthReport):
                 lengths.update(zip(event.ids, event.lengths, strict=True))
         return all(lengths.get(i, 0) >= least for i in ids)
 
@@ -711,6 +711,6 @@ def test_bad_requests_are_refused_in_words_and_nothing_of_the_batch_starts(lab):
 
 def test_only_possible_layouts_are_taken(lab):
     engine = lab.make()
-    engine.relayout(1)
+    engine.resize_engines(1)
     with pytest.raises(ValueError, match="tensor-parallel size 3"):
-        engine.relayout(3)
+        engine.resize_engines(3)

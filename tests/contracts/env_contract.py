@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import Kind, checked
-from rlcore.envs.pool import Pool
+from rlcore.envs.kind import EnvKind, checked
+from rlcore.envs.pool import EnvPool
 from rlcore.envs.registry import resolve
 from rlcore.records import Prompt
 
@@ -43,7 +43,7 @@ def check_env(
     turns: Sequence[str],
     *,
     settings: dict[str, Any] | None = None,
-    kind: Kind | None = None,
+    kind: EnvKind | None = None,
 ) -> Told:
     """The suite: the section, one world for one seed, odd turns, and the same told by a process.
     Returns what the environment told of `turns`. `kind` with a stub takes the place of the name's,
@@ -82,7 +82,7 @@ def _play(env: Any, prompt: Prompt, turns: Sequence[str]) -> Told:
 
 
 async def _ask(name: str, config: EnvConfig, prompt: Prompt, turns: Sequence[str]) -> Told:
-    pool = Pool(name, config)
+    pool = EnvPool(name, config)
     try:
         place = await pool.open()
         step = await place.reset(3, prompt, "t0.0")

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.utils.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ class Breaking(Odd):
         pass
 
     def load_bucket(self, *_):
-        raise EngineGoneError("process 7 of SGLang was killed by signal 9")
+        raise EngineFailedError("process 7 of SGLang was killed by signal 9")
 
     end_load = abort = load_bucket
 

@@ -8,10 +8,10 @@ from rlcore.data import cards_task, lake_task
 from rlcore.data.generated import SHARES, split_of
 from rlcore.envs.alfworld import Alfworld, AlfworldConfig
 from rlcore.envs.frozenlake import FrozenLake
-from rlcore.envs.kind import Kind
+from rlcore.envs.kind import EnvKind
 from rlcore.envs.latency import Latency, LatencyConfig
 from rlcore.envs.registry import ENVS, resolve
-from rlcore.envs.swe import Swe, SweConfig, Task
+from rlcore.envs.swe import Swe, SweConfig, SweTask
 from tests.contracts.env_contract import check_env, prompt_of
 
 DESC = ["SFFH", "FFHG", "FFFF"]
@@ -144,7 +144,7 @@ class House:
 
 
 def test_alfworld_with_a_stub_of_its_games():
-    kind = Kind(AlfworldConfig, lambda config: Alfworld(config, House))
+    kind = EnvKind(AlfworldConfig, lambda config: Alfworld(config, House))
     turns = ["I think. Action: dance", "Let me go.\nGo to kitchen."]
     prompt = prompt_of("Cook.", game="house.tw-pddl")
     assert check_env("alfworld", prompt, turns, kind=kind) == [
@@ -159,8 +159,8 @@ def test_alfworld_with_a_stub_of_its_games():
 class Shell:
     """A workspace of one file."""
 
-    def __init__(self, task: Task) -> None:
-        assert task == Task("image:1", "grep -q fixed file", "/")
+    def __init__(self, task: SweTask) -> None:
+        assert task == SweTask("image:1", "grep -q fixed file", "/")
         self.text = "broken"
 
     def run(self, command: str, timeout_s: float) -> tuple[int, str]:
@@ -176,7 +176,7 @@ class Shell:
 
 
 def test_swe_with_a_stub_of_its_workspace():
-    kind = Kind(SweConfig, lambda config: Swe(config, Shell))
+    kind = EnvKind(SweConfig, lambda config: Swe(config, Shell))
     turns = [
         "hm",
         "```bash\ncat file\n```",

@@ -7,7 +7,7 @@ import torch
 
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.hf.model import Model, Step
+from rlcore.hf.model import CausalLM, ForwardInputs
 from rlcore.records import Sample, Stats
 from rlcore.rollout.histospec import history_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
@@ -38,7 +38,7 @@ ROWS, LENGTH, PREFIX = 3, 40, 25
 
 def logits_of(hf: HFConfig, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Logits of a whole prefill, of a prefill behind a prefix and of single decode steps."""
-    model = Model(hf, dtype=dtype, device=device, max_tokens=64)
+    model = CausalLM(hf, dtype=dtype, device=device, max_tokens=64)
     model.allocate()
     for name, tensor in weights(hf, 3, 0.15).items():
         model.load(name, tensor)
@@ -47,10 +47,10 @@ def logits_of(hf: HFConfig, device: torch.device, dtype: torch.dtype) -> dict[st
     cache.reserve(5, LENGTH, 0)
     tokens = torch.randint(53, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
-    def step(start: int, stop: int, slot: int) -> Step:
+    def step(start: int, stop: int, slot: int) -> ForwardInputs:
         positions = torch.arange(start, stop).expand(ROWS, -1)
         part = tokens[:, start:stop]
-        return Step(
+        return ForwardInputs(
             part.to(device), positions.to(device), slot, [(0, ROWS, stop)], causal=start == 0
         )
 

@@ -146,7 +146,7 @@ def test_a_batch_may_lie_on_the_gpu() -> None:
     there = batch.with_(
         **{
             name: value.to(side.DEVICE)
-            for name in ("tokens", "mask", "logp_old", "advantage", "weight", "correction")
+            for name in ("tokens", "mask", "old_log_probs", "advantage", "weight", "correction")
             if isinstance(value := getattr(batch, name), Tensor)
         }
     )

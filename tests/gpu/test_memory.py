@@ -169,7 +169,7 @@ def test_a_device_that_somebody_else_holds_is_refused_before_the_learner_comes()
     total = torch.cuda.get_device_properties(side.DEVICE).total_memory
     plan = memory.make(cfg, large(), layout_of(cfg.train, 1, 0), gpu_bytes=total)
     guard = memory.Residency(plan, side.DEVICE)
-    guard.before("hand_over", [])
+    guard.before("load_learner", [])
     guard.check("generate", [])
     found = guard.take()
     assert 0 < found["memory/device_gb/generate"] * 1e9 <= total
@@ -179,5 +179,5 @@ def test_a_device_that_somebody_else_holds_is_refused_before_the_learner_comes()
         plan, phases=plan.phases | {"step": (memory.Item("learner weights", int(0.5 * total)),)}
     )
     with pytest.raises(RuntimeError, match="memory: phase step on rank 0 needs .* are to come"):
-        memory.Residency(large_plan, side.DEVICE).before("hand_over", [])
+        memory.Residency(large_plan, side.DEVICE).before("load_learner", [])
     del held

@@ -99,9 +99,9 @@ def terms(rows: int, device: torch.device) -> tuple[PolicyInputs, PolicySpec]:
     given = PolicyInputs(
         advantage=randn(rows, seed=2),
         weight=(torch.arange(rows) % 5 > 0) * 1.5,
-        logp_sampler=far[0],
-        logp_old=far[1],
-        logp_ref=far[2],
+        rollout_log_probs=far[0],
+        old_log_probs=far[1],
+        ref_log_probs=far[2],
     )
     spec = PolicySpec(
         clip_dual=2.0,
@@ -203,13 +203,13 @@ def settings_of(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> sampler.Settings:
+) -> sampler.SamplingTensors:
     """The same for all rows but one greedy row."""
     greedy = torch.zeros(rows, dtype=torch.bool)
     greedy[3] = True
     scale = torch.full((rows,), 1 / temperature)
     scale[3] = 1.0
-    settings = sampler.Settings(
+    settings = sampler.SamplingTensors(
         scale=scale.to(device),
         greedy=greedy.to(device),
         filtered=None,

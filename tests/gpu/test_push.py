@@ -55,7 +55,7 @@ def distance(learner: MegatronLearner, engine: Engine, tag: str, version: int) -
     """Mean and largest distance of the log-probs of fresh samples."""
     batch = pack_samples(list(run(engine, requests(12, group=2, tag=tag)).values()))
     assert set(batch.versions[batch.mask].tolist()) == {version}
-    far = (learner.logprobs(batch) - batch.logp_sampler)[batch.mask].abs()
+    far = (learner.logprobs(batch) - batch.rollout_log_probs)[batch.mask].abs()
     return float(far.mean()), float(far.max())
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rlcore.ops import native
-from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum
+from rlcore.ops.reshard import ReshardPlan, TensorPiece, TensorSpec, checksum
 from rlcore.sync.pack import pack
 from rlcore.utils.buckets import as_tensor, unpack
 from tests.gpu import side
@@ -20,7 +20,7 @@ def bits(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def on_both(plan: Plan, tensors: list[Tensor]) -> None:
+def on_both(plan: ReshardPlan, tensors: list[Tensor]) -> None:
     """Pack and unpack here and there."""
     there = torch.full((plan.num_bytes,), 1, dtype=torch.uint8)
     here = torch.full((plan.num_bytes,), 2, dtype=torch.uint8, device=side.DEVICE)
@@ -45,9 +45,9 @@ def test_the_kernel_is_what_runs() -> None:
 def test_casts_of_any_shape(shape: tuple[int, ...], source: torch.dtype, to: torch.dtype) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(source)
     tensor.view(-1)[0] = torch.nan
-    plan = Plan(
+    plan = ReshardPlan(
         [TensorSpec(shape, source)],
-        [Piece(tensor=0, offset=0, shape=shape, dtype=to)],
+        [TensorPiece(tensor=0, offset=0, shape=shape, dtype=to)],
         tensor.numel() * to.itemsize + 5,
     )
     on_both(plan, [tensor])
@@ -58,7 +58,7 @@ def test_casts_of_any_shape(shape: tuple[int, ...], source: torch.dtype, to: tor
 def test_shards_of_columns_and_odd_offsets(dtype: torch.dtype, width: int) -> None:
     shards = [(torch.arange(50 * width).view(50, width) % 251 + i).to(dtype) for i in range(3)]
     pieces = [
-        Piece(
+        TensorPiece(
             tensor=i,
             offset=(5 + i * width) * dtype.itemsize,
             shape=(50, width),
@@ -68,7 +68,7 @@ def test_shards_of_columns_and_odd_offsets(dtype: torch.dtype, width: int) -> No
         for i in range(3)
     ]
     spec = TensorSpec((50, width), dtype)
-    on_both(Plan([spec] * 3, pieces, (150 * width + 9) * dtype.itemsize), shards)
+    on_both(ReshardPlan([spec] * 3, pieces, (150 * width + 9) * dtype.itemsize), shards)
 
 
 def test_transposed_tensors() -> None:
@@ -76,9 +76,9 @@ def test_transposed_tensors() -> None:
     specs = [TensorSpec((300, len(t)), t.dtype, (1, 300)) for t in tensors]
     pieces, end = [], 0
     for i, spec in enumerate(specs):
-        pieces.append(Piece(tensor=i, offset=end, shape=spec.shape))
+        pieces.append(TensorPiece(tensor=i, offset=end, shape=spec.shape))
         end += tensors[i].nbytes + 8
-    on_both(Plan(specs, pieces, end), [t.T for t in tensors])
+    on_both(ReshardPlan(specs, pieces, end), [t.T for t in tensors])
 
 
 def test_weights_of_a_gpu_arrive_on_the_cpu() -> None:

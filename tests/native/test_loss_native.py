@@ -312,9 +312,9 @@ def policy_inputs(count: int, dtype: torch.dtype = torch.float64) -> dict[str, T
     made = {
         "logp": logp,
         "entropy": noise(1.0).abs(),
-        "logp_old": old,
-        "logp_sampler": old + noise(0, 3, 0.1, 1),
-        "logp_ref": logp + noise(3.0),
+        "old_log_probs": old,
+        "rollout_log_probs": old + noise(0, 3, 0.1, 1),
+        "ref_log_probs": logp + noise(3.0),
         "advantage": noise(1, 1, 1, 0.0001),
         "weight": (torch.rand(count, generator=g) > 0.3).double(),
     }
@@ -346,7 +346,7 @@ def test_the_policy_of_a_token_is_the_objective_of_the_trainer(kl_type, entropy_
         mean = 1.1 if weigh else 1.0
         x = policy_inputs(400)
         logp, entropy = x["logp"].clone().requires_grad_(), x["entropy"].clone().requires_grad_()
-        old = x["logp"] if own else x["logp_old"]
+        old = x["logp"] if own else x["old_log_probs"]
         mask = x["weight"] > 0
         objective = Objective(ppo, cfg, max_tokens=100, correction_mean=mean, kl_scale=1.5)
         expected = objective(
@@ -356,10 +356,10 @@ def test_the_policy_of_a_token_is_the_objective_of_the_trainer(kl_type, entropy_
                 mask=mask,
                 score=x["advantage"],
                 advantage=x["advantage"],
-                logp_old=old,
-                logp_sampler=x["logp_sampler"],
+                old_log_probs=old,
+                rollout_log_probs=x["rollout_log_probs"],
                 correction=torch.ones_like(old),
-                logp_ref=x["logp_ref"],
+                ref_log_probs=x["ref_log_probs"],
                 sequence=torch.zeros(400, dtype=torch.int64),
                 num_sequences=1,
                 versions=torch.zeros(400, dtype=torch.int32),
@@ -368,7 +368,7 @@ def test_the_policy_of_a_token_is_the_objective_of_the_trainer(kl_type, entropy_
         kept = mask & expected.mask
         torch.where(kept, expected.per_token, 0.0).sum().backward()
         if own:
-            x["logp_old"] = torch.full_like(old, math.nan)  # nobody may read it
+            x["old_log_probs"] = torch.full_like(old, math.nan)  # nobody may read it
         out = policy_tokens(x, params(cfg, mean=mean, kl_scale=1.5, own=own))
 
         def same(row: int, value: Tensor | None, where: Tensor = kept, out: Tensor = out) -> None:
@@ -393,7 +393,15 @@ def test_the_policy_of_a_token_is_the_objective_of_the_trainer(kl_type, entropy_
 @needs_build
 def test_a_token_worked_by_hand():
     """p = 0.3, p_old = 0.2, p_sampler = 0.1: ratio 1.5 held at 1.28, weight 2 cut at 1.8."""
-    names = ("logp", "entropy", "logp_old", "logp_sampler", "logp_ref", "advantage", "weight")
+    names = (
+        "logp",
+        "entropy",
+        "old_log_probs",
+        "rollout_log_probs",
+        "ref_log_probs",
+        "advantage",
+        "weight",
+    )
     values = (math.log(0.3), 1.0, math.log(0.2), math.log(0.1), math.log(0.3), 2.0, 0.5)
     x = {n: torch.tensor([v], dtype=torch.float64) for n, v in zip(names, values, strict=True)}
     cfg = ppo.PPOConfig(clip_high=0.28, rollout_is_threshold=1.8, entropy_coef=0.1)
@@ -408,7 +416,11 @@ def test_a_token_worked_by_hand():
 def test_a_token_of_weight_zero_is_nothing_whatever_its_inputs():
     x = policy_inputs(4)
     x["weight"][:] = 0
-    x["logp_ref"][0], x["logp_sampler"][1], x["advantage"][2] = math.inf, math.nan, math.nan
+    x["ref_log_probs"][0], x["rollout_log_probs"][1], x["advantage"][2] = (
+        math.inf,
+        math.nan,
+        math.nan,
+    )
     cfg = ppo.PPOConfig(kl_coef=0.1, entropy_coef=0.1)
     out = policy_tokens(x, params(cfg))
     for row in (LOSS, GRAD_LOGP, GRAD_ENTROPY, KL):
@@ -426,7 +438,7 @@ def test_whole_rows_give_what_the_single_ops_give(dtype, own):
     tokens = policy_inputs(8, real)
     shift = logp - tokens["logp"]
     tokens["logp"], tokens["entropy"] = logp, entropy
-    for name in ("logp_old", "logp_sampler", "logp_ref"):
+    for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs"):
         tokens[name] = tokens[name] + shift
     tokens["weight"] = torch.tensor([1, 0.5, 0, 1, 0.25, 1, 1, 0], dtype=real)
     settings = params(cfg, own=own)
@@ -560,8 +572,8 @@ def test_settings_that_make_no_sense_are_refused():
             policy_tokens(x, [*good[:index], value, *good[index + 1 :]])
     with pytest.raises(ValueError, match="params: 12 numbers"):
         policy_tokens(x, good[:-1])
-    with pytest.raises(ValueError, match="kl_coef 0.1 needs logp_ref"):
-        policy_tokens(x | {"logp_ref": None}, params(ppo.PPOConfig(kl_coef=0.1)))
+    with pytest.raises(ValueError, match="kl_coef 0.1 needs ref_log_probs"):
+        policy_tokens(x | {"ref_log_probs": None}, params(ppo.PPOConfig(kl_coef=0.1)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlcore.ops import native, reshard
-from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum, checksum_reference
+from rlcore.ops.reshard import ReshardPlan, TensorPiece, TensorSpec, checksum, checksum_reference
 from tests.native import host
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.native
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[TensorSpec], list[Piece], int]:
+def layouts(draw: st.DrawFn) -> tuple[list[TensorSpec], list[TensorPiece], int]:
     """Tensors of any order of dimensions, with holes; each is one piece or two, cut across, and the
     bucket has its dimensions in another order still."""
     specs, pieces, end = [], [], 0
@@ -40,7 +40,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[TensorSpec], list[Piece], int]:
         cut = draw(st.integers(0, shape[0])) if shape else 0
         for first, size in ((0, cut), (cut, shape[0] - cut)) if shape else ((0, None),):
             pieces.append(
-                Piece(
+                TensorPiece(
                     tensor=number,
                     offset=start + first * (there[0] if shape else 0) * other.itemsize,
                     shape=shape if size is None else (size, *shape[1:]),
@@ -85,10 +85,10 @@ def storage(x: Tensor) -> Tensor:
 @settings(max_examples=300)
 @given(layouts(), st.integers(0, 2**30), st.sampled_from([0, 1, 8]))
 def test_native_and_reference_give_the_same_bytes_and_checksums(
-    layout: tuple[list[TensorSpec], list[Piece], int], seed: int, shift: int
+    layout: tuple[list[TensorSpec], list[TensorPiece], int], seed: int, shift: int
 ) -> None:
     specs, pieces, num_bytes = layout
-    plan = Plan(specs, pieces, num_bytes)
+    plan = ReshardPlan(specs, pieces, num_bytes)
     tensors = [filled(spec, seed + i) for i, spec in enumerate(specs)]
     ours = torch.full((num_bytes + shift,), 7, dtype=torch.uint8)[shift:]
     theirs = torch.full((num_bytes,), 9, dtype=torch.uint8)
@@ -119,13 +119,13 @@ def test_the_number_of_threads_changes_nothing(threads: None) -> None:
     specs = [TensorSpec(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
     pieces, end = [], 0
     for i, spec in enumerate(specs):
-        pieces.append(Piece(tensor=i, offset=end, shape=spec.shape, dtype=torch.bfloat16))
+        pieces.append(TensorPiece(tensor=i, offset=end, shape=spec.shape, dtype=torch.bfloat16))
         end += tensors[i].numel() * 2
     seen = set()
     for count in (1, 2, 3, 7):
         torch.set_num_threads(count)
         bucket = torch.empty(end, dtype=torch.uint8)
-        said = Plan(specs, pieces, end).pack(tensors, bucket)
+        said = ReshardPlan(specs, pieces, end).pack(tensors, bucket)
         seen.add((said, checksum(bucket), bucket.numpy().tobytes()))
     assert len(seen) == 1
 
@@ -135,10 +135,10 @@ def test_shards_of_columns_are_summed_on_the_way() -> None:
     """Rows that are whole words need no second pass over the bucket."""
     shards = [torch.arange(32.0).view(4, 8) + 100 * i for i in range(3)]
     pieces = [
-        Piece(tensor=i, offset=i * 32, shape=(4, 8), strides=(24, 1), tensor_strides=(8, 1))
+        TensorPiece(tensor=i, offset=i * 32, shape=(4, 8), strides=(24, 1), tensor_strides=(8, 1))
         for i in range(3)
     ]
-    plan = Plan([TensorSpec((4, 8), torch.float32)] * 3, pieces, 4 * 24 * 4)
+    plan = ReshardPlan([TensorSpec((4, 8), torch.float32)] * 3, pieces, 4 * 24 * 4)
     bucket = torch.empty(4 * 24 * 4, dtype=torch.uint8)
     plan.pack(shards, bucket)
     assert torch.equal(bucket.view(torch.float32).view(4, 24), torch.cat(shards, 1))
@@ -163,7 +163,9 @@ def test_a_table_that_leads_out_of_the_bucket_is_refused(
     field: int, value: int, message: str
 ) -> None:
     tensor, bucket = torch.zeros(16), torch.zeros(64, dtype=torch.uint8)
-    plan = Plan([TensorSpec((16,), tensor.dtype)], [Piece(tensor=0, offset=0, shape=(16,))], 64)
+    plan = ReshardPlan(
+        [TensorSpec((16,), tensor.dtype)], [TensorPiece(tensor=0, offset=0, shape=(16,))], 64
+    )
     plan.pack([tensor], bucket)
     table = plan._tables[bucket.device]
     addresses, total = table.addresses([tensor]), torch.zeros(1, dtype=torch.int64)
@@ -179,7 +181,9 @@ def test_a_table_that_leads_out_of_the_bucket_is_refused(
 @needs_build
 def test_other_arguments_that_do_not_fit_the_table_are_refused() -> None:
     tensor, bucket = torch.zeros(16), torch.zeros(64, dtype=torch.uint8)
-    plan = Plan([TensorSpec((16,), tensor.dtype)], [Piece(tensor=0, offset=0, shape=(16,))], 64)
+    plan = ReshardPlan(
+        [TensorSpec((16,), tensor.dtype)], [TensorPiece(tensor=0, offset=0, shape=(16,))], 64
+    )
     plan.pack([tensor], bucket)
     pieces = plan._tables[bucket.device].pieces
     null, total = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)

@@ -30,7 +30,7 @@ DEFAULTS = {
     if option.kind is inspect.Parameter.KEYWORD_ONLY
 } | dict(stream=0, threads=1)
 MAKERS = [
-    pytest.param(suffix.Reference, id="python"),
+    pytest.param(suffix.ReferenceForest, id="python"),
     pytest.param(SuffixForest, id="native", marks=needs_build),
 ]
 
@@ -566,7 +566,7 @@ def same(results: list) -> None:
 def test_native_and_reference_agree_on_every_call(rng):
     """Random insert, append, match, draft, accept and free over small alphabets."""
     options, letters = draw_options(rng), rng.choice([1, 2, 3, 5])
-    forests = [suffix.Reference(**options), SuffixForest(**options)]
+    forests = [suffix.ReferenceForest(**options), SuffixForest(**options)]
     requests: list[tuple[int, int]] = []
     for _ in range(rng.randint(3, 15)):
         what = rng.random()

@@ -51,9 +51,9 @@ def terms() -> tuple[PolicyInputs, PolicySpec]:
     given = PolicyInputs(
         advantage=randn(T, seed=2),
         weight=(torch.arange(T) % 5 > 0) * 1.5,
-        logp_sampler=-2.2 + 0.5 * randn(T, seed=3),
-        logp_old=-2.2 + 0.5 * randn(T, seed=4),
-        logp_ref=-2.2 + 0.5 * randn(T, seed=5),
+        rollout_log_probs=-2.2 + 0.5 * randn(T, seed=3),
+        old_log_probs=-2.2 + 0.5 * randn(T, seed=4),
+        ref_log_probs=-2.2 + 0.5 * randn(T, seed=5),
     )
     spec = PolicySpec(
         is_threshold=1.1, bounds=(-0.9, 0.9), kl_type="k3", kl_coef=0.1, entropy_coef=0.02
@@ -161,7 +161,7 @@ def four_ways(case: Mapping[str, Any], logp: Tensor | None) -> dict[str, Any]:
                 cfg = algos.config_class(algo)(**settings)
                 objective = Objective(algos.module(algo), cfg, max_tokens=20)
                 own = algo == "grpo"  # the first update of a rollout
-                learner.accumulate(batch.with_(logp_old=None) if own else batch, objective)
+                learner.accumulate(batch.with_(old_log_probs=None) if own else batch, objective)
                 kept = learner.kept()
                 mcore.finalize_model_grads(learner._models)
                 for p in learner._parameters():  # export knows how to put parameters together

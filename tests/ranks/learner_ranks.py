@@ -48,7 +48,7 @@ def rows(step: int, lengths: list[int] = LENGTHS, vocab: int = 53) -> Batch:
         tokens=torch.randint(0, vocab, (total,), generator=g),
         cu_seqlens=cumulative(lengths),
         mask=mask,
-        logp_old=-3 - torch.rand(total, generator=g),
+        old_log_probs=-3 - torch.rand(total, generator=g),
         advantage=torch.randn(total, generator=g),
         weight=0.5 + torch.rand(total, generator=g),
         correction=0.5 + torch.rand(total, generator=g),

@@ -65,7 +65,7 @@ def with_log_probs(batch: Batch, logp: torch.Tensor) -> Batch:
     """`logp` of the model on all rows, and policies some way off."""
     g = torch.Generator().manual_seed(6)
     near = [logp + 0.3 * torch.randn(len(logp), generator=g) for _ in range(3)]
-    return batch.with_(logp_old=near[0], logp_sampler=near[1], logp_ref=near[2])
+    return batch.with_(old_log_probs=near[0], rollout_log_probs=near[1], ref_log_probs=near[2])
 
 
 def gradient(layout: Mapping[str, Any], logp: torch.Tensor | None = None) -> dict[str, Any]:

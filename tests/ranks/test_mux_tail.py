@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.cli import mux as cli
-from rlcore.mux.gate import Gate, Profile
+from rlcore.mux.gate import PermitGate, Profile
 from tests import runs
 from tests.mux_cluster import Up, needs_redis, turns
 
@@ -78,7 +78,7 @@ def test_a_node_is_the_next_jobs_while_the_last_responses_go_on_elsewhere(tmp_pa
     def job(name: str, *keys: object) -> runs.Job:
         return {"name": name, "argv": runs.arguments(model, folder, name, *KEYS, *keys)}
 
-    slim = Gate(
+    slim = PermitGate(
         up.url,
         "slim",
         Profile(rollout_s=900, train_s=900, slo=1000),

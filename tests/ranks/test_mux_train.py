@@ -10,7 +10,7 @@ import pytest
 
 from rlcore.cli import mux as cli
 from rlcore.mux import arbiter
-from rlcore.mux.gate import Gate, Profile
+from rlcore.mux.gate import PermitGate, Profile
 from tests import kit, runs
 from tests.mux_cluster import Up, learned, needs_redis, overlaps, turns
 
@@ -26,7 +26,7 @@ START_S = WAIT_S = 600.0
 def start_together(up: Up, jobs: dict[Path, list[runs.Job]], gangs: list[runs.Running]) -> None:
     """Two ranks for the jobs of each folder, added to `gangs`. Nobody has a turn before all have
     joined: from then on turns alternate. Whoever keeps them has gaps for all, by its profile."""
-    holder = Gate(up.url, "holder", Profile(rollout_s=100, train_s=100, slo=1e6), lease_s=60)
+    holder = PermitGate(up.url, "holder", Profile(rollout_s=100, train_s=100, slo=1e6), lease_s=60)
     try:
         with holder.phase("rollout"):
             gangs += [runs.Running(2, of_gang, folder) for folder, of_gang in jobs.items()]

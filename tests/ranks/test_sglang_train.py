@@ -36,13 +36,13 @@ SCORES = ("critic/score/mean", "critic/score/std_err", "response_length/mean")
 @contextmanager
 def scheduler_killed(metrics: str) -> Iterator[None]:
     """In the second step, once tokens of a response are known."""
-    from rlcore.records import Progress
+    from rlcore.records import LengthReport
     from rlcore.rollout.child import ChildEngine
 
     note, file, killed = ChildEngine._note, Path(metrics), []
 
     def kill(engine: ChildEngine, event: Any) -> Any:
-        is_time = isinstance(event, Progress) and any(len(tail.tokens) for tail in event.tails)
+        is_time = isinstance(event, LengthReport) and any(len(tail.tokens) for tail in event.tails)
         if is_time and not killed and file.is_file() and '"step": 1' in file.read_text():
             killed.extend(
                 process

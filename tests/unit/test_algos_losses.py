@@ -56,10 +56,10 @@ def inputs(
         mask=torch.ones(n, dtype=torch.bool),
         score=t(advantage),
         advantage=t(advantage),
-        logp_old=old,
-        logp_sampler=old,
+        old_log_probs=old,
+        rollout_log_probs=old,
         correction=torch.ones(n, dtype=F64),
-        logp_ref=None,
+        ref_log_probs=None,
         sequence=torch.repeat_interleave(torch.tensor(lengths or [n])),
         num_sequences=len(lengths or [n]),
         versions=torch.zeros(n, dtype=torch.int32),
@@ -87,10 +87,10 @@ def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInp
         mask=mask,
         score=(advantage > 0).double() if seed % 2 else noise()[rows],
         advantage=advantage,
-        logp_old=old,
-        logp_sampler=old + spread * noise(),
+        old_log_probs=old,
+        rollout_log_probs=old + spread * noise(),
         correction=(spread * noise()).exp().clamp(max=2.0),
-        logp_ref=None,
+        ref_log_probs=None,
         sequence=rows,
         num_sequences=len(lengths),
         versions=torch.zeros(sum(lengths), dtype=torch.int32),
@@ -321,7 +321,7 @@ def test_decoupled_ppo_weighs_by_the_way_from_the_sampler(behave, weight):
     out = {"algo/behave_over_cap": [0, 0, 1]}
     if behave != "none":
         out["algo/behave_weight"] = weight
-    x = inputs([UP, UP, UP], [1.0, -1.0, -1.0], logp_sampler=sampler)
+    x = inputs([UP, UP, UP], [1.0, -1.0, -1.0], rollout_log_probs=sampler)
     check(
         "decoupled_ppo",
         x,
@@ -380,7 +380,15 @@ def test_the_correction_weight_multiplies_the_loss(name, keys):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_dtype_that_goes_in_comes_out(name, keys, dtype):
     x = random_inputs(3, [4, 3])
-    floats = ["logp", "entropy", "score", "advantage", "logp_old", "logp_sampler", "correction"]
+    floats = [
+        "logp",
+        "entropy",
+        "score",
+        "advantage",
+        "old_log_probs",
+        "rollout_log_probs",
+        "correction",
+    ]
     out = run(name, replace(x, **{f: getattr(x, f).to(dtype) for f in floats}), **keys)
     assert out.per_token.dtype == dtype
 
@@ -490,7 +498,15 @@ GARBAGE = st.sampled_from([0.0, 1.0, -1.0, 1e3, -1e3, 1e30, -1e30])
 def test_tokens_outside_the_mask_change_nothing(name, keys, seed, data):
     """Not a bit of loss, gradient or metrics, whatever finite values they have."""
     x = random_inputs(seed, [4, 2, 3, 2])
-    fields = ["logp", "entropy", "score", "advantage", "logp_old", "logp_sampler", "correction"]
+    fields = [
+        "logp",
+        "entropy",
+        "score",
+        "advantage",
+        "old_log_probs",
+        "rollout_log_probs",
+        "correction",
+    ]
     n = x.logp.numel()
     changed = {}
     for f in fields:
@@ -514,7 +530,7 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, seed):
     """-A times the token's share in the aggregation, for every algorithm as it comes."""
     x = random_inputs(seed, [4, 2, 3, 2])
     own = x.logp.detach()
-    x = replace(x, logp_old=own, logp_sampler=own, correction=torch.ones_like(own))
+    x = replace(x, old_log_probs=own, rollout_log_probs=own, correction=torch.ones_like(own))
     mode = algos.config_class(name)().loss_agg_mode
     weight = reduce.weights(mode, x.mask, x.sequence, x.num_sequences, 8).double()
     _, grad = step(name, x)
@@ -566,7 +582,7 @@ def test_sequence_ratios_of_single_tokens_are_token_ratios(seed):
 def test_decoupled_ppo_truncated_is_ppo_with_that_correction(seed, cap):
     """verl's way to write it: rollout_is token with this threshold."""
     x = random_inputs(seed, [4, 3, 2])
-    weight = (x.logp_old - x.logp_sampler).exp().clamp(max=cap)
+    weight = (x.old_log_probs - x.rollout_log_probs).exp().clamp(max=cap)
     one = torch.ones_like(weight)
     ours = run("decoupled_ppo", replace(x, correction=one), behave="truncate", behave_cap=cap)
     ppo = run("ppo", replace(x, correction=weight), clip_dual=0)

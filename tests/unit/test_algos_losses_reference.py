@@ -200,10 +200,10 @@ def batch(seed: int, per_token_advantage: bool) -> tuple[LossInputs, torch.Tenso
         mask=torch.rand(len(rows), generator=g) < 0.7,
         score=noise(5)[rows],
         advantage=noise() if per_token_advantage else advantage,
-        logp_old=old,
-        logp_sampler=old + 0.5 * noise(),
+        old_log_probs=old,
+        rollout_log_probs=old + 0.5 * noise(),
         correction=noise().exp().clamp(max=2),
-        logp_ref=None,
+        ref_log_probs=None,
         sequence=rows,
         num_sequences=5,
         versions=torch.zeros(len(rows), dtype=torch.int32),
@@ -228,7 +228,7 @@ def test_loss_and_gradient_equal_the_slow_reference(case, per_token_advantage):
             at = (x.mask & (x.sequence == row)).nonzero().flatten()
             if len(at) == 0:
                 continue
-            d, behave = x.logp.detach() - x.logp_old, x.logp_old - x.logp_sampler
+            d, behave = x.logp.detach() - x.old_log_probs, x.old_log_probs - x.rollout_log_probs
             columns = (x.logp.detach(), d, behave, x.advantage, x.correction, u)
             losses, slopes = reference(
                 Sequence(*(c[at].tolist() for c in columns), score=x.score[at[0]].item())

@@ -36,10 +36,10 @@ def inputs(rows: list[Row], versions: list[list[int]], outside: float) -> LossIn
         mask=torch.tensor(mask),
         score=torch.where(torch.tensor(mask), 1.0, outside),
         advantage=values,
-        logp_old=values,
-        logp_sampler=values,
+        old_log_probs=values,
+        rollout_log_probs=values,
         correction=torch.ones_like(values),
-        logp_ref=None,
+        ref_log_probs=None,
         sequence=torch.arange(len(rows)).repeat_interleave(lengths),
         num_sequences=len(rows),
         versions=torch.tensor(age, dtype=torch.int32),
@@ -55,7 +55,7 @@ def sums(
 ) -> mismatch.Sums:
     cfg = cfg or AlgoConfig()
     x = inputs(rows, versions or [[0] * len(row) for row in rows], outside)
-    log_w = torch.full_like(x.logp_sampler, outside)
+    log_w = torch.full_like(x.rollout_log_probs, outside)
     log_w[x.mask] = torch.tensor([q - p for row in rows for p, q in row], dtype=torch.float64)
     where = (x.mask, x.sequence, x.num_sequences)
     trained, keep = x.mask, correction.keep(cfg, log_w, *where)
@@ -378,8 +378,8 @@ def test_all_figures_agree_with_the_slow_reference(noise):
 
 def test_sums_take_float32_and_give_float64_on_the_device_of_the_loss():
     x = inputs(BY_HAND, [[0, 0], [0]], outside=NAN)
-    x = replace(x, logp_sampler=x.logp_sampler.float())
-    found = mismatch.sums(x, torch.zeros_like(x.logp_sampler), x.mask, AlgoConfig(), 0)
+    x = replace(x, rollout_log_probs=x.rollout_log_probs.float())
+    found = mismatch.sums(x, torch.zeros_like(x.rollout_log_probs), x.mask, AlgoConfig(), 0)
     assert found.added.dtype == found.highest.dtype == torch.float64
     assert found.added.shape == (len(mismatch.ADDED),)
     assert found.highest.shape == (len(mismatch.HIGHEST),)

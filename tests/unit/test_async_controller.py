@@ -19,7 +19,6 @@ from rlcore.records import (
     Abort,
     AnyCommand,
     AnyEvent,
-    Batch,
     Down,
     Fail,
     Finish,
@@ -27,10 +26,10 @@ from rlcore.records import (
     Held,
     Hold,
     Holding,
+    LengthReport,
     Move,
     Moved,
     Partial,
-    Progress,
     Prompt,
     Ready,
     Released,
@@ -40,15 +39,16 @@ from rlcore.records import (
     RewardResult,
     Sampling,
     Submit,
+    TrainOrder,
     Wanted,
     Work,
     group_of,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.rollout.controller import MAX_REPAIRS
-from rlcore.sched.histopipe import Pipe
-from rlcore.sched.place import LeastLoaded
+from rlcore.sched.histopipe import HistoPipe
 from rlcore.sched.roles import GroupState, RequestState
+from rlcore.sched.router import LeastLoaded
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.utils.net import decode, encode
 
@@ -91,16 +91,16 @@ class World:
         self.unscored: list[tuple[int, str]] = []
         self.tokens: dict[str, list[int]] = {}
         self.versions: dict[str, list[int]] = {}
-        self.batches: list[Batch] = []
+        self.batches: list[TrainOrder] = []
         self.repairs = 0
         self.log: list[tuple[str, Any]] = []
         self.holds = True
         self.trains = False
 
     def make(self) -> AsyncController:
-        place: LeastLoaded | Pipe = LeastLoaded(3)
+        place: LeastLoaded | HistoPipe = LeastLoaded(3)
         if self.pipe:
-            place = Pipe(replicas=self.samplers, batch=self.batch, longest=LONGEST, rows=2)
+            place = HistoPipe(engines=self.samplers, batch=self.batch, longest=LONGEST, rows=2)
         return AsyncController(
             buffer=SampleBuffer(self.batch, self.alpha, self.extra),
             issue=self.source,
@@ -144,7 +144,7 @@ class World:
                 self.send(Finished(rank=rank, id=i, num_tokens=n, finish="stop", version=own[0]))
         ids = tuple(self.live[rank])
         lengths = tuple(len(self.tokens[i]) for i in ids)
-        self.send(Progress(rank=rank, ids=ids, lengths=lengths))
+        self.send(LengthReport(rank=rank, ids=ids, lengths=lengths))
 
     def score(self, which: int) -> None:
         if self.unscored:
@@ -201,7 +201,7 @@ class World:
                 for i in command.ids:
                     if self.live[command.rank].pop(i, None) is not None:
                         self.send(Moved(rank=command.rank, partials={i: self.partial(i)}))
-            elif isinstance(command, Batch):
+            elif isinstance(command, TrainOrder):
                 self.train(command)
             elif isinstance(command, Repair) and command.rank == 0:
                 self.repairs += 1
@@ -234,7 +234,7 @@ class World:
             versions=np.array(self.versions[i], np.int32),
         )
 
-    def train(self, batch: Batch) -> None:
+    def train(self, batch: TrainOrder) -> None:
         """The invariants of a batch."""
         assert not self.trains and not self.holds
         assert len(batch.groups) == self.batch
@@ -315,12 +315,12 @@ def test_no_schedule_breaks_an_invariant(
     trained = [g.id for b in world.batches for g in b.groups]
     assert len(trained) == len(set(trained)) == batch * len(world.batches)
     again = World(batch, alpha, extra, replicas, seed, pipe)
-    found: list[Batch] = []
+    found: list[TrainOrder] = []
     for kind, what in world.log:
         if kind == "go":
             again.controller.go(what, 0.0)
         else:
-            found += [c for c in again.controller.handle(what, 0.0) if isinstance(c, Batch)]
+            found += [c for c in again.controller.handle(what, 0.0) if isinstance(c, TrainOrder)]
     assert encode(found) == encode(world.batches)
 
 
@@ -380,7 +380,7 @@ def test_a_response_that_is_longer_than_its_ranking_group_was_goes_on_elsewhere(
     assert stats["pipe/known"] > 8  # all of the later steps
 
     state = decode(encode(world.controller._pipe.state()), dict)
-    again = Pipe(replicas=[4, 5, 6], batch=4, longest=LONGEST, rows=2)
+    again = HistoPipe(engines=[4, 5, 6], batch=4, longest=LONGEST, rows=2)
     again.restore(state)
     assert again.state() == world.controller._pipe.state()
 
@@ -494,7 +494,7 @@ def test_a_step_that_is_longer_than_the_deadline_makes_nobody_late() -> None:
     controller, _ = one_sampler(deadline_s=100.0)
     controller.go(0, 0.0)
     complete(controller, controller.handle(Ready(rank=1), 0.0), 1.0)
-    assert any(isinstance(c, Batch) for c in controller.handle(Wanted(rank=0), 1.0))
+    assert any(isinstance(c, TrainOrder) for c in controller.handle(Wanted(rank=0), 1.0))
     (hold,) = controller.handle(Holding(rank=0, mode="in_place"), 150.0)
     assert isinstance(hold, Hold)
     assert not any(isinstance(c, Fail) for c in controller.tick(150.0))
@@ -509,10 +509,10 @@ def test_a_task_without_unequal_groups_is_not_searched_for_ever() -> None:
     controller.handle(Wanted(rank=0), 0.0)
     commands = controller.handle(Ready(rank=1), 0.0)
     for _ in range(50):
-        if any(isinstance(c, Batch) for c in commands):
+        if any(isinstance(c, TrainOrder) for c in commands):
             break
         commands = complete(controller, commands, 1.0)
-    (batch,) = [c for c in commands if isinstance(c, Batch)]
+    (batch,) = [c for c in commands if isinstance(c, TrainOrder)]
     assert len(batch.groups) == 1 and 4 <= source.issued <= 8
 
 

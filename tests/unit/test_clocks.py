@@ -13,9 +13,9 @@ REASONS = {
     "metrics/trace.py": "what ranks did when is put on one axis, which is the time of day",
     "hf/tokenizer.py": "chat templates may print today's date",
     "utils/collective.py": "clock_offset: how far machines' clocks are apart, for traces",
-    "utils/flight.py": "when events were, for people, who compare machines",
+    "utils/flight_recorder.py": "when events were, for people, who compare machines",
     "utils/verdict.py": "how long ago that was",
-    "utils/gang.py": "records of an alarm are told from older ones by their files' times; "
+    "utils/health.py": "records of an alarm are told from older ones by their files' times; "
     "the waits in it are monotonic",
     "cli/doctor.py": "how old a file is",
     "mux/ranks.py": "when each job had which turn: jobs are laid over each other",

@@ -8,13 +8,13 @@ from rlcore.records import (
     Aborted,
     Alive,
     Down,
-    Drop,
+    DropEngine,
     EndRound,
     Fail,
     Finished,
+    LengthReport,
     Partial,
     Preempted,
-    Progress,
     Prompt,
     Ready,
     Release,
@@ -27,9 +27,9 @@ from rlcore.records import (
     Work,
 )
 from rlcore.rollout.controller import MAX_REPAIRS, Controller
-from rlcore.sched.place import LeastLoaded
 from rlcore.sched.roles import Cell, Verdict
-from rlcore.sched.stop import All, First
+from rlcore.sched.router import LeastLoaded
+from rlcore.sched.stop import StopAtAll, StopAtFirst
 
 
 def work(num_groups: int, num_samples: int) -> list[Work]:
@@ -46,7 +46,7 @@ def work(num_groups: int, num_samples: int) -> list[Work]:
 
 def controller(ranks, max_running=64, deadline_s=10.0, stop=None) -> Controller:
     return Controller(
-        ranks=ranks, place=LeastLoaded(max_running), stop=stop or All(), deadline_s=deadline_s
+        ranks=ranks, place=LeastLoaded(max_running), stop=stop or StopAtAll(), deadline_s=deadline_s
     )
 
 
@@ -125,12 +125,12 @@ def test_what_right_answers_took_is_told_to_all_ranks_by_prompt():
     c.start(work(2, 2), 0.0)
     c.handle(Ready(rank=0), 0.0)
     c.handle(Ready(rank=1), 0.0)
-    for rank, id, anchor_s in ((0, "t0.0", 3.0), (0, "t0.1", 2.0), (1, "t1.0", 0.0)):
+    for rank, id, reference_latency_s in ((0, "t0.0", 3.0), (0, "t0.1", 2.0), (1, "t1.0", 0.0)):
         c.handle(Finished(rank=rank, id=id, num_tokens=5, finish="stop"), 1.0)
-        result = RewardResult(score=1.0, timeout_s=4.0, anchor_s=anchor_s)
+        result = RewardResult(score=1.0, timeout_s=4.0, reference_latency_s=reference_latency_s)
         c.handle(Rewarded(rank=rank, id=id, result=result), 1.0)
     ends = finish(c, 1, "t1.1")
-    assert [(e.rank, e.anchors) for e in ends] == [(0, {"s/0": 3.0}), (1, {"s/0": 3.0})]
+    assert [(e.rank, e.reference_latency) for e in ends] == [(0, {"s/0": 3.0}), (1, {"s/0": 3.0})]
     assert ends[0].stats["reward/timeout_s/mean"] == ends[0].stats["reward/timeout_s/min"] == 4.0
 
 
@@ -226,7 +226,7 @@ def test_a_replica_over_two_ranks_is_down_with_either():
         all_ranks=[0, 1, 2, 3],
         members={0: [1], 2: [3]},
         place=LeastLoaded(64),
-        stop=All(),
+        stop=StopAtAll(),
         deadline_s=10.0,
     )
     c.start(work(2, 1), 0.0)
@@ -234,7 +234,7 @@ def test_a_replica_over_two_ranks_is_down_with_either():
         last = c.handle(Ready(rank=rank), 0.0)
     assert submitted(last) == {} and c.num_requests == 2
     (drop,) = c.handle(Down(rank=3, reason="killed"), 1.0)
-    assert isinstance(drop, Drop) and (drop.rank, drop.reason) == (2, "killed")
+    assert isinstance(drop, DropEngine) and (drop.rank, drop.reason) == (2, "killed")
     assert submitted(c.handle(Down(rank=2, reason="was ended: killed"), 1.0)) == {0: ["t1.0"]}
     assert c.handle(Down(rank=3, reason="killed"), 1.0) == []
 
@@ -255,9 +255,9 @@ def test_reports_that_show_no_growth_are_no_sign_of_life():
     c = controller([0], deadline_s=10.0)
     c.start(work(1, 2), 0.0)
     c.handle(Ready(rank=0), 0.0)
-    c.handle(Progress(rank=0, ids=("t0.0", "t0.1"), lengths=(3, 1)), 4.0)
+    c.handle(LengthReport(rank=0, ids=("t0.0", "t0.1"), lengths=(3, 1)), 4.0)
     for now in (8.0, 12.0):
-        c.handle(Progress(rank=0, ids=("t0.0", "t0.1"), lengths=(3, 1)), now)
+        c.handle(LengthReport(rank=0, ids=("t0.0", "t0.1"), lengths=(3, 1)), now)
         c.handle(Stats(rank=0, busy_s=4.0, running=2), now)
         c.handle(Preempted(rank=0, id="t0.1"), now)
     assert all(isinstance(o, Alive) for o in c.tick(13.0))
@@ -271,7 +271,7 @@ def test_a_prefill_and_a_longer_response_are_signs_of_life():
     c.handle(Ready(rank=0), 0.0)
     c.handle(Stats(rank=0, prefill_tokens=512), 9.0)
     assert all(isinstance(o, Alive) for o in c.tick(18.0))
-    c.handle(Progress(rank=0, ids=("t0.0", "t0.1"), lengths=(0, 1)), 18.0)
+    c.handle(LengthReport(rank=0, ids=("t0.0", "t0.1"), lengths=(0, 1)), 18.0)
     assert all(isinstance(o, Alive) for o in c.tick(27.0))
 
 
@@ -351,7 +351,7 @@ def more_work(num_groups: int, num_samples: int, wanted: int) -> list[Work]:
 
 def racing(num_groups: int, first: int, num_samples: int, wanted: int, **options) -> Controller:
     todo = more_work(num_groups, num_samples, wanted)
-    stop = First({"": first}, {w.id: "" for w in todo})
+    stop = StopAtFirst({"": first}, {w.id: "" for w in todo})
     c = Controller(ranks=[0], place=LeastLoaded(64), stop=stop, deadline_s=10.0, **options)
     c.start(todo, 0.0)
     c.handle(Ready(rank=0), 0.0)
@@ -379,7 +379,7 @@ def test_a_complete_group_gives_its_places_to_those_that_wait():
     c = Controller(
         ranks=[0],
         place=LeastLoaded(3),
-        stop=First({"": 2}, {w.id: "" for w in todo}),
+        stop=StopAtFirst({"": 2}, {w.id: "" for w in todo}),
         deadline_s=10.0,
     )
     c.start(todo, 0.0)
@@ -403,7 +403,7 @@ def test_requests_of_a_closed_group_do_not_start_again_when_their_engine_dies():
     c = Controller(
         ranks=[0, 1],
         place=LeastLoaded(64),
-        stop=First({"": 2}, {w.id: "" for w in todo}),
+        stop=StopAtFirst({"": 2}, {w.id: "" for w in todo}),
         deadline_s=10.0,
     )
     c.start(todo, 0.0)
@@ -429,7 +429,7 @@ def test_by_tokens_the_shorter_response_came_first_whatever_the_clock_says():
 
 def test_what_was_started_and_not_kept_is_counted():
     c = racing(2, 1, 2, 1)
-    c.handle(Progress(rank=0, ids=("t0.1", "t1.0"), lengths=(15, 5)), 1.0)
+    c.handle(LengthReport(rank=0, ids=("t0.1", "t1.0"), lengths=(15, 5)), 1.0)
     out = finish(c, 0, "t0.0")  # 5 tokens of 25
     stats = out[-1].stats
     assert stats["sched/surplus_tokens"] == 0.8
@@ -458,7 +458,7 @@ class Leaves:
 
 def test_the_dead_of_a_node_that_is_given_away_are_told_as_well():
     c = Controller(
-        ranks=range(3), place=LeastLoaded(9), stop=All(), deadline_s=10.0, elastic=Leaves()
+        ranks=range(3), place=LeastLoaded(9), stop=StopAtAll(), deadline_s=10.0, elastic=Leaves()
     )
     c.start(work(1, 10), 0.0)
     for rank in range(3):
@@ -472,7 +472,7 @@ def test_the_dead_of_a_node_that_is_given_away_are_told_as_well():
 def test_responses_of_dropped_groups_are_not_done():
     """Others come in their place."""
     spare, leaves = iter(work(9, 2)[3:]), Leaves()
-    stop = First({"s": 3}, dict.fromkeys(("t0", "t1", "t2"), "s"), lambda domain: next(spare))
+    stop = StopAtFirst({"s": 3}, dict.fromkeys(("t0", "t1", "t2"), "s"), lambda domain: next(spare))
     c = Controller(ranks=[0], place=LeastLoaded(99), stop=stop, deadline_s=10.0, elastic=leaves)
     c.start(work(3, 2), 0.0)
     c.handle(Ready(rank=0), 0.0)

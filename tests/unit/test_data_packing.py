@@ -32,7 +32,7 @@ def test_two_samples_are_packed_one_after_the_other():
     assert batch.mask.tolist() == [False, False, True, False, False, True, True]
     assert batch.versions.tolist() == [-1, -1, 3, -1, -1, 4, 4]
     expected = torch.tensor([0, 0, -0.07, 0, 0, -0.08, -0.09])
-    assert torch.equal(batch.logp_sampler, expected)
+    assert torch.equal(batch.rollout_log_probs, expected)
     assert batch.ids == ("t0.0", "t0.1")
     assert per_token([0.5, -2], batch).tolist() == [0.5] * 3 + [-2] * 4
 
@@ -45,7 +45,7 @@ def test_what_an_environment_showed_is_neither_trained_nor_has_a_log_prob():
     assert batch.tokens.tolist() == [5, 6, 7, 30, 31, 8]
     assert batch.mask.tolist() == [False, False, True, False, False, True]
     assert batch.versions.tolist() == [-1, -1, 2, -1, -1, 3]
-    assert torch.equal(batch.logp_sampler, torch.tensor([0, 0, -0.07, 0, 0, -0.08]))
+    assert torch.equal(batch.rollout_log_probs, torch.tensor([0, 0, -0.07, 0, 0, -0.08]))
 
 
 ids = st.integers(1, 1000)
@@ -66,7 +66,7 @@ def test_a_packed_batch_is_what_a_loop_gives(pairs):
         want["values"] += [i + 0.5] * (len(p) + len(r))
     assert batch.tokens.tolist() == want["tokens"]
     assert batch.mask.tolist() == want["mask"]
-    assert batch.logp_sampler.tolist() == want["logp"]
+    assert batch.rollout_log_probs.tolist() == want["logp"]
     assert batch.versions.tolist() == want["versions"]
     assert batch.lengths == [len(p) + len(r) for p, r in pairs]
     assert per_token([i + 0.5 for i in range(len(pairs))], batch).tolist() == want["values"]

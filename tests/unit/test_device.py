@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlcore.protocols import PARTS
-from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.transport import LocalHub
+from rlcore.rollout.worker import NoScorer, RolloutWorker
 from rlcore.trainer import device as devices
 from rlcore.trainer.device import NEXT, Device, OffloadDevice
 from rlcore.trainer.progress import Ranks
@@ -57,8 +57,8 @@ def test_what_a_save_moves_counts_to_its_phase() -> None:
     device = offloaded([], spans=Spans(listener=phases.append))
     phases.clear()
     with device.save(["weights"]):
-        assert phases == ["save", ""]
-    assert phases == ["save", ""] * 2
+        assert phases == ["save_checkpoint", ""]
+    assert phases == ["save_checkpoint", ""] * 2
 
 
 def test_the_first_push_finds_the_learner_there_and_the_engine_asleep() -> None:
@@ -67,7 +67,7 @@ def test_the_first_push_finds_the_learner_there_and_the_engine_asleep() -> None:
     with device.train():
         assert not said
         device.update_weights(0)
-    assert said == PUSH and device.state == "generate"
+    assert said == PUSH and device.state == "gen"
     assert device.parts.progress.metrics == {"sync/bytes": 4.0}
 
 
@@ -113,7 +113,7 @@ def test_without_offload_nothing_moves() -> None:
         device.load_learner(PARTS)
     with device.train():
         device.update_weights(1)
-    with device.generate("eval"):
+    with device.generate("testing"):
         pass
     with device.save(["weights"]):
         said.append("write")
@@ -162,8 +162,8 @@ class Returning(Part):
 def test_a_new_engine_starts_on_an_empty_device() -> None:
     said: list[str] = []
     engine = Returning("engine", said, "was killed")
-    agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
-    device = OffloadDevice(parts_of(said, engine=engine, restart_engine=agent.restart_engine))
+    worker = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
+    device = OffloadDevice(parts_of(said, engine=engine, restart_engine=worker.restart_engine))
     with device.train():
         device.update_weights(0)
     assert said[:7] == [
@@ -213,7 +213,7 @@ def test_ranks_of_one_engine_wait_for_its_first_at_every_switch(monkeypatch) -> 
     said: list[str] = []
     monkeypatch.setattr(devices.collective, "barrier", lambda: said.append("all"))
     monkeypatch.setattr(devices.collective, "reduce_floats", lambda values: [0.0] * len(values))
-    ranks = Ranks(rank=0, size=2, replicas=[[0]], dp_rank=0)
+    ranks = Ranks(rank=0, size=2, model_parallel_groups=[[0]], dp_rank=0)
     device = offloaded(said, ranks=ranks, sizes=sizes_of(said, ranks=(0, 1)))
     with device.train():
         device.update_weights(1)
@@ -229,7 +229,7 @@ def test_ranks_whose_engine_works_wait_while_another_starts_again(monkeypatch) -
     said: list[str] = []
     monkeypatch.setattr(devices.collective, "barrier", lambda: said.append("all"))
     monkeypatch.setattr(devices.collective, "reduce_floats", lambda values: [0.0, 0.0, 1.0, 0.0])
-    ranks = Ranks(rank=0, size=4, replicas=[[0]], dp_rank=0)
+    ranks = Ranks(rank=0, size=4, model_parallel_groups=[[0]], dp_rank=0)
     device = OffloadDevice(parts_of(said, ranks=ranks, sizes=sizes_of(said, ranks=(0, 1))))
     device._restart_failed()
     assert said == ["all", "all"]

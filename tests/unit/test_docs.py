@@ -197,7 +197,7 @@ def test_every_key_and_file_that_a_page_names_exists(page: Path) -> None:
         assert (ROOT / name).is_file() or "RECIPE" in name, name
 
 
-def anchors(page: Path) -> set[str]:
+def reference_latency(page: Path) -> set[str]:
     """The headings of a page as a link names them: small letters, hyphens for spaces, no marks."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
@@ -209,7 +209,7 @@ def test_every_link_leads_to_a_file_and_to_a_heading(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        assert not anchor or anchor in reference_latency(target), link
 
 
 def systems() -> dict[str, Path]:

@@ -13,7 +13,7 @@ from rlcore.envs import child, registry
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
 from rlcore.envs.scorer import EnvScorer
-from rlcore.envs.wire import Call
+from rlcore.envs.wire import EnvCall
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.records import (
@@ -21,7 +21,7 @@ from rlcore.records import (
     AnyEvent,
     Down,
     Finished,
-    Progress,
+    LengthReport,
     Prompt,
     Request,
     Sample,
@@ -139,7 +139,7 @@ def test_an_episode_is_its_turns_and_observations_as_they_were_sampled_and_shown
         assert outcome.text == " ".join(map(str, tokens[10:]))
         assert outcome.details["env/turns"] == 3 and outcome.details["env/left"] == 0
     assert counters(events, "turns") == 12 and counters(events, "episodes") == 4
-    told = [e for e in events if isinstance(e, Progress) and e.ids == ("t0.2",)]
+    told = [e for e in events if isinstance(e, LengthReport) and e.ids == ("t0.2",)]
     assert [e.lengths[0] for e in told if e.lengths[0] in (3, 8, 13)] == [3, 8, 13]
 
 
@@ -207,7 +207,7 @@ def test_what_is_aborted_comes_back_empty_and_its_name_can_be_used_again(make):
     engine = make("Mute")
     engine.submit(episodes(3))
     seen: list[AnyEvent] = []
-    while sum(isinstance(e, Progress) and 3 in e.lengths for e in seen) < 3:
+    while sum(isinstance(e, LengthReport) and 3 in e.lengths for e in seen) < 3:
         seen += engine.poll(0.02)  # all have had their turn and wait
     engine.abort(["t0.0", "t0.2", "nobody"])
     gone = [e for e in collect(engine, _aborted(2)) if isinstance(e, Aborted)]
@@ -229,7 +229,7 @@ def test_a_dead_engine_takes_all_episodes_with_it_and_new_ones_begin(make, monke
     engine = make("Mute")
     engine.submit(episodes(2))
     seen: list[AnyEvent] = []
-    while sum(isinstance(e, Progress) and 3 in e.lengths for e in seen) < 2:
+    while sum(isinstance(e, LengthReport) and 3 in e.lengths for e in seen) < 2:
         seen += engine.poll(0.02)
     down = [Down(reason="out of memory", lost=())]
     monkeypatch.setattr(engine._inner, "poll", lambda timeout_s: [down.pop()] if down else [])
@@ -237,7 +237,7 @@ def test_a_dead_engine_takes_all_episodes_with_it_and_new_ones_begin(make, monke
     assert set(event.lost) == {"t0.0", "t0.1"} and event.reason == "out of memory"
     monkeypatch.undo()
     engine.submit(episodes(1))
-    assert collect(engine, lambda events: any(isinstance(e, Progress) for e in events))
+    assert collect(engine, lambda events: any(isinstance(e, LengthReport) for e in events))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_an_environment_that_never_works_ends_the_run_in_a_sentence(make, name, 
 
 
 def test_scores_are_the_environments_and_of_the_last_turn_where_a_reward_is_asked():
-    from rlcore.envs.engine import Outcome
+    from rlcore.envs.engine import EpisodeOutcome
     from rlcore.records import RewardResult
 
     class Service:
@@ -269,8 +269,8 @@ def test_scores_are_the_environments_and_of_the_last_turn_where_a_reward_is_aske
 
     sample, prompt = requests(1)[0], prompt_of("t0")
     outcomes = {
-        "t0.0": Outcome(1.5, "last", {"env/turns": 3.0}),
-        "t0.1": Outcome(0.0, "", {}, "crash: gone"),
+        "t0.0": EpisodeOutcome(1.5, "last", {"env/turns": 3.0}),
+        "t0.1": EpisodeOutcome(0.0, "", {}, "crash: gone"),
     }
     service = Service()
     scorer = EnvScorer(outcomes, service)
@@ -352,10 +352,10 @@ def test_a_token_that_the_model_does_not_have_costs_its_episode(make):
 def test_an_environment_that_is_closed_before_it_is_made_is_not_made():
     """Its thread may come late."""
     made: list[Any] = []
-    host = child.Host(SimpleNamespace(make=made.append), None, Channel(socket.socket()))
-    reset = Call(number=0, what="reset", key=5, prompt=prompt_of("t0"))
+    host = child.EnvHost(SimpleNamespace(make=made.append), None, Channel(socket.socket()))
+    reset = EnvCall(number=0, what="reset", key=5, prompt=prompt_of("t0"))
     for close in (host._envs.clear, lambda: setattr(host._envs[5], "is_closed", True)):
-        host._envs[5] = child._Place()
+        host._envs[5] = child._Slot()
         close()
         with pytest.raises(RuntimeError, match="closed before it began"):
             host._do(reset)
@@ -378,11 +378,11 @@ def test_an_environment_that_is_closed_while_it_is_made_is_not_left_behind():
         return Slow()
 
     ours, theirs = socket.socketpair()
-    host = child.Host(SimpleNamespace(make=build), None, Channel(theirs))
+    host = child.EnvHost(SimpleNamespace(make=build), None, Channel(theirs))
     prompt = prompt_of("t0")
-    host.take(Call(number=0, what="reset", key=5, prompt=prompt, seed=1, episode="t0.0"))
+    host.take(EnvCall(number=0, what="reset", key=5, prompt=prompt, seed=1, episode="t0.0"))
     assert begun.wait(30)
-    host.take(Call(number=1, what="close", key=5))
+    host.take(EnvCall(number=1, what="close", key=5))
     may_end.set()
     assert closed.wait(30) and not host._envs
     host._threads.shutdown()

@@ -106,7 +106,7 @@ def test_imports_go_to_lower_floors_and_frameworks_come_through_their_doors():
         ("rlcore/rollout/b/a.py", "from ...rewards import math", False),
         ("rlcore/rollout/a.py", "from rlcore import rewards", False),
         ("rlcore/sim/a.py", "from rlcore.rollout.controller import Round", True),
-        ("rlcore/sim/a.py", "from rlcore.rollout.replica import Replica", False),
+        ("rlcore/sim/a.py", "from rlcore.rollout.worker import Replica", False),
         ("rlcore/sync/a.py", "def f():\n    import megatron.core", False),
         ("rlcore/mcore/a.py", "from megatron.core import mpu", True),
         ("rlcore/protocols.py", "from rlcore.records import Sample", True),

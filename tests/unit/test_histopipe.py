@@ -81,7 +81,7 @@ def works(count, first=0):
 
 def test_replicas_have_long_prompts_in_one_step_and_short_ones_in_the_next():
     """Four prompts over two replicas; the longest answers are of prompts 1 and 2."""
-    pipe = histopipe.Pipe(replicas=[3, 5], batch=4, longest=100, rows=100)
+    pipe = histopipe.HistoPipe(engines=[3, 5], batch=4, longest=100, rows=100)
     idle = {3: 0, 5: 0}
     pipe.order(works(4))  # nothing is known: in their order
     assert [pipe.choose(f"t{i}.0", idle) for i in range(4)] == [3, 3, 5, 5]
@@ -101,7 +101,7 @@ def test_replicas_have_long_prompts_in_one_step_and_short_ones_in_the_next():
 
 
 def test_answers_beyond_the_threshold_of_their_group_leave_once_for_a_higher_one():
-    pipe = histopipe.Pipe(replicas=[3, 5], batch=4, longest=100, rows=100)
+    pipe = histopipe.HistoPipe(engines=[3, 5], batch=4, longest=100, rows=100)
     for work, lengths in zip(works(4), [(5, 9), (50, 60), (70, 80), (6, 7)], strict=True):
         pipe.learn(work.prompt, lengths)
     pipe.order(works(4))  # t0 and t3 are the lower group, whose longest answer had 9 tokens
@@ -119,7 +119,7 @@ def test_answers_beyond_the_threshold_of_their_group_leave_once_for_a_higher_one
 def test_groups_of_long_answers_get_more_replicas():
     """Eight replicas, four prompts a group: 4 answers of 10 tokens in the lower, of 80 in the
     upper, ten places a replica."""
-    pipe = histopipe.Pipe(replicas=range(8), batch=40, longest=100, rows=2, groups=2)
+    pipe = histopipe.HistoPipe(engines=range(8), batch=40, longest=100, rows=2, groups=2)
     work = works(40)
     for i, w in enumerate(work):
         pipe.learn(w.prompt, [10, 10] if i < 20 else [80, 80])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from rlcore.hf.model import Step
+from rlcore.hf.model import ForwardInputs
 from rlcore.records import (
     Aborted,
     AnyCommand,
@@ -21,11 +21,11 @@ from rlcore.records import (
     Sampling,
     Stats,
 )
-from rlcore.rollout.histospec import Library, Teacher, history_of, prompt_key
+from rlcore.rollout.histospec import HistorySender, HistoryStore, history_of, prompt_key
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
-from rlcore.sched.histospec import Gate
+from rlcore.sched.histospec import DraftGate
 from rlcore.sync.pack import push
 from tests.contracts.engine_contract import (
     HF,
@@ -214,7 +214,7 @@ def pair_law(prompt, sampling):
     def law(text):
         whole = torch.tensor([text])
         engine._cache.reserve(1, len(text), 0)
-        step = Step(
+        step = ForwardInputs(
             tokens=whole,
             positions=torch.arange(len(text))[None],
             slot=0,
@@ -268,7 +268,7 @@ def test_drafts_are_on_where_they_give_more_tokens_a_second(noise):
     """By hand, with .8 right: 200 requests take 5.0 ms for 200 tokens and 9.2 ms for 360 with
     drafts of 1, which is all that the knee of 50 lets them; 4 take 1.08 ms for 4 and 1.76 ms for
     23."""
-    gate = Gate(window=32, start=2)
+    gate = DraftGate(window=32, start=2)
     rounds(gate, 4, right=0.8, noise=noise)
     share = rounds(gate, 30, right=0.8, noise=noise)
     assert share[200] < 0.3 and min(share[12], share[4], share[2]) > 0.9
@@ -276,7 +276,7 @@ def test_drafts_are_on_where_they_give_more_tokens_a_second(noise):
 
 
 def test_useless_drafts_are_off_and_tried_ever_more_rarely():
-    gate = Gate(window=32, start=2)
+    gate = DraftGate(window=32, start=2)
     rounds(gate, 8, right=0.05)
     assert max(rounds(gate, 60, right=0.05).values()) < 0.15
     few = gate.flips
@@ -286,14 +286,14 @@ def test_useless_drafts_are_off_and_tried_ever_more_rarely():
 
 
 def test_the_knee_is_where_a_forward_takes_twice_as_long_as_an_empty_one():
-    gate = Gate(window=32, start=2)
+    gate = DraftGate(window=32, start=2)
     assert gate.knee is None and gate.cap(4) == 2
     for i, n in enumerate(itertools.islice(itertools.cycle([2, 8, 30, 90]), 60)):
         seconds = 0.003 + 0.00005 * n + 0.001 * (i % 3 == 0)
         gate.note(2, drafts=i % 3 == 0, tokens=n, gained=2, seconds=seconds)
     assert gate.knee == pytest.approx(60, rel=1e-6)
     assert [gate.cap(n) for n in (1, 2, 8, 60, 500)] == [32, 28, 6, 1, 1]
-    assert Gate(window=32, start=2, switches=False).cap(500) == 32
+    assert DraftGate(window=32, start=2, switches=False).cap(500) == 32
 
 
 # ---- the library
@@ -307,7 +307,7 @@ def histories(prompt, step, count=2, size=10):
 
 
 def test_a_library_keeps_the_last_epochs_of_a_prompt_and_forgets_the_oldest_prompts(tmp_path):
-    library = Library(max_tokens=100, epochs=2)
+    library = HistoryStore(max_tokens=100, epochs=2)
     for step in range(3):
         library.add(histories(1, step))
     key = prompt_key(np.array([1, 2], np.int32))
@@ -318,7 +318,7 @@ def test_a_library_keeps_the_last_epochs_of_a_prompt_and_forgets_the_oldest_prom
     library.add(histories(13, 5))  # 120 tokens: prompt 1 is the oldest
     assert len(library) == 3 and library.of([key]) == [] and library.num_tokens == 72
     library.save(tmp_path / "histories.npz")
-    other = Library(max_tokens=100, epochs=2)
+    other = HistoryStore(max_tokens=100, epochs=2)
     other.load(tmp_path / "histories.npz")
     keys = [prompt_key(np.array([p, p + 1], np.int32)) for p in (13, 9, 5)]
     pairs = zip(library.of(keys), other.of(keys), strict=True)
@@ -333,7 +333,7 @@ def test_a_library_keeps_the_last_epochs_of_a_prompt_and_forgets_the_oldest_prom
 
 
 def test_the_order_in_which_responses_came_does_not_matter():
-    one, two = Library(max_tokens=1000), Library(max_tokens=1000)
+    one, two = HistoryStore(max_tokens=1000), HistoryStore(max_tokens=1000)
     some = histories(1, 0, count=5)
     one.add(some)
     two.add(some[::-1])
@@ -351,23 +351,23 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
     def rollout(hub, timeout_s=10.0):
         ids = [f"t{hub.rank}.0", f"t{hub.rank}.1", f"bt{hub.rank}.0"]
         done = {i: SimpleNamespace(prompt=prompt, tokens=np.array([7, 1], np.int32)) for i in ids}
-        agent = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5))
-        return Rollout(hub, agent, None, timeout_s)
+        worker = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5))
+        return Rollout(hub, worker, None, timeout_s)
 
     try:
         first = rollout(hubs[0])
-        first.library = Library(max_tokens=1000)
+        first.library = HistoryStore(max_tokens=1000)
         rollout(hubs[1]).learn_histories()
         first.learn_histories()
         known = first.library.of([prompt_key(prompt)])
         assert [h.id for h in known] == ["t0.0", "t0.1", "t1.0", "t1.1"]
         assert known[3].tokens.tolist() == [3, 4, 5, 7, 1] and known[3].score == 0.5
 
-        teacher = Teacher(first.library)
+        teacher = HistorySender(first.library)
         prompts = {"t9": Prompt(index=0, source="s", tokens=prompt)}
         told = teacher.before(1, prompts)
-        hubs[0].send(1, "agent", told)
-        got = hubs[1].receive("agent", AnyCommand, 10.0)
+        hubs[0].send(1, "worker", told)
+        got = hubs[1].receive("worker", AnyCommand, 10.0)
         assert isinstance(got, Remember) and [h.id for h in got.histories] == [h.id for h in known]
         assert teacher.before(1, prompts) is None and teacher.before(0, prompts) is not None
         teacher.lost(1)  # its engine is another one now
@@ -392,7 +392,7 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
 def test_steps_that_all_have_as_many_tokens_tell_no_cost_of_drafts_apart(running):
     """The first drafts are all two tokens long; the gate divided by nothing, or jumped."""
     for seed in range(50):
-        dice, gate = random.Random(seed), Gate(window=32, start=2)
+        dice, gate = random.Random(seed), DraftGate(window=32, start=2)
         for _ in range(100):
             drafts = gate.wants(running)
             tokens = running * (3 if drafts else 1)

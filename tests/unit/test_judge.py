@@ -18,10 +18,10 @@ from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
 from rlcore.rewards.judge import process
 from rlcore.rewards.judge.config import JudgeRewardConfig
-from rlcore.rewards.judge.process import Judge
+from rlcore.rewards.judge.process import JudgeServer
 from rlcore.rewards.judge.rubric import Rubric
 from rlcore.rewards.judge.runner import ProcessBackend
-from rlcore.rewards.judge.wire import Ask
+from rlcore.rewards.judge.wire import GradeRequest
 from rlcore.rewards.service import RewardService
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
 from tests.kit import tiny_hf_folder
@@ -220,26 +220,26 @@ def test_a_text_without_a_verdict_is_an_error_and_no_score(text):
 
 
 def test_a_response_cannot_write_special_tokens_and_a_long_one_loses_its_beginning(folder):
-    judge = Judge(config(folder, max_tokens=40), "cpu")
+    judge = JudgeServer(config(folder, max_tokens=40), "cpu")
     try:
-        ids, is_cut = judge.encode(Ask(0, "", "21", ">2 1".replace(" ", ""), {}))
+        ids, is_cut = judge.encode(GradeRequest(0, "", "21", ">2 1".replace(" ", ""), {}))
         assert not is_cut and len(ids) == len("21;>21=")
-        ids, is_cut = judge.encode(Ask(0, "", "21", "1" * 60 + ">21", {}))
+        ids, is_cut = judge.encode(GradeRequest(0, "", "21", "1" * 60 + ">21", {}))
         text = judge._tokenizer.decode(ids)
         assert is_cut and len(ids) <= 40 and text.startswith("21;1") and text.endswith("1>21=")
         with pytest.raises(ValueError, match="has 50 tokens besides .* --reward.max_tokens"):
-            judge.encode(Ask(0, "", "2" * 48, "1" * 60, {}))
+            judge.encode(GradeRequest(0, "", "2" * 48, "1" * 60, {}))
         assert judge._tokenizer.defused("a<eos>b") == "a< eos>b"
     finally:
         judge.model.close()
 
 
 def test_a_batch_has_the_oldest_request_and_others_of_its_length(folder):
-    judge = Judge(config(folder, batch_rows=3, batch_tokens=40), "cpu")
+    judge = JudgeServer(config(folder, batch_rows=3, batch_tokens=40), "cpu")
     try:
         for key, length in enumerate([10, 30, 11, 9, 12]):
-            judge.add(Ask(key, "", "", "1" * length, {}))
-        judge.add(Ask(5, "", "", "1" * 10, {}, alone=True))
+            judge.add(GradeRequest(key, "", "", "1" * length, {}))
+        judge.add(GradeRequest(5, "", "", "1" * 10, {}, alone=True))
         batches = []
         while batch := judge.next_batch():
             batches.append([row.key for row in batch])
@@ -251,10 +251,10 @@ def test_a_batch_has_the_oldest_request_and_others_of_its_length(folder):
 def test_the_judge_writes_and_its_verdict_is_found(folder):
     """A model of random weights writes junk: its own text, read by a pattern that fits."""
     cfg = config(folder, method="generate", max_new_tokens=6, pattern="(.)$", full_marks=9.0)
-    judge = Judge(cfg, "cpu")
+    judge = JudgeServer(cfg, "cpu")
     try:
         for key, text in enumerate([">1", ">1b2", "a"]):
-            judge.add(Ask(key, "", "3", text, {}))
+            judge.add(GradeRequest(key, "", "3", text, {}))
         batch = judge.next_batch()
         rows = [row.ids for row in batch]
         wrote = [judge.model.generate([row], 6, judge._tokenizer.eos_ids)[0] for row in rows]
@@ -276,10 +276,10 @@ def test_a_burst_becomes_tokens_bit_by_bit_and_the_clock_hears_of_every_stretch(
     """Or the deadline of whatever waits is over before the first batch begins."""
     monkeypatch.setattr(process, "_READ_CHARS", 50)
     monkeypatch.setattr(process, "_STRETCH_CHARS", 25)
-    judge, begun = Judge(config(folder, batch_rows=2), "cpu"), []
+    judge, begun = JudgeServer(config(folder, batch_rows=2), "cpu"), []
     try:
         for key, length in enumerate([20, 20, 20, 30, 20]):
-            judge.add(Ask(key, "", "", "1" * length, {}))
+            judge.add(GradeRequest(key, "", "", "1" * length, {}))
         seen = []
         while judge.num_waiting:
             batch = judge.next_batch(begun.append)
@@ -292,7 +292,7 @@ def test_a_burst_becomes_tokens_bit_by_bit_and_the_clock_hears_of_every_stretch(
 
 def test_a_batch_without_memory_is_tried_again_with_no_layer_left_in_place(folder, monkeypatch):
     """One row as well, before it is given up; and layers stay away until the batch is through."""
-    judge = Judge(config(folder, resident_ratio=1.0), "cpu")
+    judge = JudgeServer(config(folder, resident_ratio=1.0), "cpu")
     model, seen, fits = judge.model, [], {"resident": 0, "rows": 2}
 
     def probabilities(rows, ids):
@@ -306,16 +306,16 @@ def test_a_batch_without_memory_is_tried_again_with_no_layer_left_in_place(folde
     monkeypatch.setattr(model, "probabilities", probabilities)
     try:
         for key in range(4):
-            judge.add(Ask(key, "", "", "1" * 9, {}))
+            judge.add(GradeRequest(key, "", "", "1" * 9, {}))
         assert [r.error for r in judge.score(judge.next_batch())] == [""] * 4
         assert seen == [(4, 5), (2, 0), (2, 0)]
         seen.clear()
-        judge.add(Ask(4, "", "", "1", {}))
+        judge.add(GradeRequest(4, "", "", "1", {}))
         assert [r.error for r in judge.score(judge.next_batch())] == [""]
         assert seen == [(1, 5), (1, 0)]
         seen.clear()
         fits["rows"] = 0
-        judge.add(Ask(5, "", "", "1", {}))
+        judge.add(GradeRequest(5, "", "", "1", {}))
         assert [r.error for r in judge.score(judge.next_batch())] == [
             "memory: OutOfMemoryError: no room"
         ]
@@ -327,10 +327,10 @@ def test_a_batch_without_memory_is_tried_again_with_no_layer_left_in_place(folde
 def test_a_rubric_that_a_row_does_not_suit_costs_that_row(folder, tmp_path):
     path = tmp_path / "points.jinja"
     path.write_text("{{ (fields.points / 2) | int }};{{ response }}=")
-    judge = Judge(dataclasses.replace(config(folder), rubric=str(path)), "cpu")
+    judge = JudgeServer(dataclasses.replace(config(folder), rubric=str(path)), "cpu")
     try:
-        judge.add(Ask(0, "", "", ">1", {"points": None}))
-        judge.add(Ask(1, "", "", ">1", {"points": 4}))
+        judge.add(GradeRequest(0, "", "", ">1", {"points": None}))
+        judge.add(GradeRequest(1, "", "", ">1", {"points": 4}))
         first, second = (judge.score(judge.next_batch())[0] for _ in range(2))
     finally:
         judge.model.close()

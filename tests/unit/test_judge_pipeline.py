@@ -14,7 +14,7 @@ from rlcore.rewards.judge import pipeline
 from rlcore.rewards.judge.model import JudgeModel
 from rlcore.rewards.judge.residency import (
     SLOTS,
-    Sizes,
+    JudgeSizes,
     most_resident,
     num_resident,
     sizes_of,
@@ -161,7 +161,7 @@ def test_what_stays_is_spread_evenly_and_one_more_that_leaves_moves_no_other():
     ],
 )
 def test_layers_stay_as_far_as_ratio_and_memory_go(ratio, fits, stay):
-    sizes = Sizes(num_layers=10, layer=1000, outer=0)
+    sizes = JudgeSizes(num_layers=10, layer=1000, outer=0)
     assert num_resident(sizes, ratio, fits * 1000 / 0.97) == stay
 
 

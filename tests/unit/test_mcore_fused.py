@@ -50,7 +50,7 @@ def two_updates(way: str, dtype: str, batch: Batch | None) -> tuple[Batch, dict[
     learner = learner_ranks.make(layout, dtype=dtype)
     batch = batch_near(learner) if batch is None else batch
     found: dict[str, Any] = {"logp": learner.logprobs(batch)}
-    for step, rows in enumerate((batch.with_(logp_old=None), batch)):
+    for step, rows in enumerate((batch.with_(old_log_probs=None), batch)):
         loss = objective(**SETTINGS)
         learner.accumulate(rows, loss)
         figures = {"tokens": float(learner.kept()[0])} | loss.mismatch(lambda xs, _: xs)
@@ -161,7 +161,7 @@ def test_what_cannot_be_fused_is_refused_before_anything_runs() -> None:
     batch = learner_ranks.rows(0)
     with pytest.raises(ValueError, match="--train.fused_loss: this loss has no `policy`"):
         learner.accumulate(batch, learner_ranks.Loss())
-    with pytest.raises(ValueError, match="--train.fused_loss: the batch has no logp_sampler"):
+    with pytest.raises(ValueError, match="--train.fused_loss: the batch has no rollout_log_probs"):
         learner.accumulate(batch, objective())
     learner.close()
 
@@ -196,7 +196,7 @@ def test_a_loss_whose_text_says_something_else_is_not_trained_quietly(
 
     learner = learner_ranks.make(WAYS["fused"])
     batch = batch_near(learner)
-    batch = batch.with_(logp_old=None) if own else batch
+    batch = batch.with_(old_log_probs=None) if own else batch
     monkeypatch.setattr(algos.module("grpo"), "loss", edited)
     with pytest.raises(ValueError, match=f"fused_loss: .* is not this loss: the {what} of a token"):
         learner.accumulate(batch, objective())

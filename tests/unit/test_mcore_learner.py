@@ -68,9 +68,11 @@ def test_what_a_loss_sees_of_a_bare_batch(learner: MegatronLearner) -> None:
     learner.apply(1.0)
     assert sum(x.num_sequences for x in seen) == 12
     for x in seen:
-        assert torch.equal(x.logp_old, x.logp.detach()) and torch.equal(x.logp_sampler, x.logp_old)
+        assert torch.equal(x.old_log_probs, x.logp.detach()) and torch.equal(
+            x.rollout_log_probs, x.old_log_probs
+        )
         assert (x.correction == 1).all() and (x.advantage == 0).all() and (x.versions == -1).all()
-        assert x.logp_ref is None
+        assert x.ref_log_probs is None
         assert int((~x.mask).sum()) == x.num_sequences  # first tokens have nothing before them
         assert x.logp.requires_grad and x.entropy.requires_grad
 

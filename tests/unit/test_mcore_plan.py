@@ -11,7 +11,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import build, microbatch
 from rlcore.mcore.check import check
-from rlcore.mcore.layout import check_model, layout_of, replicas
+from rlcore.mcore.layout import check_model, layout_of, model_parallel_groups
 from rlcore.mcore.schedule import learning_rate
 from rlcore.tensors import Batch, cumulative
 from tests import kit
@@ -40,7 +40,7 @@ def test_replicas_partition_the_world_and_lockstep_is_closed(
 ) -> None:
     train = TrainConfig(tp=tp, pp=pp, cp=cp, ep=ep)
     world = 16
-    found = replicas(train, world)
+    found = model_parallel_groups(train, world)
     assert sorted(rank for ranks in found for rank in ranks) == list(range(world))
     stage = world // pp
     for rank in range(world):

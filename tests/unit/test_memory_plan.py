@@ -100,55 +100,59 @@ def test_megatron_holds_what_is_planned(arch: str, dtype: str) -> None:
 # ---- the phases
 
 
-def plan(*argv: object, gpu_gb: float = 80.0, **changes: Any) -> memory.Plan:
+def plan(*argv: object, gpu_gb: float = 80.0, **changes: Any) -> memory.MemoryPlan:
     cfg, hf = config(*argv), HFConfig.from_dict(kit.tiny_config("qwen3", **changes))
     return memory.make(cfg, hf, layout_of(cfg.train, 8, 0), gpu_bytes=gpu_gb * 1e9)
 
 
-def parts(found: memory.Plan, phase: str) -> set[str]:
+def parts(found: memory.MemoryPlan, phase: str) -> set[str]:
     return {item.part for item in found.phases[phase]} - {"contexts"}
 
 
 def test_with_offload_engine_and_learner_meet_in_the_push_and_in_a_save_alone() -> None:
     found = plan("--train.offload")
     every = {f"learner {part}" for part in ("weights", "gradients", "optimizer")}
-    assert parts(found, "generate") == {"engine weights", "KV cache", "engine's work"}
-    assert parts(found, "hand_over") == every
-    assert parts(found, "backward") == every | {"activations", "logits"}
-    assert parts(found, "push") == {"learner weights", "engine weights", "buckets"}
-    assert parts(found, "save") == {"learner weights", "learner optimizer", "engine weights"}
-    assert found.learner["generate"] == 0
+    assert parts(found, "gen") == {"engine weights", "KV cache", "engine's work"}
+    assert parts(found, "load_learner") == every
+    assert parts(found, "update_actor") == every | {"activations", "logits"}
+    assert parts(found, "update_weights") == {"learner weights", "engine weights", "buckets"}
+    assert parts(found, "save_checkpoint") == {
+        "learner weights",
+        "learner optimizer",
+        "engine weights",
+    }
+    assert found.learner["gen"] == 0
     assert [item.part for item in found.host] == ["learner parked", "bucket"]
 
 
 def test_without_offload_everybody_is_always_there() -> None:
     found = plan()
-    static = parts(found, "hand_over")
+    static = parts(found, "load_learner")
     assert {"engine weights", "KV cache", "learner gradients"} < static
     assert all(static <= parts(found, phase) for phase in found.phases)
 
 
 def test_a_critic_counts_in_its_turn_and_is_away_in_the_push() -> None:
     found = plan("--train.offload", "--algo.adv_estimator", "gae")
-    assert "critic optimizer" in parts(found, "backward")
-    assert parts(found, "push") == parts(plan("--train.offload"), "push")
+    assert "critic optimizer" in parts(found, "update_actor")
+    assert parts(found, "update_weights") == parts(plan("--train.offload"), "update_weights")
 
 
 def test_a_reference_waits_in_host_memory_and_is_a_second_copy_while_it_is_asked() -> None:
     found = plan("--train.offload", "--algo.kl_coef", "0.1")
-    assert "reference weights" in parts(found, "log_probs") - parts(found, "backward")
+    assert "reference weights" in parts(found, "old_log_prob") - parts(found, "update_actor")
     assert "reference weights" in [item.part for item in found.host]
 
 
 def test_sglang_takes_its_share_of_the_gpu_and_the_cache_is_what_weights_leave() -> None:
     argv = ["--rollout.engine", "sglang", "--rollout.tp", 2, "--rollout.gpu_memory_utilization"]
-    found = {i.part: i.num_bytes for i in plan(*argv, 0.5).phases["generate"]}
+    found = {i.part: i.num_bytes for i in plan(*argv, 0.5).phases["gen"]}
     assert found["engine weights"] + found["KV cache"] == 0.5 * 80e9
-    half = {i.part: i.num_bytes for i in plan("--rollout.cache_tokens", 100).phases["generate"]}
+    half = {i.part: i.num_bytes for i in plan("--rollout.cache_tokens", 100).phases["gen"]}
     assert found["engine weights"] == half["engine weights"] // 2
 
 
-def size_of(found: memory.Plan, phase: str, part: str) -> int:
+def size_of(found: memory.MemoryPlan, phase: str, part: str) -> int:
     return sum(item.num_bytes for item in found.phases[phase] if item.part == part)
 
 
@@ -158,8 +162,8 @@ def test_a_tensor_larger_than_a_bucket_has_one_of_its_own(route: str) -> None:
     argv = "--sync.route", route, "--sync.bucket_mb", 1, "--rollout.tp", 2
     small, large = plan(*argv), plan(*argv, vocab_size=10_000_000, hidden_size=16)
     embedding = 2 * 10_000_000 * 16
-    assert size_of(small, "push", "buckets") < size_of(large, "push", "buckets")
-    assert size_of(large, "push", "buckets") >= 2 * embedding
+    assert size_of(small, "update_weights", "buckets") < size_of(large, "update_weights", "buckets")
+    assert size_of(large, "update_weights", "buckets") >= 2 * embedding
     assert [i.num_bytes for i in large.host if i.part == "bucket"] == [embedding]
 
 
@@ -167,10 +171,10 @@ def test_sglang_takes_buckets_and_logits_without_copies() -> None:
     argv = "--rollout.engine", "sglang", "--rollout.dtype", "bfloat16"
     plain, exact = plan(*argv), plan(*argv, "--rollout.fp32_lm_head")
     assert [item.part for item in plain.host] == []
-    weights = [size_of(found, "generate", "engine weights") for found in (plain, exact)]
+    weights = [size_of(found, "gen", "engine weights") for found in (plain, exact)]
     assert weights[0] == weights[1]
     torch_engine = "--rollout.dtype", "bfloat16", "--rollout.fp32_lm_head"
-    assert size_of(plan(*torch_engine), "generate", "engine weights") > weights[0]
+    assert size_of(plan(*torch_engine), "gen", "engine weights") > weights[0]
 
 
 def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
@@ -192,7 +196,7 @@ def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
     ],
 )
 def test_what_makes_a_part_smaller_makes_it_smaller(argv: list[object], less: str) -> None:
-    def of(found: memory.Plan) -> int:
+    def of(found: memory.MemoryPlan) -> int:
         return max(i.num_bytes for p in found.phases.values() for i in p if i.part == less)
 
     sizes = {"num_hidden_layers": 8, "num_key_value_heads": 2}
@@ -205,7 +209,7 @@ def test_a_plan_too_large_names_the_phase_its_largest_parts_and_what_to_change()
     assert memory.too_large(found, 0) == ""
     items = [("engine weights", 70), ("learner weights", 20)]
     push = tuple(memory.Item(name, gb * 10**9) for name, gb in items)
-    large = dataclasses.replace(found, phases=found.phases | {"push": push})
+    large = dataclasses.replace(found, phases=found.phases | {"update_weights": push})
     said = memory.too_large(large, 80e9)
     assert said == (
         "--cluster.gpu_gb 80: phase push takes 90.0 GB on rank 0, most of it engine weights 70.0, "
@@ -223,13 +227,15 @@ def holding(**parts: int) -> Any:
 
 
 def test_a_learner_that_stays_too_long_is_named_with_both_sizes() -> None:
-    found = dataclasses.replace(plan("--train.offload"), learner={"generate": 0, "push": 10**9})
+    found = dataclasses.replace(
+        plan("--train.offload"), learner={"gen": 0, "update_weights": 10**9}
+    )
     guard = memory.Residency(found, torch.device("cpu"))
-    guard.check("push", [holding(weights=6 * 10**8), holding(weights=4 * 10**8)])
+    guard.check("update_weights", [holding(weights=6 * 10**8), holding(weights=4 * 10**8)])
     assert guard.take() == {"memory/learner_gb/push": 1.0}
     assert guard.take() == {}
     with pytest.raises(RuntimeError) as error:
-        guard.check("generate", [holding(weights=0, gradients=5 * 10**8)])
+        guard.check("gen", [holding(weights=0, gradients=5 * 10**8)])
     assert str(error.value).startswith(
         "memory: phase generate on rank 0: the learner holds 0.500 GB, planned are 0.000 GB"
     )
@@ -240,8 +246,8 @@ def test_on_the_cpu_the_plan_keeps_what_an_offload_leaves() -> None:
     layout = layout_of(cfg.train, 1, 0)
     state = memory.state_bytes(hf, cfg.model, cfg.train, layout)
     found = memory.make(cfg, hf, layout, gpu_bytes=0, cuda=False)
-    assert found.learner["generate"] == state["weights"] + state["optimizer"]
-    assert found.learner["hand_over"] == sum(state.values())
+    assert found.learner["gen"] == state["weights"] + state["optimizer"]
+    assert found.learner["load_learner"] == sum(state.values())
     assert found.problems == ()
 
 
@@ -255,41 +261,46 @@ def gpu(monkeypatch: pytest.MonkeyPatch, taken_gb: float, idle_gb: float = 0.0) 
 
 def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     phases = {
-        "hand_over": (memory.Item("learner weights", 30 * 10**9),),
-        "log_probs": (),
-        "backward": (memory.Item("learner weights", 30 * 10**9), memory.Item("logits", 10**10)),
+        "load_learner": (memory.Item("learner weights", 30 * 10**9),),
+        "old_log_prob": (),
+        "update_actor": (memory.Item("learner weights", 30 * 10**9), memory.Item("logits", 10**10)),
         "step": (),
-        "push": (memory.Item("learner weights", 10**10), memory.Item("engine weights", 5 * 10**10)),
+        "update_weights": (
+            memory.Item("learner weights", 10**10),
+            memory.Item("engine weights", 5 * 10**10),
+        ),
     }
     found = dataclasses.replace(plan("--train.offload"), phases=phases)
     guard = memory.Residency(found, torch.device("cuda", 0))
     gpu(monkeypatch, 79)
-    guard.before("push", [holding(weights=10**10)])  # the engine started awake
+    guard.before("update_weights", [holding(weights=10**10)])  # the engine started awake
     gpu(monkeypatch, 50, idle_gb=20)
-    guard.before("hand_over", [])
+    guard.before("load_learner", [])
     gpu(monkeypatch, 45)
     with pytest.raises(RuntimeError) as error:
-        guard.before("hand_over", [])
+        guard.before("load_learner", [])
     assert str(error.value).startswith(
         "memory: phase backward on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's 80.0 GB "
         "are taken and 40.0 GB are to come"
     )
     gpu(monkeypatch, 25)
-    guard.before("push", [holding(weights=10**10)])
-    guard.before("hand_over", [])
+    guard.before("update_weights", [holding(weights=10**10)])
+    guard.before("load_learner", [])
     gpu(monkeypatch, 35)
     with pytest.raises(RuntimeError, match="phase push on rank 0 needs 60.0 GB"):
-        guard.before("push", [holding(weights=10**10)])
+        guard.before("update_weights", [holding(weights=10**10)])
 
 
 def test_a_switch_is_measured_and_what_comes_later_must_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    phases = {"push": (memory.Item("buckets", 10**10, True, comes_later=True),)}
-    found = dataclasses.replace(plan("--train.offload"), phases=phases, learner={"push": 0})
+    phases = {"update_weights": (memory.Item("buckets", 10**10, True, comes_later=True),)}
+    found = dataclasses.replace(
+        plan("--train.offload"), phases=phases, learner={"update_weights": 0}
+    )
     guard = memory.Residency(found, torch.device("cuda", 0))
     gpu(monkeypatch, 60)
-    guard.check("push", [])
+    guard.check("update_weights", [])
     assert guard.take() == {
         "memory/learner_gb/push": 0.0,
         "memory/device_gb/push": 60.0,
@@ -297,4 +308,4 @@ def test_a_switch_is_measured_and_what_comes_later_must_fit(
     }
     gpu(monkeypatch, 71)
     with pytest.raises(RuntimeError, match="71.0 GB of the device's 80.0 GB are taken and 10.0"):
-        guard.check("push", [])
+        guard.check("update_weights", [])

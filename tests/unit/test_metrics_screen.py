@@ -21,7 +21,7 @@ STEP = {
     "timing_s/step": 0.62,
     "timing_s/gen": 0.3,
     "timing_s/update_actor": 0.25,
-    "timing_s/sync": 0.02,
+    "timing_s/update_weights": 0.02,
     "timing_s/adv": 0.001,
 }
 
@@ -77,13 +77,18 @@ def test_an_evaluation_is_a_line_for_each_data_set():
 
 def test_the_final_table_shows_accuracy_and_where_the_time_went():
     rows = [
-        {"step": 0, "val-core/label/acc/mean@1": 0.5, "timing_s/eval": 1.0, "timing_s/start": 8.0},
+        {
+            "step": 0,
+            "val-core/label/acc/mean@1": 0.5,
+            "timing_s/testing": 1.0,
+            "timing_s/start": 8.0,
+        },
         {"step": 1, "timing_s/step": 6.0, "timing_s/gen": 4.0, "perf/samples_per_s": 50.0},
         {
             "step": 2,
             "timing_s/step": 4.0,
             "timing_s/gen": 3.0,
-            "timing_s/eval": 1.0,
+            "timing_s/testing": 1.0,
             "perf/samples_per_s": 50.0,
             "val-core/label/acc/mean@1": 0.75,
         },
@@ -104,8 +109,13 @@ def test_the_final_table_shows_accuracy_and_where_the_time_went():
 def test_a_slow_start_is_in_no_share():
     """As SGLang had it: 117 s until the first push is through, then steps of 10 s."""
     rows = [
-        {"step": 0, "timing_s/start": 116.0, "timing_s/sync": 117.0, "timing_s/eval": 20.0},
-        *({"step": n, "timing_s/step": 10.0, "timing_s/sync": 0.5} for n in (1, 2, 3)),
+        {
+            "step": 0,
+            "timing_s/start": 116.0,
+            "timing_s/update_weights": 117.0,
+            "timing_s/testing": 20.0,
+        },
+        *({"step": n, "timing_s/step": 10.0, "timing_s/update_weights": 0.5} for n in (1, 2, 3)),
     ]
     table = [" ".join(line.split()) for line in final_table(summarise(rows))]
     shares = [float(line.split()[2]) for line in table if "%" in line and line[:3] != "all"]

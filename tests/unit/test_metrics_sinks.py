@@ -191,7 +191,12 @@ def test_wandb_gets_every_step_and_a_resumed_run_the_same_id(tmp_path, monkeypat
 
 
 ROWS = [
-    {"step": 0, "val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.1, "timing_s/eval": 3.0},
+    {
+        "step": 0,
+        "val-core/a/acc/mean@1": 0.5,
+        "val-core/b/acc/mean@1": 0.1,
+        "timing_s/testing": 3.0,
+    },
     {
         "step": 1,
         "timing_s/start": 9.0,
@@ -203,7 +208,7 @@ ROWS = [
         "step": 2,
         "timing_s/step": 3.0,
         "timing_s/gen": 1.5,
-        "timing_s/save": 1.0,
+        "timing_s/save_checkpoint": 1.0,
         "perf/samples_per_s": 2.0,
         "val-core/a/acc/mean@1": 0.7,
         "val-aux/a/acc/std_err@1": 0.02,
@@ -228,8 +233,8 @@ def test_the_summary_of_a_run_worked_by_hand():
         "perf/samples_per_s": pytest.approx(4.0),  # 10 + 6 samples in 4 s
         "timing_s/step": 2.0,
         "timing_s/gen": 1.0,
-        "timing_s/save": 0.5,
-        "before_s/eval": 3.0,  # of the whole run, in no mean
+        "timing_s/save_checkpoint": 0.5,
+        "before_s/testing": 3.0,  # of the whole run, in no mean
         "before_s/start": 9.0,
     }
 

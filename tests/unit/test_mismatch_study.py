@@ -74,11 +74,11 @@ def test_the_figures_are_those_of_the_training_metrics(tool):
     lengths = [5, 1, 9]
     mu, p = (-2 * torch.rand(15, generator=g, dtype=torch.float64) for _ in range(2))
     x = LossInputs(
-        **dict.fromkeys(("logp", "logp_old"), p),
+        **dict.fromkeys(("logp", "old_log_probs"), p),
         **dict.fromkeys(("entropy", "score", "advantage", "correction"), torch.zeros(15)),
         mask=torch.ones(15, dtype=torch.bool),
-        logp_sampler=mu,
-        logp_ref=None,
+        rollout_log_probs=mu,
+        ref_log_probs=None,
         sequence=torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)),
         num_sequences=3,
         versions=torch.zeros(15, dtype=torch.int32),
@@ -110,7 +110,7 @@ def test_a_unit_joins_responses_and_cuts_long_ones(tool):
         tokens=torch.zeros(9, dtype=torch.int64),
         cu_seqlens=cumulative([4, 5]),
         mask=torch.tensor([0, 1, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool),
-        logp_sampler=torch.log(torch.tensor([1, 0.5, 0.5, 0.5, 1, 1, 0.5, 0.5, 0.5])),
+        rollout_log_probs=torch.log(torch.tensor([1, 0.5, 0.5, 0.5, 1, 1, 0.5, 0.5, 0.5])),
     )
     units = {
         "short": [tool.Unit((0,)), tool.Unit((1,))],
@@ -284,7 +284,7 @@ def test_sglang_samples_what_the_torch_engine_does(tool, tmp_path):
     ours = tool.sample(subject, tool.SAMPLERS["fp32"], size, 0)
     theirs = tool.sample(subject, tool.SAMPLERS["fp32"], size, 0, "sglang tp1")
     assert torch.equal(theirs.batch.tokens, ours.batch.tokens)
-    assert torch.allclose(theirs.batch.logp_sampler, ours.batch.logp_sampler, atol=1e-5)
+    assert torch.allclose(theirs.batch.rollout_log_probs, ours.batch.rollout_log_probs, atol=1e-5)
 
 
 # ---- through engine and learner
@@ -321,7 +321,7 @@ def test_models_of_one_shape_share_an_engine_and_sample_as_alone(tool, tmp_path,
     assert len(made) == 2 and set(found["a"].units) == {"short", "5 x short"}
     alone = tool.sample(subjects[1], tool.SAMPLERS["fp32"], size, 0).batch
     assert torch.equal(found["b"].batch.tokens, alone.tokens)
-    assert torch.equal(found["b"].batch.logp_sampler, alone.logp_sampler)
+    assert torch.equal(found["b"].batch.rollout_log_probs, alone.rollout_log_probs)
     assert not torch.equal(found["a"].batch.tokens, alone.tokens)
 
 

@@ -18,7 +18,7 @@ import redis
 from rlcore.cli import mux as cli
 from rlcore.mux import gate as gates
 from rlcore.mux import store
-from rlcore.mux.gate import Gate, NoGate, Profile, Refused, connect, phase
+from rlcore.mux.gate import JobRefused, NoGate, PermitGate, Profile, connect, phase
 from rlcore.mux.tail import TailMoves
 from rlcore.protocols import PhaseGate
 from rlcore.rollout.transport import free_port
@@ -45,7 +45,7 @@ def test_two_jobs_take_turns_on_one_pair_of_nodes_and_a_third_waits_for_a_place(
     done = []
 
     def work(name: str) -> None:
-        with_lease = Gate(up.url, name, PROFILE, lease_s=30)
+        with_lease = PermitGate(up.url, name, PROFILE, lease_s=30)
         for _ in range(4):
             for pool in ("rollout", "train"):
                 with with_lease.phase(pool):
@@ -55,7 +55,7 @@ def test_two_jobs_take_turns_on_one_pair_of_nodes_and_a_third_waits_for_a_place(
         done.append(name)
         with_lease.close()
 
-    holder = Gate(up.url, "tight", Profile(rollout_s=5, train_s=5, slo=1.0), lease_s=30)
+    holder = PermitGate(up.url, "tight", Profile(rollout_s=5, train_s=5, slo=1.0), lease_s=30)
     threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in "AB"]
     for t in threads:
         t.start()
@@ -81,7 +81,7 @@ def test_a_job_sees_its_own_keys_alone_and_bad_addresses_are_one_sentence(up: Up
         capsys.readouterr()
         assert cli.main(["add", name, "--dir", str(up.folder)]) == 0
         urls[name] = capsys.readouterr().out.strip()
-    own = Gate(urls["mine"], "mine", PROFILE, lease_s=30)
+    own = PermitGate(urls["mine"], "mine", PROFILE, lease_s=30)
     with own.phase("rollout"):
         status = up.status(capsys)
         assert status["groups"][0]["jobs"][0]["holds"] == ["r0"]
@@ -96,13 +96,13 @@ def test_a_job_sees_its_own_keys_alone_and_bad_addresses_are_one_sentence(up: Up
         with pytest.raises(redis.exceptions.NoPermissionError):
             forbidden()
     with pytest.raises(ConnectionError, match="this user may not do that"):
-        Gate(urls["mine"], "other", PROFILE)
+        PermitGate(urls["mine"], "other", PROFILE)
     with pytest.raises(ConnectionError, match="wrong user or password"):
-        Gate(up.url.replace("//:", "//:not"), "mine", PROFILE)
-    with pytest.raises(Refused, match="it needs 2 rollout nodes and the pool has 1"):
-        Gate(up.url, "large", Profile(rollout_s=1, train_s=1, rollout_nodes=2), lease_s=30)
-    with pytest.raises(Refused, match="slo 0.5: must be at least 1"):
-        Gate(up.url, "fast", Profile(rollout_s=1, train_s=1, slo=0.5), lease_s=30)
+        PermitGate(up.url.replace("//:", "//:not"), "mine", PROFILE)
+    with pytest.raises(JobRefused, match="it needs 2 rollout nodes and the pool has 1"):
+        PermitGate(up.url, "large", Profile(rollout_s=1, train_s=1, rollout_nodes=2), lease_s=30)
+    with pytest.raises(JobRefused, match="slo 0.5: must be at least 1"):
+        PermitGate(up.url, "fast", Profile(rollout_s=1, train_s=1, slo=0.5), lease_s=30)
     own.close()
 
 
@@ -138,7 +138,7 @@ def test_a_profile_that_was_added_is_what_a_job_joins_with(up: Up, tmp_path: Pat
     assert cli.main(["add", "A", "--profile", str(file), "--dir", str(up.folder)]) == 0
     url = capsys.readouterr().out.strip()
     gate = connect(url, "A", None, slo=3.0, lease_s=30)
-    assert isinstance(gate, Gate)
+    assert isinstance(gate, PermitGate)
     with gate.phase("rollout"):
         status = up.status(capsys)
     assert status["groups"][0]["period_s"] == 5.0
@@ -157,16 +157,16 @@ def test_a_colocated_job_has_the_nodes_of_both_pools_for_a_step_and_counts_with_
     up: Up, tmp_path: Path, capsys
 ):
     """A alone 4 s, C's step 0.5 s, and a second for each of four switches."""
-    a = Gate(up.url, "A", Profile(rollout_s=2, train_s=2, slo=2.2), lease_s=30)
+    a = PermitGate(up.url, "A", Profile(rollout_s=2, train_s=2, slo=2.2), lease_s=30)
     both = Profile(rollout_s=0.3, train_s=0.2, slo=40, colocated=True)
     lost: list[str] = []
-    slow = Gate(up.url, "slow", both, lease_s=5, on_lost=lost.append)
+    slow = PermitGate(up.url, "slow", both, lease_s=5, on_lost=lost.append)
     for _ in range(3):  # A would be too late
         slow.enter("step")
         slow.leave("step", 0.9)
     _until(lambda: lost)
     assert "s for step and was admitted with 0.50 s; somebody would miss the SLO" in lost[0]
-    c = Gate(up.url, "C", both, lease_s=30)
+    c = PermitGate(up.url, "C", both, lease_s=30)
     begun = threading.Event()
 
     def sample() -> None:
@@ -197,39 +197,39 @@ def test_jobs_that_say_where_they_run_share_the_nodes_of_one_name(tmp_path: Path
 
     up = Up(tmp_path / "mux", 2, 2)
     try:
-        a = Gate(up.url, "a", PROFILE, hosts=on("x", "p"), lease_s=30)
-        b = Gate(up.url, "b", PROFILE, hosts=on("x", "p"), lease_s=30)
-        c = Gate(up.url, "c", PROFILE, hosts=on("y", "q"), lease_s=30)
+        a = PermitGate(up.url, "a", PROFILE, hosts=on("x", "p"), lease_s=30)
+        b = PermitGate(up.url, "b", PROFILE, hosts=on("x", "p"), lease_s=30)
+        c = PermitGate(up.url, "c", PROFILE, hosts=on("y", "q"), lease_s=30)
         assert a.place["group"] == b.place["group"] != c.place["group"]
         assert a.place["rollout"] == b.place["rollout"] != c.place["rollout"]
         assert a.place["why"].endswith("(rollout on x; train on p)")
         with pytest.raises(TimeoutError, match="on the rollout nodes z, and those of .* are x, y"):
-            Gate(up.url, "d", PROFILE, hosts=on("z", "p"), lease_s=30, wait_s=2)
+            PermitGate(up.url, "d", PROFILE, hosts=on("z", "p"), lease_s=30, wait_s=2)
         with pytest.raises(TimeoutError, match="nodes of groups 0, 1, and jobs of two groups"):
-            Gate(up.url, "d", PROFILE, hosts=on("x", "q"), lease_s=30, wait_s=2)
-        with pytest.raises(Refused, match="profile is of 1 rollout .* and it runs on 2 and 1"):
-            Gate(up.url, "d", PROFILE, hosts=on("x y", "q"), lease_s=30)
-        with pytest.raises(Refused, match="its profile makes no sense"):
-            Gate(up.url, "d", PROFILE, hosts={"rollout": ["x"]}, lease_s=30)
+            PermitGate(up.url, "d", PROFILE, hosts=on("x", "q"), lease_s=30, wait_s=2)
+        with pytest.raises(JobRefused, match="profile is of 1 rollout .* and it runs on 2 and 1"):
+            PermitGate(up.url, "d", PROFILE, hosts=on("x y", "q"), lease_s=30)
+        with pytest.raises(JobRefused, match="its profile makes no sense"):
+            PermitGate(up.url, "d", PROFILE, hosts={"rollout": ["x"]}, lease_s=30)
         assert "rollout x, train p" in cli.show(up.status(capsys))[1]
         up.kill("arbiter")
         up.up()
         c.close()
-        d = Gate(up.url, "d", PROFILE, hosts=on("z", "q"), lease_s=30)  # y has gone
+        d = PermitGate(up.url, "d", PROFILE, hosts=on("z", "q"), lease_s=30)  # y has gone
         assert d.place["group"] != a.place["group"]
         for gate in (a, b, d):
             gate.close()
         all_nodes = replace(PROFILE, rollout_nodes=2, train_nodes=2)
-        nameless = Gate(up.url, "nameless", all_nodes, lease_s=30)
-        e = Gate(up.url, "e", all_nodes, hosts=on("v w", "p q"), lease_s=30)
+        nameless = PermitGate(up.url, "nameless", all_nodes, lease_s=30)
+        e = PermitGate(up.url, "e", all_nodes, hosts=on("v w", "p q"), lease_s=30)
         assert e.place["rollout"] == nameless.place["rollout"]
         e.close()
         nameless.close()
         three = replace(PROFILE, rollout_nodes=3)
-        with pytest.raises(Refused, match="it needs 3 rollout nodes and the pool has 2"):
-            Gate(up.url, "wide", three, hosts=on("u v w", "p"), lease_s=30)
-        with pytest.raises(Refused, match="profile is of 2 rollout .* and it runs on 1 and 1"):
-            Gate(up.url, "odd", all_nodes, hosts=on("new", "newer"), lease_s=30)
+        with pytest.raises(JobRefused, match="it needs 3 rollout nodes and the pool has 2"):
+            PermitGate(up.url, "wide", three, hosts=on("u v w", "p"), lease_s=30)
+        with pytest.raises(JobRefused, match="profile is of 2 rollout .* and it runs on 1 and 1"):
+            PermitGate(up.url, "odd", all_nodes, hosts=on("new", "newer"), lease_s=30)
     finally:
         assert cli.main(["down", "--dir", str(up.folder)]) == 0
 
@@ -242,18 +242,20 @@ def test_who_holds_both_pools_is_on_a_node_alone_whatever_pool_others_count_it_t
     up = Up(tmp_path / "mux", 2, 2)
     both, keys = replace(PROFILE, colocated=True), {"lease_s": 30, "wait_s": 2}
     try:
-        a = Gate(up.url, "a", both, hosts=on("x", "y"), lease_s=30)
+        a = PermitGate(up.url, "a", both, hosts=on("x", "y"), lease_s=30)
         for other in (on("y", "x"), on("y", "z")):
             with pytest.raises(TimeoutError, match="y as a rollout node and job a has"):
-                Gate(up.url, "b", both, hosts=other, **keys)
+                PermitGate(up.url, "b", both, hosts=other, **keys)
         with pytest.raises(TimeoutError, match="start it on the nodes of job a"):
-            Gate(up.url, "b", PROFILE, hosts=on("y", "z"), **keys)
-        b = Gate(up.url, "b", both, hosts=on("x", "y"), **keys)
+            PermitGate(up.url, "b", PROFILE, hosts=on("y", "z"), **keys)
+        b = PermitGate(up.url, "b", both, hosts=on("x", "y"), **keys)
         assert b.place["group"] == a.place["group"]
         a.close()
         b.close()
-        c = Gate(up.url, "c", PROFILE, hosts=on("x", "y"), **keys)
-        d = Gate(up.url, "d", PROFILE, hosts=on("y", "x"), **keys)  # hosts with both kinds of GPU
+        c = PermitGate(up.url, "c", PROFILE, hosts=on("x", "y"), **keys)
+        d = PermitGate(
+            up.url, "d", PROFILE, hosts=on("y", "x"), **keys
+        )  # hosts with both kinds of GPU
         assert c.place["group"] != d.place["group"]
         c.close()
         d.close()
@@ -266,7 +268,9 @@ def test_pools_that_were_made_smaller_have_a_new_job_wait(tmp_path: Path):
     up = Up(tmp_path / "mux", 3, 3)
     try:
         gates_ = [
-            Gate(up.url, name, PROFILE, hosts={"rollout": [name], "train": [name]}, lease_s=60)
+            PermitGate(
+                up.url, name, PROFILE, hosts={"rollout": [name], "train": [name]}, lease_s=60
+            )
             for name in "abc"
         ]
         gates_[0].close()
@@ -275,7 +279,7 @@ def test_pools_that_were_made_smaller_have_a_new_job_wait(tmp_path: Path):
         up.argv[up.argv.index("--train-pool") + 1] = "2"
         up.up()
         with pytest.raises(TimeoutError, match="2 rollout and 2 train nodes are in use"):
-            Gate(up.url, "d", PROFILE, hosts={"rollout": ["d"], "train": ["d"]}, wait_s=15)
+            PermitGate(up.url, "d", PROFILE, hosts={"rollout": ["d"], "train": ["d"]}, wait_s=15)
         for gate in gates_[1:]:  # the arbiter lives
             with gate.phase("rollout"):
                 pass
@@ -290,8 +294,8 @@ def test_the_tail_of_a_rollout_leaves_a_node_to_the_job_that_waits_for_it(tmp_pa
     try:
         two = replace(PROFILE, rollout_nodes=2)
         where = {"rollout": ["x", "y"], "train": ["t"]}
-        wide = Gate(up.url, "wide", two, hosts=where, keep=1, lease_s=30)
-        slim = Gate(up.url, "slim", PROFILE, hosts=where | {"rollout": ["y"]}, lease_s=30)
+        wide = PermitGate(up.url, "wide", two, hosts=where, keep=1, lease_s=30)
+        slim = PermitGate(up.url, "slim", PROFILE, hosts=where | {"rollout": ["y"]}, lease_s=30)
         tail = TailMoves(wide, [Cell(ranks=(r,), leaders=(r,), dp_ranks=()) for r in (1, 2)])
 
         def release(done: int, up: dict[int, int]) -> list[int]:
@@ -348,8 +352,8 @@ def test_a_job_whose_memory_grows_counts_with_it_and_leaves_where_a_node_has_no_
 ):
     up = Up(tmp_path / "mux", 1, 1, "--rollout-memory-gb", "10")
     lost: list[str] = []
-    a = Gate(up.url, "A", replace(PROFILE, rollout_gb=4.0), lease_s=30)
-    b = Gate(up.url, "B", replace(PROFILE, rollout_gb=2.0), lease_s=5, on_lost=lost.append)
+    a = PermitGate(up.url, "A", replace(PROFILE, rollout_gb=4.0), lease_s=30)
+    b = PermitGate(up.url, "B", replace(PROFILE, rollout_gb=2.0), lease_s=5, on_lost=lost.append)
     for gb in (5.0, 6.0):
         b.has_on_host({"rollout": gb})
         with b.phase("rollout"):
@@ -375,12 +379,12 @@ def test_a_job_that_is_killed_holds_nothing_and_comes_back_where_it_was(up: Up, 
     dies = subprocess.Popen([sys.executable, "-c", code, up.url], env=env, stdout=subprocess.PIPE)
     try:
         assert dies.stdout is not None and dies.stdout.readline() == b"in\n"
-        lives = Gate(up.url, "lives", PROFILE, lease_s=30)
+        lives = PermitGate(up.url, "lives", PROFILE, lease_s=30)
         dies.kill()
         dies.wait()
         with lives.phase("rollout"):
             pass
-        again = Gate(up.url, "dies", PROFILE, lease_s=30)
+        again = PermitGate(up.url, "dies", PROFILE, lease_s=30)
         with again.phase("rollout"):
             pass
         groups = up.status(capsys)["groups"]
@@ -404,7 +408,7 @@ class Broken:
 
 @needs_redis
 def test_a_resident_set_that_cannot_be_loaded_says_so_and_the_nodes_are_free(up: Up, capsys):
-    one = Gate(up.url, "A", PROFILE, lease_s=30)
+    one = PermitGate(up.url, "A", PROFILE, lease_s=30)
     with pytest.raises(RuntimeError, match="out of memory"), one.phase("rollout", Broken()):
         raise AssertionError("nothing is here to run on")
     with one.phase("rollout"):
@@ -415,8 +419,8 @@ def test_a_resident_set_that_cannot_be_loaded_says_so_and_the_nodes_are_free(up:
 @needs_redis
 def test_who_was_replaced_ends_before_it_does_harm(up: Up):
     lost: list[str] = []
-    first = Gate(up.url, "A", PROFILE, lease_s=5, on_lost=lost.append)
-    second = Gate(up.url, "A", PROFILE, lease_s=30)
+    first = PermitGate(up.url, "A", PROFILE, lease_s=5, on_lost=lost.append)
+    second = PermitGate(up.url, "A", PROFILE, lease_s=30)
     _until(lambda: lost)
     assert "another process has joined as this job" in lost[0]
     _until(lambda: not first._thread.is_alive())
@@ -427,7 +431,7 @@ def test_who_was_replaced_ends_before_it_does_harm(up: Up):
 @pytest.mark.slow
 def test_a_job_whose_server_does_not_answer_ends_before_its_lease_is_over(up: Up):
     lost: list[str] = []
-    one = Gate(up.url, "A", PROFILE, lease_s=6, on_lost=lost.append)
+    one = PermitGate(up.url, "A", PROFILE, lease_s=6, on_lost=lost.append)
     redis_pid = up.about["pids"]["redis"]
     os.kill(redis_pid, signal.SIGSTOP)
     try:
@@ -444,9 +448,9 @@ def test_a_job_that_takes_longer_than_its_profile_joins_again_as_what_it_is(up: 
     """A was promised 3.2 s an iteration; with B's 0.02 s it is 3 s, switches included, and with
     0.8 s it would be 3.3 s."""
     lost: list[str] = []
-    a = Gate(up.url, "A", Profile(rollout_s=0.5, train_s=0.5, slo=3.2), lease_s=30)
+    a = PermitGate(up.url, "A", Profile(rollout_s=0.5, train_s=0.5, slo=3.2), lease_s=30)
     slow = Profile(rollout_s=0.02, train_s=0.02, slo=100)
-    b = Gate(up.url, "B", slow, lease_s=5, on_lost=lost.append)
+    b = PermitGate(up.url, "B", slow, lease_s=5, on_lost=lost.append)
     assert a.place["group"] == b.place["group"]
     for _ in range(3):
         with b.phase("rollout"):
@@ -455,7 +459,7 @@ def test_a_job_that_takes_longer_than_its_profile_joins_again_as_what_it_is(up: 
     assert "s for rollout and was admitted with 0.02 s; somebody would miss the SLO" in lost[0]
     capsys.readouterr()
     with pytest.raises(TimeoutError, match="job B is queued"):
-        Gate(up.url, "B", slow, lease_s=30, wait_s=2)
+        PermitGate(up.url, "B", slow, lease_s=30, wait_s=2)
     _until(lambda: not up.status(capsys)["others"])  # who gave up is not placed later
     a.close()
     assert cli.main([*up.argv, "--rollout-pool", "2"]) == 2

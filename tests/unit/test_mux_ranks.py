@@ -123,7 +123,7 @@ def test_a_phase_has_what_it_needs_on_the_device_and_leaves_it_empty(tmp_path: P
     found = device.parts.progress.metrics
     assert found["mux/resident_gb/rollout"] == 1.0
     assert found["mux/resident_gb/train"] == 2.0
-    assert found["mux/wait_s/train"] >= 0 and device.parts.spans.take()["turn"] > 0
+    assert found["mux/wait_s/train"] >= 0 and device.parts.spans.take()["wait_permit"] > 0
     rows = [json.loads(line) for line in (tmp_path / ranks.FILE).read_text().splitlines()]
     assert [row["phase"] for row in rows] == ["rollout", "train"]
     times = [row[at] for row in rows for at in ("asked", "granted", "began", "ended", "left")]

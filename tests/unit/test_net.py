@@ -7,8 +7,8 @@ from rlcore.records import (
     AnyCommand,
     AnyEvent,
     Finished,
+    LengthReport,
     Partial,
-    Progress,
     Prompt,
     Request,
     Sample,
@@ -44,7 +44,7 @@ def test_a_command_comes_back_with_its_arrays_types_and_nested_records():
 
 def test_the_tag_tells_the_members_of_a_union_apart():
     assert type(decode(encode(Abort(rank=0, ids=("a.0",))), AnyCommand)) is Abort
-    assert type(decode(encode(Progress(ids=("a.0",), lengths=(3,))), AnyEvent)) is Progress
+    assert type(decode(encode(LengthReport(ids=("a.0",), lengths=(3,))), AnyEvent)) is LengthReport
 
 
 def test_an_event_list_keeps_order_and_samples():

@@ -31,10 +31,10 @@ def inputs(gap: float = 0.0, ref_gap: float = 0.3) -> LossInputs:
         mask=torch.arange(T) % 4 > 0,
         score=(sequence % 2).double(),
         advantage=torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)[sequence],
-        logp_old=old,
-        logp_sampler=old + noise(gap) if gap else old.clone(),
+        old_log_probs=old,
+        rollout_log_probs=old + noise(gap) if gap else old.clone(),
         correction=torch.ones(T, dtype=torch.float64),
-        logp_ref=logp + noise(ref_gap),
+        ref_log_probs=logp + noise(ref_gap),
         sequence=sequence,
         num_sequences=3,
         versions=torch.zeros(T, dtype=torch.int32),
@@ -77,7 +77,7 @@ def test_an_infinite_cap_is_vanilla_importance_sampling(name):
     x = inputs(gap=1.5)
     found = of(name, x, rollout_is_threshold=float("inf"))
     cfg = algos.config_class(name)(rollout_is="none")
-    weighed = replace(x, correction=(x.logp_old - x.logp_sampler).exp())
+    weighed = replace(x, correction=(x.old_log_probs - x.rollout_log_probs).exp())
     out = Objective(algos.module(name), cfg, max_tokens=10)(weighed)
     total = torch.where(x.mask, out.per_token, 0.0).sum()
     (gradient,) = torch.autograd.grad(total, x.logp)
@@ -88,22 +88,22 @@ def test_an_infinite_cap_is_vanilla_importance_sampling(name):
 def test_ppo_is_has_its_ratio_against_the_sampler_and_no_weight():
     x = inputs(gap=0.4)
     found = of("ppo", x, bypass_mode=True)
-    want = of("ppo", replace(x, logp_old=x.logp_sampler), rollout_is="none")
+    want = of("ppo", replace(x, old_log_probs=x.rollout_log_probs), rollout_is="none")
     assert torch.equal(found[1], want[1])
 
 
 def test_a_loss_without_a_ratio_is_weighed_by_this_very_pass_in_bypass_mode():
     x = inputs(gap=0.4)
     _, gradient, _ = of("reinforce", x, bypass_mode=True, rollout_is_threshold=float("inf"))
-    w = (x.logp - x.logp_sampler).exp().detach()
+    w = (x.logp - x.rollout_log_probs).exp().detach()
     assert torch.allclose(gradient, torch.where(x.mask, -w * x.advantage, 0.0), rtol=1e-12)
 
 
 def test_rejected_tokens_leave_loss_gradient_and_the_count_of_their_sequence():
     x = inputs()
-    sampler = x.logp_sampler.clone()
+    sampler = x.rollout_log_probs.clone()
     sampler[5] += 3.0  # one token of the second sequence
-    x = replace(x, logp_sampler=sampler)
+    x = replace(x, rollout_log_probs=sampler)
     _, gradient, kept = of(
         "grpo", x, rollout_is="none", rollout_rs=("token_k1",), loss_agg_mode="seq-mean-token-mean"
     )
@@ -117,10 +117,10 @@ def test_rejected_tokens_leave_loss_gradient_and_the_count_of_their_sequence():
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"])
 def test_a_reference_far_away_outside_the_mask_is_nothing(kind):
     x = inputs()
-    far = x.logp_ref.clone()
+    far = x.ref_log_probs.clone()
     far[~x.mask] = 500.0
     settings = {"kl_coef": 0.1, "kl_type": kind}
-    near, found = of("grpo", x, **settings), of("grpo", replace(x, logp_ref=far), **settings)
+    near, found = of("grpo", x, **settings), of("grpo", replace(x, ref_log_probs=far), **settings)
     assert torch.equal(found[0], near[0]) and torch.equal(found[1], near[1])
 
 
@@ -129,7 +129,7 @@ def test_kl_and_entropy_enter_with_their_coefficients():
     cfg = algos.config_class("grpo")(kl_coef=0.1, kl_type="k2", entropy_coef=0.01)
     plain = Objective(algos.module("grpo"), algos.config_class("grpo")(), max_tokens=10)(x)
     out = Objective(algos.module("grpo"), cfg, max_tokens=10, kl_scale=2.0)(x)
-    kl = (x.logp_ref - x.logp).square() / 2
+    kl = (x.ref_log_probs - x.logp).square() / 2
     want = plain.per_token + 0.2 * kl - 0.01 * x.entropy
     assert torch.allclose(out.per_token[x.mask], want[x.mask], rtol=1e-12)
     out.per_token[x.mask].sum().backward()

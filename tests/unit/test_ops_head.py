@@ -35,9 +35,9 @@ def terms(dtype: torch.dtype = torch.float64) -> tuple[PolicyInputs, PolicySpec]
     given = PolicyInputs(
         advantage=randn(T, seed=2),
         weight=(torch.arange(T) % 4 > 0) * 1.5,
-        logp_sampler=-2.8 + 0.5 * randn(T, seed=3),
-        logp_old=-2.8 + 0.5 * randn(T, seed=4),
-        logp_ref=-2.8 + 0.5 * randn(T, seed=5),
+        rollout_log_probs=-2.8 + 0.5 * randn(T, seed=3),
+        old_log_probs=-2.8 + 0.5 * randn(T, seed=4),
+        ref_log_probs=-2.8 + 0.5 * randn(T, seed=5),
     )
     spec = PolicySpec(is_threshold=1.1, kl_type="k3", kl_coef=0.1, entropy_coef=0.02)
     return PolicyInputs(*(x.to(dtype) for x in given)), spec
@@ -115,7 +115,9 @@ def test_bfloat16_chunks_add_up_in_float32() -> None:
     hidden = torch.ones(n, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     tokens = torch.zeros(n, dtype=torch.int64)
-    given = PolicyInputs(advantage=torch.ones(n), weight=torch.ones(n), logp_sampler=torch.zeros(n))
+    given = PolicyInputs(
+        advantage=torch.ones(n), weight=torch.ones(n), rollout_log_probs=torch.zeros(n)
+    )
     made = head.policy_loss(
         hidden, weight, tokens, given, PolicySpec(), vocab_size=2, chunk_tokens=1
     )
@@ -192,7 +194,7 @@ def test_no_tokens_have_no_gradient(fused: bool) -> None:
     none = torch.zeros(0)
     where: dict[str, Any] = {"vocab_size": V, "chunk_tokens": 4}
     if fused:
-        given = PolicyInputs(advantage=none, weight=none, logp_sampler=none)
+        given = PolicyInputs(advantage=none, weight=none, rollout_log_probs=none)
         loss = head.policy_loss(hidden, weight, none.long(), given, PolicySpec(), **where).loss
     else:
         loss = head.log_probs(hidden, weight, none.long(), **where).logp.sum()
@@ -246,7 +248,7 @@ BAD: dict[str, dict[str, Any]] = {
 def test_bad_input_is_a_sentence_that_names_the_argument(sentence: str) -> None:
     head.log_probs(**GOOD)
     row = torch.zeros(3)
-    given = PolicyInputs(advantage=row, weight=row, logp_sampler=row)
+    given = PolicyInputs(advantage=row, weight=row, rollout_log_probs=row)
     fused = GOOD | {"inputs": given, "spec": PolicySpec()}
     head.policy_loss(**fused)
     with pytest.raises(ValueError, match=sentence):

@@ -150,7 +150,7 @@ def test_two_in_place_on_the_same_logits_are_an_error_and_not_garbage() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_logits_that_were_written_over_are_an_error(in_place: bool) -> None:
-    shard, where = logprob.Shard(0, 5), (1.0, None, in_place)  # as under tensor parallelism
+    shard, where = logprob.VocabShard(0, 5), (1.0, None, in_place)  # as under tensor parallelism
     for write in (True, False):
         logits = randn(3, 5).requires_grad_() * 1
         logp, _ = logprob._LogProb.apply(logits, torch.arange(3), shard, *where)

@@ -32,11 +32,13 @@ def by_name(out: Tensor) -> dict[str, Tensor]:
 # ---- by hand
 
 
-def one_token(logp_old: float, advantage: float, **settings: Any) -> dict[str, float]:
+def one_token(old_log_probs: float, advantage: float, **settings: Any) -> dict[str, float]:
     """A token of probability 1/2 of two; figures and the gradient of its logit."""
     logits = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
-    row = {"weight": 1.0, "logp_sampler": logp_old, "logp_ref": None} | settings.pop("row", {})
-    row |= {"logp_old": logp_old, "advantage": advantage}
+    row = {"weight": 1.0, "rollout_log_probs": old_log_probs, "ref_log_probs": None} | settings.pop(
+        "row", {}
+    )
+    row |= {"old_log_probs": old_log_probs, "advantage": advantage}
     given = {
         k: None if v is None else torch.tensor([v], dtype=torch.float64) for k, v in row.items()
     }
@@ -73,7 +75,7 @@ def test_the_dual_clip_by_hand() -> None:
 
 def test_the_rollout_correction_by_hand() -> None:
     # p_old / p_sampler = 2.5, cut at 2, divided by a mean of 4; r = 1, A = 1
-    row = {"logp_sampler": HALF - math.log(2.5)}
+    row = {"rollout_log_probs": HALF - math.log(2.5)}
     found = one_token(HALF, 1.0, is_threshold=2.0, is_mean=4.0, row=row)
     assert found["is_weight"] == 0.5 and found["sum"] == pytest.approx(-0.5)
     assert found["slope"] == pytest.approx(-0.25)
@@ -84,7 +86,7 @@ def test_the_rollout_correction_by_hand() -> None:
 
 def test_entropy_and_kl_by_hand() -> None:
     # H = log 2; d = log p_ref - log p = log 2: k3 = 2 - 1 - log 2, slope 1 - 2
-    row = {"logp_ref": HALF + math.log(2)}
+    row = {"ref_log_probs": HALF + math.log(2)}
     found = one_token(HALF, 0.0, entropy_coef=0.5, kl_type="k3", kl_coef=0.1, row=row)
     assert found["kl"] == pytest.approx(1 - math.log(2))
     assert found["sum"] == pytest.approx(0.1 * (1 - math.log(2)) - 0.5 * math.log(2))
@@ -106,10 +108,10 @@ def rows() -> LossInputs:
         mask=torch.arange(T) % 6 > 1,
         score=randn(4, seed=2)[sequence],
         advantage=randn(4, seed=2)[sequence],
-        logp_old=logp + 0.3 * randn(T, seed=3),
-        logp_sampler=logp + 0.8 * randn(T, seed=4),
+        old_log_probs=logp + 0.3 * randn(T, seed=3),
+        rollout_log_probs=logp + 0.8 * randn(T, seed=4),
         correction=randn(T, seed=6).exp(),
-        logp_ref=logp + 0.5 * randn(T, seed=5),
+        ref_log_probs=logp + 0.5 * randn(T, seed=5),
         sequence=sequence,
         num_sequences=4,
         versions=torch.zeros(T, dtype=torch.int32),
@@ -119,8 +121,8 @@ def rows() -> LossInputs:
 def slow(objective: Objective, x: LossInputs, logits: Tensor, tokens: Tensor, own: bool):
     """Op A, the objective's text, op B."""
     made = log_probs(logits, tokens, vocab_size=V, temperature=0.8)
-    old = made.logp.detach() if own else x.logp_old
-    x = replace(x, logp=made.logp, entropy=made.entropy, logp_old=old)
+    old = made.logp.detach() if own else x.old_log_probs
+    x = replace(x, logp=made.logp, entropy=made.entropy, old_log_probs=old)
     out = objective(x)
     kept = x.mask & out.mask
     total = torch.where(kept, out.per_token, 0.0).sum()
@@ -221,9 +223,9 @@ def arguments(dtype: torch.dtype = torch.float32) -> tuple[PolicyInputs, PolicyS
     given = PolicyInputs(
         advantage=x.advantage,
         weight=x.mask * (0.5 + torch.arange(T) % 3),
-        logp_sampler=x.logp_sampler,
-        logp_old=x.logp_old,
-        logp_ref=x.logp_ref,
+        rollout_log_probs=x.rollout_log_probs,
+        old_log_probs=x.old_log_probs,
+        ref_log_probs=x.ref_log_probs,
     )
     spec = PolicySpec(
         clip_dual=1.5,
@@ -320,7 +322,7 @@ def test_a_token_of_weight_0_is_not_read_and_has_no_gradient() -> None:
 def test_no_tokens_have_a_loss_of_zero() -> None:
     none = torch.zeros(0)
     logits = torch.zeros(0, V, requires_grad=True)
-    given = PolicyInputs(advantage=none, weight=none, logp_sampler=none)
+    given = PolicyInputs(advantage=none, weight=none, rollout_log_probs=none)
     made = policy_loss(logits, none.long(), given, PolicySpec(), vocab_size=V)
     made.loss.backward()
     assert made.loss == 0 and logits.grad.shape == (0, V) and made.tokens.shape == (len(ROWS), 0)
@@ -397,10 +399,12 @@ BAD = {
     "advantage: shape .3. for 24 rows": lambda k: (
         k | {"inputs": k["inputs"]._replace(advantage=torch.zeros(3))}
     ),
-    "logp_old: on meta": lambda k: (
-        k | {"inputs": k["inputs"]._replace(logp_old=torch.zeros(T, device="meta"))}
+    "old_log_probs: on meta": lambda k: (
+        k | {"inputs": k["inputs"]._replace(old_log_probs=torch.zeros(T, device="meta"))}
     ),
-    "kl_coef 0.1: needs logp_ref": lambda k: k | {"inputs": k["inputs"]._replace(logp_ref=None)},
+    "kl_coef 0.1: needs ref_log_probs": lambda k: (
+        k | {"inputs": k["inputs"]._replace(ref_log_probs=None)}
+    ),
     "kl_type k4": lambda k: k | {"spec": replace(k["spec"], kl_type="k4")},
     "advantage None": lambda k: k | {"inputs": k["inputs"]._replace(advantage=None)},
     "advantage: dtype torch.complex64": lambda k: (

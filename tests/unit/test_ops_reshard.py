@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.ops import native
-from rlcore.ops.reshard import Piece, Plan, TensorSpec, checksum, checksum_reference
+from rlcore.ops.reshard import ReshardPlan, TensorPiece, TensorSpec, checksum, checksum_reference
 
 F32, BF16 = torch.float32, torch.bfloat16
 MASK = 2**64 - 1
@@ -52,10 +52,13 @@ def slow_checksum(data: bytes) -> int:
 
 def test_tensors_lie_where_the_pieces_say_and_the_rest_is_zero() -> None:
     specs = [TensorSpec((2, 2), F32), TensorSpec((3,), torch.uint8)]
-    pieces = [Piece(tensor=0, offset=8, shape=(2, 2)), Piece(tensor=1, offset=26, shape=(3,))]
+    pieces = [
+        TensorPiece(tensor=0, offset=8, shape=(2, 2)),
+        TensorPiece(tensor=1, offset=26, shape=(3,)),
+    ]
     bucket = bucket_of(32)
     a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([7, 8, 9], dtype=torch.uint8)
-    Plan(specs, pieces, 32).pack([a, b], bucket)
+    ReshardPlan(specs, pieces, 32).pack([a, b], bucket)
     assert bucket[8:24].view(F32).tolist() == [1, 2, 3, 4]
     assert bucket[:8].tolist() == [0] * 8
     assert bucket[24:].tolist() == [0, 0, 7, 8, 9, 0, 0, 0]
@@ -66,7 +69,7 @@ def test_shards_of_rows_and_columns_join_and_part_again() -> None:
     shards = [full[:3, :4], full[:3, 4:], full[3:, :4], full[3:, 4:]]
     shards = [s.clone() for s in shards]
     pieces = [
-        Piece(
+        TensorPiece(
             tensor=i,
             offset=(i // 2 * 24 + i % 2 * 4) * 4,
             shape=(3, 4),
@@ -75,7 +78,7 @@ def test_shards_of_rows_and_columns_join_and_part_again() -> None:
         )
         for i in range(4)
     ]
-    plan = Plan([TensorSpec((3, 4), F32)] * 4, pieces, 192)
+    plan = ReshardPlan([TensorSpec((3, 4), F32)] * 4, pieces, 192)
     bucket = bucket_of(192)
     said = plan.pack(shards, bucket)
     assert torch.equal(bucket.view(F32).view(6, 8), full)
@@ -86,9 +89,9 @@ def test_shards_of_rows_and_columns_join_and_part_again() -> None:
 
 def test_a_transposed_tensor_is_packed_in_the_order_of_its_dimensions() -> None:
     tensor = torch.arange(300.0 * 70).view(300, 70).T
-    plan = Plan(
+    plan = ReshardPlan(
         [TensorSpec((70, 300), F32, (1, 70))],
-        [Piece(tensor=0, offset=0, shape=(70, 300))],
+        [TensorPiece(tensor=0, offset=0, shape=(70, 300))],
         70 * 300 * 4,
     )
     bucket = bucket_of(plan.num_bytes)
@@ -103,9 +106,9 @@ def test_casts_round_as_torch_does(source: torch.dtype, to: torch.dtype) -> None
     values = torch.randn(5000, generator=generator, dtype=torch.float64)
     values = (values * 10.0 ** torch.randint(-9, 6, (5000,), generator=generator)).to(source)
     values[:4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
-    plan = Plan(
+    plan = ReshardPlan(
         [TensorSpec((5000,), source)],
-        [Piece(tensor=0, offset=0, shape=(5000,), dtype=to)],
+        [TensorPiece(tensor=0, offset=0, shape=(5000,), dtype=to)],
         5000 * to.itemsize,
     )
     bucket = bucket_of(plan.num_bytes)
@@ -122,22 +125,26 @@ def test_a_nan_stays_one_and_a_copy_without_cast_keeps_its_bits() -> None:
     bits = torch.tensor([0x7F800001, -1, 0x7FC00000], dtype=torch.int32).view(F32)
     spec = [TensorSpec((3,), F32)]
     same, cast = bucket_of(12), bucket_of(6)
-    Plan(spec, [Piece(tensor=0, offset=0, shape=(3,))], 12).pack([bits], same)
-    Plan(spec, [Piece(tensor=0, offset=0, shape=(3,), dtype=BF16)], 6).pack([bits], cast)
+    ReshardPlan(spec, [TensorPiece(tensor=0, offset=0, shape=(3,))], 12).pack([bits], same)
+    ReshardPlan(spec, [TensorPiece(tensor=0, offset=0, shape=(3,), dtype=BF16)], 6).pack(
+        [bits], cast
+    )
     assert torch.equal(same.view(torch.int32), bits.view(torch.int32))
     assert cast.view(torch.int16).tolist() == [0x7FC0] * 3
 
 
 def test_an_empty_plan_and_empty_tensors_are_fine() -> None:
-    assert Plan([], [], 0).pack([], bucket_of(0)) == slow_checksum(b"")
-    plan = Plan([TensorSpec((0, 4), F32)], [Piece(tensor=0, offset=0, shape=(0, 4))], 3)
+    assert ReshardPlan([], [], 0).pack([], bucket_of(0)) == slow_checksum(b"")
+    plan = ReshardPlan(
+        [TensorSpec((0, 4), F32)], [TensorPiece(tensor=0, offset=0, shape=(0, 4))], 3
+    )
     bucket = bucket_of(3)
     assert plan.pack([torch.zeros(0, 4)], bucket) == slow_checksum(bytes(3))
     assert bucket.tolist() == [0, 0, 0]
 
 
 def test_a_plan_is_used_again_with_tensors_elsewhere() -> None:
-    plan = Plan([TensorSpec((9,), F32)], [Piece(tensor=0, offset=0, shape=(9,))], 36)
+    plan = ReshardPlan([TensorSpec((9,), F32)], [TensorPiece(tensor=0, offset=0, shape=(9,))], 36)
     for seed in range(3):
         tensor = torch.randn(9, generator=torch.Generator().manual_seed(seed))
         bucket = bucket_of(36)
@@ -146,8 +153,8 @@ def test_a_plan_is_used_again_with_tensors_elsewhere() -> None:
 
 
 def test_one_tensor_may_be_packed_twice_but_not_filled_twice() -> None:
-    pieces = [Piece(tensor=0, offset=o, shape=(4,)) for o in (0, 16)]
-    plan = Plan([TensorSpec((4,), F32)], pieces, 32)
+    pieces = [TensorPiece(tensor=0, offset=o, shape=(4,)) for o in (0, 16)]
+    plan = ReshardPlan([TensorSpec((4,), F32)], pieces, 32)
     bucket = bucket_of(32)
     plan.pack([torch.arange(4.0)], bucket)
     assert bucket.view(F32).tolist() == [0, 1, 2, 3] * 2
@@ -156,8 +163,8 @@ def test_one_tensor_may_be_packed_twice_but_not_filled_twice() -> None:
 
 
 def test_one_part_of_a_bucket_may_fill_two_tensors_but_not_be_packed_from_two() -> None:
-    pieces = [Piece(tensor=i, offset=0, shape=(4,)) for i in (0, 1)]
-    plan = Plan([TensorSpec((4,), F32)] * 2, pieces, 16)
+    pieces = [TensorPiece(tensor=i, offset=0, shape=(4,)) for i in (0, 1)]
+    plan = ReshardPlan([TensorSpec((4,), F32)] * 2, pieces, 16)
     a, b = torch.zeros(4), torch.zeros(4)
     assert plan.unpack(bucket_of(16, 0x40), [a, b]) == slow_checksum(b"\x40" * 16)
     assert torch.equal(a, b) and a[0] == b[0] == 3.0039215087890625
@@ -241,23 +248,23 @@ SPEC = TensorSpec((4, 4), F32)
 def test_a_piece_that_makes_no_sense_is_refused_by_name(change: Any, message: str) -> None:
     fields: dict[str, Any] = {"tensor": 0, "offset": 0, "shape": (4, 4)}
     with pytest.raises(ValueError, match=message):
-        Plan([SPEC], [Piece(**(fields | change))], 64)
+        ReshardPlan([SPEC], [TensorPiece(**(fields | change))], 64)
 
 
 def test_too_many_dimensions_are_refused() -> None:
     strides = (1, 2, 4, 8, 16)
     spec = TensorSpec((2,) * 5, F32, strides)
     with pytest.raises(ValueError, match="5 dimensions that cannot be joined, at most 4"):
-        Plan([spec], [Piece(tensor=0, offset=0, shape=(2,) * 5)], 128)
+        ReshardPlan([spec], [TensorPiece(tensor=0, offset=0, shape=(2,) * 5)], 128)
 
 
 def test_specs_and_sizes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="num_bytes -1"):
-        Plan([], [], -1)
+        ReshardPlan([], [], -1)
     with pytest.raises(ValueError, match=r"tensors\[0\].shape \(-2,\)"):
-        Plan([TensorSpec((-2,), F32)], [], 0)
+        ReshardPlan([TensorSpec((-2,), F32)], [], 0)
     with pytest.raises(ValueError, match=r"tensors\[0\].strides \(1,\)"):
-        Plan([TensorSpec((2, 2), F32, (1,))], [], 0)
+        ReshardPlan([TensorSpec((2, 2), F32, (1,))], [], 0)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +277,7 @@ def test_specs_and_sizes_that_make_no_sense_are_refused() -> None:
     ],
 )
 def test_a_tensor_that_does_not_match_the_plan_is_refused(tensor: Any, message: str) -> None:
-    plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
+    plan = ReshardPlan([SPEC], [TensorPiece(tensor=0, offset=0, shape=(4, 4))], 64)
     for move in (
         lambda: plan.pack([tensor], bucket_of(64)),
         lambda: plan.unpack(bucket_of(64), [tensor]),
@@ -289,14 +296,14 @@ def test_a_tensor_that_does_not_match_the_plan_is_refused(tensor: Any, message: 
     ],
 )
 def test_a_bucket_that_does_not_fit_is_refused(bucket: Any, message: str) -> None:
-    plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
+    plan = ReshardPlan([SPEC], [TensorPiece(tensor=0, offset=0, shape=(4, 4))], 64)
     with pytest.raises(ValueError, match=message):
         plan.pack([torch.zeros(4, 4)], bucket)
 
 
 @pytest.mark.parametrize("left", [0, 40])
 def test_a_tensor_or_bucket_whose_storage_was_cut_is_refused(left: int) -> None:
-    plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
+    plan = ReshardPlan([SPEC], [TensorPiece(tensor=0, offset=0, shape=(4, 4))], 64)
     tensor, bucket = torch.zeros(4, 4), bucket_of(64)
     tensor.untyped_storage().resize_(left)
     bucket.untyped_storage().resize_(left)
@@ -315,7 +322,9 @@ def test_lazy_views_are_refused_since_their_memory_is_not_what_they_show() -> No
     number = torch.zeros(4, dtype=torch.complex64)
     for tensor in (number.conj(), number.conj().imag):
         spec = TensorSpec((4,), tensor.dtype, tensor.stride())
-        plan = Plan([spec], [Piece(tensor=0, offset=0, shape=(4,))], 4 * tensor.itemsize)
+        plan = ReshardPlan(
+            [spec], [TensorPiece(tensor=0, offset=0, shape=(4,))], 4 * tensor.itemsize
+        )
         bucket = bucket_of(plan.num_bytes)
         with pytest.raises(ValueError, match=r"tensors\[0\]: a lazy view"):
             plan.pack([tensor], bucket)
@@ -324,7 +333,7 @@ def test_lazy_views_are_refused_since_their_memory_is_not_what_they_show() -> No
 
 
 def test_a_tensor_inside_the_bucket_is_refused_and_one_beside_it_in_its_storage_is_not() -> None:
-    plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
+    plan = ReshardPlan([SPEC], [TensorPiece(tensor=0, offset=0, shape=(4, 4))], 64)
     arena = bucket_of(192, 0)
     for start in (4, 64, 124):
         tensor = arena[start : start + 64].view(F32).view(4, 4)
@@ -337,15 +346,15 @@ def test_a_tensor_inside_the_bucket_is_refused_and_one_beside_it_in_its_storage_
 
 
 def test_too_few_tensors_are_refused() -> None:
-    plan = Plan([SPEC], [Piece(tensor=0, offset=0, shape=(4, 4))], 64)
+    plan = ReshardPlan([SPEC], [TensorPiece(tensor=0, offset=0, shape=(4, 4))], 64)
     with pytest.raises(ValueError, match="tensors: 0, the plan has 1"):
         plan.pack([], bucket_of(64))
 
 
 def test_interleaved_rows_do_not_overlap_and_a_shifted_one_does() -> None:
-    def plan(shift: int) -> Plan:
+    def plan(shift: int) -> ReshardPlan:
         pieces = [
-            Piece(
+            TensorPiece(
                 tensor=0,
                 offset=8 * i + shift * i,
                 shape=(4, 2),
@@ -354,7 +363,7 @@ def test_interleaved_rows_do_not_overlap_and_a_shifted_one_does() -> None:
             )
             for i in (0, 1)
         ]
-        return Plan([TensorSpec((4, 2), F32)], pieces, 80)
+        return ReshardPlan([TensorSpec((4, 2), F32)], pieces, 80)
 
     plan(0).pack([torch.zeros(4, 2)], bucket_of(80))
     with pytest.raises(ValueError, match="pieces: 0 and 1 both write to byte 16 of the bucket"):

@@ -27,7 +27,7 @@ def groups(scores: list[list[float]], lengths: int = 5) -> list[Group]:
     ]
 
 
-def rows(p: plan.Plan, update: int) -> list[str]:
+def rows(p: plan.StepPlan, update: int) -> list[str]:
     return sorted(r.id for part in p.updates[update] for r in part)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlcore.cli import profile as command
-from rlcore.records import AnyEvent, Finished, Progress, Request, Stats
+from rlcore.records import AnyEvent, Finished, LengthReport, Request, Stats
 from rlcore.sim import profile
 from tests import runs
 
@@ -57,7 +57,7 @@ class Told:
             ]
             live = [k for k, n in enumerate(lengths) if n < steps]
             self.events.append(
-                Progress(
+                LengthReport(
                     time=step / 100,
                     ids=tuple(ids[k] for k in live),
                     lengths=tuple(lengths[k] for k in live),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlcore.mcore.reference import Reference
+from rlcore.mcore.reference import ReferenceModel
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -16,7 +16,7 @@ def test_the_start_weights_come_in_place_and_go_again_bit_by_bit(pinned: bool) -
         torch.nn.Parameter(torch.randn(3, generator=g).to(torch.bfloat16)),
     ]
     start = [p.detach().clone() for p in own]
-    reference = Reference(own, pinned=pinned)
+    reference = ReferenceModel(own, pinned=pinned)
     with torch.no_grad():
         for p in own:
             p += 1

@@ -24,10 +24,10 @@ from rlcore.records import (
     Submit,
 )
 from rlcore.rollout.controller import Controller
-from rlcore.rollout.rounds import Log, Rounds
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.race import ByLog, Counted, Misfit
+from rlcore.rollout.round_log import Log, Rounds
+from rlcore.sched.completion_order import ByLog, Counted, ReplayMismatch
 from rlcore.sched.roles import RequestState
+from rlcore.sched.router import LeastLoaded
 from rlcore.sched.tail_batching import TailBatching
 
 SAMPLING = Sampling(max_tokens=64)
@@ -138,7 +138,7 @@ def test_what_the_log_does_not_have_is_held_back_and_what_it_has_is_waited_for()
     assert arrive("g.1") is None and arrive("g.0") is None
     assert arrive("g.2") is states["g.2"]
     assert race.next(lambda r: True) is states["g.0"]
-    with pytest.raises(Misfit, match="was over with 2 responses"):
+    with pytest.raises(ReplayMismatch, match="was over with 2 responses"):
         race.next(lambda r: True)
 
 
@@ -183,7 +183,7 @@ def test_responses_that_are_not_those_of_the_log_are_counted_and_said(tmp_path, 
 def test_a_round_of_another_run_is_refused(tmp_path, options, of_source, words):
     play(recorder(tmp_path / "a"), source(), 3)
     rounds = recorder(tmp_path / "b", tmp_path / "a", **options)
-    with pytest.raises(Misfit, match="^--debug.replay .*: its round of ") as error:
+    with pytest.raises(ReplayMismatch, match="^--debug.replay .*: its round of ") as error:
         play(rounds, source(**of_source), 4)
     assert words in str(error.value)
 
@@ -192,13 +192,15 @@ def test_a_round_that_the_log_does_not_have_is_refused(tmp_path):
     play(recorder(tmp_path / "a"), source(), 3)
     rounds, second = recorder(tmp_path / "b", tmp_path / "a"), source()
     play(rounds, second, 4)
-    with pytest.raises(Misfit, match="has no round that starts with t4; it ends with step 1"):
+    with pytest.raises(
+        ReplayMismatch, match="has no round that starts with t4; it ends with step 1"
+    ):
         play(rounds, second, 5)
 
 
 def test_other_sampling_is_named(tmp_path):
     play(recorder(tmp_path / "a"), source(), 3)
-    with pytest.raises(Misfit, match=r"was sampled with temperature 1.0, not 0.5"):
+    with pytest.raises(ReplayMismatch, match=r"was sampled with temperature 1.0, not 0.5"):
         play(recorder(tmp_path / "b", tmp_path / "a"), source(), 4, Sampling(temperature=0.5))
 
 

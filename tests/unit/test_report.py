@@ -33,7 +33,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
             rollout=SimpleNamespace(samples_per_prompt=2),
             train=SimpleNamespace(epochs=3),
         ),
-        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
+        ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
         flow=None,
     )
     algo = GRPOConfig(equal_reward_groups="drop")

@@ -36,7 +36,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> Checkpoints:
             checkpoint=SimpleNamespace(keep=keep, on_error="stop"),
         ),
         folder=folder,
-        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
+        ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
         learner=SimpleNamespace(load=lambda path: None),
         kl=AdaptiveController(0.1, 100),
         data=Data(),
@@ -156,7 +156,7 @@ def test_sizes_of_engines_go_on_and_a_checkpoint_without_them_changes_none(tmp_p
     before = TPPlanner(4, 4)
     before.after("long", 3)
     state = json.loads((path / "state.json").read_text())
-    for name, size in (("Listed", 1), ("TPPlanner", 4)):
+    for name, size in (("FixedSizes", 1), ("TPPlanner", 4)):
         (path / "state.json").write_text(json.dumps(state | {"sizes": {name: before.state()}}))
         go_on(run, path)
         assert policy.size("long") == size

@@ -136,7 +136,7 @@ def test_packages_of_the_environment_are_there_where_they_are_asked_for():
 
 
 def test_it_refuses_to_run_without_isolation_where_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(code.walls.shutil, "which", lambda name: None)
+    monkeypatch.setattr(code.isolation.shutil, "which", lambda name: None)
     with (
         RewardService("code", config=CodeRewardConfig(require_isolation=True)) as service,
         pytest.raises(RuntimeError, match="no isolation on this machine: bubblewrap"),

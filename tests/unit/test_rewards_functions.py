@@ -10,7 +10,7 @@ import pytest
 
 from rlcore.rewards import answers
 from rlcore.rewards.math import MathReward, MathRewardConfig
-from rlcore.rewards.registry import Part, config_class, parts_of, resolve
+from rlcore.rewards.registry import RewardTerm, config_class, parts_of, resolve
 from tests.contracts.reward_contract import Case, check_reward, prompt_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -236,15 +236,15 @@ def test_a_users_reward_is_found_by_dotted_path(tmp_path, monkeypatch):
 
 
 def test_a_sum_is_names_with_weights_and_a_port_is_no_weight():
-    assert parts_of("math") == (Part("math", "math", 1.0),)
+    assert parts_of("math") == (RewardTerm("math", "math", 1.0),)
     assert parts_of("math:1, my.judge:-0.5,a.judge") == (
-        Part("math", "math", 1.0),
-        Part("judge", "my.judge", -0.5),
-        Part("judge2", "a.judge", 1.0),
+        RewardTerm("math", "math", 1.0),
+        RewardTerm("judge", "my.judge", -0.5),
+        RewardTerm("judge2", "a.judge", 1.0),
     )
     assert parts_of("http://h:80,https://h:80/score:2e-1") == (
-        Part("http", "http://h:80", 1.0),
-        Part("http2", "https://h:80/score", 0.2),
+        RewardTerm("http", "http://h:80", 1.0),
+        RewardTerm("http2", "https://h:80/score", 0.2),
     )
     for bad in ("math:0", "math:1.2.3", "math,exact:1e999"):
         with pytest.raises(ValueError, match="the weight must be a number other than 0"):

@@ -20,7 +20,7 @@ import pytest
 from rlcore.config.schema import RewardConfig
 from rlcore.rewards.registry import config_class
 from rlcore.rewards.service import RewardService
-from rlcore.sched.reward import AdaptiveTimeout, reasons_of
+from rlcore.sched.reward_timeout import AdaptiveTimeout, reasons_of
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
 
 USER_CODE = '''
@@ -177,9 +177,11 @@ def test_a_right_answer_shortens_the_deadline_of_its_own_prompt_alone(make):
         "t0.2": (0.5, ""),
     }
     assert [found[i].timeout_s for i in ("t0.0", "t0.1", "t1.0")] == [60.0, 0.8, 60.0]
-    assert found["t0.0"].anchor_s == found["t0.0"].latency_s > 0
-    assert found["t0.1"].anchor_s == found["t0.2"].anchor_s == 0.0, "no right answers"
-    assert list(deadlines.state()["anchors"]) == ["test/1", "test/2"]
+    assert found["t0.0"].reference_latency_s == found["t0.0"].latency_s > 0
+    assert found["t0.1"].reference_latency_s == found["t0.2"].reference_latency_s == 0.0, (
+        "no right answers"
+    )
+    assert list(deadlines.state()["reference_latency"]) == ["test/1", "test/2"]
 
 
 def test_a_right_answer_ends_one_that_already_runs_and_other_ranks_are_listened_to(make):

@@ -25,8 +25,8 @@ from rlcore.records import (
     Down,
     EndRound,
     Finished,
+    LengthReport,
     Partial,
-    Progress,
     Request,
     Sample,
     Sampling,
@@ -36,12 +36,12 @@ from rlcore.records import (
 from rlcore.rewards.service import RewardService
 from rlcore.rollout.child import ChildEngine, joined
 from rlcore.rollout.controller import Controller
-from rlcore.rollout.replica import Agent, RoundCallbacks
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.stop import All, First
+from rlcore.rollout.worker import RolloutWorker, RoundCallbacks
+from rlcore.sched.router import LeastLoaded
+from rlcore.sched.stop import StopAtAll, StopAtFirst
 from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sync.colocated import ColocatedChannel
 from rlcore.sync.pack import push
@@ -127,7 +127,7 @@ class World:
         self.rollouts = [
             Rollout(
                 hub,
-                Agent(hub, engine, scorer, self.tokenizer.decode, deadline_s, 10.0),
+                RolloutWorker(hub, engine, scorer, self.tokenizer.decode, deadline_s, 10.0),
                 lambda stop, elastic: Controller(
                     ranks=range(n),
                     place=LeastLoaded(10**6),
@@ -178,7 +178,7 @@ def world(model: Path, engines: list[Any], **settings: Any) -> Iterator[World]:
 
 
 def samples_of(world: World) -> dict[str, Sample]:
-    return {i: s for rollout in world.rollouts for i, s in rollout.agent.samples.items()}
+    return {i: s for rollout in world.rollouts for i, s in rollout.worker.samples.items()}
 
 
 def checked(ends: list[Any]) -> EndRound:
@@ -200,7 +200,7 @@ def test_three_replicas_give_the_samples_of_one(model: Path) -> None:
         assert {ref.owner for g in end.groups for ref in g.refs} == {0, 1, 2}
         for rank, rollout in enumerate(three.rollouts):
             owned = {ref.id for g in end.groups for ref in g.refs if ref.owner == rank}
-            assert set(rollout.agent.samples) == owned
+            assert set(rollout.worker.samples) == owned
     assert len(found) == NUM_GROUPS * NUM_SAMPLES
     for i, sample in wanted.items():
         np.testing.assert_array_equal(found[i].tokens, sample.tokens)
@@ -234,9 +234,9 @@ def test_samples_that_came_before_the_round_was_over_here_are_not_waited_for(mod
         owners = {ref.id: ref.owner for g in end.groups for ref in g.refs}
         destination = dict.fromkeys(owners, (1,))
         fast, slow = two.rollouts
-        fast.agent.exchange.send([i for i in owners if owners[i] == 0], [1])
+        fast.worker.exchange.send([i for i in owners if owners[i] == 0], [1])
         deadline = time.monotonic() + 30
-        while set(slow.agent.exchange.here()) != set(owners) and time.monotonic() < deadline:
+        while set(slow.worker.exchange.here()) != set(owners) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert set(slow.route(destination, owners)) == set(owners)
 
@@ -291,7 +291,7 @@ def test_a_replica_that_trains_has_its_requests_go_on_elsewhere(model: Path) -> 
             three.everywhere(
                 lambda r: three.rollouts[r].run(
                     three.work() if r == 0 else [],
-                    All() if r == 0 else None,
+                    StopAtAll() if r == 0 else None,
                     elastic,
                     RoundCallbacks(streamer=ledgers[r]),
                 )
@@ -327,7 +327,7 @@ class Phoenix:
         for event in events:
             if isinstance(event, Finished):
                 del self._live[event.id]
-            elif isinstance(event, Progress):
+            elif isinstance(event, LengthReport):
                 for i, tail in zip(event.ids, event.tails, strict=True):
                     if i in self._live:
                         self._live[i].append(tail)
@@ -392,7 +392,7 @@ class Stuck(Mute):
     def poll(self, timeout_s: float) -> list[AnyEvent]:
         super().poll(timeout_s)
         n = len(self._ids)
-        return [Progress(ids=self._ids, lengths=(0,) * n), Stats(running=n)] if n else []
+        return [LengthReport(ids=self._ids, lengths=(0,) * n), Stats(running=n)] if n else []
 
 
 def test_a_replica_that_only_reports_is_named_as_well(model: Path) -> None:
@@ -527,11 +527,11 @@ def test_what_engines_counted_after_the_end_of_a_round_is_of_that_round(model: P
             structs.replace(each, sampling=Sampling(max_tokens=n))
             for each, n in zip(w.work(), lengths, strict=False)
         ]
-        stop = First({"": 1}, {each.id: "" for each in work})
+        stop = StopAtFirst({"": 1}, {each.id: "" for each in work})
         ends = w.everywhere(lambda r: w.rollouts[r].run(work if r == 0 else [], stop))
-        counted = [rollout.agent.counts["decode_steps"] for rollout in w.rollouts]
+        counted = [rollout.worker.counts["decode_steps"] for rollout in w.rollouts]
         assert counted == [e.steps for e in engines] and all(counted)
         assert ends[0].stats.get("sched/decode_steps", 0.0) < sum(counted), "it aborted something"
         w.round("u")
-        more = [rollout.agent.counts["decode_steps"] for rollout in w.rollouts]
+        more = [rollout.worker.counts["decode_steps"] for rollout in w.rollouts]
         assert [a + b for a, b in zip(counted, more, strict=True)] == [e.steps for e in engines]

@@ -59,7 +59,7 @@ def test_engine_log_probs_equal_the_learners_to_1e_5(tmp_path, arch):
     finally:
         learner.close()
     assert int(batch.mask.sum()) > 100
-    worst = (logp - batch.logp_sampler).abs()[batch.mask].max()
+    worst = (logp - batch.rollout_log_probs).abs()[batch.mask].max()
     assert worst <= 1e-5, f"{worst:.2e}"
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from rlcore.sandbox import box as box_module
-from rlcore.sandbox import walls
-from rlcore.sandbox.box import Broken, Limits, Sandbox
+from rlcore.sandbox import isolation
+from rlcore.sandbox.box import Broken, ProgramLimits, Sandbox
 from tests.hostile import FORGED_TESTS, FORGERS, SCRIPTS, SECRET
 
 ROOT = Path(__file__).resolve().parents[2]
-README = Path(walls.__file__).with_name("README.md")
-LIMITS = Limits()
+README = Path(isolation.__file__).with_name("README.md")
+LIMITS = ProgramLimits()
 LONG_S = 60.0
 
 
@@ -32,12 +32,12 @@ def within(seconds: float):
 @pytest.fixture(scope="module")
 def is_isolated():
     """Whether this machine has namespaces."""
-    return walls.grade().isolated
+    return isolation.grade().isolated
 
 
 def open_box(isolated: bool, is_isolated: bool) -> Sandbox:
     if isolated and not is_isolated:
-        pytest.skip(f"no namespaces here: {walls.grade().sentence}")
+        pytest.skip(f"no namespaces here: {isolation.grade().sentence}")
     return Sandbox(isolated)
 
 
@@ -124,39 +124,39 @@ def test_a_sandbox_that_cannot_be_emptied_or_come_back_at_once_costs_one_program
         monkeypatch.setattr(sandbox._walls, "empty_tmp", locked)
         with pytest.raises(Broken, match="the sandbox cannot be emptied"):
             sandbox.run("print(1)", within(LONG_S))
-        tries, start = [], box_module.Walls
+        tries, start = [], box_module.SandboxProcess
 
-        def in_vain(*args) -> walls.Walls:
+        def in_vain(*args) -> isolation.SandboxProcess:
             tries.append(args)
             if len(tries) < 3:
                 raise (RuntimeError("no memory"), OSError(28, "No space"))[len(tries) - 1]
             return start(*args)
 
         monkeypatch.setattr(box_module, "_PAUSES_S", (0.0, 0.0))
-        monkeypatch.setattr(box_module, "Walls", in_vain)
+        monkeypatch.setattr(box_module, "SandboxProcess", in_vain)
         assert sandbox.run("print(1)", within(LONG_S)).stdout == b"1\n"
 
 
 def test_a_sandbox_that_never_comes_back_says_how_often_it_was_tried(monkeypatch):
-    def in_vain(*args) -> walls.Walls:
+    def in_vain(*args) -> isolation.SandboxProcess:
         raise OSError(28, "No space left on device")
 
     with Sandbox(False) as sandbox:
         sandbox.close()
         monkeypatch.setattr(box_module, "_PAUSES_S", (0.0, 0.0))
-        monkeypatch.setattr(box_module, "Walls", in_vain)
+        monkeypatch.setattr(box_module, "SandboxProcess", in_vain)
         with pytest.raises(RuntimeError, match="does not start again, tried 3 times: .*No space"):
             sandbox.run("print(1)", within(LONG_S))
 
 
 def test_closing_a_sandbox_whose_folder_stays_raises_nothing(monkeypatch, caplog):
-    remove, folders = walls._remove, []
+    remove, folders = isolation._remove, []
 
     def in_vain(folder: str) -> None:
         folders.append(folder)
         raise subprocess.TimeoutExpired("rm", 30)
 
-    monkeypatch.setattr(walls, "_remove", in_vain)
+    monkeypatch.setattr(isolation, "_remove", in_vain)
     Sandbox(False).close()
     assert f"{folders[0]} is left behind" in caplog.text
     remove(folders[0])
@@ -290,12 +290,12 @@ def test_a_listener_on_the_host_is_out_of_reach(is_isolated):
 
 def test_without_bubblewrap_it_says_so_or_refuses(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "WEAK" in walls.grade().sentence and "bubblewrap" in walls.grade().sentence
+    assert "WEAK" in isolation.grade().sentence and "bubblewrap" in isolation.grade().sentence
     with Sandbox(False) as sandbox:
         found = sandbox.test("def f(): return 1", ["assert f() == 1"], within(LONG_S))
         assert found.passed == (True,)
     with pytest.raises(RuntimeError, match="bubblewrap is not installed.*require_isolation"):
-        walls.grade(require_isolation=True)
+        isolation.grade(require_isolation=True)
 
 
 def test_where_namespaces_are_forbidden_bubblewraps_own_words_are_told(monkeypatch, tmp_path):
@@ -304,7 +304,7 @@ def test_where_namespaces_are_forbidden_bubblewraps_own_words_are_told(monkeypat
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(RuntimeError, match="No permissions to create new namespace"):
-        walls.grade(require_isolation=True)
+        isolation.grade(require_isolation=True)
 
 
 def test_the_readme_has_every_attempt():

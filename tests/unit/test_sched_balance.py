@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlcore.sched.balance import Balance, Rates, best, measured
 
 FULL = Rates(
-    samples=100, tokens=6000, longest=600, step_s=0.01, running=1, train_s=30, push_s=1, places=10
+    samples=100, tokens=6000, longest=600, step_s=0.01, running=1, train_s=30, sync_s=1, places=10
 )
 """Ten places, a step of which takes .1 s where arithmetic decides: a token is .01 s of a rank."""
 
@@ -36,8 +36,8 @@ def test_engines_that_wait_for_memory_take_more_requests_for_little() -> None:
 
 ROW = {
     "timing_s/step": 10.0,
-    "timing_s/sync": 0.5,
-    "timing_s/hold": 0.5,
+    "timing_s/update_weights": 0.5,
+    "timing_s/pause_engines": 0.5,
     "sched/trainer_idle": 0.4,
     "sched/busy_s": 24.0,
     "sched/decode_steps": 2400.0,
@@ -58,7 +58,7 @@ def test_rates_are_those_of_the_ranks_that_worked() -> None:
         step_s=0.01,
         running=4.0,
         train_s=10.0,
-        push_s=1.0,
+        sync_s=1.0,
         places=8.0,
         tp=2,
     )

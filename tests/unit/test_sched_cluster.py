@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.sched.cluster import Cluster, Group, Job, Nodes, Pool
+from rlcore.sched.cluster import Cluster, JobGroup, MuxJob, NodePool, Nodes
 from rlcore.sched.drift import drifted, grown
 from rlcore.sched.phase_mux import Member
 from rlcore.sim.mux_baselines import optimum
-from rlcore.sim.mux_world import Iteration, VirtualJob, World
+from rlcore.sim.mux_group import Iteration, MuxSimulation, VirtualJob
 
-ROLLOUT = Pool(price=14.8, memory_gb=1500, switch_s=1.0)
-TRAIN = Pool(price=42.24, memory_gb=1500, switch_s=5.0)
+ROLLOUT = NodePool(price=14.8, memory_gb=1500, switch_s=1.0)
+TRAIN = NodePool(price=42.24, memory_gb=1500, switch_s=5.0)
 
 
 def job(name, rollout_s, train_s, slo=2.0, nodes=1, **more):
     sizes = {"rollout_nodes": nodes, "train_nodes": nodes} | more
-    return Job(id=name, rollout_s=rollout_s, train_s=train_s, slo=slo, **sizes)
+    return MuxJob(id=name, rollout_s=rollout_s, train_s=train_s, slo=slo, **sizes)
 
 
 def test_two_equal_jobs_share_one_pair_of_nodes():
@@ -79,7 +79,7 @@ def test_a_job_on_more_train_nodes_brings_them():
 
 
 def test_a_full_pool_queues_and_an_impossible_job_is_refused():
-    small = Cluster(Pool(nodes=1, switch_s=1), Pool(nodes=1))
+    small = Cluster(NodePool(nodes=1, switch_s=1), NodePool(nodes=1))
     assert small.admit(job("A", 100, 100, slo=1)).kind == "isolated"
     queued = small.admit(job("B", 100, 100, slo=1))
     assert queued.kind == "queued"
@@ -105,7 +105,7 @@ def test_a_job_that_takes_longer_than_it_said_may_stay_while_promises_hold():
 
 
 def test_a_job_may_not_grow_beyond_the_memory_of_its_nodes():
-    cluster = Cluster(Pool(nodes=1, memory_gb=100), Pool(nodes=1, memory_gb=100))
+    cluster = Cluster(NodePool(nodes=1, memory_gb=100), NodePool(nodes=1, memory_gb=100))
     cluster.admit(job("A", 100, 100, slo=4, rollout_gb=40, train_gb=40))
     cluster.admit(job("B", 100, 100, slo=4, rollout_gb=40, train_gb=40))
     assert cluster.group_of("A").host_gb == (80, 80)
@@ -131,7 +131,7 @@ def test_a_job_may_not_grow_beyond_the_memory_of_its_nodes():
 def test_a_job_that_cannot_be_is_refused(wrong, what):
     values = {"rollout_nodes": 1, "train_nodes": 1, "rollout_s": 1.0, "train_s": 1.0} | wrong
     with pytest.raises(ValueError, match=what):
-        Job(id="A", **values)
+        MuxJob(id="A", **values)
 
 
 def test_colocated_jobs_share_time_as_far_as_promises_reach():
@@ -163,7 +163,7 @@ def test_beside_a_colocated_job_rollouts_have_nodes_of_their_own_where_it_pays()
     assert (made.kind, made.rollout, made.period_s) == ("scaled", (1,), 367)
 
 
-def member_of(group: Group, name: str) -> VirtualJob:
+def member_of(group: JobGroup, name: str) -> VirtualJob:
     """As the arbiter has it take its turns, at its worst."""
     one = group.jobs[name]
     slots = {
@@ -183,7 +183,9 @@ def test_no_turns_of_a_group_with_colocated_jobs_take_longer_than_its_period(see
     """By the turns that the arbiter gives: every iteration ends at its time of the round that was
     laid out, or before."""
     dice = random.Random(seed)
-    cluster = Cluster(Pool(switch_s=dice.choice([0, 3])), Pool(switch_s=dice.choice([0, 5])))
+    cluster = Cluster(
+        NodePool(switch_s=dice.choice([0, 3])), NodePool(switch_s=dice.choice([0, 5]))
+    )
     for n in range(dice.randint(2, 7)):
         took = dice.uniform(5, 100), dice.uniform(5, 100)
         sizes = {"rollout_nodes": dice.randint(1, 3), "train_nodes": dice.randint(1, 2)}
@@ -192,7 +194,7 @@ def test_no_turns_of_a_group_with_colocated_jobs_take_longer_than_its_period(see
     for group in (g for g in cluster if g.has_colocated):
         jobs = [member_of(group, name) for name in group.order()]
         switch = dict(zip(("rollout", "train"), group.switches(len(jobs)), strict=True))
-        ends = World(jobs, switch_s=switch).run(8).ends
+        ends = MuxSimulation(jobs, switch_s=switch).run(8).ends
         for name, times in ends.items():
             for n, at in enumerate(times):
                 assert at <= (n + 1) * group.period_s + 1e-6, (name, n)
@@ -200,8 +202,8 @@ def test_no_turns_of_a_group_with_colocated_jobs_take_longer_than_its_period(see
                 assert times[-1] - times[-2] == pytest.approx(group.period_s)
 
 
-def job_of(colocated: bool, train_scaling: float, **values) -> Job:
-    return Job(colocated=colocated, train_scaling=0.0 if colocated else train_scaling, **values)
+def job_of(colocated: bool, train_scaling: float, **values) -> MuxJob:
+    return MuxJob(colocated=colocated, train_scaling=0.0 if colocated else train_scaling, **values)
 
 
 jobs_of = st.builds(
@@ -231,7 +233,9 @@ def test_no_promise_is_ever_broken(jobs, dice, is_small, repacks):
     """I7, I8: whoever comes and leaves. Nodes are in one group each, memory is kept, a restored
     cluster decides the same."""
     size = 6 if is_small else None
-    pools = [Pool(nodes=size, price=p.price, memory_gb=1500, switch_s=3) for p in (ROLLOUT, TRAIN)]
+    pools = [
+        NodePool(nodes=size, price=p.price, memory_gb=1500, switch_s=3) for p in (ROLLOUT, TRAIN)
+    ]
     cluster, there = Cluster(*pools), []
     for one in jobs:
         again = Cluster(*pools)
@@ -258,7 +262,7 @@ def test_no_promise_is_ever_broken(jobs, dice, is_small, repacks):
 
 
 def test_a_job_that_runs_somewhere_is_placed_there_or_waits():
-    pools = [Pool(nodes=3, memory_gb=1500, switch_s=p.switch_s) for p in (ROLLOUT, TRAIN)]
+    pools = [NodePool(nodes=3, memory_gb=1500, switch_s=p.switch_s) for p in (ROLLOUT, TRAIN)]
     cluster = Cluster(*pools)
 
     def on(rollout, train):
@@ -294,7 +298,7 @@ def test_a_job_that_runs_somewhere_is_placed_there_or_waits():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(jobs_of, max_size=15, unique_by=lambda j: j.id), st.randoms())
 def test_no_promise_is_broken_to_jobs_that_run_somewhere(jobs, dice):
-    pools = [Pool(nodes=4, price=p.price, memory_gb=1500, switch_s=3) for p in (ROLLOUT, TRAIN)]
+    pools = [NodePool(nodes=4, price=p.price, memory_gb=1500, switch_s=3) for p in (ROLLOUT, TRAIN)]
     cluster, there = Cluster(*pools), {}
     for one in jobs:
         on = Nodes(
@@ -324,7 +328,7 @@ def _where(cluster: Cluster) -> dict[str, tuple[int, tuple[int, ...], tuple[int,
     return {name: (g.id, g.pinned[name], g.train) for g in cluster for name in g.jobs}
 
 
-def _check(cluster: Cluster, there: list[Job]) -> None:
+def _check(cluster: Cluster, there: list[MuxJob]) -> None:
     assert sorted(name for g in cluster for name in g.jobs) == sorted(j.id for j in there)
     for one in there:
         group = cluster.group_of(one.id)
@@ -357,7 +361,7 @@ def _cheapest(jobs, nodes):
     """All ways to pin jobs of one node each to so many."""
     best = math.inf
     for pins in product(range(nodes), repeat=len(jobs)):
-        group = Group(0, (ROLLOUT, TRAIN))
+        group = JobGroup(0, (ROLLOUT, TRAIN))
         for one, pin in zip(jobs, pins, strict=True):
             group.add(one, [pin], (0,))
         fits = all(gb <= ROLLOUT.memory_gb for _, _, gb in group.load.values())

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.sched.cluster import Group, Job, Pool
+from rlcore.sched.cluster import JobGroup, MuxJob, NodePool
 from rlcore.sched.phase_mux import Grant, Member, Migrate, PhaseMux
-from rlcore.sim.mux_world import Iteration, VirtualJob, World
+from rlcore.sim.mux_group import Iteration, MuxSimulation, VirtualJob
 
 seconds = st.one_of(st.floats(1, 100), st.integers(1, 4).map(float))  # of these many are equal
 
@@ -34,7 +34,7 @@ def closed_form(jobs, switch=(0.0, 0.0)):
 
 def period(jobs, switch=(0.0, 0.0), iterations=48):
     """Of the slowest job, in the second half."""
-    world = World(jobs, switch_s={"rollout": switch[0], "train": switch[1]})
+    world = MuxSimulation(jobs, switch_s={"rollout": switch[0], "train": switch[1]})
     trace = world.run(iterations)
     ends = [trace.ends[j.member.job] for j in jobs]
     half = iterations // 2 // 4 * 4  # what takes longer in every second round, or in one of four
@@ -43,11 +43,11 @@ def period(jobs, switch=(0.0, 0.0), iterations=48):
 
 def promised(jobs, switch=(0.0, 0.0)):
     """By `cluster.py`."""
-    group = Group(0, (Pool(switch_s=switch[0]), Pool(switch_s=switch[1])))
+    group = JobGroup(0, (NodePool(switch_s=switch[0]), NodePool(switch_s=switch[1])))
     for j in jobs:
         took, nodes = j.iteration(0), [int(n[1:]) for n in j.member.slots["rollout"]]
         seconds = {name: getattr(took, name) for name in ("rollout_s", "train_s", "sync_s")}
-        known = Job(id=j.member.job, rollout_nodes=len(nodes), train_nodes=1, **seconds)
+        known = MuxJob(id=j.member.job, rollout_nodes=len(nodes), train_nodes=1, **seconds)
         group.add(known, nodes, (0,))
     return group.period_s
 
@@ -131,7 +131,7 @@ def test_shorter_phases_never_make_anybody_later_than_the_worst_case(seed, count
         return lambda _: Iteration(rollout_s=r * rng.random(), train_s=t * rng.random())
 
     actual = [VirtualJob(member=b.member, iteration=shorter(n)) for n, b in enumerate(bound)]
-    at_worst, real = World(bound).run(20).ends, World(actual).run(20).ends
+    at_worst, real = MuxSimulation(bound).run(20).ends, MuxSimulation(actual).run(20).ends
     for name, ends in real.items():
         for mine, worst_end in zip(ends, at_worst[name], strict=False):
             assert mine <= worst_end + 1e-9

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlcore.sched.planner import Listed, TPPlanner
-from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.planner import FixedSizes, TPPlanner
+from rlcore.sched.reward_timeout import AdaptiveTimeout
 
 
 def sizes(planner: TPPlanner, preemptions: list[int], kind: str = "short") -> list[int]:
@@ -38,12 +38,12 @@ def test_nothing_is_halved_below_the_smallest_size_that_has_room():
 
 
 def test_listed_sizes_are_of_rounds_and_the_last_one_holds():
-    listed, found = Listed([1, 2, 1, 4]), []
+    listed, found = FixedSizes([1, 2, 1, 4]), []
     for _ in range(6):
         found.append(listed.size("all"))
         listed.after("all", 0)
     assert found == [1, 2, 1, 4, 4, 4]
-    again = Listed([1, 2, 1, 4])
+    again = FixedSizes([1, 2, 1, 4])
     again.restore({"rounds": 1})
     assert again.size("short") == 2 and again.state() == {"rounds": 1}
 

@@ -19,7 +19,7 @@ from rlcore.records import (
     AnyCommand,
     AnyEvent,
     Down,
-    Drop,
+    DropEngine,
     EndRound,
     Finished,
     Partial,
@@ -38,10 +38,10 @@ from rlcore.records import (
     Work,
 )
 from rlcore.rollout.controller import Controller
-from rlcore.sched.place import LeastLoaded
 from rlcore.sched.roles import Cell, GroupState, Live, RequestState
-from rlcore.sched.stop import All, First
-from rlcore.sched.stream import Lengths, StreamWindow, cells
+from rlcore.sched.router import LeastLoaded
+from rlcore.sched.stop import StopAtAll, StopAtFirst
+from rlcore.sched.stream import LengthDistribution, StreamWindow, cells
 from rlcore.trainer import stream_loop
 
 FOUR = cells([[0], [1], [2], [3]], [[0], [1], [2], [3]])
@@ -54,7 +54,7 @@ def window(parts=FOUR, *, cache_tokens=1000, max_running=64, batch_tokens=100, *
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(0, 60))
 def test_the_mean_of_longer_ones_is_over_the_newest(lengths: list[int], length: int) -> None:
-    seen = Lengths(history=20)
+    seen = LengthDistribution(history=20)
     for n in lengths:
         seen.add(n)
     longer = [n for n in lengths[-20:] if n > length]
@@ -271,7 +271,7 @@ def test_every_group_is_trained_once_whatever_happens(
 ) -> None:
     parts, n = LAYOUTS[layout]
     todo = work(8, 3)
-    stop = First({"s": 6}, {w.id: "s" for w in todo}) if tail else All()
+    stop = StopAtFirst({"s": 6}, {w.id: "s" for w in todo}) if tail else StopAtAll()
     world = Replicas(parts, n, stop, random.Random(seed), deaths)
     world.run(todo)
     end = world.ends[0]
@@ -295,7 +295,7 @@ def test_an_engine_that_leaves_is_ended_when_another_of_its_ranks_has_lost_its_p
     parts = cells([[0, 1], [2, 3]], [[0], [1], [2], [3]])
     c = Controller(
         ranks=[0, 2], all_ranks=range(4), members={0: [1], 2: [3]}, place=LeastLoaded(64),
-        stop=All(), deadline_s=10.0, elastic=window(parts, cache_tokens=10**6),
+        stop=StopAtAll(), deadline_s=10.0, elastic=window(parts, cache_tokens=10**6),
     )  # fmt: skip
     c.start(work(4, 1), 0.0)
     for rank in range(4):
@@ -304,7 +304,7 @@ def test_an_engine_that_leaves_is_ended_when_another_of_its_ranks_has_lost_its_p
     release, *_ = c.handle(Rewarded(rank=0, id="t0.0", result=RewardResult(score=1.0)), 1.0)
     assert isinstance(release, Release) and release.rank == 2
     (drop,) = c.handle(Down(rank=3, reason="killed"), 1.0)
-    assert isinstance(drop, Drop) and drop.rank == 2
+    assert isinstance(drop, DropEngine) and drop.rank == 2
     (submit, *_) = c.handle(Down(rank=2, reason="was ended: killed"), 1.0)
     assert isinstance(submit, Submit) and submit.rank == 0
 
@@ -314,7 +314,7 @@ def test_a_gradient_that_is_begun_anew_takes_the_engine_back() -> None:
     buffer to drop it from."""
     back: list[bool] = []
     device = SimpleNamespace(engine_is_back=lambda: back.append(True))
-    stream = stream_loop.Stream(SimpleNamespace(cfg=None, learner=None, device=device))  # type: ignore
+    stream = stream_loop.StreamTrainer(SimpleNamespace(cfg=None, learner=None, device=device))  # type: ignore
     stream.forget()
     assert back == [True]
 
@@ -350,10 +350,14 @@ class Leavers(Replicas):
     """A node that was left is another job's, whatever dies and starts again."""
 
     def __init__(self, dice: random.Random, deaths: int) -> None:
-        super().__init__(FOUR, 4, All(), dice, deaths)
+        super().__init__(FOUR, 4, StopAtAll(), dice, deaths)
         self.leaves = Leaves(3)
         self.controller = Controller(
-            ranks=range(4), place=LeastLoaded(64), stop=All(), deadline_s=10.0, elastic=self.leaves
+            ranks=range(4),
+            place=LeastLoaded(64),
+            stop=StopAtAll(),
+            deadline_s=10.0,
+            elastic=self.leaves,
         )
 
     def do_in(self, rank: int) -> None:
@@ -380,7 +384,7 @@ def test_most_rounds_do_train_early() -> None:
     """Or the test above says nothing."""
     early = migrated = 0
     for seed in range(20):
-        world = Replicas(FOUR, 4, All(), random.Random(seed), 0)
+        world = Replicas(FOUR, 4, StopAtAll(), random.Random(seed), 0)
         world.run(work(8, 3))
         early += bool(world.ends[0].streamed)
         migrated += world.ends[0].stats.get("sched/migrated", 0) > 0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rlcore.utils import gang as gangs
-from rlcore.utils.flight import Flight
-from rlcore.utils.gang import Gang
+from rlcore.utils import health as gangs
+from rlcore.utils.flight_recorder import FlightRecorder
+from rlcore.utils.health import Health
 from rlcore.utils.sealed import SECRET_BYTES, ForgedValueError, SealedStore, share_secret
 
 SECRET = b"s" * SECRET_BYTES
@@ -100,7 +100,10 @@ def test_a_forged_alarm_ends_nothing_and_mutes_no_later_one(
     monkeypatch.setattr(gangs, "GRACE_S", 1.0)
     raw = dist.HashStore()
     store = SealedStore(raw, SECRET)
-    two = [Gang(Flight(r, 2, tmp_path), store, beat_s=0.01).start(signals=False) for r in range(2)]
+    two = [
+        Health(FlightRecorder(r, 2, tmp_path), store, beat_s=0.01).start(signals=False)
+        for r in range(2)
+    ]
     try:
         (store if knows_secret else raw).set("alarm", forged)
         end = time.monotonic() + 20
@@ -119,13 +122,15 @@ def test_a_forged_alarm_ends_nothing_and_mutes_no_later_one(
 
 def test_a_forged_sign_of_life_is_not_believed(tmp_path: Path) -> None:
     raw = dist.HashStore()
-    gang = Gang(Flight(0, 2, tmp_path), SealedStore(raw, SECRET))
+    gang = Health(FlightRecorder(0, 2, tmp_path), SealedStore(raw, SECRET))
     raw.set("beat/1", "{}")
     assert list(gang._last_beats()) == [0]
 
 
 def test_the_health_thread_survives_what_it_did_not_expect(tmp_path: Path) -> None:
-    gang = Gang(Flight(0, 2, tmp_path), SealedStore(dist.HashStore(), SECRET), beat_s=0.01)
+    gang = Health(
+        FlightRecorder(0, 2, tmp_path), SealedStore(dist.HashStore(), SECRET), beat_s=0.01
+    )
     calls: list[int] = []
 
     def broken() -> str:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rlcore.rollout.histospec import history_of, prompt_key
+from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.drafts import Drafts
 from rlcore.rollout.sglang_engine.mask import chain_mask
 from rlcore.rollout.sglang_engine.names import PROMPT_KEY
-from rlcore.rollout.sglang_engine.page import Page
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 
 PROMPT = np.array([3, 4, 5], np.int32)
@@ -34,7 +34,7 @@ def request(rid: str, output: list[int], limit: int = 50, stops: tuple[int, ...]
 
 @pytest.fixture
 def page(tmp_path):
-    return Page(str(tmp_path), new=True), Page(str(tmp_path))
+    return Counters(str(tmp_path), new=True), Counters(str(tmp_path))
 
 
 @pytest.fixture

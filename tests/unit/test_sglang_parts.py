@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from rlcore.records import Request, Sampling
-from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.sglang_engine import plugin, server
-from rlcore.rollout.sglang_engine.engine import SGLangEngine, _Flight, _Job, _signed
+from rlcore.rollout.sglang_engine.engine import SGLangEngine, _Job, _signed, _Stay
 from rlcore.rollout.sglang_engine.server import Server
 from rlcore.rollout.torch_engine.sampler import GOLDEN
 from rlcore.utils.seed import derive
@@ -140,7 +140,7 @@ def test_an_error_of_a_call_is_the_death_of_a_process_where_one_is_dead():
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         running = thread.submit(loop.run_forever)
         try:
-            for processes, error in (([dead], EngineGoneError), ([], RuntimeError)):
+            for processes, error in (([dead], EngineFailedError), ([], RuntimeError)):
                 made = bare_server(processes)
                 made._watched, made.loop = time.monotonic(), loop  # it was looked at just now
                 with pytest.raises(RuntimeError) as raised:
@@ -220,8 +220,8 @@ def test_whatever_goes_wrong_behind_a_request_fails_the_engine(adapter, monkeypa
         raise KeyError("a flight")
 
     monkeypatch.setattr(adapter, "_landed", lost)
-    asyncio.run(adapter._fly(job("f.0"), _Flight(rid="0", base=0)))
-    with pytest.raises(EngineGoneError, match="request f.0: KeyError: 'a flight'"):
+    asyncio.run(adapter._fly(job("f.0"), _Stay(rid="0", base=0)))
+    with pytest.raises(EngineFailedError, match="request f.0: KeyError: 'a flight'"):
         adapter.poll(0.0)
 
 

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from rlcore.records import Prompt, Sampling, Work
 from rlcore.sched.roles import Round
-from rlcore.sched.stop import All, First
+from rlcore.sched.stop import StopAtAll, StopAtFirst
 from rlcore.sim import rollpacker
-from rlcore.sim.cluster import Run
-from rlcore.sim.cost import GPUS, MODELS, Cost, from_data_sheet, least_tp, with_step
-from rlcore.sim.replica import Job, Replica
-from rlcore.sim.rewards import Fixed, Rewards
+from rlcore.sim.cluster import SimRun
+from rlcore.sim.cost import GPUS, MODELS, EngineCost, from_data_sheet, least_tp, with_step
+from rlcore.sim.engine import SimRequest, VirtualEngine
+from rlcore.sim.rewards import FixedScorer, Rewards
+from rlcore.sim.round import SimSettings
 from rlcore.sim.workload import GENERATORS, Recorded
-from rlcore.sim.world import World
 
 # ---- costs
 
 
 def test_a_step_by_hand_and_many_steps_are_their_sum():
-    cost = Cost(step_s=1.0, sequence_s=0.1, context_s=0.01)
+    cost = EngineCost(step_s=1.0, sequence_s=0.1, context_s=0.01)
     assert cost.decode_s(2, 10, 1) == pytest.approx(1 + 0.2 + 0.1)
     by_one = sum(cost.decode_s(2, 10 + 2 * k, 1) for k in range(7))
     assert cost.decode_s(2, 10, 7) == pytest.approx(by_one)
@@ -41,7 +41,7 @@ def test_a_step_by_hand_and_many_steps_are_their_sum():
 def test_the_steps_within_a_time_are_those_that_take_it(
     sequences, context, steps, sequence_s, context_s, part
 ):
-    cost = Cost(step_s=0.01, sequence_s=sequence_s, context_s=context_s)
+    cost = EngineCost(step_s=0.01, sequence_s=sequence_s, context_s=context_s)
     until = cost.decode_s(sequences, context, steps)
     after = cost.decode_s(sequences, context, steps + 1)
     assert cost.steps_within(sequences, context, until + part * 0.99 * (after - until)) in (
@@ -65,7 +65,7 @@ def test_a_measured_step_makes_every_size_slower_by_the_same_factor():
 
 
 def test_the_least_size_holds_the_weights_and_a_request():
-    def costs(tp: int) -> Cost:
+    def costs(tp: int) -> EngineCost:
         return from_data_sheet(MODELS["32B"], GPUS["H100"], tp)
 
     assert least_tp(costs, 1000, 8) == 2  # 66 GB do not leave room on one GPU of 64 GB
@@ -76,23 +76,23 @@ def test_the_least_size_holds_the_weights_and_a_request():
 # ---- a replica
 
 
-def finish_times(cost: Cost, jobs: list[tuple[int, int, float]], max_running: int = 1 << 30):
+def finish_times(cost: EngineCost, jobs: list[tuple[int, int, float]], max_running: int = 1 << 30):
     """(prompt, length, arrival) of each; when each ends."""
-    replica, ends = Replica(cost, max_running), {}
+    replica, ends = VirtualEngine(cost, max_running), {}
     arrivals = sorted((time, i) for i, (_, _, time) in enumerate(jobs))
     while arrivals or replica.live:
         at = replica.next_event()
         if arrivals and (at is None or arrivals[0][0] <= at):
             time, i = arrivals.pop(0)
             prompt, length, _ = jobs[i]
-            replica.submit([Job(id=f"r{i}", prompt=prompt, length=length)], time)
+            replica.submit([SimRequest(id=f"r{i}", prompt=prompt, length=length)], time)
             continue
         for job in replica.step_to_event():
             ends[job.id] = at
     return ends, replica
 
 
-def slowly(cost: Cost, jobs: list[tuple[int, int]], max_running: int):
+def slowly(cost: EngineCost, jobs: list[tuple[int, int]], max_running: int):
     """All arrive at 0; one step after the other."""
     waiting = [[i, prompt, length, 0] for i, (prompt, length) in enumerate(jobs)]
     running, ends, now, preempted = [], {}, 0.0, 0
@@ -131,7 +131,9 @@ def slowly(cost: Cost, jobs: list[tuple[int, int]], max_running: int):
     max_running=st.sampled_from([1, 3, 100]),
 )
 def test_events_are_those_of_a_replica_that_decodes_token_by_token(jobs, cache, max_running):
-    cost = Cost(step_s=1.0, sequence_s=0.125, context_s=0.0625, prefill_s=0.5, cache_tokens=cache)
+    cost = EngineCost(
+        step_s=1.0, sequence_s=0.125, context_s=0.0625, prefill_s=0.5, cache_tokens=cache
+    )
     ours, replica = finish_times(cost, [(p, n, 0.0) for p, n in jobs], max_running)
     theirs, preempted = slowly(cost, jobs, max_running)
     assert ours.keys() == theirs.keys()
@@ -142,11 +144,13 @@ def test_events_are_those_of_a_replica_that_decodes_token_by_token(jobs, cache, 
 
 
 def test_an_arrival_slows_those_that_are_there_and_an_abort_hands_back_what_was_made():
-    cost = Cost(step_s=0.0, sequence_s=1.0)
+    cost = EngineCost(step_s=0.0, sequence_s=1.0)
     ends, _ = finish_times(cost, [(1, 10, 0.0), (1, 4, 5.0)])
     assert ends == {"r0": 14.0, "r1": 13.0}
-    replica = Replica(cost)
-    replica.submit([Job(id="a", prompt=1, length=10), Job(id="b", prompt=1, length=10)], 0.0)
+    replica = VirtualEngine(cost)
+    replica.submit(
+        [SimRequest(id="a", prompt=1, length=10), SimRequest(id="b", prompt=1, length=10)], 0.0
+    )
     (gone,) = replica.abort(["b"], 6.5)
     assert (gone.id, gone.have) == ("b", 3) and replica.live == 1
     assert replica.next_event() == pytest.approx(6.0 + 7.0)
@@ -154,11 +158,11 @@ def test_an_arrival_slows_those_that_are_there_and_an_abort_hands_back_what_was_
 
 def test_what_a_replica_lets_go_of_goes_on_elsewhere_from_the_tokens_that_there_are():
     """Ten tokens, four of them made at the first, whose prompt and tokens the second prefills."""
-    first, second = (Replica(Cost(step_s=1.0, prefill_s=0.5)) for _ in range(2))
-    first.submit([Job(id="a", prompt=2, length=10)], 0.0)  # prefilled until 1.0
+    first, second = (VirtualEngine(EngineCost(step_s=1.0, prefill_s=0.5)) for _ in range(2))
+    first.submit([SimRequest(id="a", prompt=2, length=10)], 0.0)  # prefilled until 1.0
     (job,) = first.release(5.0)
     assert (job.have, first.live, first.next_event()) == (4, 0, None)
-    second.submit([Job(id="a", prompt=2, length=10, have=job.have)], 5.0)
+    second.submit([SimRequest(id="a", prompt=2, length=10, have=job.have)], 5.0)
     assert second.next_event() == pytest.approx(5.0 + 0.5 * 6 + 6)
     assert second.step_to_event()[0].id == "a" and second.decoded == 6
 
@@ -179,39 +183,43 @@ def work(num_groups: int, num_samples: int, wanted: int = 0) -> list[Work]:
     ]
 
 
-def world(lengths: dict[str, int], replicas: int = 1, **options) -> World:
-    return World([Cost(step_s=1.0)] * replicas, lambda r: lengths[r.id], **options)
+def world(lengths: dict[str, int], replicas: int = 1, **options) -> SimSettings:
+    return SimSettings([EngineCost(step_s=1.0)] * replicas, lambda r: lengths[r.id], **options)
 
 
 LENGTHS = {"t0.0": 5, "t0.1": 9, "t1.0": 7, "t1.1": 50}
 
 
 def test_all_waits_for_the_longest_and_the_first_do_not():
-    whole = world(LENGTHS).run(Round(work=work(2, 2), stop=All()))
+    whole = world(LENGTHS).run(Round(work=work(2, 2), stop=StopAtAll()))
     assert whole.seconds == 50 and whole.kept == ["t0", "t1"] and whole.decoded == 71
-    first = world(LENGTHS).run(Round(work=work(2, 2), stop=First({"": 1}, {"t0": "", "t1": ""})))
+    first = world(LENGTHS).run(
+        Round(work=work(2, 2), stop=StopAtFirst({"": 1}, {"t0": "", "t1": ""}))
+    )
     assert first.seconds == 9 and first.kept == ["t0"]
     assert first.decoded == 5 + 9 + 7 + 9
-    each = First({"": 2}, {"t0": "", "t1": ""})
+    each = StopAtFirst({"": 2}, {"t0": "", "t1": ""})
     kept = world(LENGTHS).run(Round(work=work(2, 2, wanted=1), stop=each))
     assert kept.seconds == 7 and kept.lengths == [5, 7]
 
 
 def test_a_slow_reward_holds_the_round_and_workers_take_turns():
-    rewards = Rewards({"": Fixed(each_s=10.0, workers=1)})
-    out = world(LENGTHS, rewards=rewards).run(Round(work=work(2, 2), stop=All()))
+    rewards = Rewards({"": FixedScorer(each_s=10.0, workers=1)})
+    out = world(LENGTHS, rewards=rewards).run(Round(work=work(2, 2), stop=StopAtAll()))
     # scored one after the other: 5 to 15, 7 to 25, 9 to 35, 50 to 60
     assert out.seconds == 60 and out.last_finish == 50 and out.reward_s == 0
 
 
 def test_rewards_after_the_rollout_begin_when_it_is_over():
-    rewards = Rewards({"": Fixed(each_s=10.0, workers=2)}, after=True)
-    out = world(LENGTHS, rewards=rewards).run(Round(work=work(2, 2), stop=All()))
+    rewards = Rewards({"": FixedScorer(each_s=10.0, workers=2)}, after=True)
+    out = world(LENGTHS, rewards=rewards).run(Round(work=work(2, 2), stop=StopAtAll()))
     assert out.seconds == 50 and out.reward_s == 20
 
 
 def test_two_replicas_share_a_round_and_it_repeats_itself():
-    runs = [world(LENGTHS, replicas=2).run(Round(work=work(2, 2), stop=All())) for _ in range(2)]
+    runs = [
+        world(LENGTHS, replicas=2).run(Round(work=work(2, 2), stop=StopAtAll())) for _ in range(2)
+    ]
     assert runs[0] == runs[1]
     one, two = runs[0].spans
     assert one == [(0.0, 5.0, 2), (5.0, 9.0, 1)]  # a new span where half as many are decoded
@@ -220,9 +228,9 @@ def test_two_replicas_share_a_round_and_it_repeats_itself():
 
 
 def test_a_request_that_is_preempted_counts_once():
-    costs = [Cost(step_s=1.0, cache_tokens=30.0)]
+    costs = [EngineCost(step_s=1.0, cache_tokens=30.0)]
     lengths = {"t0.0": 12, "t1.0": 12}
-    out = World(costs, lambda r: lengths[r.id]).run(Round(work=work(2, 1), stop=All()))
+    out = SimSettings(costs, lambda r: lengths[r.id]).run(Round(work=work(2, 1), stop=StopAtAll()))
     assert out.kept == ["t0", "t1"] and out.preemptions == 1
 
 
@@ -259,7 +267,7 @@ def test_recorded_lengths_are_dealt_without_replacement_first():
 
 
 def test_the_share_of_long_rounds_and_the_gain_of_a_few_rounds():
-    found = list(Run(rollpacker.arm_of_figure_11("16k", 1.25, 1.25, 0)).steps(5))
+    found = list(SimRun(rollpacker.arm_of_figure_11("16k", 1.25, 1.25, 0)).steps(5))
     assert [s.kind for s in found] == ["short"] * 4 + ["long"]
     assert all(len(s.outcome.kept) == 128 and len(s.outcome.lengths) == 1024 for s in found)
     short, long = [s.seconds for s in found[:4]], found[4].seconds

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from rlcore.sim import profile
-from rlcore.sim.cost import Cost
-from rlcore.sim.profile import Decode, Layout, Prefill
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.profile import Decode, EngineMeasurements, Prefill
 
-TRUE = Cost(step_s=0.01, sequence_s=1e-4, context_s=2e-7, prefill_s=3e-5, cache_tokens=4096)
+TRUE = EngineCost(step_s=0.01, sequence_s=1e-4, context_s=2e-7, prefill_s=3e-5, cache_tokens=4096)
 
 
-def rows(cost: Cost) -> list[Decode]:
+def rows(cost: EngineCost) -> list[Decode]:
     return [
         Decode(sequences=n, context=c, step_s=cost.decode_s(n, n * c, 1))
         for n in (1, 8, 32)
@@ -20,7 +20,7 @@ def rows(cost: Cost) -> list[Decode]:
     ]
 
 
-def prompts(cost: Cost) -> list[Prefill]:
+def prompts(cost: EngineCost) -> list[Prefill]:
     return [Prefill(tokens=n, seconds=0.002 + cost.prefill_s * n) for n in (64, 256, 512)]
 
 
@@ -45,11 +45,11 @@ def test_nothing_measured_is_no_profile() -> None:
         profile.fit([], [], 4096)
 
 
-def layouts() -> list[Layout]:
+def layouts() -> list[EngineMeasurements]:
     """Two ranks halve the time of the cache and of arithmetic but not of the step."""
-    one = Cost(step_s=0.01, context_s=1e-6, cache_tokens=10_000)
-    two = Cost(step_s=0.01, context_s=5e-7, cache_tokens=25_000)
-    return [Layout(tp=1, cost=one), Layout(tp=2, cost=two, start_s=3.0)]
+    one = EngineCost(step_s=0.01, context_s=1e-6, cache_tokens=10_000)
+    two = EngineCost(step_s=0.01, context_s=5e-7, cache_tokens=25_000)
+    return [EngineMeasurements(tp=1, cost=one), EngineMeasurements(tp=2, cost=two, start_s=3.0)]
 
 
 def test_the_rate_is_of_a_rank() -> None:
@@ -70,7 +70,9 @@ def test_the_larger_engine_is_best_where_small_caches_are_full() -> None:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     made = [
-        Layout(tp=x.tp, cost=x.cost, start_s=x.start_s, decode=rows(x.cost), prefill=prompts(TRUE))
+        EngineMeasurements(
+            tp=x.tp, cost=x.cost, start_s=x.start_s, decode=rows(x.cost), prefill=prompts(TRUE)
+        )
         for x in layouts()
     ]
     file.write_text(json.dumps(profile.to_json(made, best_tp=2, head={"engine": "torch"})))

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from rlcore.cli import sim
-from rlcore.sched.cluster import Cluster, Job, Pool
+from rlcore.sched.cluster import Cluster, MuxJob, NodePool
 from rlcore.sched.phase_mux import Member
 from rlcore.sim import mux_trace, rollmux
-from rlcore.sim.cost import Cost
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.mux_group import ROLLOUT, TRAIN, Iteration, MuxSimulation, VirtualJob
 from rlcore.sim.mux_trace import Arrival, run_trace
-from rlcore.sim.mux_world import ROLLOUT, TRAIN, Iteration, VirtualJob, World
 
-POOLS = Pool(price=14.8), Pool(price=42.24)
+POOLS = NodePool(price=14.8), NodePool(price=42.24)
 
 
-def job(name: str, slo: float = 2.0) -> Job:
-    return Job(id=name, rollout_nodes=1, train_nodes=1, rollout_s=100, train_s=100, slo=slo)
+def job(name: str, slo: float = 2.0) -> MuxJob:
+    return MuxJob(id=name, rollout_nodes=1, train_nodes=1, rollout_s=100, train_s=100, slo=slo)
 
 
 def rows_of(experiment: str, path: Path, *more: str) -> dict[str, float]:
@@ -45,7 +45,7 @@ def test_two_jobs_that_fit_cost_as_much_as_one():
 
 def test_a_job_that_comes_later_makes_the_first_one_slower_only_while_both_are_there():
     """With a switch of 10 s to each phase an iteration takes 220 s instead of 200."""
-    pools = [Pool(price=1, switch_s=10.0)] * 2
+    pools = [NodePool(price=1, switch_s=10.0)] * 2
     arrivals = [Arrival(job("A"), 0.0, 2000.0), Arrival(job("B"), 1000.0, 500.0)]
     o = run_trace(Cluster(*pools), arrivals)
     both = 500.0 * 220 / 200
@@ -65,14 +65,14 @@ def test_a_tail_that_moves_lets_the_next_job_start_early():
             mine = {**slots, TRAIN: (f"t{name}",)}
             member = Member(job=name, slots=mine, keep=keep, least={ROLLOUT: 1})
             jobs.append(VirtualJob(member=member, iteration=lambda _: took))
-        return World(jobs).run(20).period("A", 5)
+        return MuxSimulation(jobs).run(20).period("A", 5)
 
     assert period(0) == pytest.approx(200)
     assert period(1) == pytest.approx(120)
 
 
 def test_finish_times_are_those_of_decoding_side_by_side():
-    cost = Cost(step_s=1.0, sequence_s=0.5)
+    cost = EngineCost(step_s=1.0, sequence_s=0.5)
     assert rollmux.finish_times([4, 2], 10, cost) == pytest.approx([2 * 2.0, 2 * 2.0 + 2 * 1.5])
 
 
@@ -100,7 +100,7 @@ def test_the_bill_is_within_the_published_ratio_of_the_optimum(tmp_path: Path):
 
 
 def test_a_trace_keeps_every_promise_and_bills_every_job_once():
-    trace = mux_trace.Trace(40, 60, {"S": 1.0, "M": 1.0})
+    trace = mux_trace.JobTrace(40, 60, {"S": 1.0, "M": 1.0})
     arrivals = mux_trace.draw_trace(trace, 0)
     hours = statistics.fmean(a.alone_s for a in arrivals) / 3600
     assert hours == pytest.approx(27.9)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from rlcore.cli import sim
-from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import profile, report, rollpacker
-from rlcore.sim.cluster import PHASES, Plan, Run, Step, Stream, summarize
-from rlcore.sim.cost import GPUS, MODELS, Cost
+from rlcore.sim.cluster import PHASES, ClusterPlan, SimRun, SimStep, StreamRule, summarize
+from rlcore.sim.cost import GPUS, MODELS, EngineCost
 from rlcore.sim.phases import (
-    Judge,
-    Training,
+    JudgeCost,
+    TrainingCost,
     judge_from_data_sheet,
     training_from_data_sheet,
     weights_s,
 )
-from rlcore.sim.rewards import Fixed, Judged, Rewards, Sandbox
+from rlcore.sim.rewards import FixedScorer, JudgeScorer, Rewards, SandboxScorer
 from rlcore.sim.user import read_model
 from rlcore.sim.workload import GENERATORS, Recorded
 
@@ -44,7 +44,7 @@ def test_a_streamed_judge_takes_the_longer_of_computing_and_reading_or_both():
     streamed = judge_from_data_sheet(MODELS["7B"], GPUS["H100"], 1, streamed=True)
     read = 7.6e9 / (0.6 * 64e9)  # half of the layers, two bytes a parameter
     assert streamed.seconds(1000) == pytest.approx(read)
-    one_by_one = Judge(token_s=streamed.token_s, least_s=read, is_overlapped=False)
+    one_by_one = JudgeCost(token_s=streamed.token_s, least_s=read, is_overlapped=False)
     assert one_by_one.seconds(1000) == pytest.approx(whole.seconds(1000) + read)
 
 
@@ -55,7 +55,7 @@ def request(name: str, prompt: int = 10) -> SimpleNamespace:
     return SimpleNamespace(id=name, prompt=np.zeros(prompt))
 
 
-def sandbox(**options: object) -> Sandbox:
+def sandbox(**options: object) -> SandboxScorer:
     made = {
         "quantiles": ((0.0, 4.0), (1.0, 4.0)),
         "looping": 0.0,
@@ -64,7 +64,7 @@ def sandbox(**options: object) -> Sandbox:
         "prompt_of": lambda r: r.id.partition(".")[0],
         "right": 1.0,
     }
-    return Sandbox(**made | options)
+    return SandboxScorer(**made | options)
 
 
 def test_a_right_program_of_a_prompt_shortens_the_time_of_those_that_loop():
@@ -81,7 +81,7 @@ def test_a_right_program_of_a_prompt_shortens_the_time_of_those_that_loop():
 
 
 def test_workers_of_a_domain_take_turns_and_domains_do_not_wait_for_each_other():
-    scorers = {"a": Fixed(3.0, 2), "b": Judged(lambda tokens: tokens / 10, 1)}
+    scorers = {"a": FixedScorer(3.0, 2), "b": JudgeScorer(lambda tokens: tokens / 10, 1)}
     rewards = Rewards(scorers, lambda r: r.id[0], after=True)
     three = [(request(f"a{k}"), 5) for k in range(3)]
     assert rewards.all_at_once(three) == 6.0
@@ -92,22 +92,22 @@ def test_workers_of_a_domain_take_turns_and_domains_do_not_wait_for_each_other()
 # ---- steps
 
 
-def small(**options: object) -> Plan:
+def small(**options: object) -> ClusterPlan:
     made = {
         "name": "small",
         "gpus": 4,
         "tp": 1,
-        "costs": lambda tp: Cost(step_s=0.01 / tp, cache_tokens=4000.0 * tp),
-        "training": Training(token_s=1e-4, step_s=2.0, sync_s=0.5),
+        "costs": lambda tp: EngineCost(step_s=0.01 / tp, cache_tokens=4000.0 * tp),
+        "training": TrainingCost(token_s=1e-4, step_s=2.0, sync_s=0.5),
         "workload": Recorded([[20, 30, 40, 50, 60, 400], [10, 12, 14, 16, 18, 20]], 10),
         "num_prompts": 8,
         "num_samples": 4,
     }
-    return Plan(**made | options)
+    return ClusterPlan(**made | options)
 
 
 def test_a_step_is_the_sum_of_its_phases():
-    (step,) = Run(small()).steps(1)
+    (step,) = SimRun(small()).steps(1)
     tokens = sum(step.outcome.lengths) + sum(step.outcome.prompts)
     assert step.phases["rollout"] == pytest.approx(0.01 * max(step.outcome.lengths))
     assert step.phases["update"] == pytest.approx(1e-4 * tokens + 2)
@@ -119,19 +119,19 @@ def test_a_step_is_the_sum_of_its_phases():
 def test_a_seed_repeats_a_run_and_another_one_does_not():
     def lengths(seed: int) -> list[list[int]]:
         plan = small(seed=seed, schedule="tail_batching")
-        return [s.outcome.lengths for s in Run(plan).steps(6)]
+        return [s.outcome.lengths for s in SimRun(plan).steps(6)]
 
     assert lengths(1) == lengths(1)
     assert lengths(1) != lengths(2)
 
 
 def test_log_probs_hide_in_the_time_in_which_nothing_is_decoded_and_no_more():
-    plain, over = (next(Run(small(overlap_logprobs=x)).steps(1)) for x in (False, True))
+    plain, over = (next(SimRun(small(overlap_logprobs=x)).steps(1)) for x in (False, True))
     idle = plain.outcome.idle * plain.outcome.seconds
     assert 0 < plain.phases["logprobs"] < idle and over.phases["logprobs"] == 0
-    slow = small(overlap_logprobs=True, training=Training(token_s=1.0))
-    (step,) = Run(slow).steps(1)
-    whole = Training(token_s=1.0).logprobs_s(
+    slow = small(overlap_logprobs=True, training=TrainingCost(token_s=1.0))
+    (step,) = SimRun(slow).steps(1)
+    whole = TrainingCost(token_s=1.0).logprobs_s(
         [p + n for p, n in zip(step.outcome.prompts, step.outcome.lengths, strict=True)]
     )
     assert step.phases["logprobs"] == pytest.approx(
@@ -147,9 +147,9 @@ def test_the_planner_is_driven_by_measured_preemptions_and_pays_for_the_change()
         max_tp=4,
         num_prompts=16,
         reshard_s=lambda tp: 7.0,
-        costs=lambda tp: Cost(step_s=0.01, cache_tokens=4000.0 * tp),
+        costs=lambda tp: EngineCost(step_s=0.01, cache_tokens=4000.0 * tp),
     )
-    run, steps = Run(plan), []
+    run, steps = SimRun(plan), []
     for cap in (250, 400, 900):
         lengths.cap = cap
         steps += run.steps(1)
@@ -161,9 +161,9 @@ def test_the_planner_is_driven_by_measured_preemptions_and_pays_for_the_change()
 
 def test_half_of_the_replicas_train_early_and_nothing_is_trained_twice_or_lost():
     """Eight prompts over four replicas, the last two of which turn to training."""
-    training = Training(token_s=1e-4, step_s=2.0)
+    training = TrainingCost(token_s=1e-4, step_s=2.0)
     plain, early = (
-        next(Run(small(stream=x, training=training)).steps(1)) for x in (None, Stream())
+        next(SimRun(small(stream=x, training=training)).steps(1)) for x in (None, StreamRule())
     )
     assert sorted(early.outcome.lengths) == sorted(plain.outcome.lengths)
     at = early.outcome
@@ -189,9 +189,9 @@ def _of(outcome):
 def test_what_is_handed_over_is_prefilled_with_its_tokens_and_ends_as_long_as_it_was_to_be():
     """One long answer a replica; those of the half that leaves go on at the other half."""
     lengths = Recorded([[20, 20, 20, 400]], 10)
-    costs = Cost(step_s=0.01, prefill_s=1e-3)
-    plan = small(workload=lengths, stream=Stream(), costs=lambda tp: costs)
-    (step,) = Run(plan).steps(1)
+    costs = EngineCost(step_s=0.01, prefill_s=1e-3)
+    plan = small(workload=lengths, stream=StreamRule(), costs=lambda tp: costs)
+    (step,) = SimRun(plan).steps(1)
     out = step.outcome
     assert out.stats["sched/migrated"] > 0 and out.stats["sched/migrated_tokens"] > 0
     assert sorted(set(out.lengths)) == [20, 400] and len(out.lengths) == 32
@@ -201,7 +201,8 @@ def test_what_is_handed_over_is_prefilled_with_its_tokens_and_ends_as_long_as_it
 
 def test_training_once_leaves_more_for_the_end():
     often, once = (
-        next(Run(small(stream=Stream(once=x, batch_tokens=1))).steps(1)) for x in (False, True)
+        next(SimRun(small(stream=StreamRule(once=x, batch_tokens=1))).steps(1))
+        for x in (False, True)
     )
     assert len(once.outcome.streamed) < len(often.outcome.streamed)
 
@@ -214,9 +215,9 @@ def test_replicas_that_do_not_divide_the_gpus_are_refused():
 # ---- what is shown
 
 
-def two_arms() -> dict[str, list[Step]]:
-    plans = small(name="all"), small(name="tail", schedule="tail_batching", stream=Stream())
-    return {p.name: list(Run(p).steps(6)) for p in plans}
+def two_arms() -> dict[str, list[SimStep]]:
+    plans = small(name="all"), small(name="tail", schedule="tail_batching", stream=StreamRule())
+    return {p.name: list(SimRun(p).steps(6)) for p in plans}
 
 
 def test_a_trace_has_every_phase_where_it_was(tmp_path: Path):
@@ -268,9 +269,9 @@ def test_sim_run_makes_a_table_json_a_picture_and_a_trace(tmp_path: Path, capsys
 
 
 def test_sim_run_takes_a_measured_profile(tmp_path: Path, capsys):
-    cost = Cost(step_s=0.01, prefill_s=1e-5, cache_tokens=1e6)
+    cost = EngineCost(step_s=0.01, prefill_s=1e-5, cache_tokens=1e6)
     made = [
-        profile.Layout(
+        profile.EngineMeasurements(
             tp=1, cost=cost, decode=[profile.Decode(sequences=1, context=1, step_s=0.01)]
         )
     ]

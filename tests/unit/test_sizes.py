@@ -12,10 +12,10 @@ from rlcore.cli.world import World
 from rlcore.config.schema import Config, DebugConfig, RolloutConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.gone import EngineGoneError
-from rlcore.rollout.replica import Agent, NoScorer
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.transport import LocalHub
-from rlcore.sched.planner import Listed, TPPlanner
+from rlcore.rollout.worker import NoScorer, RolloutWorker
+from rlcore.sched.planner import FixedSizes, TPPlanner
 from rlcore.trainer import phases, report, sync_loop
 from rlcore.trainer.device import Device, OffloadDevice
 from rlcore.utils.spans import Spans
@@ -32,7 +32,7 @@ class Engine(Part):
         super().__init__("engine", said)
         self.slow, self.dies = slow, dies
 
-    def relayout(self, tp: int) -> None:
+    def resize_engines(self, tp: int) -> None:
         self.said.append(f"engine tp {tp}")
 
     def is_starting(self, timeout_s: float) -> bool:
@@ -75,7 +75,7 @@ def run_of(
         device=(OffloadDevice if offload else Device)(parts),
         ranks=parts.ranks,
         data=SimpleNamespace(source=SimpleNamespace(next_kind=lambda: "short")),
-        rollout=SimpleNamespace(agent=SimpleNamespace(cache_used=0.0)),
+        rollout=SimpleNamespace(worker=SimpleNamespace(cache_used=0.0)),
         step=1,
         progress=parts.progress,
         spans=parts.spans,
@@ -86,7 +86,7 @@ def tp_of(run: Any) -> int:
     return run.device.parts.sizes.now.tp
 
 
-CHANGE = ["phase relayout", "engine tp 2", "sized 2", "channel tp 2", "phase "]
+CHANGE = ["phase resize_engines", "engine tp 2", "sized 2", "channel tp 2", "phase "]
 
 
 def test_a_rise_of_preemptions_gives_the_next_round_of_that_kind_larger_engines() -> None:
@@ -108,38 +108,38 @@ def test_a_rise_of_preemptions_gives_the_next_round_of_that_kind_larger_engines(
 
 def test_full_caches_keep_engines_large() -> None:
     run = run_of(TPPlanner(2, 2), tp=2)
-    run.rollout.agent.cache_used = 0.95
+    run.rollout.worker.cache_used = 0.95
     for _ in range(6):
         phases.observe_round(run, "short", {})
         phases.resize_engines(run)
     assert tp_of(run) == 2 and run.progress.metrics["sched/cache_used"] == 0.95
-    run.rollout.agent.cache_used = 0.5
+    run.rollout.worker.cache_used = 0.5
     phases.observe_round(run, "short", {})
     phases.resize_engines(run)
     assert tp_of(run) == 1
 
 
 def test_the_learner_makes_room_for_engines_that_start_and_they_sleep_until_the_push() -> None:
-    run = run_of(Listed([2]), offload=True, engine=Engine([], slow=2))
+    run = run_of(FixedSizes([2]), offload=True, engine=Engine([], slow=2))
     phases.resize_engines(run)
     assert run.said == [
-        "phase relayout",
+        "phase resize_engines",
         "learner offload",
         *CHANGE[1:4],
-        *("phase relayout", "phase relayout"),  # signs of life
+        *("phase resize_engines", "phase resize_engines"),  # signs of life
         "engine sleep weights kv_cache",
         "phase ",
     ]
 
 
 def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence() -> None:
-    run = run_of(Listed([2]), engine=Engine([], slow=10**9), timeout_s=0.05)
+    run = run_of(FixedSizes([2]), engine=Engine([], slow=10**9), timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"timeout_s 0.05 is over: .* not started on rank 0; "):
         phases.resize_engines(run)
 
 
 def test_an_engine_that_fails_as_it_starts_is_left_to_the_push() -> None:
-    run = run_of(Listed([2]), engine=Engine([], slow=1, dies=True))
+    run = run_of(FixedSizes([2]), engine=Engine([], slow=1, dies=True))
     phases.resize_engines(run)
     assert run.engine.failure and tp_of(run) == 2
 
@@ -153,13 +153,13 @@ def test_a_child_that_fails_as_it_starts_is_started_again_before_the_push(tmp_pa
         resize=lambda tp: size.update(tp=tp),
     )
     try:
-        agent = Agent(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
+        worker = RolloutWorker(LocalHub(), engine, NoScorer(), str, deadline_s=1.0)
         said: list[str] = []
         parts = parts_of(
             said,
             engine=engine,
             sizes=sizes_of(said),
-            restart_engine=agent.restart_engine,
+            restart_engine=worker.restart_engine,
         )
         device = Device(parts)
         device.resize_engines(2)
@@ -173,7 +173,7 @@ def test_a_child_that_fails_as_it_starts_is_started_again_before_the_push(tmp_pa
 
 
 def test_after_the_last_step_and_without_the_switch_nothing_changes() -> None:
-    run = run_of(Listed([2]))
+    run = run_of(FixedSizes([2]))
     run.step = run.cfg.run.steps
     phases.resize_engines(run)
     none = run_of(None)
@@ -290,5 +290,5 @@ def test_the_first_start_waits_for_a_slow_engine_and_ends_with_one_that_refuses(
 
 def test_the_first_start_leaves_a_crash_to_the_push_which_starts_again() -> None:
     run = run_of(engine=Engine([], dies=True))
-    run.engine.abort = lambda ids: (_ for _ in ()).throw(EngineGoneError("gone"))
+    run.engine.abort = lambda ids: (_ for _ in ()).throw(EngineFailedError("gone"))
     run.device.wait_for_engines()

@@ -12,8 +12,8 @@ from rlcore.ops.reshard import checksum
 from rlcore.protocols import WeightChannel
 from rlcore.records import Bucket, Shard
 from rlcore.sync.channel import make_channel
+from rlcore.sync.host_cache import HostWeightCache
 from rlcore.sync.peers import Peers, PushError
-from rlcore.sync.shelf import Shelf
 from rlcore.utils.buckets import as_tensor, cuda_handle, open_cuda, open_payload, unpack
 
 ROUTES = ("gather", "intranode")
@@ -94,7 +94,7 @@ def test_an_engine_gets_all_tensors_over_either_route(route: str, transport: str
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_shelf_keeps_the_last_push_for_an_engine_that_is_away(route: str) -> None:
-    learner, shelf, engine = Weights(), Shelf(tp=2), Reader()
+    learner, shelf, engine = Weights(), HostWeightCache(tp=2), Reader()
     with pytest.raises(RuntimeError, match="no weights to wake with"):
         shelf.fill(engine)
     sent = channel(route)

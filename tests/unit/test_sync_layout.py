@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.records import Shard
-from rlcore.sync.layout import Plan, plan, shard_bytes
+from rlcore.sync.layout import UpdatePlan, plan, shard_bytes
 
 FLOAT = 4
 
@@ -50,7 +50,7 @@ def names(holdings: dict[int, list[Shard]]) -> dict[str, int]:
     return {s.name: math.prod(s.shape) * FLOAT for rows in holdings.values() for s in rows}
 
 
-def arriving(made: Plan, site: int) -> list[tuple[str, int, int]]:
+def arriving(made: UpdatePlan, site: int) -> list[tuple[str, int, int]]:
     """(tensor, first, last) of what reaches the ranks of a site."""
     return [
         (slot.shard.name, slot.shard.start, slot.shard.stop)

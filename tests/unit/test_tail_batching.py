@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlcore.records import Prompt, RewardResult, Sampling, Work
 from rlcore.sched.roles import GroupState, RequestState
-from rlcore.sched.stop import EQUAL_REWARDS, First
+from rlcore.sched.stop import EQUAL_REWARDS, StopAtFirst
 from rlcore.sched.tail_batching import TailBatching, long_share
 
 ROWS = 1000
@@ -162,7 +162,7 @@ def test_every_source_has_its_own_number_of_prompts_in_a_round():
 
 def test_a_source_that_is_full_is_closed_while_the_other_goes_on():
     domains = {"a": "math", "b": "math", "c": "code", "d": "code"}
-    stop, groups = First({"math": 1, "code": 1}, dict(domains)), states(domains)
+    stop, groups = StopAtFirst({"math": 1, "code": 1}, dict(domains)), states(domains)
     verdict = stop.judge(groups, groups["b"])
     assert verdict.kept is None and verdict.closed == ["a"]
     assert stop.judge(groups, groups["c"]).kept == ["b", "c"]
@@ -195,7 +195,7 @@ def states(names, scores=(0.0, 1.0)) -> dict[str, GroupState]:
 
 
 def test_without_dynamic_sampling_a_group_of_equal_rewards_counts():
-    stop, groups = First({"": 1}, {"a": "", "b": ""}), states("ab", scores=(1.0, 1.0))
+    stop, groups = StopAtFirst({"": 1}, {"a": "", "b": ""}), states("ab", scores=(1.0, 1.0))
     assert stop.judge(groups, groups["b"]).kept == ["b"]
 
 

@@ -22,11 +22,11 @@ def batch(**more) -> Batch:
 
 
 def test_a_sound_batch_passes():
-    batch(logp_sampler=torch.zeros(6), score=torch.ones(6)).check()
+    batch(rollout_log_probs=torch.zeros(6), score=torch.ones(6)).check()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("field", ["logp_sampler", "score", "logp_old"])
+@pytest.mark.parametrize("field", ["rollout_log_probs", "score", "old_log_probs"])
 def test_a_number_that_is_not_finite_is_named_with_its_sample_and_place(field, value):
     values = torch.zeros(6)
     values[4] = value
@@ -37,7 +37,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_sample_and_place(field, v
 def test_what_stands_on_prompts_is_nobodys_business():
     values = torch.zeros(6)
     values[3] = math.nan
-    batch(logp_sampler=values).check()
+    batch(rollout_log_probs=values).check()
 
 
 def test_lengths_that_disagree_are_named():

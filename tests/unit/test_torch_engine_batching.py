@@ -6,7 +6,7 @@ import torch
 
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.records import Finished, Partial, Preempted, Progress, Request, Sampling, Stats
+from rlcore.records import Finished, LengthReport, Partial, Preempted, Request, Sampling, Stats
 from rlcore.rollout.torch_engine import engine as torch_engine
 from rlcore.rollout.torch_engine.engine import TorchEngine, _spans
 from rlcore.sync.pack import push
@@ -267,7 +267,7 @@ def test_progress_comes_at_intervals_of_the_clock_with_true_lengths():
     ]
     engine.submit(todo)
     events = collect(engine, ended(2))
-    reports = [e for e in events if isinstance(e, Progress)]
+    reports = [e for e in events if isinstance(e, LengthReport)]
     times = [e.time for e in reports]
     assert len(reports) >= 3 and all(b - a >= 1.0 for a, b in zip(times, times[1:], strict=False))
     for event in reports:

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlcore.records import Down, Finished, Progress, Request, Sampling
+from rlcore.records import Down, Finished, LengthReport, Request, Sampling
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import pack, push
 from rlcore.utils.buckets import shared
@@ -109,7 +109,7 @@ def test_the_tokens_of_a_killed_child_go_on_in_the_next_one():
         push(engine, weights(HF, 0).items(), 0)
         engine.submit(todo)
         early = collect(engine, lambda es: any(isinstance(e, Finished) for e in es))
-        assert not any(e.tails for e in early if isinstance(e, Progress))
+        assert not any(e.tails for e in early if isinstance(e, LengthReport))
         engine.fail("the other part of it is gone")
         early += engine.poll(0.0)
         (down,) = [e for e in early if isinstance(e, Down)]
@@ -209,7 +209,7 @@ def test_an_engine_that_is_gone_in_a_call_is_down_when_the_call_raises():
     try:
         engine.submit(endless(2, "g"))
         engine.begin_load(1)
-        with pytest.raises(EngineGoneError, match=r"end_load: .*signal 9; restart\(\)"):
+        with pytest.raises(EngineFailedError, match=r"end_load: .*signal 9; restart\(\)"):
             engine.end_load()
         assert "rank 2 failed: EngineGoneError: process 7 of SGLang" in engine.failure
         (down,) = engine.poll(0.0)
@@ -227,7 +227,7 @@ def test_a_failed_start_is_down_with_its_reason_also_where_nobody_calls():
     try:
         (down,) = collect(engine, lambda es: bool(es))
         assert "failed: RuntimeError: CUDA out of memory" in down.reason
-        with pytest.raises(EngineGoneError, match="start: .*CUDA out of memory"):
+        with pytest.raises(EngineFailedError, match="start: .*CUDA out of memory"):
             engine.resume()
     finally:
         engine.close()
@@ -275,7 +275,9 @@ def test_a_child_that_writes_no_frame_is_down_and_a_call_says_so():
     engine = ChildEngine(f"{ODD}babbling", {})
     try:
         engine.submit(endless(1, "b"))
-        with pytest.raises(EngineGoneError, match=r"resume: .* wrote to its channel \(a frame of"):
+        with pytest.raises(
+            EngineFailedError, match=r"resume: .* wrote to its channel \(a frame of"
+        ):
             engine.resume()
         (down,) = engine.poll(0.0)
         assert down.lost == ("b.0",)
@@ -293,20 +295,20 @@ def test_another_size_is_another_child_without_requests():
         first = engine.pid
         engine.submit(endless(1, "s"))
         with pytest.raises(RuntimeError, match="1 requests are running; abort them first"):
-            engine.relayout(2)
+            engine.resize_engines(2)
         engine._live.clear()
-        engine.relayout(2)
+        engine.resize_engines(2)
         assert not engine.is_starting(60.0)
         assert engine.pid != first and gone(first) and not engine.poll(0.0)
         with pytest.raises(RuntimeError, match="size 2"):
             engine.resume()
-        engine.relayout(4)
+        engine.resize_engines(4)
         assert not engine.is_starting(60.0)
         assert "4 ranks are too many" in engine.failure
     finally:
         engine.close()
-    with pytest.raises(RuntimeError, match="relayout: the engine is closed"):
-        engine.relayout(1)
+    with pytest.raises(RuntimeError, match="resize_engines: the engine is closed"):
+        engine.resize_engines(1)
 
 
 def test_a_child_that_is_on_its_way_up_is_told_from_one_that_works():

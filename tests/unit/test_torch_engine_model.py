@@ -5,7 +5,7 @@ import torch
 
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.hf.model import Model, Step
+from rlcore.hf.model import CausalLM, ForwardInputs
 from tests.contracts.engine_contract import load_oracle, weights
 
 BASE = {
@@ -67,7 +67,7 @@ def oracle_logits(arch, config, dtype, tokens):
 
 def make(config, dtype):
     hf = HFConfig.from_dict(config)
-    model = Model(hf, dtype=dtype, device=torch.device("cpu"), max_tokens=64)
+    model = CausalLM(hf, dtype=dtype, device=torch.device("cpu"), max_tokens=64)
     model.allocate()
     for name, tensor in weights(hf, 3, STD).items():
         model.load(name, tensor)
@@ -88,7 +88,7 @@ def make(config, dtype):
 def step_of(tokens, start, slot, causal):
     rows, new = tokens.shape
     positions = torch.arange(start, start + new).expand(rows, -1)
-    return Step(tokens, positions, slot, [(0, rows, start + new)], causal)
+    return ForwardInputs(tokens, positions, slot, [(0, rows, start + new)], causal)
 
 
 @pytest.mark.parametrize("arch", CONFIGS)

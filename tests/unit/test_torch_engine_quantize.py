@@ -10,7 +10,7 @@ from torch import nn
 
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.hf.model import Model, Step, rms_norm
+from rlcore.hf.model import CausalLM, ForwardInputs, rms_norm
 from rlcore.hf.names import HEAD, expected
 from rlcore.hf.quantize import (
     FORMATS,
@@ -122,7 +122,7 @@ def test_an_unknown_format_is_refused_with_those_that_there_are(make):
 def test_projections_are_quantised_and_nothing_else_is(arch):
     hf = HFConfig.from_dict(kit.tiny_config(arch))
     state = weights(hf, 0)
-    model = Model(
+    model = CausalLM(
         hf, dtype=torch.float32, device=torch.device("cpu"), max_tokens=8, quantize="int4"
     )
     model.allocate()
@@ -284,9 +284,9 @@ def test_a_child_quantises_after_a_restart_too_and_refuses_an_unknown_format():
 UNTIED = CONFIG | {"tie_word_embeddings": False}
 
 
-def model_with(config: dict, state: dict[str, torch.Tensor], **options) -> tuple[Model, Cache]:
+def model_with(config: dict, state: dict[str, torch.Tensor], **options) -> tuple[CausalLM, Cache]:
     hf, cpu = HFConfig.from_dict(config), torch.device("cpu")
-    model = Model(hf, dtype=torch.bfloat16, device=cpu, max_tokens=32, **options)
+    model = CausalLM(hf, dtype=torch.bfloat16, device=cpu, max_tokens=32, **options)
     model.allocate()
     for name, tensor in state.items():
         model.load(name, tensor)
@@ -312,8 +312,8 @@ def test_a_float32_head_computes_norm_and_logits_from_unrounded_weights(config):
     state = weights(hf, 0)
     tokens = torch.randint(29, (4, 20), generator=torch.Generator().manual_seed(0))
 
-    def step() -> Step:
-        return Step(tokens, torch.arange(20).expand(4, -1), 0, [(0, 4, 20)], True)
+    def step() -> ForwardInputs:
+        return ForwardInputs(tokens, torch.arange(20).expand(4, -1), 0, [(0, 4, 20)], True)
 
     wide, cache = model_with(config, state, fp32_head=True)
     plain, plain_cache = model_with(config, state)

@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, inverse_cdf, sample, uniform
+from rlcore.rollout.torch_engine.sampler import (
+    GOLDEN,
+    SamplingTensors,
+    inverse_cdf,
+    sample,
+    uniform,
+)
 
 
 def plain(rows):
-    return Settings(scale=torch.ones(rows), greedy=None, filtered=None, plain=True)
+    return SamplingTensors(scale=torch.ones(rows), greedy=None, filtered=None, plain=True)
 
 
 def reference_uniform(counter):

@@ -193,8 +193,8 @@ def test_deadlines_of_rewards_shorten_and_are_in_the_checkpoint(found: Found) ->
         assert row["reward/timeout_s/min"] == 0.8
     assert rows[1]["reward/timeout_s/mean"] > 0.8, "the first of a prompt has all the time"
     file = found.runs / "hangs" / "checkpoints" / "step_000001" / "state.json"
-    anchors = json.loads(file.read_text())["deadlines"]["anchors"]
-    assert set(anchors) == {f"label/{row}" for row in range(4)}
+    reference_latency = json.loads(file.read_text())["deadlines"]["reference_latency"]
+    assert set(reference_latency) == {f"label/{row}" for row in range(4)}
 
 
 # ---- replays

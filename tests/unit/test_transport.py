@@ -26,7 +26,7 @@ class Store(dict):
 
 def send_from_a_thread(hub: ZmqHub, text: str) -> None:
     def run() -> None:
-        hub.send(0, "agent", text)
+        hub.send(0, "worker", text)
         hub.release()
 
     thread = threading.Thread(target=run)
@@ -42,7 +42,7 @@ def test_threads_that_end_leave_no_socket_and_lose_no_message() -> None:
         files = []
         for k in range(30):
             send_from_a_thread(hub, f"m{k}")
-            assert hub.receive("agent", str, 10.0) == f"m{k}"
+            assert hub.receive("worker", str, 10.0) == f"m{k}"
             files.append(len(os.listdir("/proc/self/fd")))
         most, end = max(files[:10]) + 3, time.monotonic() + 20
         while len(os.listdir("/proc/self/fd")) > most:  # ZeroMQ closes them in a thread of its own
@@ -103,9 +103,9 @@ def test_malformed_messages_are_dropped_counted_and_named(
 
 def test_the_hub_of_one_rank_has_nothing_to_release() -> None:
     hub = LocalHub()
-    hub.send(0, "agent", 1)
+    hub.send(0, "worker", 1)
     hub.release()
-    assert hub.receive("agent", int, 1.0) == 1
+    assert hub.receive("worker", int, 1.0) == 1
 
 
 def test_a_head_whose_own_name_is_the_loopback_asks_for_an_address_that_others_reach(

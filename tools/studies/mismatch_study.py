@@ -208,7 +208,7 @@ def rows_of(
     sampled: Sampled, logp: torch.Tensor, labels: Mapping[str, str], lengths: Sequence[str]
 ) -> list[Row]:
     """One row per length."""
-    mu, p = sampled.logps(sampled.batch.logp_sampler), sampled.logps(logp)
+    mu, p = sampled.logps(sampled.batch.rollout_log_probs), sampled.logps(logp)
     found = []
     for length in lengths:
         pairs = [
@@ -642,7 +642,7 @@ def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], d
         print(
             f"{model.name}: {weights:.1f} M weights, {sure.num_sequences} responses with "
             f"{int(sure.mask.sum())} tokens a sampler, mean log-prob "
-            f"{float(sure.logp_sampler[sure.mask].mean()):.2f}",
+            f"{float(sure.rollout_log_probs[sure.mask].mean()):.2f}",
             flush=True,
         )
     again = next(i for i, c in enumerate(cases) if c.layout == "one" and c.dtype == "bf16")
@@ -667,7 +667,11 @@ def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], d
     twice = sample(model, SAMPLERS["bf16"], size, a.seed)
     once = sampled[file_of(model.name, "torch tp1", "bf16")]
     same = torch.equal(twice.batch.tokens, once.batch.tokens)
-    apart = (twice.batch.logp_sampler - once.batch.logp_sampler).abs().max() if same else math.inf
+    apart = (
+        (twice.batch.rollout_log_probs - once.batch.rollout_log_probs).abs().max()
+        if same
+        else math.inf
+    )
     repeats = {"learner": learner, "sampler": float(apart)}
     return [*finish(rows), *refused, *absent_samplers(backends)], repeats
 

@@ -1,6 +1,6 @@
 """Builders of a run: each takes settings and returns a finished object.
 
-folder      the run's folder and log          rollout     agent, rounds, asynchronous rollout
+folder      the run's folder and log          rollout     worker, rounds, asynchronous rollout
 model       architecture and lengths          sizes       tensor-parallel sizes of the engines
 prompts     data, on rank 0                   learner     actor and critic
 rewards     reward service, judges            weights     channel for weight updates
@@ -28,7 +28,7 @@ from rlcore.cli.builders import (
     sizes,
     weights,
 )
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.records import Prompt
@@ -88,7 +88,7 @@ def _run(
     if world.rollout_ranks:  # engine and learner do not share a device
         cfg = replace(cfg, train=replace(cfg.train, offload=False))
     world.phase("start: engine")
-    start = Start(
+    start = BuildContext(
         cfg=cfg,
         world=world,
         hf=model.model_config(cfg),
@@ -110,7 +110,9 @@ def _run(
         assert side.engine is not None
         side.engine.sleep(["weights", "kv_cache"])
         collective.barrier()  # an engine over several ranks sleeps only after its first rank's call
-    flow = rollout.make_flow(start, side, data.source) if cfg.select.mode == "async" else None
+    async_rollout = (
+        rollout.make_async_rollout(start, side, data.source) if cfg.select.mode == "async" else None
+    )
     models = learner.make_models(start)
     ranks = models.ranks(world)
     parts = Parts(
@@ -121,7 +123,7 @@ def _run(
         channel=weights.make_weight_channel(
             cfg, world, in_child=side.in_child, to_shelf=gate is not None
         ),
-        restart_engine=side.agent.restart_engine,
+        restart_engine=side.worker.restart_engine,
         sizes=engine_sizes,
         memory=memory,
         progress=progress,
@@ -141,7 +143,7 @@ def _run(
         critic=models.critic,
         kl=kl,
         data=data,
-        flow=flow,
+        async_rollout=async_rollout,
         library=side.rollout.library,
         deadlines=side.deadlines,
         sizes=engine_sizes.policy,
@@ -165,7 +167,7 @@ def _run(
         kl=kl,
         device=device,
         rollout=side.rollout,
-        flow=flow,
+        async_rollout=async_rollout,
         sampling=side.sampling,
         data=data,
         progress=progress,

@@ -12,7 +12,7 @@ from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import layout_of
-from rlcore.sync.shelf import Shelf
+from rlcore.sync.host_cache import HostWeightCache
 from rlcore.trainer import memory
 from rlcore.trainer.device import Device, OffloadDevice, Parts
 from rlcore.trainer.shared_device import SharedDevice
@@ -27,7 +27,7 @@ def ranks_per_node(world: World) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
-def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.Plan, int]:
+def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.MemoryPlan, int]:
     """Make the memory plan of this rank. Return it and the bytes of its GPU, 0 without a GPU."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
@@ -67,8 +67,8 @@ def make_device(
 ) -> Device:
     """Return the owner of this rank's accelerator."""
     if gate is not None:
-        shelf = Shelf(cfg.rollout.tp) if world.samples else None
-        if shelf is not None:
-            on_close(shelf.close)
-        return SharedDevice(parts, gate, shelf, colocated=not world.rollout_ranks)
+        host_cache = HostWeightCache(cfg.rollout.tp) if world.samples else None
+        if host_cache is not None:
+            on_close(host_cache.close)
+        return SharedDevice(parts, gate, host_cache, colocated=not world.rollout_ranks)
     return OffloadDevice(parts) if cfg.train.offload else Device(parts)

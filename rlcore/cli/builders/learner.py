@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlcore import algos
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
-from rlcore.mcore.layout import replicas
+from rlcore.mcore.layout import model_parallel_groups
 from rlcore.trainer.progress import Ranks
 
 if TYPE_CHECKING:
@@ -77,28 +77,28 @@ class Models:
 
     learner: "MegatronLearner | None" = None
     critic: "MegatronLearner | None" = None
-    replicas: Sequence[Sequence[int]]
+    model_parallel_groups: Sequence[Sequence[int]]
 
     def ranks(self, world: World) -> Ranks:
         """Return the position of this rank in the run."""
         return Ranks(
             rank=world.rank,
             size=world.size,
-            replicas=self.replicas,
+            model_parallel_groups=self.model_parallel_groups,
             dp_rank=self.learner.layout.dp_rank if self.learner is not None else -1,
             everyone=world.everyone,
         )
 
 
-def make_models(start: Start) -> Models:
+def make_models(start: BuildContext) -> Models:
     """Build the learner, and the critic if the advantages need one."""
     cfg, world = start.cfg, start.world
-    layout = replicas(cfg.train, world.train_ranks)
+    layout = model_parallel_groups(cfg.train, world.train_ranks)
     if not world.trains:
-        return Models(replicas=layout)
+        return Models(model_parallel_groups=layout)
     learner, critic = make_learner(cfg, start.hf, world), None
     start.on_close(learner.close)
     if wants(cfg) == "gae":
         critic = make_critic(cfg, start.hf, world)
         start.on_close(critic.close)
-    return Models(learner=learner, critic=critic, replicas=layout)
+    return Models(learner=learner, critic=critic, model_parallel_groups=layout)

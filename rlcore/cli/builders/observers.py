@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rlcore.cli import splits
 from rlcore.cli.builders.devices import ranks_per_node
 from rlcore.cli.builders.folder import run_folder
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config import resolve
 from rlcore.config.schema import Config
@@ -40,7 +40,9 @@ def make_sinks(cfg: Config) -> list[Sink]:
     return sinks
 
 
-def watch(start: Start, screen: Screen | None, heartbeat: Heartbeat) -> Callable[[str], None]:
+def watch(
+    start: BuildContext, screen: Screen | None, heartbeat: Heartbeat
+) -> Callable[[str], None]:
     """Return the listener of phases. It updates screen, flight record and watchdog, and sends a
     heartbeat to ranks that only sample.
 
@@ -49,11 +51,11 @@ def watch(start: Start, screen: Screen | None, heartbeat: Heartbeat) -> Callable
     waits for rank 0 are not watched: they detect hangs themselves.
     """
     cfg, world = start.cfg, start.world
-    ends, gang = world.size > 1 and world.device.type == "cpu", world.gang
+    ends, health = world.size > 1 and world.device.type == "cpu", world.health
 
     def alarm(verdict: str) -> None:
-        if gang is not None:
-            gang.alarm(verdict, ends=ends)
+        if health is not None:
+            health.alarm(verdict, ends=ends)
             return
         log.log.error(verdict)
         if ends:
@@ -69,7 +71,7 @@ def watch(start: Start, screen: Screen | None, heartbeat: Heartbeat) -> Callable
     start.on_close(dog.close)
 
     def listen(phase: str) -> None:
-        dog.beat("" if phase in ("gen", "eval", "wait") else phase)
+        dog.beat("" if phase in ("gen", "testing", "wait_learner") else phase)
         heartbeat.alive()
         world.phase(phase)
         if screen is not None:
@@ -93,8 +95,8 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
     return plan
 
 
-def of_agent(start: Start) -> list[Callable[[AnyCommand | AnyEvent], None]]:
-    """Return the observers of the commands and events of this rank's agent: the trace, with
+def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None]]:
+    """Return the observers of the commands and events of this rank's worker: the trace, with
     --log.trace, and the flight record. Collective."""
     found: list[Callable[[AnyCommand | AnyEvent], None]] = []
     cfg, world, progress = start.cfg, start.world, start.progress
@@ -106,13 +108,13 @@ def of_agent(start: Start) -> list[Callable[[AnyCommand | AnyEvent], None]]:
             lambda name, begin, end: trace.phase(name, begin, end, progress.step)
         )
         found.append(trace.see)
-    if world.gang is not None:
-        found.append(world.gang.flight.see)
+    if world.health is not None:
+        found.append(world.health.flight.see)
     return found
 
 
 def make_observers(
-    start: Start,
+    start: BuildContext,
     screen: Screen | None,
     pieces: Callable[[Sequence[int]], list[str]],
     on_step: Sequence[Callable[[dict[str, float]], None]],
@@ -131,12 +133,12 @@ def make_observers(
     return Observers(writer=writer, screen=screen, balance=balance, on_step=on_step, pieces=pieces)
 
 
-def signals(start: Start) -> tuple[Callable[[], bool], Callable[[], None]]:
+def signals(start: BuildContext) -> tuple[Callable[[], bool], Callable[[], None]]:
     """Return two functions: one tells whether this rank has received a SIGTERM, the other must be
     called when the run is done."""
-    gang, progress = start.world.gang, start.progress
-    if gang is None:
+    health, progress = start.world.health, start.progress
+    if health is None:
         return (lambda: False), (lambda: None)
-    gang.flight.watch_step(lambda: progress.step)
-    gang.allow_grace(start.cfg.checkpoint.grace_s)
-    return (lambda: gang.ends), gang.done
+    health.flight.watch_step(lambda: progress.step)
+    health.allow_grace(start.cfg.checkpoint.grace_s)
+    return (lambda: health.ends), health.done

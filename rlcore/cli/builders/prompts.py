@@ -7,10 +7,10 @@ from rlcore.cli.builders.learner import wants
 from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.data import prompts
-from rlcore.data.sampler import EpochSampler
+from rlcore.data.data_order import ShuffledEpochs
 from rlcore.hf.tokenizer import Tokenizer
 from rlcore.records import Prompt
-from rlcore.sched.source import EpochOrder
+from rlcore.sched.prompt_source import EpochPrompts
 from rlcore.sched.tail_batching import TailBatching
 from rlcore.trainer.progress import Data
 from rlcore.utils.errors import ConfigError
@@ -46,7 +46,7 @@ def load_data(
 ) -> Data:
     """Load prompts, their order, and the validation sets, or `eval_sets` instead of these."""
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
-    order = EpochSampler(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
+    order = ShuffledEpochs(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
     if eval_sets is None:
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
         prompts.overlap(train, held_out)  # warns
@@ -56,8 +56,8 @@ def load_data(
 
 
 def make_source(
-    cfg: Config, sampler: EpochSampler, prompt_of: Callable[[int], Prompt]
-) -> EpochOrder | TailBatching:
+    cfg: Config, sampler: ShuffledEpochs, prompt_of: Callable[[int], Prompt]
+) -> EpochPrompts | TailBatching:
     """Return the prompt source of --schedule. `prompt_of` returns the prompt of a row."""
     sizes = {
         "num_prompts": cfg.data.prompts_per_step,
@@ -68,7 +68,7 @@ def make_source(
         def next_prompts(n: int) -> list[Prompt]:
             return [prompt_of(row) for _, row in sampler.next(n)]
 
-        return EpochOrder(
+        return EpochPrompts(
             next_prompts,
             **sizes,
             greedy_baseline=wants(cfg) == "remax",

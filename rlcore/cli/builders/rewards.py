@@ -10,7 +10,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.residency import footprint
 from rlcore.rewards.service import RewardService
-from rlcore.sched.reward import AdaptiveTimeout
+from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.trainer import memory
 
 
@@ -54,14 +54,14 @@ def own_judges(cfg: Config) -> dict[str, JudgeRewardConfig]:
     return {k: s for k, s in judge_sections(cfg).items() if not s.url}
 
 
-def beside(judges: Sequence[tuple[JudgeRewardConfig, HFConfig]]) -> memory.Beside:
+def beside(judges: Sequence[tuple[JudgeRewardConfig, HFConfig]]) -> memory.OtherMemory:
     """Return the memory that judges take on each GPU, for the memory plan."""
     found = [footprint(section, hf) for section, hf in judges]
     if not found:
         return memory.NOBODY
     context = memory.TRAINER_CONTEXT * len(found)
     stay, work, host = (sum(getattr(f, k) for f in found) for k in ("stay", "work", "host"))
-    return memory.Beside(
+    return memory.OtherMemory(
         always=(memory.Item("judge", stay + context, True),),
         generate=(memory.Item("judge's work", work, True, True),),
         host=(memory.Item("judge's layers", host),) if host else (),

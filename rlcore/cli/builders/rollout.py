@@ -1,4 +1,4 @@
-"""Rollout parts of a rank: engine, rewards, agent, rounds; asynchronous sampling."""
+"""Rollout parts of a rank: engine, rewards, worker, rounds; asynchronous sampling."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rlcore.cli.builders.observers import of_agent, watch
 from rlcore.cli.builders.prompts import is_chat
 from rlcore.cli.builders.rewards import make_deadlines, make_scorer
 from rlcore.cli.builders.sizes import make_pipe, make_place
-from rlcore.cli.builders.start import Start
+from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import make_hub
 from rlcore.config import rules
 from rlcore.config.schema import Config
@@ -20,17 +20,17 @@ from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.metrics.screen import Screen
 from rlcore.protocols import Engine, Scorer
 from rlcore.records import Sampling
+from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.flow import Flow
-from rlcore.rollout.histospec import Library
+from rlcore.rollout.histospec import HistoryStore
 from rlcore.rollout.replay import EventLog, Recorder, controller_of
-from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Heartbeat, Rollout
-from rlcore.rollout.rounds import Log, Rounds
+from rlcore.rollout.round_log import Log, Rounds
 from rlcore.rollout.transport import Hub
-from rlcore.sched.reward import AdaptiveTimeout
-from rlcore.sched.roles import Source
-from rlcore.sched.source import EpochOrder
+from rlcore.rollout.worker import NoScorer, RolloutWorker
+from rlcore.sched.prompt_source import EpochPrompts
+from rlcore.sched.reward_timeout import AdaptiveTimeout
+from rlcore.sched.roles import PromptSource
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.trainer.sizes import EngineSizes
 
@@ -46,7 +46,7 @@ class SamplingSide:
     in_child: bool
     """Whether the engine runs in a process of its own."""
     hub: Hub
-    agent: Agent
+    worker: RolloutWorker
     rollout: Rollout
     deadlines: AdaptiveTimeout | None
     """Reward deadlines that adapt to prompts."""
@@ -54,7 +54,7 @@ class SamplingSide:
     """Terminal output, on rank 0."""
 
 
-def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
+def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
     """Start engine and rewards of a rank, and connect it to the other ranks."""
     cfg, world = start.cfg, start.world
     folder = cfg.model.tokenizer or cfg.model.path
@@ -64,12 +64,12 @@ def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
     engine: Engine | None = None
     in_child = False
     if world.samples:
-        scorer, engine, in_child = _make_sampler(start, tokenizer, deadlines, lambda: agent)
+        scorer, engine, in_child = _make_sampler(start, tokenizer, deadlines, lambda: worker)
     hub = make_hub(world, cfg.cluster.interface)
     for part in (hub, scorer, engine):
         if part is not None:
             start.on_close(part.close)
-    agent = Agent(
+    worker = RolloutWorker(
         hub,
         engine,
         scorer,
@@ -86,11 +86,11 @@ def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
     only_sample = range(world.train_ranks, world.size)
     rollout = Rollout(
         hub,
-        agent,
+        worker,
         sizes.make_controller,
         cfg.cluster.timeout_s,
         on_progress=screen.advance if screen is not None else None,
-        samplers=only_sample,
+        rollout_ranks=only_sample,
         rounds=_make_rounds(start) if start.is_first else None,
         library=_make_library(cfg) if start.is_first else None,
     )
@@ -101,7 +101,7 @@ def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
         engine=engine,
         in_child=in_child,
         hub=hub,
-        agent=agent,
+        worker=worker,
         rollout=rollout,
         deadlines=deadlines,
         screen=screen,
@@ -109,13 +109,13 @@ def make_side(start: Start, sizes: EngineSizes) -> SamplingSide:
 
 
 def _make_sampler(
-    start: Start,
+    start: BuildContext,
     tokenizer: Tokenizer,
     deadlines: AdaptiveTimeout | None,
-    agent: Callable[[], Agent],
+    worker: Callable[[], RolloutWorker],
 ) -> tuple[Scorer, Engine, bool]:
     """Return rewards and engine of a rank that samples, and whether the engine runs in a process of
-    its own. `agent` returns the agent, which is made later and has the prompts of a round."""
+    its own. `worker` returns the worker, which is made later and has the prompts of a round."""
     cfg, world = start.cfg, start.world
     rewards = make_scorer(cfg, world, deadlines)
     engine = make_engine(cfg, start.hf, world)
@@ -125,12 +125,12 @@ def _make_sampler(
         return rewards, engine, in_child
     shown = Dialogue(tokenizer, is_chat=is_chat(cfg), num_tokens=start.hf.vocab_size)
     episodes = make_episodes(
-        cfg, world, engine, shown, tokenizer.decode, lambda group: agent().prompts[group]
+        cfg, world, engine, shown, tokenizer.decode, lambda group: worker().prompts[group]
     )
     return EnvScorer(episodes.outcomes, rewards), episodes, in_child
 
 
-def _make_rounds(start: Start) -> Rounds:
+def _make_rounds(start: BuildContext) -> Rounds:
     """Return the log of rounds, which also replays one with --debug.replay."""
     debug, replay = start.cfg.debug, None
     if debug.replay and start.cfg.select.mode != "async":
@@ -143,32 +143,34 @@ def _make_rounds(start: Start) -> Rounds:
     return rounds
 
 
-def _make_library(cfg: Config) -> Library | None:
+def _make_library(cfg: Config) -> HistoryStore | None:
     """Return the store of earlier responses; None if engines do not draft from them."""
     if cfg.rollout.draft not in rules.FROM_HISTORY:
         return None
-    return Library(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
+    return HistoryStore(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
 
 
-def make_flow(start: Start, side: SamplingSide, source: Source | None) -> Flow:
+def make_async_rollout(
+    start: BuildContext, side: SamplingSide, source: PromptSource | None
+) -> AsyncRollout:
     """Return this rank's part of `--mode async`. Rank 0, which has the controller, gives the prompt
     `source`."""
     cfg, world, sampling = start.cfg, start.world, side.sampling
     controller, log_ = None, None
-    samplers = range(world.train_ranks, world.size)
+    rollout_ranks = range(world.train_ranks, world.size)
     if cfg.debug.replay and world.trains:
         log_ = EventLog(Path(cfg.debug.replay), cfg.run.seed)
     if source is not None:
-        assert isinstance(source, EpochOrder), "no other source issues prompt by prompt"
+        assert isinstance(source, EpochPrompts), "no other source issues prompt by prompt"
         order = source
-        tp, leaders = cfg.rollout.tp, samplers[:: cfg.rollout.tp]
+        tp, leaders = cfg.rollout.tp, rollout_ranks[:: cfg.rollout.tp]
         controller = controller_of(log_)(
             buffer=SampleBuffer(
                 cfg.data.prompts_per_step, cfg.async_.alpha, cfg.async_.extra_prompts
             ),
             issue=lambda count: order.issue(count, sampling),
             trainers=range(world.train_ranks),
-            samplers=samplers,
+            rollout_ranks=rollout_ranks,
             ranks=leaders,
             members={first: range(first + 1, first + tp) for first in leaders},
             place=make_pipe(cfg, leaders) if cfg.rollout.place == "histopipe" else make_place(cfg),
@@ -176,14 +178,14 @@ def make_flow(start: Start, side: SamplingSide, source: Source | None) -> Flow:
             dynamic=cfg.async_.dynamic,
         )
     record = Recorder(start.folder, cfg.run.seed) if cfg.debug.record and world.trains else None
-    flow = Flow(
+    async_rollout = AsyncRollout(
         side.hub,
-        side.agent,
+        side.worker,
         controller,
-        samplers=samplers,
+        rollout_ranks=rollout_ranks,
         deadline_s=cfg.rollout.deadline_s,
         record=record,
         replay=log_,
     )
-    start.on_close(flow.close)
-    return flow
+    start.on_close(async_rollout.close)
+    return async_rollout

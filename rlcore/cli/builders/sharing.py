@@ -15,18 +15,18 @@ from rlcore.config.schema import Config
 from rlcore.mux.profile import Profile, Profiler
 from rlcore.sched.roles import Cell
 from rlcore.trainer import report
-from rlcore.utils import collective
+from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
-    from rlcore.mux.gate import Gate, NoGate
+    from rlcore.mux.gate import NoGate, PermitGate
     from rlcore.mux.ranks import RanksGate
 
 
-BOTH = ("rollout", "train")
-POOLS = {"start": BOTH, "eval": ("rollout",), "save": ("train",)}
+BOTH = phases.POOLS
+POOLS = {"start": BOTH, "testing": ("rollout",), "save_checkpoint": ("train",)}
 """Pools of each phase that is not named after its pool."""
-POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "eval", "save"), BOTH)
+POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "testing", "save_checkpoint"), BOTH)
 """Pools of each phase if every rank samples and trains."""
 
 
@@ -75,7 +75,7 @@ def make_gate(
             f"there are {len(cells)}, or the tail of a rollout has none to leave; give 0"
         )
 
-    def connect() -> "Gate | NoGate":
+    def connect() -> "PermitGate | NoGate":
         profile = None
         if mux.profile:
             profile = replace(Profile.read(Path(mux.profile)), slo=mux.slo)

@@ -11,13 +11,13 @@ from rlcore.cli.world import World
 from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
-from rlcore.mcore.layout import layout_of, replicas
+from rlcore.mcore.layout import layout_of, model_parallel_groups
 from rlcore.rollout.controller import Controller
-from rlcore.sched.histopipe import Pipe
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.planner import Listed, TPPlanner
-from rlcore.sched.roles import Elastic, Sizes, Stop
-from rlcore.sched.stream import Lengths, StreamWindow, cells
+from rlcore.sched.histopipe import HistoPipe
+from rlcore.sched.planner import FixedSizes, TPPlanner
+from rlcore.sched.roles import Elastic, EngineSizePolicy, Stop
+from rlcore.sched.router import LeastLoaded
+from rlcore.sched.stream import LengthDistribution, StreamWindow, cells
 from rlcore.trainer import memory
 from rlcore.trainer.sizes import EngineSizes, Sized
 from rlcore.utils.errors import ConfigError
@@ -43,13 +43,13 @@ def with_tp(cfg: Config, tp: int) -> Config:
 
 
 def make_elastic(
-    cfg: Config, hf: HFConfig, world: World, lengths: Lengths | None = None
+    cfg: Config, hf: HFConfig, world: World, lengths: LengthDistribution | None = None
 ) -> StreamWindow | None:
     """Return the policy of ranks that train in the middle of a round, with --mode stream. `lengths`
     has the known response lengths.
 
     Raises:
-        ConfigError: all ranks form one engine or one model replica.
+        ConfigError: all ranks form one engine or one model-parallel group.
     """
     if cfg.select.mode != "stream":
         return None
@@ -58,7 +58,7 @@ def make_elastic(
     return StreamWindow(
         cells(
             [engine_ranks(cfg, rank) for rank in range(0, world.size, r.tp)],
-            replicas(cfg.train, world.size),
+            model_parallel_groups(cfg.train, world.size),
             [layout.lockstep_ranks for layout in layouts],
         ),
         cache_tokens=r.cache_tokens or r.max_running * max_model_tokens(cfg, hf),
@@ -81,7 +81,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
         ConfigError: a configured size is not possible.
     """
 
-    lengths = Lengths()
+    lengths = LengthDistribution()
 
     def sized(tp: int) -> Sized:
         here, elastic = with_tp(cfg, tp), tail
@@ -104,7 +104,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
     return EngineSizes(sized, cfg.rollout.tp, policy if world.rank == 0 else None)
 
 
-def size_policy(cfg: Config, hf: HFConfig, world: World) -> Sizes | None:
+def size_policy(cfg: Config, hf: HFConfig, world: World) -> EngineSizePolicy | None:
     """Return the policy that chooses the size of every round; None if the size is fixed.
 
     Raises:
@@ -128,7 +128,7 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> Sizes | None:
     if cfg.debug.rollout_tp:
         if found := [line for tp in cfg.debug.rollout_tp for line in problems(tp)]:
             raise ConfigError(found[0].replace("--rollout.tp", "--debug.rollout_tp"))
-        return Listed(cfg.debug.rollout_tp)
+        return FixedSizes(cfg.debug.rollout_tp)
     tp, most = cfg.rollout.tp, cfg.rollout.max_tp or ranks_per_node(world)
     if cfg.rollout.max_tp and (found := problems(most)):
         raise ConfigError(found[0].replace("--rollout.tp", "--rollout.max_tp"))
@@ -172,10 +172,10 @@ def make_place(cfg: Config) -> LeastLoaded:
     return LeastLoaded(most if r.queue else sys.maxsize, spread=r.place == "response")
 
 
-def make_pipe(cfg: Config, leaders: Sequence[int]) -> Pipe:
+def make_pipe(cfg: Config, leaders: Sequence[int]) -> HistoPipe:
     """Return the router that places requests by their lengths in the previous epoch."""
-    return Pipe(
-        replicas=leaders,
+    return HistoPipe(
+        engines=leaders,
         batch=cfg.data.prompts_per_step,
         longest=cfg.rollout.max_tokens,
         rows=cfg.rollout.max_running,

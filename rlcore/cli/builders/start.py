@@ -13,7 +13,7 @@ from rlcore.utils.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class BuildContext:
     """A run under construction, on one rank."""
 
     cfg: Config

@@ -15,7 +15,7 @@ from rlcore.utils.log import announce
 def make_weight_channel(
     cfg: Config, world: World, *, in_child: bool, to_shelf: bool
 ) -> WeightChannel:
-    """Return the channel from the learner to this rank's engine, or to its shelf (host cache)."""
+    """Return the channel from the learner to this rank's engine, or to its host cache."""
     cuda = world.device.type == "cuda"
     transport: Transport = "shm" if in_child else "bytes"
     if cfg.rollout.engine == "sglang" and cuda:

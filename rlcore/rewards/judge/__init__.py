@@ -3,13 +3,13 @@
 from typing import Any
 
 from rlcore.rewards.judge.config import JudgeRewardConfig
-from rlcore.rewards.kind import Host, Kind, Runner
+from rlcore.rewards.kind import RewardKind, Runner, RunnerHost
 
 
-def _serve(cfg: Any, host: Host) -> Runner:
+def _serve(cfg: Any, host: RunnerHost) -> Runner:
     from rlcore.rewards.judge.runner import serve
 
     return serve(cfg, host)
 
 
-KIND = Kind(JudgeRewardConfig, serve=_serve)
+KIND = RewardKind(JudgeRewardConfig, serve=_serve)

@@ -18,8 +18,8 @@ from rlcore.records import RewardResult
 from rlcore.rewards.http import HttpReward
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.rubric import Rubric, of_probabilities
-from rlcore.rewards.kind import Host
-from rlcore.rewards.wire import Job
+from rlcore.rewards.kind import RunnerHost
+from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.errors import ConfigError
 
 _TOP = 20
@@ -41,7 +41,7 @@ class EngineBackend:
     def __init__(
         self,
         cfg: JudgeRewardConfig,
-        host: Host,
+        host: RunnerHost,
         settle: Callable[[int, RewardResult, str], None],
     ) -> None:
         """Start the HTTP client. Raises ValueError if `api_key_env` names a variable that is not
@@ -59,7 +59,7 @@ class EngineBackend:
             headers=headers,
         )
 
-    def ask(self, job: Job) -> None:
+    def ask(self, job: ScoreJob) -> None:
         """See `Backend`."""
         sample = msgspec.structs.replace(job.sample, id=str(job.key))  # so `drop` can cancel by key
         try:
@@ -75,7 +75,7 @@ class EngineBackend:
         """Cancel all requests and stop."""
         self._requests.close()
 
-    def _body(self, job: Job) -> bytes:
+    def _body(self, job: ScoreJob) -> bytes:
         """Encode the body of a request. Raises ValueError if the rubric cannot be rendered for the
         job."""
         cfg, prompt = self._cfg, job.prompt

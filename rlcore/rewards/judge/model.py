@@ -1,7 +1,7 @@
 """Model of the judge: probabilities of verdict tokens after a prefill, or a few greedy tokens.
 
-The forward pass is `hf.model.Model`, as in the torch engine, over a `Pipeline` of layers. Before
-each batch the number of resident layers is recomputed from the free memory.
+The forward pass is `hf.model.CausalLM`, as in the torch engine, over a `LayerPipeline` of layers.
+Before each batch the number of resident layers is recomputed from the free memory.
 """
 
 import time
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.hf.model import Model, Step
+from rlcore.hf.model import CausalLM, ForwardInputs
 from rlcore.hf.names import EMBED, HEAD, NORM, expected
 from rlcore.hf.weights import WeightReader
 from rlcore.rewards.judge import residency
-from rlcore.rewards.judge.pipeline import Carrier, FileCarrier, OnRead, PinnedCarrier, Pipeline
+from rlcore.rewards.judge.pipeline import Carrier, FileCarrier, LayerPipeline, OnRead, PinnedCarrier
 from rlcore.rewards.judge.residency import num_resident, sizes_of, work_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,8 +69,8 @@ class JudgeModel:
             carrier = PinnedCarrier(self.hf, self.dtype, reader, device)
         else:
             carrier = FileCarrier(reader, on_read)
-        self.layers = Pipeline(self.hf, self.dtype, device, carrier, overlap)
-        self._model = Model(
+        self.layers = LayerPipeline(self.hf, self.dtype, device, carrier, overlap)
+        self._model = CausalLM(
             self.hf, dtype=self.dtype, device=device, max_tokens=self.hf.max_positions
         )
         self._model.allocate(self.layers)
@@ -102,7 +102,9 @@ class JudgeModel:
         found: list[list[int]] = [[] for _ in rows]
         alive = set(range(count))
         ends = torch.tensor([len(row) for row in rows], device=self.device)
-        step = Step(token[:, None], ends[:, None].clone(), 0, [(0, count, longest + 1)], False)
+        step = ForwardInputs(
+            token[:, None], ends[:, None].clone(), 0, [(0, count, longest + 1)], False
+        )
         for number in range(max_tokens):
             for row, value in enumerate(token.tolist()):
                 if row in alive and value in stop_ids:
@@ -145,7 +147,7 @@ class JudgeModel:
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
         tokens = torch.tensor(padded, device=self.device)
         positions = torch.arange(longest, device=self.device).expand(len(rows), -1)
-        step = Step(tokens, positions, 0, [(0, len(rows), longest)], causal=True)
+        step = ForwardInputs(tokens, positions, 0, [(0, len(rows), longest)], causal=True)
         hidden = self._model.forward(step, cache)
         last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
         hidden = hidden[torch.arange(len(rows), device=self.device), last]

@@ -151,7 +151,7 @@ def read_layer(
             on_read(num_bytes)
 
 
-class Pipeline:
+class LayerPipeline:
     """Iterable over the layers in order, once per forward pass. Asking for the next layer signals
     that the work of the previous one is queued, so its slot may be refilled after that work."""
 

@@ -22,7 +22,15 @@ from rlcore.rewards.judge import mps
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.residency import host_growth
 from rlcore.rewards.judge.rubric import Rubric, of_probabilities, verdict_ids
-from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, Load, Ready, ToJudge
+from rlcore.rewards.judge.wire import (
+    BatchDone,
+    BatchStarted,
+    CancelRequests,
+    GradeRequest,
+    JudgeReady,
+    LoadJudge,
+    ToJudge,
+)
 from rlcore.utils import net
 from rlcore.utils.children import Channel, open_guarded_channel, sentence
 from rlcore.utils.net import frame
@@ -44,20 +52,20 @@ def main() -> None:
 def serve(channel: Channel) -> None:
     """Load the judge and score requests until the parent closes the channel, which raises
     EOFError."""
-    load = net.decode(channel.first(), Load)
+    load = net.decode(channel.first(), LoadJudge)
     sys.path[:] = load.sys_path
     cfg = msgspec.convert(load.config, JudgeRewardConfig)
     device, _, number = load.device.partition(":")
     if device == "cuda":  # CUDA reads these variables when it starts in this process
         os.environ.update(mps.limits(cfg.mps_percent, cfg.mps_gb, int(number)))
     try:
-        judge = Judge(cfg, load.device)
+        judge = JudgeServer(cfg, load.device)
     except BaseException as error:
         traceback.print_exc()
-        channel.send(frame(Ready(error=sentence(error))))
+        channel.send(frame(JudgeReady(error=sentence(error))))
         sys.exit(1)
     growth = host_growth(cfg, judge.model.hf, device)
-    channel.send(frame(Ready(growth_bytes=growth)))
+    channel.send(frame(JudgeReady(growth_bytes=growth)))
     while True:
         if not judge.num_waiting:
             judge.model.rest()
@@ -67,25 +75,25 @@ def serve(channel: Channel) -> None:
         while judge.num_waiting < cfg.batch_rows and (left := end - time.monotonic()) > 0:
             take(channel, judge, left)
         take(channel, judge, 0.0)
-        batch = judge.next_batch(lambda key: channel.send(frame(Began((key,)))))
+        batch = judge.next_batch(lambda key: channel.send(frame(BatchStarted((key,)))))
         if batch:
-            channel.send(frame(Began(tuple(row.key for row in batch))))
-            channel.send(frame(Done(tuple(judge.score(batch)))))
+            channel.send(frame(BatchStarted(tuple(row.key for row in batch))))
+            channel.send(frame(BatchDone(tuple(judge.score(batch)))))
 
 
-def take(channel: Channel, judge: "Judge", timeout_s: float | None) -> None:
+def take(channel: Channel, judge: "JudgeServer", timeout_s: float | None) -> None:
     """Pass received messages to the judge. Wait up to `timeout_s` for the first; None: wait until
     one arrives or the parent closes the channel."""
     for body in channel.receive(timeout_s):
         message = net.decode(body, ToJudge)
-        if isinstance(message, Drop):
+        if isinstance(message, CancelRequests):
             judge.drop(message.keys)
         else:
             judge.add(message)
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class JudgeRow:
     """Tokenized request."""
 
     key: int
@@ -95,7 +103,7 @@ class Row:
     alone: bool = False
 
 
-class Judge:
+class JudgeServer:
     """Judge: the model with its tokenizer and rubric."""
 
     def __init__(self, cfg: JudgeRewardConfig, device: str) -> None:
@@ -129,15 +137,15 @@ class Judge:
         )
         new = cfg.max_new_tokens if cfg.method == "generate" else 0
         self._longest = min(cfg.max_tokens, self.model.hf.max_positions - new)
-        self.waiting: list[Row] = []
-        self._unread: deque[Ask] = deque()
+        self.waiting: list[JudgeRow] = []
+        self._unread: deque[GradeRequest] = deque()
 
     @property
     def num_waiting(self) -> int:
         """Number of received requests that are not scored yet."""
         return len(self.waiting) + len(self._unread)
 
-    def add(self, ask: Ask) -> None:
+    def add(self, ask: GradeRequest) -> None:
         """Queue a request."""
         self._unread.append(ask)
 
@@ -158,16 +166,16 @@ class Judge:
                 stretch = size
             try:
                 ids, is_cut = self.encode(ask)
-                self.waiting.append(Row(ask.key, ids, is_cut, alone=ask.alone))
+                self.waiting.append(JudgeRow(ask.key, ids, is_cut, alone=ask.alone))
             except ValueError as error:
-                self.waiting.append(Row(ask.key, [], False, error=f"rubric: {error}"))
+                self.waiting.append(JudgeRow(ask.key, [], False, error=f"rubric: {error}"))
 
     def drop(self, keys: Sequence[int]) -> None:
         """Drop waiting requests. Unknown keys are ignored."""
         self.waiting = [row for row in self.waiting if row.key not in keys]
         self._unread = deque(ask for ask in self._unread if ask.key not in keys)
 
-    def encode(self, ask: Ask) -> tuple[list[int], bool]:
+    def encode(self, ask: GradeRequest) -> tuple[list[int], bool]:
         """Build the judge's prompt. Also return whether the response was cut. Raises ValueError if
         the prompt cannot be built."""
         defused = self._tokenizer.defused
@@ -187,13 +195,13 @@ class Judge:
             )
         return ids, True
 
-    def _render(self, prompt: str, ask: Ask, response: str) -> list[int]:
+    def _render(self, prompt: str, ask: GradeRequest, response: str) -> list[int]:
         text = self._rubric.render(prompt, ask.answer, response, ask.fields)
         if self._is_chat:
             text = self._tokenizer.render_chat([{"role": "user", "content": text}])
         return self._tokenizer.encode(text)
 
-    def next_batch(self, begins: Callable[[int], None] = lambda key: None) -> list[Row]:
+    def next_batch(self, begins: Callable[[int], None] = lambda key: None) -> list[JudgeRow]:
         """Take the oldest request and others of similar length, to keep padding small. `begins`:
         see `_read`."""
         self._read(begins)
@@ -215,7 +223,7 @@ class Judge:
         self.waiting = [row for row in self.waiting if id(row) not in taken]
         return batch
 
-    def score(self, batch: list[Row]) -> list[RewardResult]:
+    def score(self, batch: list[JudgeRow]) -> list[RewardResult]:
         """Score a batch; results are in its order. A batch that does not fit into device memory is
         retried in halves, with no resident layer."""
         if batch[0].error:
@@ -224,7 +232,7 @@ class Judge:
         self.model.may_grow()
         return found
 
-    def _fit(self, batch: list[Row]) -> list[RewardResult]:
+    def _fit(self, batch: list[JudgeRow]) -> list[RewardResult]:
         import torch
 
         try:
@@ -240,7 +248,7 @@ class Judge:
         half = len(batch) // 2
         return self._fit(batch[:half]) + self._fit(batch[half:])
 
-    def _score(self, batch: list[Row]) -> list[RewardResult]:
+    def _score(self, batch: list[JudgeRow]) -> list[RewardResult]:
         cfg, rows = self._cfg, [row.ids for row in batch]
         mass: list[float] = []
         errors: dict[int, str] = {}

@@ -18,7 +18,7 @@ MARGIN = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class JudgeSizes:
     """Sizes of a model on a device, in bytes."""
 
     num_layers: int
@@ -28,11 +28,11 @@ class Sizes:
     """Bytes of embedding, last norm and head, which always stay."""
 
 
-def sizes_of(hf: HFConfig, dtype: torch.dtype) -> Sizes:
+def sizes_of(hf: HFConfig, dtype: torch.dtype) -> JudgeSizes:
     """Compute the sizes of the model `hf` in `dtype`."""
     shapes = expected(hf)
     outer = sum(math.prod(shapes[name]) for name in (EMBED, NORM, HEAD) if name in shapes)
-    return Sizes(
+    return JudgeSizes(
         num_layers=hf.num_layers,
         layer=layer_numel(hf, dtype) * dtype.itemsize,
         outer=outer * dtype.itemsize,
@@ -44,7 +44,7 @@ def most_resident(num_layers: int, ratio: float) -> int:
     return min(num_layers, math.ceil(ratio * num_layers - 1e-9))
 
 
-def num_resident(sizes: Sizes, ratio: float, free_bytes: float) -> int:
+def num_resident(sizes: JudgeSizes, ratio: float, free_bytes: float) -> int:
     """Return how many layers stay on the device if `free_bytes` are free for layers and slots
     together.
 

@@ -18,10 +18,18 @@ from rlcore.hf.config import HFConfig
 from rlcore.records import RequestId, RewardResult
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.rubric import Rubric
-from rlcore.rewards.judge.wire import Ask, Began, Done, Drop, FromJudge, Load, Ready
-from rlcore.rewards.kind import Host
-from rlcore.rewards.wire import Job
-from rlcore.rewards.worker import Worker
+from rlcore.rewards.judge.wire import (
+    BatchDone,
+    BatchStarted,
+    CancelRequests,
+    FromJudge,
+    GradeRequest,
+    JudgeReady,
+    LoadJudge,
+)
+from rlcore.rewards.kind import RunnerHost
+from rlcore.rewards.wire import ScoreJob
+from rlcore.rewards.worker import RewardWorker
 from rlcore.utils import bounds, net
 from rlcore.utils.children import CappedLog
 from rlcore.utils.errors import ConfigError
@@ -39,7 +47,7 @@ Settle = Callable[[int, RewardResult, str], None]
 class Backend(Protocol):
     """Backend that obtains verdicts. No call blocks, except `close`."""
 
-    def ask(self, job: Job) -> None:
+    def ask(self, job: ScoreJob) -> None:
         """Request a verdict; `Settle` is called with the job's key later."""
 
     def drop(self, keys: Collection[int]) -> None:
@@ -53,7 +61,7 @@ class JudgeRunner:
     """`kind.Runner` that asks the backend only once for each pair of prompt and response."""
 
     def __init__(
-        self, cfg: JudgeRewardConfig, host: Host, make: Callable[[Settle], Backend]
+        self, cfg: JudgeRewardConfig, host: RunnerHost, make: Callable[[Settle], Backend]
     ) -> None:
         """Start the backend with `make`. Raises ConfigError if the rubric cannot be used."""
         # The judge is fixed for the whole run, so a verdict depends only on the judge's input.
@@ -61,12 +69,12 @@ class JudgeRunner:
         self._host, self._room = host, cfg.cache_entries
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, float] = OrderedDict()
-        self._waiting: dict[bytes, tuple[int, list[Job]]] = {}
+        self._waiting: dict[bytes, tuple[int, list[ScoreJob]]] = {}
         """Requests in flight: the backend's key, and the jobs that wait for its verdict."""
         self._digests: dict[int, bytes] = {}
         self._backend = make(self._settle)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ScoreJob) -> None:
         """See `Runner`."""
         digest = digest_of(job)
         with self._lock:
@@ -119,7 +127,7 @@ def _cached(score: float) -> RewardResult:
     return RewardResult(score=score, details={"judge_cached": 1.0})
 
 
-def digest_of(job: Job) -> bytes:
+def digest_of(job: ScoreJob) -> bytes:
     """Hash the parts of a job that the judge sees."""
     shown = (job.prompt.text, job.prompt.answer, job.text, job.prompt.fields)
     return hashlib.blake2b(net.encode(shown), digest_size=16).digest()
@@ -129,11 +137,11 @@ def digest_of(job: Job) -> bytes:
 class _Entry:
     """Request to the judge process."""
 
-    ask: Ask
-    job: Job
+    ask: GradeRequest
+    job: ScoreJob
     sent: bool = False
 
-    def send(self, worker: Worker) -> None:
+    def send(self, worker: RewardWorker) -> None:
         """Send the request to the judge process."""
         self.sent = True
         worker.send(frame(self.ask))
@@ -152,11 +160,13 @@ class ProcessBackend:
     batch deadlines. If a batch crashes the process, its requests are retried one by one. A request
     that crashes it again fails."""
 
-    def __init__(self, cfg: JudgeRewardConfig, host: Host, device: str, settle: Settle) -> None:
+    def __init__(
+        self, cfg: JudgeRewardConfig, host: RunnerHost, device: str, settle: Settle
+    ) -> None:
         """Start the thread. `device` is a torch device name such as cuda:0."""
         self._cfg, self._host, self._settle = cfg, host, settle
         self._load = frame(
-            Load(
+            LoadJudge(
                 config=dataclasses.asdict(cfg),
                 device=device,
                 sys_path=tuple(os.path.abspath(p) for p in sys.path),
@@ -177,7 +187,7 @@ class ProcessBackend:
         """`_growth`: bytes by which the judge may grow after its start. `_begin_growth`: bytes by
         which it exceeded that when its batch began."""
         self._memory_checked = 0.0
-        self._worker: Worker | None = None
+        self._worker: RewardWorker | None = None
         self._failed_starts = 0
         self._log = CappedLog(host.log_file, "judge")
         self._selector = selectors.DefaultSelector()
@@ -188,10 +198,10 @@ class ProcessBackend:
 
     # ---- the caller's side
 
-    def ask(self, job: Job) -> None:
+    def ask(self, job: ScoreJob) -> None:
         """See `Backend`."""
         prompt = job.prompt
-        ask = Ask(job.key, prompt.text, prompt.answer, job.text, prompt.fields)
+        ask = GradeRequest(job.key, prompt.text, prompt.answer, job.text, prompt.fields)
         with self._lock:
             self._inbox.append(_Entry(ask, job))
         os.eventfd_write(self._wake, 1)
@@ -231,7 +241,7 @@ class ProcessBackend:
     def _step(self) -> None:
         if self._worker is None:
             self._running = ()
-            self._worker = Worker(
+            self._worker = RewardWorker(
                 self._selector, self._load, self._log.write, "rlcore.rewards.judge.process"
             )
         self._send()
@@ -257,7 +267,7 @@ class ProcessBackend:
                 gone.append(key)
         self._hear(is_new=False)  # if no sent request is left, no deadline applies
         if gone and self._worker is not None:
-            self._worker.send(frame(Drop(tuple(gone))))
+            self._worker.send(frame(CancelRequests(tuple(gone))))
 
     def _send(self) -> None:
         """Send all unsent requests; the judge forms batches from them."""
@@ -288,7 +298,7 @@ class ProcessBackend:
             return worker.started + self._cfg.start_s
         return self._since + self._limit_s if self._is_asked else None
 
-    def _serve(self, worker: Worker, what: str, events: int) -> None:
+    def _serve(self, worker: RewardWorker, what: str, events: int) -> None:
         if what == "output":
             worker.read_output()
             return
@@ -297,7 +307,7 @@ class ProcessBackend:
         if events & selectors.EVENT_READ:
             self._receive(worker)
 
-    def _receive(self, worker: Worker) -> None:
+    def _receive(self, worker: RewardWorker) -> None:
         """Process the judge's messages, or its exit."""
         try:
             for body in worker.channel.receive():
@@ -307,14 +317,14 @@ class ProcessBackend:
         except (ValueError, IndexError) as error:
             self._ended(f"crash: wrote to the service's channel ({error})")
 
-    def _obey(self, worker: Worker, message: Ready | Began | Done) -> None:
-        if isinstance(message, Ready):
+    def _obey(self, worker: RewardWorker, message: JudgeReady | BatchStarted | BatchDone) -> None:
+        if isinstance(message, JudgeReady):
             if message.error:
                 self._fail(f"cannot start: {message.error}")
                 return
             worker.become_ready()
             self._growth = message.growth_bytes
-        elif isinstance(message, Began):
+        elif isinstance(message, BatchStarted):
             self._hear()
             self._begin_growth = self._grown(worker)
             self._running = message.keys
@@ -341,7 +351,7 @@ class ProcessBackend:
             worker.print_stack()
             self._ended(f"timeout after {self._limit_s:g} s")
 
-    def _grown(self, worker: Worker) -> int:
+    def _grown(self, worker: RewardWorker) -> int:
         """Return the bytes by which the judge exceeds its allowed growth."""
         return worker.rss() - worker.start_rss - self._growth
 
@@ -406,7 +416,7 @@ class ProcessBackend:
         self._host.fail(f"reward {self._host.name}: {sentence}")
 
 
-def serve(cfg: JudgeRewardConfig, host: Host) -> JudgeRunner:
+def serve(cfg: JudgeRewardConfig, host: RunnerHost) -> JudgeRunner:
     """Create the runner for these settings. Raises ConfigError if they are invalid."""
     if found := [*bounds.broken(cfg, "reward"), *cfg.problems("reward")]:
         raise ConfigError("\n".join(found))

@@ -7,7 +7,7 @@ from msgspec import Struct
 from rlcore.records import RewardResult
 
 
-class Load(Struct, frozen=True, tag=True):
+class LoadJudge(Struct, frozen=True, tag=True):
     """First message: the settings to load, and the device."""
 
     config: dict[str, Any]
@@ -16,7 +16,7 @@ class Load(Struct, frozen=True, tag=True):
     sys_path: tuple[str, ...]
 
 
-class Ask(Struct, frozen=True, tag=True):
+class GradeRequest(Struct, frozen=True, tag=True):
     """Request to grade a response."""
 
     key: int
@@ -29,13 +29,13 @@ class Ask(Struct, frozen=True, tag=True):
     judge."""
 
 
-class Drop(Struct, frozen=True, tag=True):
+class CancelRequests(Struct, frozen=True, tag=True):
     """Cancellation of requests."""
 
     keys: tuple[int, ...]
 
 
-class Ready(Struct, frozen=True, tag=True):
+class JudgeReady(Struct, frozen=True, tag=True):
     """Reply that the judge is loaded, or the error why it is not."""
 
     error: str = ""
@@ -43,17 +43,17 @@ class Ready(Struct, frozen=True, tag=True):
     """Bytes of host memory that its layers and batches may add."""
 
 
-class Began(Struct, frozen=True, tag=True):
+class BatchStarted(Struct, frozen=True, tag=True):
     """Start of a batch. The deadline counts from here."""
 
     keys: tuple[int, ...]
 
 
-class Done(Struct, frozen=True, tag=True):
+class BatchDone(Struct, frozen=True, tag=True):
     """Results of the batch, in the order of its keys."""
 
     results: tuple[RewardResult, ...]
 
 
-ToJudge = Ask | Drop
-FromJudge = Ready | Began | Done
+ToJudge = GradeRequest | CancelRequests
+FromJudge = JudgeReady | BatchStarted | BatchDone

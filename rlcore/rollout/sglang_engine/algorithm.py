@@ -36,6 +36,6 @@ def register() -> None:
 
     @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=False, spec_class=Algorithm)
     def worker(server_args: Any) -> type:
-        from rlcore.rollout.sglang_engine.worker import Worker
+        from rlcore.rollout.sglang_engine.worker import DraftWorker
 
-        return Worker
+        return DraftWorker

@@ -15,8 +15,8 @@ import numpy as np
 
 from rlcore.records import History
 from rlcore.rollout.histospec import Draft
+from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.names import PROMPT_KEY
-from rlcore.rollout.sglang_engine.page import Page
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30
@@ -44,10 +44,10 @@ class Drafts:
         *,
         num_seats: int,
         stream_interval: int,
-        page: Page,
+        counters: Counters,
     ) -> None:
         self._drafter = Drafter(kind, settings, num_seats)
-        self._page = page
+        self._counters = counters
         self._interval = stream_interval
         self._rows: dict[str, _Row] = {}
         self._free = list(range(num_seats - 1, -1, -1))
@@ -78,7 +78,7 @@ class Drafts:
         width = min(longest, drafts.shape[1])
         kept = np.arange(width) < self._sizes[:, None]
         out[:, :width] = np.where(kept, drafts[:, :width], -1)
-        self._page.add(draft_s=time.monotonic() - self._begin)
+        self._counters.add(draft_s=time.monotonic() - self._begin)
         return out
 
     def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
@@ -103,12 +103,12 @@ class Drafts:
             seconds=now - self._end if near else step_s,  # includes SGLang's work between steps
         )
         self._end = now
-        self._page.step(running, num, self._wanted)
+        self._counters.step(running, num, self._wanted)
         if not self._wanted:
             return
         accepted = taken - 1
         self._drafter.accepted(self._seats, accepted)
-        self._page.add(
+        self._counters.add(
             verify_steps=1,
             verify_rows=running,
             verify_tokens=num,

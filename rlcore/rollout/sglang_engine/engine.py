@@ -1,7 +1,7 @@
 """The production engine: an `Engine` on SGLang, over the ranks of a tensor-parallel group.
 
 Requests wait in a heap here. At most `max_running` of them are in flight, that is, in SGLang. Each
-stay of a request in SGLang is a `_Flight`: a task on SGLang's loop that appends the streamed tokens
+stay of a request in SGLang is a `_Stay`: a task on SGLang's loop that appends the streamed tokens
 to the request. Abort, pause in mode `recompute` and sleep end the flights; unfinished requests
 return to the heap with their tokens and are resubmitted as a longer prompt. Random numbers depend
 on the token's position, so this changes no sample. A pause in mode `in_place` keeps the flights in
@@ -34,22 +34,22 @@ from rlcore.records import (
     Finish,
     Finished,
     History,
+    LengthReport,
     Partial,
     Preempted,
-    Progress,
     Request,
     RequestId,
     Sample,
     Stats,
 )
 from rlcore.rollout.histospec import Draft, prompt_key
-from rlcore.rollout.refusals import check_request, check_tags, gap
+from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.names import ALGORITHM, PROMPT_KEY, REMEMBER
-from rlcore.rollout.sglang_engine.page import Page
 from rlcore.rollout.sglang_engine.server import Server, set_environment
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 from rlcore.rollout.torch_engine.sampler import GOLDEN
 from rlcore.rollout.transport import free_port
+from rlcore.rollout.validation import check_request, check_tags, gap
 from rlcore.utils.net import encode
 from rlcore.utils.seed import derive
 
@@ -76,12 +76,12 @@ class _Job:
     tokens: list[int]
     logps: list[float]
     versions: list[int]
-    flight: "_Flight | None" = None
+    flight: "_Stay | None" = None
     aborted: bool = False
     told: int = 0
     """Number of response tokens that progress events have carried."""
 
-    def take_off(self, flight: "_Flight") -> None:
+    def take_off(self, flight: "_Stay") -> None:
         """Mark the request as in flight in SGLang."""
         self.flight = flight
 
@@ -117,7 +117,7 @@ class _Job:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _Stay:
     """One stay of a request in SGLang."""
 
     rid: str
@@ -306,9 +306,9 @@ class SGLangEngine(InProcess):
         arguments |= dict(sglang or {})
         self._server = Server(arguments, hf.to_dict(), deadline_s)
         self._leads = self._server.manager is not None
-        self._page: Page | None = None
+        self._page: Counters | None = None
         if self._leads and self._drafts:
-            self._page = Page(self._server.folder)
+            self._page = Counters(self._server.folder)
         if self._leads:
             self._server.call(self._start(), "start")
 
@@ -542,7 +542,7 @@ class SGLangEngine(InProcess):
         self._asleep.difference_update(back)
         await self._go_on()
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Accept only the tensor-parallel size that the engine was started with; raise ValueError
         for others."""
         if tp != self._tp:
@@ -606,14 +606,14 @@ class SGLangEngine(InProcess):
 
     def _take_off(self, job: _Job) -> None:
         self._flights += 1
-        flight = _Flight(rid=f"{self._flights:016x}", base=len(job.tokens))
+        flight = _Stay(rid=f"{self._flights:016x}", base=len(job.tokens))
         job.take_off(flight)
         if not self._flying:
             self._busy_since = time.monotonic()
         self._flying[job] = None
         flight.follow(asyncio.create_task(self._fly(job, flight)))
 
-    async def _fly(self, job: _Job, flight: _Flight) -> None:
+    async def _fly(self, job: _Job, flight: _Stay) -> None:
         """Submit a request to SGLang and receive its tokens until it ends there."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -648,7 +648,7 @@ class SGLangEngine(InProcess):
         except Exception as error:
             self._server.fail(f"request {job.request.id}: {type(error).__name__}: {error}")
 
-    def _take(self, job: _Job, flight: _Flight, out: Mapping[str, Any]) -> None:
+    def _take(self, job: _Job, flight: _Stay, out: Mapping[str, Any]) -> None:
         """Append new tokens of a flight to its request."""
         if flight.deaf:
             return
@@ -690,7 +690,7 @@ class SGLangEngine(InProcess):
             return 0
         return next((i for i, token in enumerate(new, 1) if token in stops), len(new))
 
-    def _free_followers(self, job: _Job, flight: _Flight) -> None:
+    def _free_followers(self, job: _Job, flight: _Stay) -> None:
         """Start the followers of a flight once the group's prefill is done, or requeue them if it
         will not be done."""
         if self._leaders.get(job.group) is job:
@@ -705,7 +705,7 @@ class SGLangEngine(InProcess):
             else:
                 heapq.heappush(self._waiting, (follower.order, follower))
 
-    def _landed(self, job: _Job, flight: _Flight, reason: Mapping[str, Any]) -> None:
+    def _landed(self, job: _Job, flight: _Stay, reason: Mapping[str, Any]) -> None:
         job.land()
         if flight.begun:
             self._cached -= len(job.tokens)
@@ -750,7 +750,7 @@ class SGLangEngine(InProcess):
                     self._manager.abort_request(flight.rid)
             await asyncio.wait([flight.task for flight in flights], timeout=_SEND_S)
 
-    def _sent(self, flight: _Flight) -> bool:
+    def _sent(self, flight: _Stay) -> bool:
         """Return whether the flight was dispatched to the schedulers and is still registered."""
         state = self._manager.rid_to_state.get(flight.rid)
         return state is not None and state.dispatched
@@ -846,7 +846,7 @@ class SGLangEngine(InProcess):
             ids = tuple(job.request.id for job in running)
             lengths = tuple(len(job.tokens) for job in running)
             tails = tuple(map(self._tail, running)) if self._tell_tokens else ()
-            self._emit(Progress, ids=ids, lengths=lengths, tails=tails)
+            self._emit(LengthReport, ids=ids, lengths=lengths, tails=tails)
         self._totals["decode_steps"] = max(self._grown.values(), default=0)
         if self._page is not None:
             self._totals |= self._page.take()

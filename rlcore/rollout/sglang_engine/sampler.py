@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers import sampler
 from torch import Tensor
 
-from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
+from rlcore.rollout.torch_engine.sampler import GOLDEN, SamplingTensors, sample
 
 NO_TOP_K = 1 << 30
 """Value of top_k by which SGLang keeps all tokens; its top_k 1 is greedy."""
@@ -58,7 +58,7 @@ def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.view(count, width), logps.float().view(count, width)
 
 
-def _settings(info, width: int = 1) -> Settings:
+def _settings(info, width: int = 1) -> SamplingTensors:
     """Convert SGLang's sampling settings. `width`: number of logits rows per request."""
 
     def rows_of(values: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _settings(info, width: int = 1) -> Settings:
     top_k, top_p, min_p = (
         rows_of(x) for x in (info.top_ks.to(torch.int64), info.top_ps, info.min_ps)
     )
-    plain = Settings(
+    plain = SamplingTensors(
         scale=1 / rows_of(info.temperatures[:, 0]),
         greedy=top_k <= 1 if info.is_any_greedy else None,
         filtered=None,

@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.sglang_engine import cuda, names
 from rlcore.utils.errors import ConfigError
 
@@ -86,7 +86,7 @@ class Server:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return self._wait(future, what, self._deadline_s)
-        except EngineGoneError:
+        except EngineFailedError:
             raise
         except Exception:
             future.cancel()
@@ -129,7 +129,7 @@ class Server:
         """Raise EngineGoneError if SGLang has failed or one of its processes has exited. The
         processes are checked at most every _WATCH_S, or at once with `now`."""
         if self._failed:
-            raise EngineGoneError(self._failed)
+            raise EngineFailedError(self._failed)
         if not now and time.monotonic() - self._watched < _WATCH_S:
             return
         self._watched = time.monotonic()
@@ -138,7 +138,7 @@ class Server:
                 code = process.exitcode or 0
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
                 self.fail(f"process {process.pid} of SGLang {how}")
-                raise EngineGoneError(self._failed)
+                raise EngineFailedError(self._failed)
 
     def close(self) -> None:
         """End the processes and remove the files."""

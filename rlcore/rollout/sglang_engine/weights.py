@@ -14,8 +14,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import MultiprocessingSerializer
 
 from rlcore.records import Bucket
-from rlcore.rollout.refusals import damage
 from rlcore.rollout.sglang_engine import hooks
+from rlcore.rollout.validation import damage
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 
 LOAD_FORMAT = "rlcore"

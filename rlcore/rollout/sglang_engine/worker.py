@@ -31,15 +31,15 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from rlcore.records import History
 from rlcore.rollout.sglang_engine import sampler
+from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.drafts import Drafts
 from rlcore.rollout.sglang_engine.mask import chain_mask
 from rlcore.rollout.sglang_engine.names import DRAFTS
-from rlcore.rollout.sglang_engine.page import Page
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 from rlcore.utils.net import decode
 
 
-class Worker(BaseSpecWorker):
+class DraftWorker(BaseSpecWorker):
     """Speculative worker of one tensor-parallel rank."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -56,7 +56,7 @@ class Worker(BaseSpecWorker):
                 DraftSettings(**told["settings"]),
                 num_seats=get_schedule().max_running_requests,
                 stream_interval=told["stream_interval"],
-                page=Page(server_args.model_path, new=True),
+                counters=Counters(server_args.model_path, new=True),
             )
 
     @property

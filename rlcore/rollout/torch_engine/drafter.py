@@ -18,7 +18,7 @@ from rlcore.config.schema import DraftConfig
 from rlcore.ops.suffix import Forest
 from rlcore.records import History
 from rlcore.rollout.histospec import Draft, Index
-from rlcore.sched.histospec import Gate
+from rlcore.sched.histospec import DraftGate
 
 _KNEE = 1 << 20
 """The `knee` given to the forest. The forest divides it by `running`, so that the choice of
@@ -44,7 +44,7 @@ class DraftSettings:
     off."""
 
 
-class Row(Protocol):
+class DraftRow(Protocol):
     """A running request."""
 
     prompt: np.ndarray  # [P] int32
@@ -56,7 +56,7 @@ class Drafter:
 
     def __init__(self, kind: Draft, settings: DraftSettings, num_seats: int) -> None:
         s = settings
-        self.gate = Gate(window=s.window, start=min(s.start, s.window), switches=s.gate)
+        self.gate = DraftGate(window=s.window, start=min(s.start, s.window), switches=s.gate)
         self._forest = Forest(
             limit=s.max_match,
             min_match=s.min_match,
@@ -85,7 +85,7 @@ class Drafter:
     def propose(
         self,
         seats: np.ndarray,
-        rows: Sequence[Row],
+        rows: Sequence[DraftRow],
         tokens: np.ndarray,
         counts: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -134,7 +134,7 @@ class Drafter:
         if self._index is not None:
             self._index.close()
 
-    def _open(self, seats: np.ndarray, rows: Sequence[Row]) -> None:
+    def _open(self, seats: np.ndarray, rows: Sequence[DraftRow]) -> None:
         handles = self._forest.open(np.array([row.prompt_key for row in rows], np.int64))
         self._forest.advance(
             handles,

@@ -1,4 +1,4 @@
-"""Continuous batching over `Model`: an `Engine` in plain torch.
+"""Continuous batching over `CausalLM`: an `Engine` in plain torch.
 
 A request waits, then runs in a row of the decode batch, then ends. Rows are compact: row i owns
 cache slot i, and when rows end the last ones move into their places. All tokens of a request but
@@ -32,7 +32,7 @@ import torch
 from rlcore.config.schema import RolloutConfig
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.hf.model import Model, Span, Step
+from rlcore.hf.model import CausalLM, ForwardInputs, Span
 from rlcore.hf.quantize import Quantize
 from rlcore.protocols import InProcess, PauseMode, Tag
 from rlcore.records import (
@@ -42,18 +42,18 @@ from rlcore.records import (
     Finish,
     Finished,
     History,
+    LengthReport,
     Partial,
     Preempted,
-    Progress,
     Request,
     RequestId,
     Sample,
     Stats,
 )
 from rlcore.rollout.histospec import Draft, prompt_key
-from rlcore.rollout.refusals import check_request, check_tags, damage, gap
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
-from rlcore.rollout.torch_engine.sampler import GOLDEN, Settings, sample
+from rlcore.rollout.torch_engine.sampler import GOLDEN, SamplingTensors, sample
+from rlcore.rollout.validation import check_request, check_tags, damage, gap
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 from rlcore.utils.seed import derive
 
@@ -252,9 +252,9 @@ class _Seats:
 class _Batch:
     """Inputs of a decode step on the device, reused while the same rows run."""
 
-    step: Step
+    step: ForwardInputs
     counter: torch.Tensor  # [N]
-    settings: Settings
+    settings: SamplingTensors
 
     def advance(self, tokens: torch.Tensor) -> None:
         """Advance by one position, with the newest token of each row, [N]."""
@@ -379,7 +379,7 @@ class TorchEngine(InProcess):
         self._rank = rank
         self._tell_tokens = tell_tokens
         self._clock = clock
-        self._model = Model(
+        self._model = CausalLM(
             hf,
             dtype=self._dtype,
             device=self._device,
@@ -561,7 +561,7 @@ class TorchEngine(InProcess):
         if "kv_cache" in tags and self._cache is None:
             self._cache = self._make_cache()
 
-    def relayout(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         """Accept tensor-parallel size 1 only; raise ValueError for others."""
         if tp != 1:
             raise ValueError(f"tensor-parallel size {tp}: the torch engine has size 1")
@@ -733,7 +733,7 @@ class TorchEngine(InProcess):
             # Padding is written behind the row's end, where it is overwritten before it is read.
             # The cache has one column more than `end`, for the token that is left out.
             positions = np.minimum(begin[:, None] + np.arange(width), end)
-            step = Step(
+            step = ForwardInputs(
                 tokens=torch.from_numpy(tokens).to(self._device),
                 positions=torch.from_numpy(positions).to(self._device),
                 slot=slot + done,
@@ -816,7 +816,7 @@ class TorchEngine(InProcess):
             counter = table.key[seats[row]] + (table.count[seats[row]] + at) * np.int64(GOLDEN)
         flat = torch.from_numpy(np.stack((row * len(column) + at, counter))).to(self._device)
         tokens, positions = torch.from_numpy(grid).to(self._device)
-        step = Step(
+        step = ForwardInputs(
             tokens=tokens,
             positions=positions,
             slot=0,
@@ -866,7 +866,7 @@ class TorchEngine(InProcess):
         ints = np.stack((table.last[seats], lengths - 1, counter))
         device = torch.from_numpy(ints).to(self._device)
         return _Batch(
-            step=Step(
+            step=ForwardInputs(
                 tokens=device[0][:, None],
                 positions=device[1][:, None],
                 slot=0,
@@ -877,13 +877,13 @@ class TorchEngine(InProcess):
             settings=self._settings(seats),
         )
 
-    def _settings(self, seats: np.ndarray) -> Settings:
+    def _settings(self, seats: np.ndarray) -> SamplingTensors:
         table, device = self._seats, self._device
         temperature = table.temperature[seats]
         greedy = temperature == 0
         scale = 1 / np.where(greedy, 1, temperature)
         dtype = torch.promote_types(self._dtype, torch.float32)
-        plain = Settings(
+        plain = SamplingTensors(
             scale=torch.from_numpy(scale).to(device, dtype),
             greedy=torch.from_numpy(greedy).to(device) if greedy.any() else None,
             filtered=None,
@@ -990,7 +990,7 @@ class TorchEngine(InProcess):
             counts = self._seats.count[self._row_seats()].tolist()
             ids = tuple(job.request.id for job in self._rows)
             tails = tuple(self._tail(job) for job in self._rows) if self._tell_tokens else ()
-            self._emit(Progress, ids=ids, lengths=tuple(counts), tails=tails)
+            self._emit(LengthReport, ids=ids, lengths=tuple(counts), tails=tails)
         waiting = len(self._jobs) - len(self._rows)
         self._emit(
             Stats,

@@ -27,7 +27,7 @@ _BLOCK = 512  # block size of the search in a large vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingTensors:
     """Sampling settings per row, all [N]. The filters are None if no row uses them."""
 
     scale: Tensor
@@ -50,7 +50,7 @@ def uniform(counter: Tensor) -> Tensor:
     return ((z >> (64 - _BITS)) & (2**_BITS - 1)).double().add_(0.5).mul_(2.0**-_BITS)
 
 
-def sample(logits: Tensor, counter: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, counter: Tensor, settings: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Sample tokens [N] int64 and return them with their log-probs [N] float64. If logits are not
     finite, the log-prob is not finite, and the caller must check it."""
     best = logits.amax(-1, keepdim=True)

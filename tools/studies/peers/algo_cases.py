@@ -158,10 +158,10 @@ def inputs(case: Case) -> LossInputs:
         mask=mask,
         score=case.packed("score"),
         advantage=case.packed("advantage"),
-        logp_old=case.packed("old"),
-        logp_sampler=case.packed("sampler"),
+        old_log_probs=case.packed("old"),
+        rollout_log_probs=case.packed("sampler"),
         correction=torch.ones(len(mask), dtype=torch.float64),
-        logp_ref=case.packed("ref"),
+        ref_log_probs=case.packed("ref"),
         sequence=case.sequence,
         num_sequences=len(case.prompts),
         versions=torch.where(mask, 0, -1).int(),
@@ -212,7 +212,7 @@ def corrected(**settings: Any) -> Callable[[Case], Answer]:
 
     def answer(case: Case) -> Answer:
         x = inputs(case)
-        log_w = x.logp_old - x.logp_sampler
+        log_w = x.old_log_probs - x.rollout_log_probs
         left = correction.keep(cfg, log_w, *case.where) & x.mask
         out = {"mask": case.padded(left.double())}
         if cfg.rollout_is != "none":
@@ -261,7 +261,7 @@ def advantages(estimator: str, groups: str = "group", **settings: Any) -> Callab
             tokens=torch.zeros(len(mask), dtype=torch.int64),
             cu_seqlens=cumulative(case.sizes),
             mask=mask,
-            logp_sampler=case.packed("sampler"),
+            rollout_log_probs=case.packed("sampler"),
             value_old=case.packed("value_old"),
         )
         reward = returns.token_rewards(batch, case.arrays["score"].tolist(), None)

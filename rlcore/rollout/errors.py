@@ -2,6 +2,6 @@
 processes start fast."""
 
 
-class EngineGoneError(RuntimeError):
+class EngineFailedError(RuntimeError):
     """Raised if the engine has failed and cannot be used again; the message is the reason. Invalid
     calls to a working engine raise other errors."""

@@ -1,5 +1,5 @@
 """Sampling that does not stop at the end of a step, with real parts: the controller and its buffer,
-agents, ZeroMQ, the torch engine, the reward service. Rank 0 trains, the others sample; ranks are
+workers, ZeroMQ, the torch engine, the reward service. Rank 0 trains, the others sample; ranks are
 threads of this process.
 
 All versions have the same weights here, so every response has to be the one that an engine gives
@@ -21,19 +21,19 @@ from msgspec import structs
 from rlcore.config.schema import RewardConfig
 from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.records import AnyEvent, Batch, Down, Finished, HoldMode, Sample, Sampling, Work
+from rlcore.records import AnyEvent, Down, Finished, HoldMode, Sample, Sampling, TrainOrder, Work
 from rlcore.rewards.service import RewardService
+from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.controller import Controller
-from rlcore.rollout.flow import Flow
-from rlcore.rollout.gone import EngineGoneError
+from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.replay import EventLog, Recorder, controller_of
-from rlcore.rollout.replica import Agent, NoScorer
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
-from rlcore.sched.histopipe import Pipe
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.race import Misfit
+from rlcore.rollout.worker import NoScorer, RolloutWorker
+from rlcore.sched.completion_order import ReplayMismatch
+from rlcore.sched.histopipe import HistoPipe
+from rlcore.sched.router import LeastLoaded
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.sync.pack import push
 from rlcore.utils.net import encode
@@ -73,7 +73,7 @@ class Doomed:
 
     def __getattr__(self, name: str) -> Any:
         if self.failure:
-            raise EngineGoneError(self.failure)
+            raise EngineFailedError(self.failure)
         return getattr(self._engine, name)
 
 
@@ -121,7 +121,7 @@ class World:
         engines: list[Any],
         record: Recorder | None = None,
         replay: EventLog | None = None,
-        pipe: Pipe | None = None,
+        pipe: HistoPipe | None = None,
         is_endless: bool = True,
     ) -> None:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
@@ -150,28 +150,30 @@ class World:
                 self.controller._wants
                 and self.controller.num_done == sum(each.finished for each in paced)
             )
-        self.agents = [
-            Agent(hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless)
+        self.workers = [
+            RolloutWorker(
+                hub, engine, scorer, self.tokenizer.decode, 60.0, 30.0, is_endless=is_endless
+            )
             for hub, engine, scorer in zip(
                 self.hubs, self.engines, [NoScorer(), *self.scorers], strict=True
             )
         ]
         self.flows = [
-            Flow(
+            AsyncRollout(
                 hub,
-                agent,
+                worker,
                 None if r else self.controller,
                 samplers=samplers,
                 deadline_s=60,
                 record=None if r else record,
                 replay=None if r else replay,
             )
-            for r, (hub, agent) in enumerate(zip(self.hubs, self.agents, strict=True))
+            for r, (hub, worker) in enumerate(zip(self.hubs, self.workers, strict=True))
         ]
         self.rollouts = [
             Rollout(
                 hub,
-                agent,
+                worker,
                 lambda stop, elastic: Controller(
                     ranks=samplers,
                     all_ranks=range(n),
@@ -181,10 +183,10 @@ class World:
                 ),
                 timeout_s=30,
             )
-            for hub, agent in zip(self.hubs, self.agents, strict=True)
+            for hub, worker in zip(self.hubs, self.workers, strict=True)
         ]
         self.version = 5  # that of `torch_engine`
-        self.batches: list[tuple[int, Batch, dict[str, Sample]]] = []
+        self.batches: list[tuple[int, TrainOrder, dict[str, Sample]]] = []
         self.stats: list[dict[str, float]] = []
 
     def work(self, i: int, tag: str = "t") -> Work:
@@ -214,12 +216,12 @@ class World:
                 self.batches.append((version, batch, samples))
                 self.stats.append(self.flows[0].hold(mode))
             else:
-                self.agents[rank].go_on()
+                self.workers[rank].go_on()
             self.barrier.wait(60)
             while_held(rank)
             if rank:
                 if self.engines[rank].failure:
-                    self.agents[rank].restart_engine()
+                    self.workers[rank].restart_engine()
                 new = ((n, t.double()) for n, t in weights(self.model))
                 push(self.engines[rank], new, version + 1)
             self.barrier.wait(60)
@@ -269,7 +271,7 @@ def wanted(model: Path) -> dict[str, np.ndarray]:
     with world(model, [torch_engine(model, 1)], is_endless=False) as one:
         work = [one.work(i) for i in range(40)]
         checked(one.everywhere(lambda r: one.rollouts[r].run(work if r == 0 else [])))
-        return {i: s.tokens for i, s in one.agents[1].samples.items()}
+        return {i: s.tokens for i, s in one.workers[1].samples.items()}
 
 
 def spans(world: World) -> int:
@@ -286,10 +288,10 @@ def test_responses_outlive_pushes_and_are_those_of_an_uninterrupted_engine(
             three.step(mode)
         three.check(wanted)
         assert spans(three) > 1
-        held = {ref.split(".")[0] for agent in three.agents for ref in agent.samples}
+        held = {ref.split(".")[0] for worker in three.workers for ref in worker.samples}
         assert held <= three.controller.groups.keys() | set(three.controller._forget)
-        for agent in three.agents[1:]:
-            assert agent.prompts.keys() <= three.controller.groups.keys() | held
+        for worker in three.workers[1:]:
+            assert worker.prompts.keys() <= three.controller.groups.keys() | held
 
 
 def test_responses_that_move_to_another_replica_are_those_of_an_uninterrupted_engine(
@@ -298,7 +300,7 @@ def test_responses_that_move_to_another_replica_are_those_of_an_uninterrupted_en
     """HistoPipe, with a history of answers that are shorter than those that come."""
     floor = {"decode_floor_ms": 4.0, "progress_s": 0.02}
     engines = [torch_engine(model, rank, **floor) for rank in (1, 2)]
-    pipe = Pipe(replicas=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
+    pipe = HistoPipe(engines=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
     with world(model, engines, pipe=pipe) as three:
         for i in range(40):
             pipe.learn(three.work(i).prompt, [2 + i % 2])
@@ -316,11 +318,11 @@ def test_an_evaluation_in_between_changes_nothing(
     with world(model, [torch_engine(model, 1)]) as two:
         two.step("recompute")
         two.step("release")
-        before = dict(two.agents[1].samples)
+        before = dict(two.workers[1].samples)
         work = [two.work(i, "e") for i in range(3)]
         end = checked(two.everywhere(lambda r: two.rollouts[r].run(work if r == 0 else [])))
         assert [g.id for g in end.groups] == ["e0", "e1", "e2"]
-        assert two.agents[1].samples.keys() == before.keys()
+        assert two.workers[1].samples.keys() == before.keys()
         two.step("recompute")
         two.check(wanted)
 
@@ -382,7 +384,7 @@ def test_a_replay_trains_the_batches_of_the_record_and_decodes_nothing(
     with world(model, [torch_engine(model, 1)], replay=EventLog(tmp_path, 0)) as two:
         for mode in modes:
             two.step(mode)
-        assert two.agents[1].samples == {} and two.agents[1].counts["decode_tokens"] == 0
+        assert two.workers[1].samples == {} and two.workers[1].counts["decode_tokens"] == 0
         with pytest.raises(AssertionError, match="has no step 10, only 6 to 9"):
             two.step("recompute")
 
@@ -402,9 +404,9 @@ def test_a_log_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
     with world(model, [torch_engine(model, 1)], record=Recorder(tmp_path, 0)) as one:
         one.step("recompute")
         one.step("recompute")
-    with pytest.raises(Misfit, match="was recorded with --run.seed 0, not 1"):
+    with pytest.raises(ReplayMismatch, match="was recorded with --run.seed 0, not 1"):
         EventLog(tmp_path, 1).step(5)
-    with pytest.raises(Misfit, match="has no tokens of t99.0 for step 6"):
+    with pytest.raises(ReplayMismatch, match="has no tokens of t99.0 for step 6"):
         EventLog(tmp_path, 0).samples(5, ["t99.0"])
     with world(model, [torch_engine(model, 1)], replay=EventLog(tmp_path, 0)) as two:
         two.issued = 50

@@ -6,8 +6,8 @@ time that a right one needs is known, and further responses get little more than
     T = min(max(T_min, factor * anchor), T_max)
 
 with `anchor` the longest time of a right response to the prompt, in all epochs; T is T_max before
-there is one. The paper keeps anchors by test case with the factor 1.5; its code keeps them by
-prompt with 2.
+there is one. The paper keeps reference latencies by test case with the factor 1.5; its code keeps
+them by prompt with 2.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ class AdaptiveTimeout:
 
     def __init__(self, least_s: float, most_s: float, factor: float) -> None:
         self._least_s, self._most_s, self._factor = least_s, most_s, factor
-        self._anchors: dict[str, float] = {}
+        self._reference_latency: dict[str, float] = {}
 
     def timeout_s(self, prompt: str) -> float:
         """Return the deadline in seconds for the next response to this prompt."""
-        anchor = self._anchors.get(prompt)
+        anchor = self._reference_latency.get(prompt)
         if anchor is None:
             return self._most_s
         return min(max(self._least_s, self._factor * anchor), self._most_s)
@@ -47,17 +47,17 @@ class AdaptiveTimeout:
     def scored(self, prompt: str, seconds: float, is_right: bool) -> None:
         """Record the scoring time of a response; a response that timed out is not right."""
         if is_right:
-            self._anchors[prompt] = max(seconds, self._anchors.get(prompt, 0.0))
+            self._reference_latency[prompt] = max(seconds, self._reference_latency.get(prompt, 0.0))
 
-    def learn(self, anchors: Mapping[str, float]) -> None:
+    def learn(self, reference_latency: Mapping[str, float]) -> None:
         """Merge the times of right responses from other ranks, by prompt."""
-        for prompt, seconds in anchors.items():
+        for prompt, seconds in reference_latency.items():
             self.scored(prompt, seconds, is_right=True)
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain JSON."""
-        return {"anchors": dict(self._anchors)}
+        return {"reference_latency": dict(self._reference_latency)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
-        self._anchors = dict(state["anchors"])
+        self._reference_latency = dict(state["reference_latency"])

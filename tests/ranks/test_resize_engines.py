@@ -50,10 +50,10 @@ def test_engines_that_change_their_size_sample_the_same(tmp_path: Path) -> None:
         assert changes[step]["actor/loss"] == pytest.approx(stays[step]["actor/loss"], rel=1e-3)
         assert "sched/engines_down" not in changes[step]
     assert "sched/stream_at" not in changes[2]
-    assert changes[1]["timing_s/relayout"] > 0 and changes[2]["timing_s/relayout"] > 0
-    assert "timing_s/relayout" not in changes[3]  # nothing comes after it
+    assert changes[1]["timing_s/resize_engines"] > 0 and changes[2]["timing_s/resize_engines"] > 0
+    assert "timing_s/resize_engines" not in changes[3]  # nothing comes after it
     said = gang.text("changes")
     assert "rollout engines: tp 1 -> 2" in said and "rollout engines: tp 2 -> 1" in said
     assert "Traceback" not in said
     state = tmp_path / "changes" / "checkpoints" / "step_000002" / "state.json"
-    assert json.loads(state.read_text())["sizes"] == {"Listed": {"rounds": 2}}
+    assert json.loads(state.read_text())["sizes"] == {"FixedSizes": {"rounds": 2}}

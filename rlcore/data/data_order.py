@@ -11,7 +11,7 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 
 
-class EpochSampler:
+class ShuffledEpochs:
     """Row numbers in an order that depends only on (seed, epoch)."""
 
     def __init__(self, num_rows: int | None, seed: int, shuffle: bool = True) -> None:

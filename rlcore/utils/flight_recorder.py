@@ -1,7 +1,7 @@
 """Flight recorder of a rank: its last events, what it waits for, and the stacks of its threads.
 
-`Flight` collects during the run, at the cost of some list entries. If something is wrong
-(`utils/gang.py`), the record is written to `<run>/flight/rank<r>.json`. `utils/verdict.py` reads
+`FlightRecorder` collects during the run, at the cost of some list entries. If something is wrong
+(`utils/health.py`), the record is written to `<run>/flight/rank<r>.json`. `utils/verdict.py` reads
 the records of all ranks.
 """
 
@@ -30,7 +30,7 @@ from rlcore.records import (
     Down,
     EndRound,
     Finished,
-    Progress,
+    LengthReport,
     Released,
     Rewarded,
     Stats,
@@ -46,9 +46,9 @@ PY_SPY_S = 10.0
 Record = dict[str, Any]
 
 
-class Flight:
+class FlightRecorder:
     """Flight recorder of one rank. `phase` fits `Spans(listener=...)`, `see` fits
-    `Agent.observers`; the main thread calls both, any thread the rest."""
+    `RolloutWorker.observers`; the main thread calls both, any thread the rest."""
 
     def __init__(self, rank: int, world_size: int, folder: Path | None):
         """`folder`: the run's folder; None: write nothing."""
@@ -94,7 +94,7 @@ class Flight:
         self._events.append((time.time(), text))
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """Note a command that the agent executes or an event that it sends."""
+        """Note a command that the worker executes or an event that it sends."""
         now = time.time()
         if isinstance(what, Submit):
             self._open |= dict.fromkeys((r.id for r in what.requests), ("decoding", now))
@@ -109,7 +109,7 @@ class Flight:
         elif isinstance(what, Down):
             self._open.clear()
             self.note(f"engine down: {what.reason}")
-        elif not isinstance(what, Progress | Stats):
+        elif not isinstance(what, LengthReport | Stats):
             self.note(type(what).__name__)
 
     def record(self, reason: str) -> Record:
@@ -241,7 +241,10 @@ WAITS = {
 }
 
 
-OURS = ("flight.py", "gang.py")  # frames to skip: a failed rank makes its record in these files
+OURS = (
+    "flight_recorder.py",
+    "health.py",
+)  # frames to skip: a failed rank makes its record in these files
 
 
 def _waits(frame: FrameType | None) -> str:

@@ -16,7 +16,6 @@ from rlcore.records import (
     Abort,
     AnyCommand,
     AnyEvent,
-    Batch,
     Fail,
     Finished,
     Held,
@@ -28,6 +27,7 @@ from rlcore.records import (
     Request,
     Sampling,
     Submit,
+    TrainOrder,
     Wanted,
     Work,
     issue_of,
@@ -35,14 +35,14 @@ from rlcore.records import (
     training_group,
 )
 from rlcore.rollout.async_controller import AsyncController
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.roles import Place
+from rlcore.sched.roles import Router
+from rlcore.sched.router import LeastLoaded
 from rlcore.sched.staleness import SampleBuffer
-from rlcore.sim.cost import Cost
-from rlcore.sim.replica import Job
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.engine import SimRequest
 from rlcore.sim.rewards import UNLIMITED, Rewards
+from rlcore.sim.round import Engines, SimSettings
 from rlcore.sim.workload import Workload
-from rlcore.sim.world import Engines, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Update:
     """Age of each response: versions between its first token and this batch."""
 
 
-class Lengths:
+class PromptLengths:
     """Response lengths; all responses of a prompt are drawn together."""
 
     def __init__(self, generator: Workload, samples: int, seed: int) -> None:
@@ -75,7 +75,7 @@ class Lengths:
         return self._known[group][response_of(request.id)]
 
 
-class Source:
+class EndlessPrompts:
     """Endless source of prompts."""
 
     def __init__(self, samples: int, prompt_tokens: int = 300, first: int = 0) -> None:
@@ -95,12 +95,12 @@ class Source:
         ]
 
 
-class Flow(Engines):
+class SimAsyncRollout(Engines):
     """Asynchronous rollout that simulates updates as in `trainer/async_loop.py`."""
 
     def __init__(
         self,
-        costs: Sequence[Cost],
+        costs: Sequence[EngineCost],
         lengths: Callable[[Request], int],
         *,
         issue: Callable[[int], list[Work]],
@@ -111,7 +111,7 @@ class Flow(Engines):
         extra: int = 0,
         mode: HoldMode = "recompute",
         rewards: Rewards | None = None,
-        place: Place | None = None,
+        place: Router | None = None,
         max_running: int = UNLIMITED,
     ) -> None:
         """
@@ -122,13 +122,13 @@ class Flow(Engines):
             train_s: seconds in which the learner trains samples of these lengths (with prompt).
             sync_s: seconds of a weight update.
         """
-        world = World(costs, lengths, rewards=rewards, max_running=max_running)
+        world = SimSettings(costs, lengths, rewards=rewards, max_running=max_running)
         ranks = range(1, 1 + len(costs))
         controller = AsyncController(
             buffer=SampleBuffer(batch, alpha, extra),
             issue=issue,
             trainers=[0],
-            samplers=ranks,
+            rollout_ranks=ranks,
             ranks=ranks,
             place=place or LeastLoaded(UNLIMITED),
             deadline_s=1e12,
@@ -156,9 +156,9 @@ class Flow(Engines):
     @property
     def busy(self) -> float:
         """Mean share of the time in which an engine was busy."""
-        for replica in self._replicas:
-            replica.advance(self._now)
-        return sum(r.busy_s for r in self._replicas) / (self._now * len(self._replicas))
+        for engine in self._engines:
+            engine.advance(self._now)
+        return sum(r.busy_s for r in self._engines) / (self._now * len(self._engines))
 
     # ---- events
 
@@ -170,15 +170,17 @@ class Flow(Engines):
 
     def _go(self, version: int) -> None:
         self._version = version
-        for rank, replica in enumerate(self._replicas, 1):
-            replica.stand_still(self._now)
+        for rank, engine in enumerate(self._engines, 1):
+            engine.stand_still(self._now)
             if self._mode != "in_place":
-                jobs = replica.release(self._now)
-                again = [Job(id=j.id, prompt=j.prompt, length=j.length, have=j.have) for j in jobs]
-                replica.submit(again, self._now)
+                jobs = engine.release(self._now)
+                again = [
+                    SimRequest(id=j.id, prompt=j.prompt, length=j.length, have=j.have) for j in jobs
+                ]
+                engine.submit(again, self._now)
             self._plan(rank)
         self._obey(self._flow.go(version, self._now))
-        for rank in range(1, 1 + len(self._replicas)):
+        for rank in range(1, 1 + len(self._engines)):
             self._tell(Ready(rank=rank))
         late, self._late = self._late, []
         for event in late:
@@ -207,7 +209,7 @@ class Flow(Engines):
                 self._submit(command)
             elif isinstance(command, Abort):
                 self._abort(command)
-            elif isinstance(command, Batch):
+            elif isinstance(command, TrainOrder):
                 self._train(command)
             elif isinstance(command, Hold):
                 self._hold(command.rank)
@@ -215,16 +217,16 @@ class Flow(Engines):
                 raise RuntimeError(command.reason)
 
     def _hold(self, rank: int) -> None:
-        replica = self._replicas[rank - 1]
-        replica.advance(self._now)
-        for id in replica.begun:
+        engine = self._engines[rank - 1]
+        engine.advance(self._now)
+        for id in engine.begun:
             self._born.setdefault(id, self._version)
         self._planned[rank - 1] += 1  # idle until it continues
         self._tell(Held(rank=rank))
         if self._flow.done:
             self._push(self._now + self._sync_s, ("go", 0, self._version + 1))
 
-    def _train(self, batch: Batch) -> None:
+    def _train(self, batch: TrainOrder) -> None:
         refs = [ref.id for group in batch.groups for ref in group.refs]
         lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
         self.updates.append(

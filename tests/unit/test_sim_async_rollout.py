@@ -8,14 +8,14 @@ import pytest
 from rlcore.cli import sim
 from rlcore.records import group_of
 from rlcore.sim import roll_flash
-from rlcore.sim.cost import Cost
-from rlcore.sim.flow import Flow
-from rlcore.sim.roll_flash import Source
+from rlcore.sim.async_rollout import SimAsyncRollout
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.roll_flash import EndlessPrompts
 
 SAMPLES = 2
 
 
-def flow(alpha: float, *, replicas: int = 2, train_s: float = 10.0, **more) -> Flow:
+def flow(alpha: float, *, replicas: int = 2, train_s: float = 10.0, **more) -> SimAsyncRollout:
     """Two prompts a batch; group t<k> has responses of 10 and 10 + 10 (k % 2) tokens, a second
     each."""
 
@@ -23,10 +23,10 @@ def flow(alpha: float, *, replicas: int = 2, train_s: float = 10.0, **more) -> F
         group = group_of(request.id)
         return 10 + 10 * (int(group[1:]) % 2) * int(request.id.endswith(".1"))
 
-    return Flow(
-        [Cost(step_s=1.0)] * replicas,
+    return SimAsyncRollout(
+        [EngineCost(step_s=1.0)] * replicas,
         length,
-        issue=Source(SAMPLES, prompt_tokens=1),
+        issue=EndlessPrompts(SAMPLES, prompt_tokens=1),
         batch=2,
         alpha=alpha,
         train_s=lambda lengths: train_s,

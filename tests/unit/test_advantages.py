@@ -10,7 +10,7 @@ from rlcore.algos import grpo
 from rlcore.algos.base import AlgoConfig
 from rlcore.algos.kl import AdaptiveController
 from rlcore.tensors import Batch, cumulative
-from rlcore.trainer import credit, plan
+from rlcore.trainer import advantages, plan
 from rlcore.trainer.progress import Progress, Ranks
 from tests.unit.test_plan import groups
 
@@ -31,15 +31,15 @@ def setting(scores: list[list[float]], length: int = 2, **algo: Any):
         tokens=torch.zeros(len(mask), dtype=torch.int64),
         cu_seqlens=cumulative([length + 1] * len(rows)),
         mask=mask,
-        logp_sampler=torch.zeros(len(mask)),
-        logp_old=torch.full((len(mask),), -1.0),
-        logp_ref=torch.full((len(mask),), -1.0 - LN2),
+        rollout_log_probs=torch.zeros(len(mask)),
+        old_log_probs=torch.full((len(mask),), -1.0),
+        ref_log_probs=torch.full((len(mask),), -1.0 - LN2),
         ids=tuple(r.id for r in rows),
     )
     run = SimpleNamespace(
         cfg=SimpleNamespace(algo=cfg),
         algo=grpo,
-        ranks=Ranks(rank=0, size=1, replicas=[[0]], dp_rank=0),
+        ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
         trains_actor=True,
         progress=Progress(),
         kl=AdaptiveController(cfg.kl_target, cfg.kl_horizon),
@@ -55,7 +55,7 @@ def of_responses(batch: Batch) -> dict[str, list[float]]:
 
 def test_a_group_is_centred_and_every_token_of_a_response_gets_the_same():
     run, todo, batch = setting([[1.0, 0.0]], norm_adv_by_std=False)
-    (out,) = credit.assign(run, todo, [batch], {})
+    (out,) = advantages.assign(run, todo, [batch], {})
     assert of_responses(out) == {"t0.0": [0.5, 0.5], "t0.1": [-0.5, -0.5]}
     assert run.progress.metrics["critic/advantages/max"] == 0.5
     assert run.progress.metrics["critic/advantages/mean"] == 0
@@ -64,10 +64,10 @@ def test_a_group_is_centred_and_every_token_of_a_response_gets_the_same():
 def test_the_kl_of_all_tokens_of_a_response_is_taken_off_its_reward():
     """k1 is ln 2 a token; one response is nearer to the reference by half."""
     run, todo, batch = setting([[1.0, 0.0]], norm_adv_by_std=False, kl_reward_coef=0.1)
-    ref = batch.logp_ref.clone()
+    ref = batch.ref_log_probs.clone()
     first = batch.ids.index("t0.0")
     ref[3 * first : 3 * first + 3] += LN2
-    (out,) = credit.assign(run, todo, [batch.with_(logp_ref=ref)], {})
+    (out,) = advantages.assign(run, todo, [batch.with_(ref_log_probs=ref)], {})
     gap = (1.0 - 0.0) - (0.0 - 0.1 * 2 * LN2)
     assert of_responses(out)["t0.0"] == pytest.approx([gap / 2] * 2)
     assert run.progress.metrics["actor/reward_kl_penalty"] == pytest.approx(LN2 / 2)
@@ -76,14 +76,14 @@ def test_the_kl_of_all_tokens_of_a_response_is_taken_off_its_reward():
 
 def test_the_controller_raises_the_coefficient_after_the_step_when_the_kl_is_too_high():
     run, todo, batch = setting([[1.0, 0.0]], kl_reward_coef=0.1, kl_target=LN2 / 2, kl_horizon=4)
-    credit.assign(run, todo, [batch], {})
+    advantages.assign(run, todo, [batch], {})
     assert run.progress.metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
     assert run.kl.scale == pytest.approx(1 + 0.2 * 2 / 4)
 
 
 def test_remax_takes_off_the_reward_of_the_greedy_answer():
     run, todo, batch = setting([[1.0, 0.0]], adv_estimator="remax")
-    (out,) = credit.assign(run, todo, [batch], {"t0": 0.25})
+    (out,) = advantages.assign(run, todo, [batch], {"t0": 0.25})
     assert of_responses(out) == {"t0.0": [0.75] * 2, "t0.1": [-0.25] * 2}
 
 
@@ -93,14 +93,14 @@ def test_greedy_answers_are_not_trained_and_lose_for_their_length_too():
     made = groups([[1.0, 0.0], [1.0]], lengths=5)  # five tokens, and eight of the second group
     fields = {f: getattr(made[1], f) for f in made[1].__struct_fields__}
     greedy = made[1].__class__(**fields | {"id": "bt0"})
-    kept, baselines = credit.split_baselines(run, [made[0], greedy])
+    kept, baselines = advantages.split_baselines(run, [made[0], greedy])
     assert [g.id for g in kept] == ["t0"]
     assert baselines == {"t0": pytest.approx(1.0 - 3 / 5)}
 
 
 def test_returns_per_token_are_whitened_over_the_step():
     run, todo, batch = setting([[1.0, 0.0]], adv_estimator="reinforce_plus_plus")
-    (out,) = credit.assign(run, todo, [batch], {})
+    (out,) = advantages.assign(run, todo, [batch], {})
     found = of_responses(out)
     std = (4 * 0.25 / 3) ** 0.5  # four tokens, Bessel's correction
     assert found["t0.0"] == pytest.approx([0.5 / std] * 2, rel=1e-6)
@@ -110,7 +110,7 @@ def test_returns_per_token_are_whitened_over_the_step():
 def test_gae_without_discount_is_return_minus_value():
     run, todo, batch = setting([[1.0, 0.0]], adv_estimator="gae")
     values = torch.where(batch.mask, 0.5, 0.0)
-    (out,) = credit.assign(run, todo, [batch.with_(value_old=values)], {})
+    (out,) = advantages.assign(run, todo, [batch.with_(value_old=values)], {})
     assert out.returns[batch.mask].reshape(2, 2)[:, 0].tolist() == [
         1.0 if i == "t0.0" else 0.0 for i in batch.ids
     ]
@@ -133,7 +133,7 @@ def test_whitening_counts_what_is_trained():
     cut = g.__class__(**fields | {"finishes": finishes, "lengths": (2, 2, 100, 100)})
     todo = plan.make([cut], cfg, num_updates=1, num_ranks=1, seed=0, max_tokens=100)
     run, _, batch = setting([[1.0, 0.0]], truncated_responses="drop", whiten_advantages=True)
-    (out,) = credit.assign(run, todo, [batch], {})
+    (out,) = advantages.assign(run, todo, [batch], {})
     found = [a for row in of_responses(out).values() for a in row]
     assert sum(found) == pytest.approx(0, abs=1e-6)
     assert sum(a * a for a in found) / 3 == pytest.approx(1, abs=1e-6)

@@ -1,4 +1,4 @@
-"""The agent of a replica: an engine that has died, requests that are let go, responses that wait
+"""The worker of a replica: an engine that has died, requests that are let go, responses that wait
 for their scores."""
 
 import os
@@ -11,7 +11,6 @@ import pytest
 from rlcore.records import (
     Aborted,
     AnyEvent,
-    Batch,
     Down,
     EndRound,
     Finished,
@@ -26,10 +25,11 @@ from rlcore.records import (
     Sample,
     Sampling,
     Submit,
+    TrainOrder,
 )
 from rlcore.rollout.child import ChildEngine
-from rlcore.rollout.replica import Agent, RoundCallbacks
 from rlcore.rollout.transport import LocalHub
+from rlcore.rollout.worker import RolloutWorker, RoundCallbacks
 
 
 class Idle:
@@ -47,8 +47,8 @@ class Idle:
     def cancel(self, ids) -> None:
         assert not ids
 
-    def learn(self, anchors) -> None:
-        self.learned = anchors
+    def learn(self, reference_latency) -> None:
+        self.learned = reference_latency
 
 
 def submit(id: str) -> Submit:
@@ -72,12 +72,12 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
     the controller submits before it has heard of the death is not an error either."""
     hub, end = LocalHub(), EndRound(rank=0, groups=())
     engine = ChildEngine("tests.contracts.odd_engines:stuck", {})
-    agent = Agent(hub, engine, Idle(), str, 20.0)
+    worker = RolloutWorker(hub, engine, Idle(), str, 20.0)
     with ThreadPoolExecutor(1) as pool:
         try:
             for id in ("e0.0", "t0.0"):
-                future = pool.submit(agent.run_round)
-                hub.send(0, "agent", submit(id))
+                future = pool.submit(worker.run_round)
+                hub.send(0, "worker", submit(id))
                 ready = hub.receive("controller", list[AnyEvent], 20.0)
                 assert ready and isinstance(ready[0], Ready)
                 if engine.pid:
@@ -85,8 +85,8 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
                 events = ready[1:] or until_down(hub)
                 (down,) = [e for e in events if isinstance(e, Down)]
                 assert "was killed by signal 9" in down.reason
-                hub.send(0, "agent", submit(f"late.{id}"))
-                hub.send(0, "agent", end)
+                hub.send(0, "worker", submit(f"late.{id}"))
+                hub.send(0, "worker", end)
                 assert future.result(20) is end
         finally:
             engine.close()
@@ -94,9 +94,9 @@ def test_a_dead_engine_is_down_in_this_round_and_the_next_and_ends_no_rank() -> 
 
 def test_the_end_of_a_round_tells_the_reward_service_what_right_answers_took() -> None:
     hub, scorer = LocalHub(), Idle()
-    agent = Agent(hub, None, scorer, str, 20.0)
-    hub.send(0, "agent", EndRound(rank=0, groups=(), anchors={"s/0": 3.0}))
-    agent.run_round()
+    worker = RolloutWorker(hub, None, scorer, str, 20.0)
+    hub.send(0, "worker", EndRound(rank=0, groups=(), reference_latency={"s/0": 3.0}))
+    worker.run_round()
     assert scorer.learned == {"s/0": 3.0}
 
 
@@ -139,10 +139,10 @@ class Streamer:
         self.forgot += 1
 
 
-def releasing() -> tuple[LocalHub, Agent, Streamer]:
+def releasing() -> tuple[LocalHub, RolloutWorker, Streamer]:
     hub, streamer = LocalHub(), Streamer()
-    agent = Agent(hub, Slow(), Idle(), str, 20.0)
-    return hub, agent, streamer
+    worker = RolloutWorker(hub, Slow(), Idle(), str, 20.0)
+    return hub, worker, streamer
 
 
 def sent(hub: LocalHub) -> list[AnyEvent]:
@@ -154,56 +154,56 @@ def sent(hub: LocalHub) -> list[AnyEvent]:
 
 def test_what_was_let_go_after_a_round_is_not_told_in_the_next() -> None:
     """The controller of the next round does not know these requests."""
-    hub, agent, streamer = releasing()
-    hub.send(0, "agent", submit("t0.0"))
-    hub.send(0, "agent", Release(rank=0))
-    hub.send(0, "agent", EndRound(rank=0, groups=()))
-    agent.run_round(RoundCallbacks(streamer=streamer))
+    hub, worker, streamer = releasing()
+    hub.send(0, "worker", submit("t0.0"))
+    hub.send(0, "worker", Release(rank=0))
+    hub.send(0, "worker", EndRound(rank=0, groups=()))
+    worker.run_round(RoundCallbacks(streamer=streamer))
     assert not [e for e in sent(hub) if isinstance(e, Released)] and not streamer.left
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round, RoundCallbacks(streamer=streamer))
-        hub.send(0, "agent", submit("t1.0"))
-        hub.send(0, "agent", Release(rank=0))
+        future = pool.submit(worker.run_round, RoundCallbacks(streamer=streamer))
+        hub.send(0, "worker", submit("t1.0"))
+        hub.send(0, "worker", Release(rank=0))
         events: list[AnyEvent] = []
         while not any(isinstance(e, Released) for e in events):
             more = hub.receive("controller", list[AnyEvent], 20.0)
             assert more is not None, events
             events += more
-        hub.send(0, "agent", EndRound(rank=0, groups=()))
+        hub.send(0, "worker", EndRound(rank=0, groups=()))
         future.result(20)
     (released,) = [e for e in events if isinstance(e, Released)]
     assert set(released.partials) == {"t1.0"}
 
 
 def test_a_repair_is_told_to_whoever_has_left_without_training_yet() -> None:
-    hub, agent, streamer = releasing()
+    hub, worker, streamer = releasing()
     for command in (Release(rank=0), Repair(rank=0), EndRound(rank=0, groups=())):
-        hub.send(0, "agent", command)
-    agent.run_round(RoundCallbacks(streamer=streamer))
+        hub.send(0, "worker", command)
+    worker.run_round(RoundCallbacks(streamer=streamer))
     assert (streamer.left, streamer.forgot) == (1, 1)
 
 
 def test_an_engine_that_was_dead_has_left_as_well_so_that_no_repair_starts_it() -> None:
-    hub, agent, streamer = releasing()
-    agent._engine.failure = "it died before"
+    hub, worker, streamer = releasing()
+    worker._engine.failure = "it died before"
     for command in (Release(rank=0), EndRound(rank=0, groups=())):
-        hub.send(0, "agent", command)
-    agent.run_round(RoundCallbacks(streamer=streamer))
+        hub.send(0, "worker", command)
+    worker.run_round(RoundCallbacks(streamer=streamer))
     assert streamer.left == 1
     assert not [e for e in sent(hub) if isinstance(e, Released)]
 
 
 def test_an_engine_that_dies_while_it_leaves_has_left() -> None:
-    hub, agent, streamer = releasing()
-    hub.send(0, "agent", submit("t0.0"))
-    hub.send(0, "agent", Release(rank=0))
-    agent._engine.poll = lambda timeout_s: [Down(reason="it died of it")]
+    hub, worker, streamer = releasing()
+    hub.send(0, "worker", submit("t0.0"))
+    hub.send(0, "worker", Release(rank=0))
+    worker._engine.poll = lambda timeout_s: [Down(reason="it died of it")]
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round, RoundCallbacks(streamer=streamer))
+        future = pool.submit(worker.run_round, RoundCallbacks(streamer=streamer))
         events: list[AnyEvent] = []
         while not any(isinstance(e, Down) for e in events):
             events += hub.receive("controller", list[AnyEvent], 20.0) or pytest.fail("no event")
-        hub.send(0, "agent", EndRound(rank=0, groups=()))
+        hub.send(0, "worker", EndRound(rank=0, groups=()))
         future.result(20)
     assert streamer.left == 1
 
@@ -265,18 +265,18 @@ class Narrow(Idle):
 def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier, live) -> None:
     hub, engine = LocalHub(), OneByOne()
     scorer = Narrow(engine, room)
-    agent = Agent(hub, engine, scorer, str, 20.0, reward_barrier=barrier)
+    worker = RolloutWorker(hub, engine, scorer, str, 20.0, reward_barrier=barrier)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(agent.run_round)
+        future = pool.submit(worker.run_round)
         requests = tuple(submit(id).requests[0] for id in ("t0.0", "t1.0", "t2.0"))
         prompts = {r.group: submit(r.id).prompts[r.group] for r in requests}
-        hub.send(0, "agent", Submit(rank=0, requests=requests, prompts=prompts))
+        hub.send(0, "worker", Submit(rank=0, requests=requests, prompts=prompts))
         scored: list[str] = []
         while len(scored) < 3:
             more = hub.receive("controller", list[AnyEvent], 20.0)
             assert more is not None, scored
             scored += [e.id for e in more if isinstance(e, Rewarded)]
-        hub.send(0, "agent", EndRound(rank=0, groups=()))
+        hub.send(0, "worker", EndRound(rank=0, groups=()))
         future.result(20)
     assert scored == ["t0.0", "t1.0", "t2.0"]
     assert scorer.live == live and scorer.most <= room
@@ -285,12 +285,12 @@ def test_responses_are_scored_as_they_end_as_far_as_there_is_room(room, barrier,
 def test_what_was_read_for_an_update_is_gone_with_the_next_batch() -> None:
     """A run of a thousand steps does not keep all that it has trained."""
     hub = LocalHub()
-    agent = Agent(hub, None, Idle(), str, 20.0)
+    worker = RolloutWorker(hub, None, Idle(), str, 20.0)
     for step in range(3):
-        hub.send(0, "agent", Batch(rank=0, groups=(), stats={}))
-        agent.next_batch()
-        assert not agent.samples
+        hub.send(0, "worker", TrainOrder(rank=0, groups=(), stats={}))
+        worker.next_batch()
+        assert not worker.samples
         none = np.zeros(0, np.int32)
         arrays = {"prompt": none, "tokens": none, "logps": none, "versions": none}
-        agent.read({}, [Sample(id=f"t{step}.0", finish="stop", **arrays)])
-        assert len(agent.samples) == 1
+        worker.read({}, [Sample(id=f"t{step}.0", finish="stop", **arrays)])
+        assert len(worker.samples) == 1

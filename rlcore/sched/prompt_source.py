@@ -7,10 +7,10 @@ from msgspec import structs
 
 from rlcore.records import GroupId, Prompt, Sampling, Work, baseline_of, training_group
 from rlcore.sched.roles import Kind, Round
-from rlcore.sched.stop import All, First
+from rlcore.sched.stop import StopAtAll, StopAtFirst
 
 
-class EpochOrder:
+class EpochPrompts:
     """Source of prompts in the order of a resumable sampler. Each issued prompt gets the next
     number, so ids never repeat within a run."""
 
@@ -43,8 +43,8 @@ class EpochOrder:
         ones."""
         work = self.issue(self._num_started, sampling)
         if self._num_started == self._num_prompts:
-            return Round(work=work, stop=All())
-        return Round(work=work, stop=First({"": self._num_prompts}, {w.id: "" for w in work}))
+            return Round(work=work, stop=StopAtAll())
+        return Round(work=work, stop=StopAtFirst({"": self._num_prompts}, {w.id: "" for w in work}))
 
     def issue(self, count: int, sampling: Sampling) -> list[Work]:
         """Return the work of the next `count` prompts."""

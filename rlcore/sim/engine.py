@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlcore.records import RequestId
-from rlcore.sim.cost import Cost
+from rlcore.sim.cost import EngineCost
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimRequest:
     """A request in an engine."""
 
     id: RequestId
@@ -38,7 +38,7 @@ class Job:
         self.gone = True
 
 
-class Span(NamedTuple):
+class DecodeSpan(NamedTuple):
     """Interval of uninterrupted work. A new one begins when the batch size crosses a power of
     two."""
 
@@ -49,10 +49,10 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
-class Replica:
+class VirtualEngine:
     """Virtual engine; `now` is the virtual time up to which it has been simulated."""
 
-    cost: Cost
+    cost: EngineCost
     max_running: int = 1 << 30
     now: float = 0.0
     decoded: int = 0
@@ -61,14 +61,14 @@ class Replica:
     prefilled: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[DecodeSpan] = field(default_factory=list)
     """Intervals of work."""
     peak_context: float = 0.0
     _step: int = 0
     _context: float = 0.0
-    _running: dict[RequestId, Job] = field(default_factory=dict)
-    _ends: list[tuple[int, int, Job]] = field(default_factory=list)  # (last step, tie, job)
-    _waiting: deque[Job] = field(default_factory=deque)
+    _running: dict[RequestId, SimRequest] = field(default_factory=dict)
+    _ends: list[tuple[int, int, SimRequest]] = field(default_factory=list)  # (last step, tie, job)
+    _waiting: deque[SimRequest] = field(default_factory=deque)
     _ties: int = 0
 
     @property
@@ -83,17 +83,17 @@ class Replica:
 
     # ---- requests
 
-    def submit(self, jobs: list[Job], time: float) -> None:
+    def submit(self, jobs: list[SimRequest], time: float) -> None:
         """Queue requests, and start as many as fit."""
         self.advance(time)
         self._waiting.extend(jobs)
         self._admit()
 
-    def release(self, time: float) -> list[Job]:
+    def release(self, time: float) -> list[SimRequest]:
         """Remove and return all requests, to be prefilled elsewhere."""
         return self.abort([*self._running, *(job.id for job in self._waiting)], time)
 
-    def abort(self, ids: list[RequestId], time: float) -> list[Job]:
+    def abort(self, ids: list[RequestId], time: float) -> list[SimRequest]:
         """Stop and return these requests, with their tokens so far."""
         self.advance(time)
         wanted, out = set(ids), []
@@ -135,7 +135,7 @@ class Replica:
         """Stay idle until `time`, even with requests."""
         self.now = max(self.now, time)
 
-    def step_to_event(self) -> list[Job]:
+    def step_to_event(self) -> list[SimRequest]:
         """Work up to the next event and return the requests that end there."""
         ahead = self._steps_ahead()
         assert ahead is not None
@@ -173,9 +173,9 @@ class Replica:
                 and abs(last.end - self.now) < 1e-9
                 and last.running.bit_length() == running.bit_length()
             ):
-                self.spans[-1] = Span(last.start, self.now + seconds, last.running)
+                self.spans[-1] = DecodeSpan(last.start, self.now + seconds, last.running)
             else:
-                self.spans.append(Span(self.now, self.now + seconds, running))
+                self.spans.append(DecodeSpan(self.now, self.now + seconds, running))
         self.now += seconds
         self.busy_s += seconds
 
@@ -199,7 +199,7 @@ class Replica:
         self._context += steps * n
         self.peak_context = max(self.peak_context, self._context)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: SimRequest) -> None:
         job.leave(self._step)
         self._context -= job.prompt + job.have
 
@@ -207,7 +207,7 @@ class Replica:
         job = self._running.pop(next(reversed(self._running)))
         self._leave(job)
         self.preemptions += 1
-        again = Job(id=job.id, prompt=job.prompt, length=job.length, have=job.have)
+        again = SimRequest(id=job.id, prompt=job.prompt, length=job.length, have=job.have)
         self._waiting.appendleft(again)
 
     def _admit(self) -> None:

@@ -15,13 +15,15 @@ from rlcore.data.packing import per_token
 from rlcore.records import Group, group_of, is_baseline, without_baseline
 from rlcore.tensors import Batch
 from rlcore.trainer.phases import made
-from rlcore.trainer.plan import Plan, overlong
+from rlcore.trainer.plan import StepPlan, overlong
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
 from rlcore.utils.log import log
 
 
-def assign(run: Run, plan: Plan, batches: list[Batch], baselines: dict[str, float]) -> list[Batch]:
+def assign(
+    run: Run, plan: StepPlan, batches: list[Batch], baselines: dict[str, float]
+) -> list[Batch]:
     """Add advantages to this rank's batches, and returns if a critic is trained. `baselines` are
     the greedy rewards by group id (remax). Collective."""
     cfg = run.cfg.algo
@@ -50,12 +52,12 @@ def split_baselines(
     return tuple(g for g in groups if not is_baseline(g.id)), greedy
 
 
-def _rows(run: Run, plan: Plan, update: int):
+def _rows(run: Run, plan: StepPlan, update: int):
     return plan.updates[update][run.ranks.dp_rank]
 
 
 def by_response(
-    run: Run, plan: Plan, batches: list[Batch], penalties: list[Tensor] | None = None
+    run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None = None
 ) -> list[Batch]:
     """Compute one advantage per response; the KL penalty is summed over its tokens. If the
     algorithm's module has a function `advantages(groups, cfg)`, it replaces the estimator."""
@@ -88,7 +90,7 @@ def by_response(
 
 def _by_token(
     run: Run,
-    plan: Plan,
+    plan: StepPlan,
     batches: list[Batch],
     penalties: list[Tensor] | None,
     baselines: dict[str, float],
@@ -109,7 +111,7 @@ def _by_token(
     if cfg.adv_estimator == "remax" and not cfg.whiten_advantages:
         return out
     sums = torch.zeros(3, dtype=torch.float64)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for b in out:
             sums += returns.whitening_sums(made(b.advantage), b.mask)
     sums = torch.tensor(collective.reduce_floats(sums.tolist()), dtype=torch.float64)
@@ -120,21 +122,21 @@ def explained(run: Run, batches: list[Batch]) -> float:
     """Return the share of the returns' variance that the critic's old values explain.
     Collective."""
     sums = torch.zeros(5, dtype=torch.float64)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for b in batches:
             sums += value.variance_sums(made(b.value_old), made(b.returns), b.mask)
     return value.explained_variance(collective.reduce_floats(sums.tolist()))
 
 
-def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
+def kl_penalties(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Tensor]:
     """Return the KL penalty [T] of every batch, add its metrics, and update the adaptive
     controller. Collective."""
     cfg = run.cfg.algo
     coefficient = cfg.kl_reward_coef * run.kl.scale  # read before `run.kl.update` changes it
     kind = cfg.kl_reward_type
-    found = [kl.estimate(kind, made(b.logp_old), made(b.logp_ref)) for b in batches]
+    found = [kl.estimate(kind, made(b.old_log_probs), made(b.ref_log_probs)) for b in batches]
     means = torch.zeros(2, dtype=torch.float64)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for b, values in zip(batches, found, strict=True):
             where = (b.mask, b.sequence_index, b.num_sequences)
             means[0] += sequence.mean(values.double(), *where).sum()
@@ -150,13 +152,13 @@ def kl_penalties(run: Run, plan: Plan, batches: list[Batch]) -> list[Tensor]:
 
 
 def _sums_by_row(
-    run: Run, plan: Plan, batches: list[Batch], values: list[Tensor]
+    run: Run, plan: StepPlan, batches: list[Batch], values: list[Tensor]
 ) -> dict[str, float]:
     """Sum the values over the trained tokens of every row of all ranks, by row id. Collective."""
     ids = [r.id for update in plan.updates for part in update for r in part]
     place = {id: i for i, id in enumerate(ids)}
     sums = [0.0] * len(ids)
-    if run.ranks.leads_replica:
+    if run.ranks.leads_model_parallel_group:
         for u, (b, v) in enumerate(zip(batches, values, strict=True)):
             rows = sequence.total(v.double(), b.mask, b.sequence_index, b.num_sequences)
             for row, lost in zip(_rows(run, plan, u), rows.tolist(), strict=True):

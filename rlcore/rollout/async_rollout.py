@@ -1,8 +1,8 @@
 """Asynchronous rollout over all ranks, `--mode async`: sampling continues across training steps.
 
 Rank 0 runs the controller in a thread from one weight update to the next. Train ranks `take` the
-groups of an update and `fetch` their samples. Meanwhile the rollout ranks are in `Agent.go_on`,
-which returns when the controller `hold`s them for the weight update.
+groups of an update and `fetch` their samples. Meanwhile the rollout ranks are in
+`RolloutWorker.go_on`, which returns when the controller `hold`s them for the weight update.
 """
 
 import threading
@@ -13,7 +13,6 @@ from pathlib import Path
 from rlcore.records import (
     AnyCommand,
     AnyEvent,
-    Batch,
     Down,
     Fail,
     Holding,
@@ -21,14 +20,15 @@ from rlcore.records import (
     RequestId,
     Sample,
     Ship,
+    TrainOrder,
     Version,
     Wanted,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.rollout.exchange import by_owner
 from rlcore.rollout.replay import EventLog, Recorder
-from rlcore.rollout.replica import NO_CALLBACKS, Agent, RoundCallbacks
 from rlcore.rollout.transport import Hub
+from rlcore.rollout.worker import NO_CALLBACKS, RolloutWorker, RoundCallbacks
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode
@@ -38,16 +38,16 @@ FOLDER = "buffer"
 """Name of the folder in a checkpoint that holds the state of the asynchronous rollout."""
 
 
-class Flow:
+class AsyncRollout:
     """Asynchronous rollout as seen by one rank. `controller` is None on ranks other than 0."""
 
     def __init__(
         self,
         hub: Hub,
-        agent: Agent,
+        worker: RolloutWorker,
         controller: AsyncController | None,
         *,
-        samplers: Sequence[int],
+        rollout_ranks: Sequence[int],
         deadline_s: float,
         record: Recorder | None = None,
         replay: EventLog | None = None,
@@ -58,7 +58,7 @@ class Flow:
             record: writes the log of this run.
             replay: log of a recorded run, which provides the order of events and the samples.
         """
-        self._hub, self._agent, self._samplers = hub, agent, samplers
+        self._hub, self._worker, self._rollout_ranks = hub, worker, rollout_ranks
         self._record, self._replay, self._version = record, replay, 0
         self.controller = controller
         self._deadline_s = deadline_s
@@ -68,14 +68,15 @@ class Flow:
 
     # ---- train ranks
 
-    def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
+    def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
         """Return the groups of the update that trains policy `version`, the same on every train
-        rank. The engines decode with that version until `hold`. Raises as `Agent.run_round`."""
+        rank. The engines decode with that version until `hold`. Raises as
+        `RolloutWorker.run_round`."""
         self._version = version
         if self.controller is not None:
             self._start(self.controller, version)
             self._hub.send(0, "controller", [Wanted()])
-        return self._agent.next_batch(callbacks)
+        return self._worker.next_batch(callbacks)
 
     def fetch(
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
@@ -84,17 +85,17 @@ class Flow:
         `destination` and `owners` are the same on every train rank.
 
         Raises:
-            Misfit: the log of a replay does not have the samples.
+            ReplayMismatch: the log of a replay does not have the samples.
         """
         if self._replay is not None:
             mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
             return self._replay.samples(self._version, mine)
         if self._hub.rank == 0:
             for (owner, ranks), ids in by_owner(destination, owners).items():
-                self._hub.send(owner, "agent", Ship(rank=owner, ids=tuple(ids), to=ranks))
+                self._hub.send(owner, "worker", Ship(rank=owner, ids=tuple(ids), to=ranks))
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
-        found = self._agent.exchange.collect(mine, owners)
-        if self._record is not None:  # only the first rank of a model replica writes
+        found = self._worker.exchange.collect(mine, owners)
+        if self._record is not None:  # only the first rank of a model-parallel group writes
             own = [s for i, s in found.items() if min(destination[i]) == self._hub.rank]
             self._record.samples(self._version, self._hub.rank, own)
         return found
@@ -103,7 +104,7 @@ class Flow:
         """Give these samples of the last batch to the worker of rank 0, so that they can be logged.
         Call this on rank 0 only."""
         assert self.controller is not None
-        self._agent.read(self.controller.prompts, samples)
+        self._worker.read(self.controller.prompts, samples)
 
     def hold(self, mode: HoldMode) -> dict[str, float]:
         """Stop all decoding, so that weights can be updated. Return the counters since the last
@@ -148,7 +149,7 @@ class Flow:
             log.exception("the controller failed")
             self._error = f"the controller failed: {e!r}"
             for rank in range(self._hub.world_size):
-                self._hub.send(rank, "agent", Fail(rank=rank, reason=self._error))
+                self._hub.send(rank, "worker", Fail(rank=rank, reason=self._error))
         finally:
             self._hub.release()
 
@@ -176,7 +177,7 @@ class Flow:
         for command in commands:
             if isinstance(command, Fail):
                 self._error = command.reason
-            self._hub.send(command.rank, "agent", command)
+            self._hub.send(command.rank, "worker", command)
 
     # ---- checkpoints
 
@@ -189,9 +190,9 @@ class Flow:
         if self.controller is not None:
             saved = self.controller.save()
             (folder / "controller.msgpack").write_bytes(encode(saved))
-        if self._hub.rank in self._samplers:
+        if self._hub.rank in self._rollout_ranks:
             name = f"samples{self._hub.rank}.msgpack"
-            (folder / name).write_bytes(encode(list(self._agent.samples.values())))
+            (folder / name).write_bytes(encode(list(self._worker.samples.values())))
 
     def load(self, folder: Path) -> None:
         """Read this rank's part of a checkpoint. The number of rollout ranks may have changed.
@@ -213,17 +214,17 @@ class Flow:
             if self._record is not None:
                 owners = {rank: owner_now(rank) for rank in _owners(folder)}
                 self._record.restored(saved, owners)
-        if self._hub.rank in self._samplers:
+        if self._hub.rank in self._rollout_ranks:
             owner_now = self._owner_now(folder)
             for rank in _owners(folder):
                 if owner_now(rank) == self._hub.rank:
                     data = (folder / f"samples{rank}.msgpack").read_bytes()
-                    self._agent.adopt(decode(data, list[Sample]))
+                    self._worker.adopt(decode(data, list[Sample]))
 
     def _owner_now(self, folder: Path):
         """Return the map from a rank that wrote samples to the rank that owns them now."""
         place = {rank: i for i, rank in enumerate(_owners(folder))}
-        return lambda rank: self._samplers[place[rank] % len(self._samplers)]
+        return lambda rank: self._rollout_ranks[place[rank] % len(self._rollout_ranks)]
 
 
 def _owners(folder: Path) -> list[int]:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from rlcore.metrics.jsonl import JsonLines, read_lines
 from rlcore.records import GroupId, Sampling, Work
 from rlcore.rollout.controller import Controller
-from rlcore.sched.race import ByLog, Counted, Misfit
+from rlcore.sched.completion_order import ByLog, Counted, ReplayMismatch
 from rlcore.sched.roles import GroupState
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
@@ -37,7 +37,7 @@ class Started(Struct, frozen=True, array_like=True):
     wanted: int
 
 
-class Round(Struct, frozen=True, kw_only=True):
+class LoggedRound(Struct, frozen=True, kw_only=True):
     """One line of the log. `started` and `counted` are in order of time."""
 
     step: int
@@ -61,10 +61,10 @@ class Log:
             raise ConfigError(
                 f"--debug.replay {path}: there is no such file; give a run's {FILE}, or its folder"
             )
-        self._rounds: dict[GroupId, Round] = {}
+        self._rounds: dict[GroupId, LoggedRound] = {}
         try:
             for row in read_lines(self.path):  # if a step was repeated, its last line counts
-                found = msgspec.convert(row, Round)
+                found = msgspec.convert(row, LoggedRound)
                 self._rounds[found.started[0].id] = found
         except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
             raise ConfigError(
@@ -75,16 +75,16 @@ class Log:
                 f"--debug.replay {path}: has no rounds; give the {FILE} of a longer run"
             )
 
-    def of(self, work: Sequence[Work], seed: int) -> Round:
+    def of(self, work: Sequence[Work], seed: int) -> LoggedRound:
         """Return the logged round that began with this work.
 
         Raises:
-            Misfit: the log has no such round, or it is of a run with other settings.
+            ReplayMismatch: the log has no such round, or it is of a run with other settings.
         """
         found = self._rounds.get(work[0].id)
         if found is None:
             last = max(r.step for r in self._rounds.values())
-            raise Misfit(
+            raise ReplayMismatch(
                 f"--debug.replay {self.path}: has no round that starts with {work[0].id}; it ends "
                 f"with step {last}: take fewer --run.steps, or the log of a run with the same "
                 "--data, --rollout and --schedule"
@@ -115,9 +115,9 @@ class Log:
             )
         return found
 
-    def misfit(self, round_: Round, what: str, hint: str = "settings") -> Misfit:
+    def misfit(self, round_: LoggedRound, what: str, hint: str = "settings") -> ReplayMismatch:
         """Return the error to raise; its message names the round and the settings to change."""
-        return Misfit(
+        return ReplayMismatch(
             f"--debug.replay {self.path}: its round of step {round_.step} {what}; replay with the "
             f"{hint} of the run that wrote it"
         )
@@ -139,14 +139,14 @@ class Rounds:
         its lines of that step and later."""
         self._path, self._seed, self._step, self._replay = folder / FILE, seed, step, replay
         self._lines: JsonLines | None = None
-        self._round: Round | None = None
+        self._round: LoggedRound | None = None
         self._race: ByLog | None = None
 
     def begin(self, controller: Controller, work: Sequence[Work]) -> None:
         """Open the log before a round and, in a replay, set the order in which responses count.
 
         Raises:
-            Misfit: the replayed log is of another run.
+            ReplayMismatch: the replayed log is of another run.
         """
         if self._lines is None:
             self._lines = JsonLines(self._path, self._step())
@@ -155,17 +155,17 @@ class Rounds:
         log_ = self._replay
         round_ = self._round = log_.of(work, self._seed)
 
-        def race(requests: Callable) -> ByLog:
+        def order(requests: Callable) -> ByLog:
             self._race = ByLog(round_.counted, requests, partial(log_.misfit, round_))
             return self._race
 
-        controller.decide_by(race)
+        controller.decide_by(order)
 
     def end(self, controller: Controller) -> None:
         """Write the line of a round after its end.
 
         Raises:
-            Misfit: the round ended in another way than in the replayed log.
+            ReplayMismatch: the round ended in another way than in the replayed log.
             OSError: the line cannot be written.
         """
         if controller.kept is None or not controller.groups:  # it failed, or had no work
@@ -176,7 +176,7 @@ class Rounds:
             for r in controller.counted
             if r.result is not None
         ]
-        done = Round(
+        done = LoggedRound(
             step=self._step(),
             seed=self._seed,
             sampling=groups[0].work.sampling,
@@ -191,7 +191,7 @@ class Rounds:
         assert self._lines is not None, "begin() comes first"
         self._lines.append(row.pop("step"), [row])
 
-    def _compare(self, log_: Log, there: Round, here: Round) -> None:
+    def _compare(self, log_: Log, there: LoggedRound, here: LoggedRound) -> None:
         if there.kept != here.kept or len(there.counted) != len(here.counted):
             raise log_.misfit(
                 there,

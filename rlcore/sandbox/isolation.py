@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from rlcore.sandbox import confine
-from rlcore.sandbox.inside import Settings
+from rlcore.sandbox.inside import SandboxSettings
 from rlcore.utils.log import log
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ class Grade(NamedTuple):
     """Description for the log: the mechanisms in use, and which is missing and why."""
 
 
-class Walls:
+class SandboxProcess:
     """A running `inside` process and its control socket. One thread creates and uses it, and must
     outlive it: the process is killed when the thread exits."""
 
@@ -135,7 +135,7 @@ def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Gr
             raise RuntimeError(
                 "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
             )
-        Walls(True, packages).close()
+        SandboxProcess(True, packages).close()
     except (RuntimeError, TimeoutError) as error:
         if require_isolation:
             raise RuntimeError(
@@ -143,7 +143,7 @@ def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Gr
                 "(in Docker: --security-opt seccomp=unconfined --security-opt "
                 "systempaths=unconfined), or do without --reward.require_isolation"
             ) from error
-        Walls(False, packages).close()
+        SandboxProcess(False, packages).close()
         parts = ["rlimits", *_filters()]
         return Grade(False, f"WEAK, {' + '.join(parts)} and no namespaces: {error}")
     user = "another user" if os.geteuid() == 0 else "this user"
@@ -188,7 +188,7 @@ def _start_plain(
         )
     os.chmod(tmp, 0o1777)
     readable = (*_SYSTEM, *_FILES, str(Path(python).parents[1]), *packages)
-    settings = Settings(
+    settings = SandboxSettings(
         has_namespaces=False,
         to_nobody=is_root,
         seccomp=True,
@@ -228,7 +228,9 @@ def _start_isolated(
     control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes]
 ) -> subprocess.Popen:
     is_root = os.geteuid() == 0
-    settings = Settings(True, is_root, True, [], tmp, 3)  # 3: this process, init and the judge
+    settings = SandboxSettings(
+        True, is_root, True, [], tmp, 3
+    )  # 3: this process, init and the judge
     ready, go = os.pipe()
     info, told = os.pipe()
     fds = [control.fileno()]

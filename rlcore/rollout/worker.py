@@ -1,6 +1,6 @@
-"""The rollout worker of one rank, class `Agent`. It passes the controller's commands to the engine,
-finished samples to the reward service and events to the controller. Tokens stay on this rank until
-`Rollout.route` sends them to the ranks that train them.
+"""The rollout worker of one rank, class `RolloutWorker`. It passes the controller's commands to the
+engine, finished samples to the reward service and events to the controller. Tokens stay on this
+rank until `Rollout.route` sends them to the ranks that train them.
 """
 
 import time
@@ -18,9 +18,8 @@ from rlcore.records import (
     Aborted,
     AnyCommand,
     AnyEvent,
-    Batch,
     Down,
-    Drop,
+    DropEngine,
     EndRound,
     Fail,
     Finished,
@@ -28,7 +27,7 @@ from rlcore.records import (
     GroupId,
     Held,
     Hold,
-    Meet,
+    JoinSync,
     Move,
     Moved,
     Partial,
@@ -47,6 +46,7 @@ from rlcore.records import (
     Submit,
     Train,
     Trained,
+    TrainOrder,
     group_of,
 )
 from rlcore.rollout.exchange import SampleExchange
@@ -85,7 +85,7 @@ LATE_POLLS = 10
 
 
 class Learns(Protocol):
-    def learn(self, anchors: Mapping[str, float]) -> None: ...
+    def learn(self, reference_latency: Mapping[str, float]) -> None: ...
 
 
 class NoScorer:
@@ -107,9 +107,9 @@ class NoScorer:
     def close(self) -> None:
         """Do nothing: no process was started."""
 
-    def learn(self, anchors: Mapping[str, float]) -> None:
+    def learn(self, reference_latency: Mapping[str, float]) -> None:
         if self._deadlines is not None:
-            self._deadlines.learn(anchors)
+            self._deadlines.learn(reference_latency)
 
 
 class Streamer(Protocol):
@@ -142,7 +142,7 @@ class RoundCallbacks:
 NO_CALLBACKS = RoundCallbacks()
 
 
-class Agent:
+class RolloutWorker:
     """Rollout worker of one rank; `engine` is None on ranks that only train."""
 
     def __init__(
@@ -251,7 +251,7 @@ class Agent:
         assert isinstance(end, Hold), end
         return end
 
-    def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Batch:
+    def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
         """Wait for the groups of the next update (`--mode async`, train ranks). Raises as
         `run_round`."""
         self._callbacks = callbacks
@@ -259,20 +259,20 @@ class Agent:
         for read in (self.texts, self.prompts, self.samples):  # those of the previous update
             read.clear()
         end = self._serve()
-        assert isinstance(end, Batch), end
+        assert isinstance(end, TrainOrder), end
         return end
 
     def _begin(self) -> None:
         self.counts, self.cache_used = _no_counts(), 0.0
         self._enter()
 
-    def _serve(self) -> EndRound | Hold | Batch:
+    def _serve(self) -> EndRound | Hold | TrainOrder:
         """Execute the controller's commands until it ends this part of the round."""
         heard = time.monotonic()
         while True:
             # While busy, do not wait for a command: train more, or poll the engine below.
             busy = self._train_next() or bool(self._live or self._unscored)
-            command = self._hub.receive("agent", AnyCommand, 0.0 if busy else POLL_S)
+            command = self._hub.receive("worker", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
                 heard = time.monotonic()
                 if isinstance(command, EndRound):
@@ -280,12 +280,12 @@ class Agent:
                     self._drain()
                 if isinstance(command, Hold):
                     self._hold(command)
-                if isinstance(command, EndRound | Hold) and command.anchors:
-                    self._scorer.learn(command.anchors)
-                if isinstance(command, EndRound | Hold | Batch):
+                if isinstance(command, EndRound | Hold) and command.reference_latency:
+                    self._scorer.learn(command.reference_latency)
+                if isinstance(command, EndRound | Hold | TrainOrder):
                     return command
                 self._obey(command)
-                command = self._hub.receive("agent", AnyCommand, 0.0)
+                command = self._hub.receive("worker", AnyCommand, 0.0)
             events = self._engine_events() + self._reward_events()
             if events:
                 self._send(events)
@@ -368,17 +368,17 @@ class Agent:
             self._live.clear()
             self._moving.clear()
 
-    def wait_for_call(self) -> None:
-        """Wait between rounds, on a rank that only samples, until rank 0 sends `Meet`. Rank 0 sends
-        `Alive` while it trains.
+    def wait_for_sync(self) -> None:
+        """Wait between rounds, on a rank that only samples, until rank 0 sends `JoinSync`. Rank 0
+        sends `Alive` while it trains.
 
         Raises:
             TimeoutError: rank 0 has sent nothing for `timeout_s`.
         """
         heard = time.monotonic()
         while True:
-            command = self._hub.receive("agent", AnyCommand, POLL_S)
-            if isinstance(command, Meet):
+            command = self._hub.receive("worker", AnyCommand, POLL_S)
+            if isinstance(command, JoinSync):
                 return
             if isinstance(command, Fail):
                 raise RuntimeError(command.reason)
@@ -413,7 +413,7 @@ class Agent:
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
             assert not self._live, sorted(self._live)[:3]
-            self._train_all()  # collective over the ranks of one model replica
+            self._train_all()  # collective over the ranks of one model-parallel group
             if self._callbacks.streamer is not None:
                 self._callbacks.streamer.forget()
             self._releasing = False
@@ -421,7 +421,7 @@ class Agent:
                 self._callbacks.repair()
             self._enter()
             return
-        if isinstance(command, Drop):
+        if isinstance(command, DropEngine):
             if self._engine is not None:
                 self._engine.fail(command.reason)
             return
@@ -493,7 +493,7 @@ class Agent:
         }
 
     def _train_all(self) -> None:
-        """Train all pending commands; the other ranks of the model replica do the same."""
+        """Train all pending commands; the other ranks of the model-parallel group do the same."""
         deadline = time.monotonic() + self._timeout_s
         while self._to_train:
             if self._train_next():

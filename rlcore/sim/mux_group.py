@@ -39,7 +39,7 @@ class VirtualJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SlotInterval:
     """Interval in which a job holds a slot."""
 
     job: str
@@ -50,10 +50,10 @@ class Span:
 
 
 @dataclass(slots=True)
-class Trace:
+class MuxTimeline:
     """Record of a simulation."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SlotInterval] = field(default_factory=list)
     ends: dict[str, list[float]] = field(default_factory=dict)
     """End times of each job's iterations."""
     moves: int = 0
@@ -146,7 +146,7 @@ class _Run:
         self.number += 1
 
 
-class World:
+class MuxSimulation:
     """Event simulation of a group. `switch_s` is the time of a switch at the start of a phase, by
     pool; a job alone has none."""
 
@@ -163,13 +163,13 @@ class World:
         self._runs = {j.member.job: _Run(j) for j in jobs}
         self._events: list[tuple[float, int, str, str, int]] = []
         self._count = 0
-        self.trace = Trace(ends={j.member.job: [] for j in jobs})
+        self.trace = MuxTimeline(ends={j.member.job: [] for j in jobs})
         order = [j.member.job for j in jobs]
         for job in jobs:
             self.mux.join(job.member, 0.0, order)
             self._at(0.0, "ask", job.member.job)
 
-    def run(self, iterations: int) -> Trace:
+    def run(self, iterations: int) -> MuxTimeline:
         """Simulate until every job has done `iterations`. If no job can continue, raise
         RuntimeError."""
         while any(len(e) < iterations for e in self.trace.ends.values()):
@@ -237,7 +237,7 @@ class World:
 
     def _close(self, name: str, run: _Run, slots: Sequence[str], now: float) -> None:
         for slot in slots:
-            self.trace.spans.append(Span(name, run.step, slot, run.opened.pop(slot), now))
+            self.trace.spans.append(SlotInterval(name, run.step, slot, run.opened.pop(slot), now))
 
     def _at(self, time: float, what: str, name: str) -> None:
         self._count += 1

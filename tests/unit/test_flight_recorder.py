@@ -16,8 +16,8 @@ import torch.distributed as dist
 from rlcore.cli import doctor
 from rlcore.records import Aborted, Finished, Request, Rewarded, RewardResult, Sampling, Submit
 from rlcore.utils import verdict
-from rlcore.utils.flight import KEPT_EVENTS, Flight
-from rlcore.utils.gang import Gang, _state, meet
+from rlcore.utils.flight_recorder import KEPT_EVENTS, FlightRecorder
+from rlcore.utils.health import Health, _state, meet
 from tests import kit
 
 
@@ -103,7 +103,7 @@ def test_the_table_is_one_screen_and_has_the_oldest_request():
 
 
 def test_a_flight_knows_what_is_open_and_keeps_its_last_events(tmp_path: Path):
-    flight = Flight(0, 1, tmp_path)
+    flight = FlightRecorder(0, 1, tmp_path)
     flight.phase("gen")
     requests = tuple(
         Request(id=f"t0.{k}", prompt=np.zeros(1, np.int32), sampling=Sampling()) for k in range(3)
@@ -115,8 +115,8 @@ def test_a_flight_knows_what_is_open_and_keeps_its_last_events(tmp_path: Path):
     flight.see(Aborted(id="t0.2", num_tokens=1))
     record = flight.record("asked")
     assert [(i, what) for i, what, _ in record["open"]] == [("t0.0", "reward")]
-    assert record["phase"] == "gen" and "test_flight.py" in record["where"]
-    assert "test_flight.py" in record["stacks"]["MainThread"]
+    assert record["phase"] == "gen" and "test_flight_recorder.py" in record["where"]
+    assert "test_flight_recorder.py" in record["stacks"]["MainThread"]
     for i in range(2 * KEPT_EVENTS):
         flight.note(str(i))
     assert len(flight.record("")["events"]) == KEPT_EVENTS
@@ -127,13 +127,15 @@ def test_a_process_of_another_pid_namespace_is_not_looked_for_in_this_one():
     other."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    flight = Flight(0, 2, None)
+    flight = FlightRecorder(0, 2, None)
     mine = flight.at | {"pid": ended.pid}
     elsewhere = mine | {"machine": flight.machine.replace("pid:[", "pid:[1")}
     assert elsewhere["host"] == flight.host and elsewhere["machine"] != flight.machine
     assert _state(mine, flight.machine) == "dead"
     assert _state(elsewhere, flight.machine) == _state(None, flight.machine) == ""
-    assert _state(flight.at, Flight(1, 2, None).machine) == ""  # lives, and is on this machine
+    assert (
+        _state(flight.at, FlightRecorder(1, 2, None).machine) == ""
+    )  # lives, and is on this machine
 
 
 class _Two:
@@ -142,9 +144,9 @@ class _Two:
     def __init__(self, folder: Path):
         store = dist.HashStore()
         self.gangs = [
-            Gang(Flight(r, 2, folder), dist.PrefixStore("gang", store), beat_s=0.05).start(
-                signals=False
-            )
+            Health(
+                FlightRecorder(r, 2, folder), dist.PrefixStore("gang", store), beat_s=0.05
+            ).start(signals=False)
             for r in range(2)
         ]
 
@@ -183,11 +185,11 @@ def test_a_second_alarm_waits_for_the_first(tmp_path: Path):
 END = """
 import os, signal, sys, time
 from pathlib import Path
-from rlcore.utils.flight import Flight
-from rlcore.utils.gang import Gang
+from rlcore.utils.flight_recorder import Flight
+from rlcore.utils.health import Health
 flight = Flight(0, 1, Path(sys.argv[1]))
 flight.phase("save")
-Gang(flight, None).start()
+Health(flight, None).start()
 child = os.fork()
 if child == 0:
     time.sleep(60)
@@ -227,7 +229,7 @@ def test_doctor_of_a_run_without_records_says_how_far_it_is(tmp_path: Path, caps
 
 def test_ranks_that_do_not_come_are_named():
     store, now = dist.HashStore(), iter(range(100))
-    places = [Flight(r, 4, None).at for r in range(4)]
+    places = [FlightRecorder(r, 4, None).at for r in range(4)]
     store.set("here/2", json.dumps(places[2]))
     with pytest.raises(TimeoutError, match="start-up: rank 1, 3 of 4 has not come within"):
         meet(store, places[0], 4, 3.0, lambda: float(next(now)))
@@ -238,7 +240,7 @@ def _meeting(store: dist.Store, ranks: list[int]) -> dict[int, tuple[dict[int, A
     found = {}
 
     def come(rank: int) -> None:
-        found[rank] = meet(store, Flight(rank, 3, None).at, 3, 30.0, time.monotonic)
+        found[rank] = meet(store, FlightRecorder(rank, 3, None).at, 3, 30.0, time.monotonic)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
     for thread in threads:

@@ -1,9 +1,10 @@
 """Weights in host memory between a push and the engine that will decode with them.
 
 A job that shares its rollout nodes (`--mux.url`) has no engine on the device while it trains. A
-push then ends here: to the channel, a `Shelf` is an engine that takes buckets. When the job has the
-rollout nodes again, the engine wakes and loads the weights from here, without the learner. One
-version is kept, in memory that the engine's processes map, so it is not copied a second time.
+push then ends here: to the channel, a `HostWeightCache` is an engine that takes buckets. When the
+job has the rollout nodes again, the engine wakes and loads the weights from here, without the
+learner. One version is kept, in memory that the engine's processes map, so it is not copied a
+second time.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from rlcore.records import Bucket
 from rlcore.utils.buckets import SharedRoom
 
 
-class Shelf:
+class HostWeightCache:
     """Host cache of weights: the part of `Engine` that a push calls, transport `bytes`."""
 
     def __init__(self, tp: int = 1) -> None:

@@ -36,15 +36,15 @@ from rlcore.records import (
     Trained,
 )
 from rlcore.rollout.controller import Controller
-from rlcore.sched.place import LeastLoaded
-from rlcore.sched.roles import Elastic, Place, Round
-from rlcore.sim.cost import Cost
-from rlcore.sim.replica import Job, Replica, Span
+from rlcore.sched.roles import Elastic, Round, Router
+from rlcore.sched.router import LeastLoaded
+from rlcore.sim.cost import EngineCost
+from rlcore.sim.engine import DecodeSpan, SimRequest, VirtualEngine
 from rlcore.sim.rewards import UNLIMITED, Rewards
 
 
 @dataclass(slots=True)
-class Outcome:
+class RoundResult:
     """Result of a round. Times are virtual seconds since the round began."""
 
     kind: str
@@ -68,11 +68,11 @@ class Outcome:
     """Share of the engines' time in which they were idle."""
     cache_used: float
     """Largest share of its KV cache that any engine had in use."""
-    spans: list[list[Span]] = field(default_factory=list)
+    spans: list[list[DecodeSpan]] = field(default_factory=list)
     """Decoding intervals of each engine."""
     streamed: set[str] = field(default_factory=set)
     """Kept groups that were trained during the round."""
-    stream_spans: list[list[Span]] = field(default_factory=list)
+    stream_spans: list[list[DecodeSpan]] = field(default_factory=list)
     """Training intervals of each engine; `running` is the number of groups."""
     stream_left_s: float = 0.0
     """Remaining seconds of that training at the end of the round, divided over all engines."""
@@ -98,12 +98,12 @@ def _tokens(count: int) -> np.ndarray:
     return _some_tokens(1 << max(count, 1).bit_length())[:count]
 
 
-class World:
+class SimSettings:
     """Virtual engines with their costs, and the settings of a round."""
 
     def __init__(
         self,
-        costs: Sequence[Cost],
+        costs: Sequence[EngineCost],
         lengths: Callable[[Request], int],
         *,
         rewards: Rewards | None = None,
@@ -112,7 +112,7 @@ class World:
         elastic: Elastic | None = None,
         train_s: Callable[[Sequence[int]], float] = lambda lengths: 0.0,
         trains_once: bool = False,
-        place: Callable[[], Place] = lambda: LeastLoaded(UNLIMITED),
+        place: Callable[[], Router] = lambda: LeastLoaded(UNLIMITED),
     ) -> None:
         """
         Args:
@@ -129,7 +129,7 @@ class World:
         self._max_running, self._deadline_s = max_running, deadline_s
         self._place = place
 
-    def run(self, round_: Round) -> Outcome:
+    def run(self, round_: Round) -> RoundResult:
         """Run one round. If the controller gives it up, raise RuntimeError."""
         return _Run(self, round_).outcome()
 
@@ -138,15 +138,15 @@ class Engines(ABC):
     """Virtual engines under a controller, with the event queue. A subclass handles the further
     commands and events."""
 
-    def __init__(self, world: World, controller: Controller, first: int = 0) -> None:
+    def __init__(self, world: SimSettings, controller: Controller, first: int = 0) -> None:
         """`first` is the rank of the first engine; the others follow it."""
         self._world, self._controller, self._first = world, controller, first
-        self._replicas = [Replica(cost, world._max_running) for cost in world._costs]
+        self._engines = [VirtualEngine(cost, world._max_running) for cost in world._costs]
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
-        self._planned: list[int] = [0] * len(self._replicas)  # the newest plan of each engine
+        self._planned: list[int] = [0] * len(self._engines)  # the newest plan of each engine
         self._now = self._last_finish = 0.0
         self.is_over = False
 
@@ -164,10 +164,10 @@ class Engines(ABC):
             if not self._queue:
                 raise RuntimeError("it has stopped: nothing is under way and it is not over")
             time, _, (what, who, it) = heapq.heappop(self._queue)
-            if what != "replica" or it == self._planned[who - self._first]:
+            if what != "engine" or it == self._planned[who - self._first]:
                 break  # else the plan is outdated
         self._now = time
-        if what == "replica":
+        if what == "engine":
             self._step(who)
         elif what == "aborted":
             self._tell(Aborted(rank=who, id=it.id, num_tokens=it.have))
@@ -194,21 +194,21 @@ class Engines(ABC):
                 length = self._length[request.id] = self._world._lengths(request)
             have = len(request.resume.tokens) if request.resume else 0  # resumed tokens
             prompt = len(request.prompt)
-            jobs.append(Job(id=request.id, prompt=prompt, length=length, have=have))
-        self._replicas[command.rank - self._first].submit(jobs, self._now)
+            jobs.append(SimRequest(id=request.id, prompt=prompt, length=length, have=have))
+        self._engines[command.rank - self._first].submit(jobs, self._now)
         self._plan(command.rank)
 
     def _abort(self, command: Abort) -> None:
-        for job in self._replicas[command.rank - self._first].abort(list(command.ids), self._now):
+        for job in self._engines[command.rank - self._first].abort(list(command.ids), self._now):
             self._push(self._now, ("aborted", command.rank, job))
         self._plan(command.rank)
 
     def _step(self, rank: int) -> None:
-        replica = self._replicas[rank - self._first]
-        preempted = replica.preemptions
-        ended = replica.step_to_event()
+        engine = self._engines[rank - self._first]
+        preempted = engine.preemptions
+        ended = engine.step_to_event()
         self._plan(rank)
-        if replica.preemptions > preempted:
+        if engine.preemptions > preempted:
             self._tell(Preempted(rank=rank, id=""))
         for job in ended:
             self._last_finish = self._now
@@ -222,9 +222,9 @@ class Engines(ABC):
     def _plan(self, rank: int) -> None:
         """Schedule the next event of this engine."""
         self._planned[rank - self._first] += 1
-        time = self._replicas[rank - self._first].next_event()
+        time = self._engines[rank - self._first].next_event()
         if time is not None:
-            self._push(max(time, self._now), ("replica", rank, self._planned[rank - self._first]))
+            self._push(max(time, self._now), ("engine", rank, self._planned[rank - self._first]))
 
     def _push(self, time: float, what: Any) -> None:
         self._number += 1
@@ -232,7 +232,7 @@ class Engines(ABC):
 
 
 class _Run(Engines):
-    def __init__(self, world: World, round_: Round) -> None:
+    def __init__(self, world: SimSettings, round_: Round) -> None:
         ranks = range(len(world._costs))
         controller = Controller(
             ranks=ranks,
@@ -245,41 +245,41 @@ class _Run(Engines):
         self._kind = round_.kind
         world._rewards.clear()
         self._end: EndRound | None = None
-        self._trains: list[list[Span]] = [[] for _ in ranks]
+        self._trains: list[list[DecodeSpan]] = [[] for _ in ranks]
         self._streamed: set[str] = set()
         self._obey(controller.start(round_.work, 0.0))
         for rank in ranks:
             self._tell(Ready(rank=rank))
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RoundResult:
         while self._end is None:
             self._next()
-        for replica in self._replicas:
-            replica.advance(self._now)
+        for engine in self._engines:
+            engine.advance(self._now)
         end = self._end
-        available = self._now * len(self._replicas)
+        available = self._now * len(self._engines)
         training = [(s.start, s.end) for spans in self._trains for s in spans]
         worked = sum(min(b, self._now) - a for a, b in training)
-        worked += sum(r.busy_s for r in self._replicas)
+        worked += sum(r.busy_s for r in self._engines)
         kept = [ref.id for group in end.groups for ref in group.refs]
-        return Outcome(
+        return RoundResult(
             kind=self._kind,
             seconds=self._now,
             kept=[group.id for group in end.groups],
             dropped=end.dropped,
             lengths=[self._length[i] for i in kept],
             prompts=[len(self._requests[i].prompt) for i in kept],
-            decoded=sum(r.decoded for r in self._replicas),
-            steps=max(r.steps for r in self._replicas),
-            preemptions=sum(r.preemptions for r in self._replicas),
+            decoded=sum(r.decoded for r in self._engines),
+            steps=max(r.steps for r in self._engines),
+            preemptions=sum(r.preemptions for r in self._engines),
             last_finish=self._last_finish,
             reward_s=self._reward_s(kept),
             idle=1 - worked / available if available else 0.0,
-            cache_used=max(r.peak_context / r.cost.cache_tokens for r in self._replicas),
-            spans=[r.spans for r in self._replicas],
+            cache_used=max(r.peak_context / r.cost.cache_tokens for r in self._engines),
+            spans=[r.spans for r in self._engines],
             streamed=self._streamed,
             stream_spans=self._trains,
-            stream_left_s=sum(max(b - self._now, 0) for _, b in training) / len(self._replicas),
+            stream_left_s=sum(max(b - self._now, 0) for _, b in training) / len(self._engines),
             groups=[group.id for group in end.groups for _ in group.refs],
             events=self._events,
             stats=end.stats,
@@ -315,7 +315,7 @@ class _Run(Engines):
     def _release(self, rank: int) -> None:
         """Release the engine's requests with their tokens; another engine prefills them."""
         partials = {}
-        for job in self._replicas[rank].release(self._now):
+        for job in self._engines[rank].release(self._now):
             none = _tokens(job.have)
             partials[job.id] = Partial(tokens=none, logps=none, versions=none)
         self._push(self._now, ("released", rank, partials))
@@ -329,6 +329,6 @@ class _Run(Engines):
         lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
         seconds = self._world._train_s(lengths) / len(command.dp_ranks)
         begin = max(self._now, spans[-1].end if spans else 0.0)
-        spans.append(Span(begin, begin + seconds, len(command.groups)))
+        spans.append(DecodeSpan(begin, begin + seconds, len(command.groups)))
         self._streamed.update(group.id for group in command.groups)
         self._push(begin + seconds, ("trained", command.rank, seconds))

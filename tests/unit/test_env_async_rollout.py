@@ -1,4 +1,4 @@
-"""Episodes in sampling that does not stop at the end of a step: `test_flow.py` with environments.
+"""Episodes in sampling that goes on across steps: `test_async_rollout.py` with environments.
 
 All versions have the same weights and a turn hangs on the tokens before it alone, so every episode
 has to be the one that nobody interrupts, also where it had to begin anew.
@@ -19,7 +19,7 @@ from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.records import HoldMode, Request
 from tests import runs
 from tests.contracts.engine_contract import collect, ended
-from tests.unit.test_flow import ALPHA, BATCH, SAMPLING, Doomed, World, world
+from tests.unit.test_async_rollout import ALPHA, BATCH, SAMPLING, Doomed, World, world
 from tests.unit.test_rollout import torch_engine
 
 NAME = "tests.odd_envs.Sums"
@@ -44,15 +44,15 @@ class Episodes:
                 kind.config(turn_tokens=4, workers=1),
                 dialogue=Dialogue(tokenizer, is_chat=False),
                 decode=tokenizer.decode,
-                prompt_of=lambda group, rank=rank: self.world.agents[rank].prompts[group],
+                prompt_of=lambda group, rank=rank: self.world.workers[rank].prompts[group],
             )
             for rank, engine in enumerate(inner, 1)
         ]
 
     def enter(self, here: World) -> None:
         self.world = here
-        for agent, engine in zip(here.agents[1:], self.engines, strict=True):
-            agent._scorer = EnvScorer(engine.outcomes, None)
+        for worker, engine in zip(here.workers[1:], self.engines, strict=True):
+            worker._scorer = EnvScorer(engine.outcomes, None)
 
     def close(self) -> None:
         for engine in self.engines:

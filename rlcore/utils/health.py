@@ -27,7 +27,13 @@ from typing import Any
 import psutil
 
 from rlcore.utils import verdict
-from rlcore.utils.flight import FOLDER, Flight, Record, children_stacks, record_path
+from rlcore.utils.flight_recorder import (
+    FOLDER,
+    FlightRecorder,
+    Record,
+    children_stacks,
+    record_path,
+)
 from rlcore.utils.log import log
 from rlcore.utils.sealed import ForgedValueError
 
@@ -47,11 +53,11 @@ VERDICT = "verdict.json"
 EXIT_TERM = 128 + signal.SIGTERM
 
 
-class Gang:
+class Health:
     """Health of this rank and the others. `store`: a connection for this object alone; None in a
     world of one and before the ranks have met."""
 
-    def __init__(self, flight: Flight, store: Any | None, beat_s: float = BEAT_S):
+    def __init__(self, flight: FlightRecorder, store: Any | None, beat_s: float = BEAT_S):
         self.flight, self._store, self._beat_s = flight, None, beat_s
         self._forged = 0
         if store is not None:
@@ -77,14 +83,14 @@ class Gang:
         self._seen: dict[int, tuple[Any, float]] = {}
         """Last heartbeat of each other rank, and when it came."""
         flight.on_phase(self._poke)
-        self._thread = threading.Thread(target=self._live, name="gang", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="health", daemon=True)
 
     def enter(self, store: Any) -> None:
         """Begin to exchange heartbeats and alarms over the store."""
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
 
-    def start(self, signals: bool = True) -> "Gang":
+    def start(self, signals: bool = True) -> "Health":
         """Start the health thread. `signals`: on SIGTERM, write the flight record, whatever the
         main thread does; this must be called in the main thread."""
         if signals:
@@ -401,10 +407,10 @@ def _appears(file: Path, begin: float, seconds: float) -> bool:
     return True
 
 
-def _forget(gang: "weakref.ref[Gang]") -> None:
+def _forget(health: "weakref.ref[Health]") -> None:
     """Reset the signals of a forked child, such as a checkpoint writer, so that they do not count
     as the rank's."""
-    found = gang()
+    found = health()
     if found is not None and not found._closed:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -435,9 +441,9 @@ def _state(at: Mapping[str, Any] | None, machine: str) -> str:
 def meet(
     store: Any, at: Mapping[str, Any], size: int, timeout_s: float, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, Any]], str]:
-    """Wait until every rank has started. Return the state of each rank, as `Flight.at`, and a name
-    for this meeting, which no earlier meeting in the same store had. `store`: as torch's; `at`: the
-    state of this rank.
+    """Wait until every rank has started. Return the state of each rank, as `FlightRecorder.at`, and
+    a name for this meeting, which no earlier meeting in the same store had. `store`: as torch's;
+    `at`: the state of this rank.
 
     torchrun restarts ranks one by one, and its store keeps the entries of failed ones. Rank 0
     therefore publishes the list of ranks again until all ranks on it have answered.

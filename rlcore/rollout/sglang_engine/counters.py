@@ -23,7 +23,7 @@ _SIZES = 24
 """Number of batch-size classes: 1, 2 to 3, 4 to 7, ..."""
 
 
-class Page:
+class Counters:
     """Access of one process to the shared counters; names and units are those of `Stats`."""
 
     def __init__(self, folder: str, *, new: bool = False) -> None:

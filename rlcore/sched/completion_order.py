@@ -11,7 +11,7 @@ from rlcore.records import RequestId
 from rlcore.sched.roles import RequestState
 
 
-class Race(Protocol):
+class CompletionOrder(Protocol):
     """Order in which responses count. Without one they count as their rewards arrive, which depends
     on timing."""
 
@@ -56,7 +56,7 @@ class Counted(Struct, frozen=True, array_like=True):
     """Error of the reward, as in `RewardResult`."""
 
 
-class Misfit(ValueError):
+class ReplayMismatch(ValueError):
     """The log does not match this run."""
 
 
@@ -72,7 +72,7 @@ class ByLog:
         self,
         counted: Sequence[Counted],
         requests: Callable[[], Iterable[RequestState]],
-        misfit: Callable[[str], Misfit] = Misfit,
+        misfit: Callable[[str], ReplayMismatch] = ReplayMismatch,
     ) -> None:
         """`requests` returns all requests of the round. `misfit` makes the error from a clause
         about the logged round."""
@@ -101,8 +101,8 @@ class ByLog:
             self.others.append(request.id)
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        """Return the next response of the log. Raises Misfit if it was not started here, its group
-        is closed here, or the log has no more."""
+        """Return the next response of the log. Raises ReplayMismatch if it was not started here,
+        its group is closed here, or the log has no more."""
         if any(r.result is None and r.id in self._known and is_open(r) for r in self._requests()):
             return None
         if not self._order:

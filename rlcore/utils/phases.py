@@ -1,0 +1,53 @@
+"""The phases of a run: one vocabulary for spans, metrics, step line, memory plan, dry run,
+simulator and jobs that share nodes.
+
+The names are verl's timing names. `update_weights` is its name for sending the learner's weights to
+the engines; the phases that a colocated run adds are ours.
+"""
+
+STEP = {
+    "wait_permit": "waiting for a permit on shared nodes, loading what it needs and storing it",
+    "gen": "sampling, from the first request to the last response",
+    "reward": "waiting for rewards after the last response",
+    "exchange": "moving samples from the ranks that made them to the ranks that train them",
+    "sleep_engine": "freeing the engine's memory for the learner",
+    "load_learner": "loading the learner from host memory",
+    "old_log_prob": "log-probs of the learner before the first update",
+    "ref": "log-probs of the reference model",
+    "values": "values of the critic before its first update",
+    "adv": "advantages, whitening, KL penalties",
+    "update_critic": "forward, backward and optimizer steps of the critic",
+    "update_actor": "forward, backward and optimizer steps of the actor",
+    "resize_engines": "replacing the rollout engines by engines of another size",
+    "pause_engines": "pausing the engines for a weight update, with mode async",
+    "update_weights": "sending weights to the engines",
+    "offload_learner": "moving the learner to host memory",
+    "wake_engine": "allocating the engine's memory again",
+}
+"""Phases of a step in order; they do not overlap. `timing_s/step` is their sum and the time outside
+of them."""
+
+BETWEEN = {
+    "testing": "evaluation; not part of the step",
+    "save_checkpoint": "writing a checkpoint; not part of the step",
+}
+"""Phases between two steps."""
+
+BEFORE = {
+    "start": "building learner and engines and waiting for them; in the next row that is written",
+}
+"""Phases before the first step of a process."""
+
+WITHIN = {
+    "step": "one step, with all phases of `STEP`",
+    "stream": "training on some ranks while others decode; part of gen",
+    "wait_learner": "waiting for the training, on ranks that only sample",
+    "optimizer_step": "the optimizer's part of update_actor, in the memory plan",
+}
+"""Names that enclose phases, or are parts of one; they have no metric of their own, except step."""
+
+ALL = STEP | BETWEEN | BEFORE | WITHIN
+
+POOLS = ("rollout", "train")
+"""Pools of nodes that jobs share. A permit of `rollout` covers gen and reward; a permit of `train`
+covers exchange to update_weights; `step` covers both."""
