@@ -20,7 +20,7 @@ source "$RECIPES/models/qwen2_5_7b.sh"
 ENV=(
   --env frozenlake
   --env.max_turns 10
-  --env.turn_tokens 512
+  --env.max_turn_tokens 512
   --env.num_groups 36 # the first 32 that are complete count
   --env.group_size 9  # of each the first 8
 )

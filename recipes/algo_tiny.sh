@@ -22,7 +22,7 @@ ROLLOUT=(
 )
 REWARD=(
   --reward exact
-  --reward.after ">"
+  --reward.answer_marker ">"
 )
 ALGO=(
   --algo grpo

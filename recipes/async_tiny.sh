@@ -4,7 +4,7 @@ Samples are at most 2 policy versions old. Figures: tools/bench_async.py.
 
     bash recipes/async_tiny.sh                              # sets itself up, then trains
     bash recipes/async_tiny.sh --async.alpha 0              # the synchronous run, bit for bit
-    bash recipes/async_tiny.sh --async.update in_place      # the cache survives a push
+    bash recipes/async_tiny.sh --async.weight_update in_place      # the cache survives a push
     bash recipes/async_tiny.sh --mode sync                  # the same ranks, in turn
 '
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -27,7 +27,7 @@ ROLLOUT=(
 )
 REWARD=(
   --reward exact
-  --reward.after ">"
+  --reward.answer_marker ">"
 )
 ALGO=(
   --algo grpo

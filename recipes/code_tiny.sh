@@ -6,7 +6,7 @@ goes from 0.51 to 0.61 (256 prompts, standard error .03; seed 0) in the 100 step
 
     bash recipes/code_tiny.sh                               # sets itself up, then trains
     bash recipes/code_tiny.sh --reward.require_isolation    # refuses to start without namespaces
-    bash recipes/code_tiny.sh --reward.partial              # the share of the tests that pass
+    bash recipes/code_tiny.sh --reward.partial_credit              # the share of the tests that pass
 '
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 GPUS_PER_NODE=${GPUS_PER_NODE:-$(processes 1 1)}

@@ -34,7 +34,7 @@ ROLLOUT=(
   --rollout.tp 2
   --rollout.samples_per_prompt 16
   --rollout.max_tokens 20480 # the last fifth costs reward
-  --rollout.deadline_s 7200
+  --rollout.stall_timeout_s 7200
 )
 REWARD=(
   --reward math

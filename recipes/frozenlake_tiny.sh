@@ -18,7 +18,7 @@ source "$RECIPES/models/tiny_qwen3.sh"
 ENV=(
   --env frozenlake
   --env.max_turns 10
-  --env.turn_tokens 1 # a letter is a move
+  --env.max_turn_tokens 1 # a letter is a move
 )
 DATA=(
   --data.train frozenlake

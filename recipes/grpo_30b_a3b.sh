@@ -34,7 +34,7 @@ ROLLOUT=(
   --rollout.tp 4
   --rollout.samples_per_prompt 8
   --rollout.max_tokens 16384
-  --rollout.deadline_s 7200
+  --rollout.stall_timeout_s 7200
 )
 REWARD=(
   --reward math

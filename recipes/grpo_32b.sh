@@ -35,7 +35,7 @@ ROLLOUT=(
   --rollout.tp 2
   --rollout.samples_per_prompt 8
   --rollout.max_tokens 32768
-  --rollout.deadline_s 7200
+  --rollout.stall_timeout_s 7200
 )
 REWARD=(
   --reward math

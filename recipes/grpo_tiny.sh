@@ -23,7 +23,7 @@ ROLLOUT=(
 )
 REWARD=(
   --reward exact
-  --reward.after ">" # the answer stands behind the first one
+  --reward.answer_marker ">" # the answer stands behind the first one
 )
 ALGO=(
   --algo grpo

@@ -33,7 +33,7 @@ ROLLOUT=(
   --rollout.samples_per_prompt 8
   --rollout.max_tokens 8192
   --rollout.gpu_memory_utilization 0.65 # the judge has its part
-  --rollout.deadline_s 7200
+  --rollout.stall_timeout_s 7200
 )
 REWARD=(
   --reward judge

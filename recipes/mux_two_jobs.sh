@@ -29,7 +29,7 @@ ROLLOUT=(
 )
 REWARD=(
   --reward exact
-  --reward.after ">"
+  --reward.answer_marker ">"
 )
 ALGO=(
   --algo grpo

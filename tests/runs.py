@@ -66,14 +66,14 @@ def arguments(model: Path, runs: Path, name: str, *more: object) -> list[str]:
         "data.prompts_per_step": 4,
         "rollout.samples_per_prompt": 4,
         "rollout.max_tokens": 24,
-        "rollout.max_running": 5,
+        "rollout.max_running_requests": 5,
         "train.lr": 1e-3,
         "train.tokens_per_micro_batch": 256,
         "eval.every": 0,
         "cluster.timeout_s": 60,
     }
     words = ["--model.random_init", "--reward", "tests.scores.variety"]
-    words += ["--log.no_tensorboard", "--log.no_picture"]
+    words += ["--log.no_tensorboard", "--log.no_plot"]
     for key, value in settings.items():
         words += [f"--{key}", str(value)]
     return [*words, *map(str, more)]

@@ -76,7 +76,7 @@ CASES = {
     "gspo": _algo("gspo"),
     "cispo": _algo("cispo"),
     "decoupled_ppo": _algo("decoupled_ppo", "--algo.kl_coef", 0.01),
-    "tail": Case("grpo_tiny", ("--schedule", "tail_batching", "--debug.deterministic")),
+    "tail": Case("grpo_tiny", ("--schedule", "tail_batching", "--debug.deterministic_order")),
     "stream": Case(
         "grpo_tiny",
         ("--mode", "stream", "--train.samples_per_update", 0, *_SLOW),
@@ -97,11 +97,11 @@ CASES = {
     ),
     "mux": Case("mux_two_jobs", runs=("a", "b"), loose=("mux/", "sync/", "memory/")),
     "drafts": Case(
-        "grpo_tiny", ("--rollout.draft", "history", "--debug.deterministic", *_REPEATED), _ONE
+        "grpo_tiny", ("--rollout.draft", "history", "--debug.deterministic_order", *_REPEATED), _ONE
     ),
     "judge": Case("judge_tiny", ("--reward", "judge", "--reward.batch_rows", 1)),
     "code": Case("code_tiny"),
-    "env": Case("frozenlake_tiny", ("--debug.deterministic",)),
+    "env": Case("frozenlake_tiny", ("--debug.deterministic_order",)),
     "sglang": Case(
         "grpo_tiny",
         ("--rollout.engine", "sglang", *_SLOW),
@@ -118,7 +118,7 @@ CASES = {
 def run(name: str, case: Case, folder: Path, more: tuple[object, ...] = ()) -> list[str]:
     """Run a case into `folder`; the command without its paths. SystemExit where it fails."""
     keys = ["--run.steps", STEPS, "--eval.every", 0, "--eval.no_at_start", "--eval.no_at_end"]
-    keys += ["--log.rollouts", -1, "--log.no_picture", "--log.no_tensorboard", "--log.no_progress"]
+    keys += ["--log.rollouts", -1, "--log.no_plot", "--log.no_tensorboard", "--log.no_progress"]
     keys += [*case.keys, *more]
     where = ["--run.dir", folder] + ([] if case.runs else ["--run.name", name])
     command = ["bash", f"recipes/{case.recipe}.sh", *map(str, keys)]

@@ -74,7 +74,7 @@ def arms(a: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Settings by name; the first is what the others stand beside."""
     found = {"sync": ("--mode", "sync")}
     for alpha in a.alphas:
-        words = ("--async.alpha", f"{alpha:g}", "--async.update", a.update)
+        words = ("--async.alpha", f"{alpha:g}", "--async.weight_update", a.update)
         found[f"alpha {alpha:g}"] = words
     return found
 

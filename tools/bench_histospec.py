@@ -44,18 +44,24 @@ ARMS: dict[str, tuple[str, ...]] = {
     "ngram": ("--rollout.draft", "ngram"),
     "history": ("--rollout.draft", "history"),
     "history_reward": ("--rollout.draft", "history_reward"),
-    "ngram always": ("--rollout.draft", "ngram", "--draft.no_gate"),
-    "history always": ("--rollout.draft", "history", "--draft.no_gate"),
-    "history_reward always": ("--rollout.draft", "history_reward", "--draft.no_gate"),
+    "ngram always": ("--rollout.draft", "ngram", "--draft.no_adaptive"),
+    "history always": ("--rollout.draft", "history", "--draft.no_adaptive"),
+    "history_reward always": ("--rollout.draft", "history_reward", "--draft.no_adaptive"),
     "fixed 8": (
-        *("--rollout.draft", "history", "--draft.no_gate"),
-        *("--draft.start", "8", "--draft.window", "8", "--draft.growth", "0"),
+        *("--rollout.draft", "history", "--draft.no_adaptive"),
+        *("--draft.initial_length", "8", "--draft.max_length", "8", "--draft.length_growth", "0"),
     ),
-    "3 epochs": ("--rollout.draft", "history", "--draft.no_gate", "--draft.epochs", "3"),
+    "3 epochs": (
+        "--rollout.draft",
+        "history",
+        "--draft.no_adaptive",
+        "--draft.history_epochs",
+        "3",
+    ),
 }
 PAPER = (
     *("--draft.min_match", "3", "--draft.max_match", "7"),
-    *("--draft.factor", "0", "--draft.epochs", "1"),
+    *("--draft.max_spec_factor", "0", "--draft.history_epochs", "1"),
 )
 """What the paper has and our defaults have otherwise."""
 TAIL = (1, 2, 4)
@@ -116,7 +122,7 @@ def run(a: argparse.Namespace, arm: str, seed: int) -> Path:
     command += ["--checkpoint.no_at_end", "--checkpoint.no_export_hf"]
     command += ["--rollout.engine", a.engine]
     if a.engine == "sglang" and ARMS[arm]:
-        command += ["--draft.width", "9"]  # drafts of 8, as the arm of that name wants
+        command += ["--draft.verify_tokens", "9"]  # drafts of 8, as the arm of that name wants
     command += ["--debug.decode_floor_ms", f"{a.decode_floor_ms:g}", *a.rest]
     print(" ".join(command), flush=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def start(a: argparse.Namespace, name: str, keys: list[str], **where: str) -> su
     folder.mkdir(parents=True, exist_ok=True)
     command = ["bash", str(ROOT / RECIPE), *keys, "--run.name", name, "--run.dir", str(a.dir)]
     command += ["--run.resume", "fresh", "--log.no_progress", "--checkpoint.no_at_end"]
-    command += ["--checkpoint.no_export_hf", "--log.no_picture", *a.rest]
+    command += ["--checkpoint.no_export_hf", "--log.no_plot", *a.rest]
     model = {"MODEL_PATH": str(a.dir.parent / "models" / f"label-s{a.seed}")}  # of all jobs
     with open(a.dir / f"{name}.txt", "w") as screen:
         return subprocess.Popen(
@@ -123,7 +123,12 @@ def keys_of(a: argparse.Namespace, job: Job) -> list[str]:
     words = ["--run.seed", str(job.seed), "--run.steps", str(a.steps)]
     words += ["--debug.decode_floor_ms", f"{job.floor_ms:.3f}"]
     words += ["--data.prompts_per_step", str(a.prompts)]
-    words += ["--train.samples_per_update", str(4 * a.prompts), "--rollout.max_running", "1024"]
+    words += [
+        "--train.samples_per_update",
+        str(4 * a.prompts),
+        "--rollout.max_running_requests",
+        "1024",
+    ]
     return [*words, "--eval.every", "0", "--eval.no_at_start", "--eval.no_at_end"]
 
 

@@ -92,7 +92,7 @@ def step(
     words: list[object] = ["--reward", "rewards_wait.score", "--reward.wait_s", wait_s]
     words += ["--run.steps", a.steps, "--run.seed", a.seed, "--rollout.process", "child"]
     words += ["--data.prompts_per_step", PROMPTS, "--rollout.samples_per_prompt", SAMPLES]
-    words += ["--rollout.max_running", 16, "--rollout.max_tokens", 48]
+    words += ["--rollout.max_running_requests", 16, "--rollout.max_tokens", 48]
     words += ["--debug.decode_floor_ms", a.floor_ms, "--reward.timeout_s", 60]
     words += ["--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"]
     words += ["--eval.no_at_end", "--log.no_progress"]

@@ -62,13 +62,13 @@ WORLDS = (("1", "1"), ("1", "2"), ("1", "8"), ("2", "8"), ("3", "4"))
 LONGEST = 600
 """Characters of a sentence."""
 NOT_RUN = ("run.dir", "run.name", "model.path", "log.prometheus_port", "log.prometheus_host",
-           "log.wandb", "debug.die_at_step", "cluster.interface", "model.tokenizer")  # fmt: skip
+           "log.wandb", "debug.kill_at_step", "cluster.interface", "model.tokenizer")  # fmt: skip
 """Keys that a run leaves as they are: they reach out of its folder."""
 SMALL = {
     "run.steps": 1, "data.prompts_per_step": 4, "data.num_val_prompts": 4,
-    "rollout.samples_per_prompt": 4, "rollout.max_tokens": 16, "rollout.max_running": 8,
-    "rollout.threads": 1, "rollout.deadline_s": 60, "rollout.engine": "torch",
-    "model.num_layers": 0, "rollout.cache_tokens": 0, "sync.bucket_mb": 1, "reward.workers": 1,
+    "rollout.samples_per_prompt": 4, "rollout.max_tokens": 16, "rollout.max_running_requests": 8,
+    "rollout.threads": 1, "rollout.stall_timeout_s": 60, "rollout.engine": "torch",
+    "model.num_layers": 0, "rollout.kv_cache_tokens": 0, "sync.bucket_mb": 1, "reward.workers": 1,
     "cluster.rollout_ranks": 0, "cluster.timeout_s": 60, "train.epochs": 1,
     "train.samples_per_update": 0, "eval.samples_per_prompt": 1, "debug.decode_floor_ms": 0,
 }  # fmt: skip

@@ -240,8 +240,8 @@ def model_of(
 
 def gpu_gb(cfg: Config) -> float:
     """Return the memory of a GPU in GB that the plan must fit; 0: any."""
-    if cfg.cluster.gpu_gb is not None:
-        return cfg.cluster.gpu_gb
+    if cfg.cluster.gpu_memory_gb is not None:
+        return cfg.cluster.gpu_memory_gb
     import torch
 
     if torch.cuda.is_available():
@@ -250,14 +250,14 @@ def gpu_gb(cfg: Config) -> float:
 
 
 def gpu_source(cfg: Config) -> str:
-    """Return the origin of the GPU's memory size; "" if --cluster.gpu_gb gives it."""
+    """Return the origin of the GPU's memory size; "" if --cluster.gpu_memory_gb gives it."""
     import torch
 
-    if cfg.cluster.gpu_gb is not None:
+    if cfg.cluster.gpu_memory_gb is not None:
         return ""
     if torch.cuda.is_available():
         return " (the GPU here)"
-    return " (no GPU here: an assumption; --cluster.gpu_gb says another size)"
+    return " (no GPU here: an assumption; --cluster.gpu_memory_gb says another size)"
 
 
 def _count(number: int, what: str) -> str:

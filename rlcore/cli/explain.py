@@ -55,7 +55,7 @@ def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
         tail = cfg.tail
         a, b = int(tail.eta_prompts * prompts + 1e-9), round(tail.eta_samples * samples)
         started = f"{a} prompts x {b} responses are started, the first {started} kept"
-    room = engines * cfg.rollout.max_running
+    room = engines * cfg.rollout.max_running_requests
     waves = math.ceil(total / max(room, 1))
     return [
         f"step         {started} = {total} samples",
@@ -65,8 +65,8 @@ def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
         f"in micro-batches of {cfg.train.tokens_per_micro_batch} tokens",
         f"tokens       at most {cfg.data.max_prompt_tokens} + {cfg.rollout.max_tokens} = {most} a "
         f"sample, {_short(total * most)} a step, {_short(per_update / dp * most)} a rank's update",
-        f"decoding     {engines} engine(s) of {cfg.rollout.tp} rank(s), {cfg.rollout.max_running} "
-        f"at a time each: {waves} wave(s) where all are long",
+        f"decoding     {engines} engine(s) of {cfg.rollout.tp} rank(s), "
+        f"{cfg.rollout.max_running_requests} at a time each: {waves} wave(s) where all are long",
         f"run          {cfg.run.steps} steps = {_short(cfg.run.steps * prompts)} prompts, "
         f"{_short(cfg.run.steps * total)} samples, {cfg.run.steps * updates * cfg.train.epochs} "
         "optimizer steps",

@@ -195,11 +195,13 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
         layout_of(cfg.train, max(world_size - cfg.cluster.rollout_ranks, 1), 0)
     except ConfigError:
         return  # the dry run has reported it
-    plain = replace(cfg.train, spec="local", apex=False)
+    plain = replace(cfg.train, transformer_impl="local", apex=False)
     with found.check("--train"):
         check_learner(hf, cfg.model, plain)
-    if (cfg.train.spec, cfg.train.apex) != ("local", False):
-        setting = f"--train.spec {cfg.train.spec}" + (" --train.apex" if cfg.train.apex else "")
+    if (cfg.train.transformer_impl, cfg.train.apex) != ("local", False):
+        setting = f"--train.transformer_impl {cfg.train.transformer_impl}" + (
+            " --train.apex" if cfg.train.apex else ""
+        )
         with found.check(setting, may_lack=found.elsewhere or not torch.cuda.is_available()):
             check_learner(hf, cfg.model, cfg.train)
     with found.check("--train.lr_schedule"):

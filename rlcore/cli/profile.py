@@ -172,7 +172,7 @@ def measure(
         engine.begin_load(0)  # returns when the engine has started
         start_s = time.monotonic() - start
         load_random(engine, hf, tp, cfg.run.seed)
-        bench = Bench(engine, hf.vocab_size, most, cfg.rollout.deadline_s)
+        bench = Bench(engine, hf.vocab_size, most, cfg.rollout.stall_timeout_s)
         bench.decode(1, 1, FEWEST)  # warm-up; its reports also give the size of the cache
         decode = []
         for context in contexts:
@@ -325,7 +325,7 @@ class Bench:
                 left -= isinstance(event, Finished)
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"--rollout.deadline_s {self._deadline_s:g} is over: {left} of {sequences} "
-                    f"sequences of {prompt} + {steps} tokens have not ended"
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: {left} of "
+                    f"{sequences} sequences of {prompt} + {steps} tokens have not ended"
                 )
         return events

@@ -161,8 +161,8 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
     )
 
     # Programs are compared with the demonstration, since a sandbox per probe would take minutes.
-    marker = ["--reward.after", ">"] if cfg.task == "label" else []
-    lake = ["--env", "frozenlake", "--env.turn_tokens", "1"] if cfg.task == "frozenlake" else []
+    marker = ["--reward.answer_marker", ">"] if cfg.task == "label" else []
+    lake = ["--env", "frozenlake", "--env.max_turn_tokens", "1"] if cfg.task == "frozenlake" else []
     base = parse(["--reward", "exact", *marker, *lake])
     return replace(
         base,

@@ -38,7 +38,7 @@ def planner(cfg: Config, world: int, per_node: int) -> Balance:
         tp=cfg.rollout.tp,
         alpha=cfg.async_.alpha,
         samples=cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt,
-        places=cfg.rollout.max_running,
+        places=cfg.rollout.max_running_requests,
         possible=possible(cfg, world, per_node),
     )
 

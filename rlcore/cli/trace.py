@@ -10,7 +10,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge the traces of all ranks (`--log.trace`) into `<run>/trace.json`, or `--out FILE`."""
+    """Merge the traces of all ranks (`--log.trace_steps`) into `<run>/trace.json`, or `--out
+    FILE`."""
     return exits.guard(lambda: _main(argv))
 
 

@@ -66,10 +66,10 @@ def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
             f"{world_size - apart} train ranks before them, since an engine begins at a multiple "
             "of its size; take a divisor of both"
         )
-    if cfg.rollout.place == "histopipe" and apart < 2 * tp:
+    if cfg.rollout.routing == "histopipe" and apart < 2 * tp:
         out.append(
-            f"--rollout.place histopipe: needs two engines, and {apart} rollout ranks make one; "
-            "take more, or --rollout.place group"
+            f"--rollout.routing histopipe: needs two engines, and {apart} rollout ranks make one; "
+            "take more, or --rollout.routing group"
         )
     if site and world_size % site:
         out.append(
@@ -128,13 +128,16 @@ def warnings(cfg: Config) -> list[str]:
             f"--rollout.draft {r.draft}: the task label is endless, so no prompt comes twice and "
             "drafts come from a request's own text alone; give --data.num_prompts"
         )
-    if r.place == "histopipe" and "label" in cfg.data.train and not cfg.data.num_prompts:
+    if r.routing == "histopipe" and "label" in cfg.data.train and not cfg.data.num_prompts:
         out.append(
-            "--rollout.place histopipe: the task label is endless, so no prompt comes twice and "
+            "--rollout.routing histopipe: the task label is endless, so no prompt comes twice and "
             "lengths are never known; give --data.num_prompts"
         )
-    if r.sglang and r.engine != "sglang":
-        out.append(f"--rollout.sglang {r.sglang[0]}: has no effect with rollout.engine {r.engine}")
+    if r.sglang_args and r.engine != "sglang":
+        out.append(
+            f"--rollout.sglang_args {r.sglang_args[0]}: has no effect with rollout.engine "
+            f"{r.engine}"
+        )
     for name, reward in reward_sections(cfg.reward).items():
         for key in ("timeout_factor", "timeout_least_s", "right_score"):
             value, usual = getattr(reward, key), getattr(type(reward)(), key)
@@ -198,18 +201,18 @@ def _data(cfg: Config) -> list[str]:
 
 
 def quotas(cfg: Config) -> dict[str, int]:
-    """Parse `--tail.quotas` into prompts by source.
+    """Parse `--tail.dataset_quotas` into prompts by source.
 
     Raises:
         ConfigError: one of them is not `source=prompts`.
     """
     found = {}
-    for text in cfg.tail.quotas:
+    for text in cfg.tail.dataset_quotas:
         source, equals, number = text.rpartition("=")
         if not equals or not source or not number.isdigit() or source in found:
             raise ConfigError(
-                f"--tail.quotas {text}: must be `source=prompts`, each source once, such as "
-                "`math=96 code=32`"
+                f"--tail.dataset_quotas {text}: must be `source=prompts`, each source once, such "
+                "as `math=96 code=32`"
             )
         found[source] = int(number)
     return found
@@ -227,8 +230,8 @@ def _schedule(cfg: Config) -> list[str]:
     total = cfg.data.prompts_per_step
     if wanted and (min(wanted.values()) < 1 or sum(wanted.values()) != total):
         out.append(
-            f"--tail.quotas {' '.join(tail.quotas)}: each must be at least 1, together they must be"
-            f" data.prompts_per_step {total}"
+            f"--tail.dataset_quotas {' '.join(tail.dataset_quotas)}: each must be at least 1, "
+            f"together they must be data.prompts_per_step {total}"
         )
     if cfg.algo.adv_estimator == "remax":
         out.append(
@@ -242,9 +245,9 @@ def _reward(cfg: Config) -> list[str]:
     out, sections = [], reward_sections(cfg.reward)
     for name, r in sections.items():
         out += r.problems(name)
-        if r.adaptive_timeout and not r.timeout_least_s <= r.timeout_s:
+        if r.adaptive_timeout and not r.min_timeout_s <= r.timeout_s:
             out.append(
-                f"--{name}.timeout_least_s {r.timeout_least_s:g}: must be at most {name}.timeout_s "
+                f"--{name}.min_timeout_s {r.min_timeout_s:g}: must be at most {name}.timeout_s "
                 f"{r.timeout_s:g}"
             )
     adaptive = [name for name, r in sections.items() if r.adaptive_timeout]
@@ -279,8 +282,8 @@ def _stream(cfg: Config) -> list[str]:
     a, s, out = cfg.algo, cfg.stream, []
     if cfg.select.mode != "stream":
         return _idle(s, StreamConfig(), "stream", "--mode stream")
-    if not s.first <= s.last:
-        out.append(f"--stream.first {s.first:g}: must be at most stream.last {s.last:g}")
+    if not s.earliest <= s.latest:
+        out.append(f"--stream.earliest {s.earliest:g}: must be at most stream.latest {s.latest:g}")
     total = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
     for key, is_one in (
         ("samples_per_update", cfg.train.samples_per_update in (0, total)),
@@ -313,10 +316,10 @@ def _stream(cfg: Config) -> list[str]:
                 f"--debug.{key}: with --mode stream the clock decides which ranks train what; take "
                 "--mode sync, which has the same samples"
             )
-    if cfg.rollout.engine == "sglang" and not cfg.rollout.cache_tokens:
+    if cfg.rollout.engine == "sglang" and not cfg.rollout.kv_cache_tokens:
         out.append(
-            "--rollout.cache_tokens 0: --mode stream asks whether what is left fits into half of "
-            "the caches; say how many tokens an engine's holds"
+            "--rollout.kv_cache_tokens 0: --mode stream asks whether what is left fits into half "
+            "of the caches; say how many tokens an engine's holds"
         )
     return out
 
@@ -381,21 +384,22 @@ def _algo(cfg: Config) -> list[str]:
 
 def _rollout(cfg: Config) -> list[str]:
     r, out = cfg.rollout, []
-    for argument in r.sglang:
+    for argument in r.sglang_args:
         if not argument.partition("=")[0].isidentifier() or "=" not in argument:
             out.append(
-                f"--rollout.sglang {argument}: must be key=value, such as attention_backend=triton"
+                f"--rollout.sglang_args {argument}: must be key=value, such as "
+                "attention_backend=triton"
             )
         if argument.startswith("speculative_"):
             out.append(
-                f"--rollout.sglang {argument}: SGLang's own check of drafts samples otherwise than "
-                "its log-probs say; use --rollout.draft and --draft.width"
+                f"--rollout.sglang_args {argument}: SGLang's own check of drafts samples "
+                "otherwise than its log-probs say; use --rollout.draft and --draft.verify_tokens"
             )
     if r.engine == "torch" and r.tp > 1:
         out.append(
             f"--rollout.tp {r.tp}: the torch engine is one rank; use --rollout.engine sglang, or 1"
         )
-    if r.place == "histopipe":
+    if r.routing == "histopipe":
         out += _histopipe(cfg)
     out += _sizes(cfg)
     if r.engine == "sglang":
@@ -418,7 +422,7 @@ def _rollout(cfg: Config) -> list[str]:
 
 
 def _histopipe(cfg: Config) -> list[str]:
-    key, out = "--rollout.place histopipe", []
+    key, out = "--rollout.routing histopipe", []
     if cfg.select.mode != "async" or cfg.async_.alpha < 1:
         out.append(
             f"{key}: engines begin the next step while others end this one; set --mode async, with "
@@ -439,23 +443,31 @@ def _draft(cfg: Config) -> list[str]:
     d, kind, out = cfg.draft, cfg.rollout.draft, []
     if kind == "none":
         return _idle(d, DraftConfig(), "draft", "--rollout.draft")
-    if cfg.rollout.engine != "sglang" and d.width != DraftConfig().width:
-        out.append(f"--draft.width {d.width}: is SGLang's; leave it, or set --draft.window")
-    is_set = d.window != DraftConfig().window
-    if cfg.rollout.engine == "sglang" and is_set and d.window >= d.width:
+    if cfg.rollout.engine != "sglang" and d.verify_tokens != DraftConfig().verify_tokens:
         out.append(
-            f"--draft.window {d.window}: must be below draft.width {d.width}, as SGLang checks a "
-            "draft beside the last token; set both"
+            f"--draft.verify_tokens {d.verify_tokens}: is SGLang's; leave it, or set "
+            "--draft.max_length"
         )
-    if d.start > d.window:
-        out.append(f"--draft.start {d.start}: must be at most draft.window {d.window}")
+    is_set = d.max_length != DraftConfig().max_length
+    if cfg.rollout.engine == "sglang" and is_set and d.max_length >= d.verify_tokens:
+        out.append(
+            f"--draft.max_length {d.max_length}: must be below draft.verify_tokens "
+            f"{d.verify_tokens}, as SGLang checks a draft beside the last token; set both"
+        )
+    if d.initial_length > d.max_length:
+        out.append(
+            f"--draft.initial_length {d.initial_length}: must be at most draft.max_length "
+            f"{d.max_length}"
+        )
     if 0 < d.max_match < d.min_match:
         out.append(
             f"--draft.max_match {d.max_match}: must be at least draft.min_match {d.min_match}; 0 "
             "is no limit"
         )
-    if kind == "ngram" and d.epochs != DraftConfig().epochs:
-        out.append(f"--draft.epochs {d.epochs}: has no effect with --rollout.draft ngram")
+    if kind == "ngram" and d.history_epochs != DraftConfig().history_epochs:
+        out.append(
+            f"--draft.history_epochs {d.history_epochs}: has no effect with --rollout.draft ngram"
+        )
     return out
 
 
@@ -545,9 +557,9 @@ def _async(cfg: Config) -> list[str]:
             f"--rollout.draft {cfg.rollout.draft}: learns from whole rounds, and --mode async has "
             "no rounds; take ngram, or none"
         )
-    if cfg.debug.deterministic:
+    if cfg.debug.deterministic_order:
         out.append(
-            "--debug.deterministic: is for --mode sync, where a step's samples are from one "
+            "--debug.deterministic_order: is for --mode sync, where a step's samples are from one "
             "version; --async.alpha 0 is that mode"
         )
     return out
@@ -587,7 +599,11 @@ def _mux(cfg: Config) -> list[str]:
         )
     for key, is_on, why in (
         ("env", bool(cfg.select.env), "an episode under way cannot go on elsewhere"),
-        ("debug.deterministic", cfg.debug.deterministic, "the end alone says what counts"),
+        (
+            "debug.deterministic_order",
+            cfg.debug.deterministic_order,
+            "the end alone says what counts",
+        ),
         ("debug.replay", bool(cfg.debug.replay), "the end alone says what counts"),
     ):
         if found.tail_nodes and is_on:
@@ -602,10 +618,10 @@ def _env(cfg: Config) -> list[str]:
         if cfg.debug.env_barrier:
             out.append("--debug.env_barrier: has no effect without --env")
         return out + _idle(env, EnvConfig(), "env", "--env")
-    if not env.timeout_s < cfg.rollout.deadline_s:
+    if not env.timeout_s < cfg.rollout.stall_timeout_s:
         out.append(
-            f"--env.timeout_s {env.timeout_s:g}: must be below rollout.deadline_s "
-            f"{cfg.rollout.deadline_s:g}, after which a round without a new token is given up"
+            f"--env.timeout_s {env.timeout_s:g}: must be below rollout.stall_timeout_s "
+            f"{cfg.rollout.stall_timeout_s:g}, after which a round without a new token is given up"
         )
     least = {
         "num_groups": ("data.prompts_per_step", cfg.data.prompts_per_step),

@@ -100,7 +100,7 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: Literal["torch", "sglang"] = "torch"
-    """`torch`: ours, one rank per engine. `sglang`: SGLang, over rollout.tp ranks."""
+    """`torch`: ours, one rank per engine. `sglang_args`: SGLang, over rollout.tp ranks."""
     tp: Annotated[int, above(0)] = 1
     """Ranks of one engine (tensor parallel): neighbours on one node. Above 1 only with sglang."""
     adaptive_tp: bool = False
@@ -108,7 +108,7 @@ class RolloutConfig:
     calm rounds halve it; sched/planner.py. Only with sglang."""
     max_tp: Annotated[int, at_least(0)] = 0
     """Largest size with adaptive_tp; 0: the ranks of a node, as far as the model's heads divide."""
-    sglang: tuple[str, ...] = ()
+    sglang_args: tuple[str, ...] = ()
     """Further arguments of SGLang's server as key=value, such as attention_backend=triton."""
     gpu_memory_utilization: Annotated[float, above(0, below=1)] = 0.8
     """Share of a GPU's memory that SGLang takes for weights and KV cache (its mem_fraction_static)
@@ -125,9 +125,9 @@ class RolloutConfig:
     min_p: Annotated[float, at_least(0, below=1, note="; 0 turns it off")] = 0.0
     stop_ids: tuple[int, ...] = ()
     """Further stop tokens; the tokenizer's end of sequence always stops."""
-    max_running: Annotated[int, above(0)] = 256
+    max_running_requests: Annotated[int, above(0)] = 256
     """Requests that one engine decodes at a time."""
-    place: Literal["group", "response", "histopipe"] = "group"
+    routing: Literal["group", "response", "histopipe"] = "group"
     """`group`: the responses to a prompt go to one engine, which prefills it once. `response`: each
     goes to the engine that has the fewest, wherever the others are. `histopipe`, with --mode async:
     by the prompt's longest response of the epoch before, such that an engine has long ones in one
@@ -136,7 +136,7 @@ class RolloutConfig:
     """Requests wait at the controller for the first engine with a place free; else all go out at
     once, those of an engine wait there, and who is decoded beside whom does not hang on the
     clock."""
-    cache_tokens: Annotated[int, above(1, off=0, note="; 0: as many as fit")] = 0
+    kv_cache_tokens: Annotated[int, above(1, off=0, note="; 0: as many as fit")] = 0
     """Tokens of KV cache per engine; 0 sizes it for max_running full-length requests, at most what
     the memory allows. Where that is less, which rows share a forward hangs on the memory that is
     free at the start: give a number, and a resumed run is the same bit by bit. Both are of an
@@ -158,9 +158,9 @@ class RolloutConfig:
     last norm too."""
     threads: Annotated[int, above(0)] = 1
     """CPU threads of one engine."""
-    progress_s: Annotated[float, at_least(0)] = 0.5
+    progress_interval_s: Annotated[float, at_least(0)] = 0.5
     """Interval of progress events."""
-    deadline_s: Annotated[float, above(0)] = 1800.0
+    stall_timeout_s: Annotated[float, above(0)] = 1800.0
     """A round in which nothing happens for this long is ended with a sentence naming who is
     silent."""
 
@@ -169,32 +169,32 @@ class RolloutConfig:
 class DraftConfig:
     """Of --rollout.draft; rlcore/rollout/RHYMERL.md."""
 
-    window: Annotated[int, at_least(1, at_most=4096)] = 32
+    max_length: Annotated[int, at_least(1, at_most=4096)] = 32
     """Longest draft."""
-    width: Annotated[int, at_least(2, at_most=256)] = 8
+    verify_tokens: Annotated[int, at_least(2, at_most=256)] = 8
     """With SGLang: tokens of a request in one forward, its last one and the draft, which is shorter
     than this. On a GPU always as many, since CUDA graphs are captured for it."""
-    start: Annotated[int, above(0)] = 2
+    initial_length: Annotated[int, above(0)] = 2
     """A request's first drafts are this long, and those after a wrong one; with the gate, in small
     batches up to a quarter of the window."""
-    growth: Annotated[int, at_least(0)] = 2
-    """They get this much longer whenever all of one was right. `start` = `window`: of fixed
-    length."""
+    length_growth: Annotated[int, at_least(0)] = 2
+    """They get this much longer whenever all of one was right. `initial_length` = `max_length`: of
+    fixed length."""
     min_match: Annotated[int, at_least(1, at_most=64)] = 1
     """Tokens at the end of a text that must have occurred before to draft what followed there; the
     paper has 3."""
     max_match: Annotated[int, at_least(0)] = 0
     """Most that are looked at; 0: no limit. The paper has 7."""
-    factor: Annotated[float, at_least(0)] = 4.0
+    max_spec_factor: Annotated[float, at_least(0)] = 4.0
     """A draft is at most this many times as long as what matched; 0: no limit, as in the paper."""
-    min_prob: Share = 0.3
+    min_token_prob: Share = 0.3
     """A draft ends before it is rarer than this among what followed; 0: it does not."""
-    gate: bool = True
+    adaptive: bool = True
     """Measure what steps with and without drafts take, and draft only where it pays; drafts of a
     large batch are cut. Without it drafts are always on."""
-    epochs: Annotated[int, above(0)] = 3
+    history_epochs: Annotated[int, above(0)] = 3
     """So many of a prompt's last epochs are drafted from; the paper has 1."""
-    max_tokens: Annotated[int, above(0)] = 64_000_000
+    max_history_tokens: Annotated[int, above(0)] = 64_000_000
     """Of all histories, 4 bytes each in the memory of rank 0; the oldest go first."""
 
 
@@ -214,7 +214,7 @@ class TrainConfig:
     """Expert parallel size."""
     distributed_optimizer: bool = True
     """Shard optimizer states over the data-parallel ranks."""
-    spec: Literal["local", "te"] = "local"
+    transformer_impl: Literal["local", "te"] = "local"
     """Layers: our own on torch, or Transformer Engine's."""
     apex: bool = False
     """Apex' fused weight-gradient accumulation."""
@@ -236,7 +236,7 @@ class TrainConfig:
     beta2: Annotated[float, at_least(0, below=1)] = 0.95
     adam_eps: Annotated[float, above(0)] = 1e-8
     clip_grad: Clip = 1.0
-    max_skipped: Annotated[int, at_least(0)] = 10
+    max_skipped_updates: Annotated[int, at_least(0)] = 10
     """An update whose loss or gradient is not finite is left out and counted (actor/skipped); so
     many in a row end the run. 0: never."""
     moe_aux_loss_coef: float = 0.0
@@ -283,17 +283,17 @@ class RewardConfig:
     """A sample that takes longer scores `on_error`; its process group is killed."""
     on_error: Annotated[float, finite()] = 0.0
     """Score of a sample whose reward function failed."""
-    memory_gb: Annotated[float, at_least(0, unbounded=True)] = 8.0
+    memory_limit_gb: Annotated[float, at_least(0, unbounded=True)] = 8.0
     """A child process that grows by more is killed; 0: it is not looked at."""
     max_pending: Annotated[int, above(0)] = 4096
     """Responses of a rank that wait for their scores at a time; more wait at the engine."""
     adaptive_timeout: bool = False
     """Once an answer to a prompt was right, others have `timeout_factor` times as long as the
-    slowest right one took, in all epochs; timeout_s at most, `timeout_least_s` at least."""
+    slowest right one took, in all epochs; timeout_s at most, `min_timeout_s` at least."""
     timeout_factor: TimeoutFactor = 1.5
-    timeout_least_s: Annotated[float, above(0)] = 2.0
+    min_timeout_s: Annotated[float, above(0)] = 2.0
     """Also what a new child process may need for its first score."""
-    right_score: float = 1.0
+    correct_score: float = 1.0
     """An answer of at least this score is right."""
 
     def problems(self, key: str) -> list[str]:
@@ -324,11 +324,11 @@ class EnvConfig:
     of data.train and data.val."""
     max_turns: Annotated[int, above(0)] = 16
     """Turns of the policy in an episode; one that needs more is cut."""
-    turn_tokens: Annotated[int, at_least(0)] = 0
+    max_turn_tokens: Annotated[int, at_least(0)] = 0
     """Most tokens of a turn; 0: as many as are left of rollout.max_tokens."""
-    max_running: Annotated[int, above(0)] = 256
+    max_running_episodes: Annotated[int, above(0)] = 256
     """Episodes of a rank that have an environment at a time; others wait. Those that wait for their
-    environment take no place of rollout.max_running."""
+    environment take no place of rollout.max_running_requests."""
     workers: Annotated[int, above(0)] = 2
     """Processes of a rank that run environments, as many as they are in threads."""
     timeout_s: Annotated[float, above(0)] = 60.0
@@ -358,25 +358,25 @@ class TailConfig:
     eta_samples: Oversampling = 1.25
     """It starts this many times rollout.samples_per_prompt responses of each, and keeps the first:
     short answers are then more likely to be kept. 1: the groups are not biased."""
-    quotas: tuple[str, ...] = ()
+    dataset_quotas: tuple[str, ...] = ()
     """`source=prompts` of every source of the data, together data.prompts_per_step; empty: sources
     come as the data have them."""
-    dynamic: bool = False
+    dynamic_sampling: bool = False
     """A group of equal rewards does not count: another prompt is started in its place (DAPO)."""
-    max_factor: Oversampling = 4.0
-    """With `dynamic`: at most this many times data.prompts_per_step prompts are started in a round,
-    which then ends with fewer groups."""
+    max_eta_prompts: Oversampling = 4.0
+    """With `dynamic_sampling`: at most this many times data.prompts_per_step prompts are started in
+    a round, which then ends with fewer groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
     """Of `--mode stream`; sched/stream.py."""
 
-    first: Share = 0.2
+    earliest: Share = 0.2
     """Share of the responses that are done when half of the engines may stop decoding."""
-    last: Share = 0.5
+    latest: Share = 0.5
     """Share from which on they go on to the end instead."""
-    every: Annotated[float, above(0, at_most=1)] = 0.05
+    check_every: Annotated[float, above(0, at_most=1)] = 0.05
     """Step between, at which it is asked whether what is left fits into the other caches."""
 
 
@@ -388,12 +388,12 @@ class AsyncConfig:
     """Most policy versions between the first token of a sample and its training. Fractions are
     allowed; 0 is the synchronous mode. (1 + alpha) x data.prompts_per_step prompts are running or
     finished at most."""
-    update: Literal["recompute", "in_place"] = "recompute"
+    weight_update: Literal["recompute", "in_place"] = "recompute"
     """Requests go on under new weights from the tokens that they have. `recompute`: their cache is
     made anew; `in_place`: it stays as the old weights made it, which is faster."""
     extra_prompts: Annotated[int, at_least(0)] = 0
     """So many prompts run besides, and the slowest are dropped when they are too old."""
-    dynamic: bool = False
+    dynamic_sampling: bool = False
     """A group of equal rewards does not count: another prompt is started in its place (DAPO), for
     one batch at most four times as many as it has; then such groups count."""
 
@@ -419,9 +419,9 @@ class CheckpointConfig:
     at_end: bool = True
     keep: Annotated[int, at_least(0)] = 2
     """Checkpoints kept; 0 keeps all."""
-    on_error: Literal["stop", "go_on"] = "stop"
+    on_error: Literal["stop", "continue"] = "stop"
     """When a checkpoint cannot be written, such as to a full disk: `stop` ends the run in one
-    sentence, `go_on` says it, counts it (training/failed_saves) and tries again at the next one.
+    sentence, `continue` says it, counts it (training/failed_saves) and tries again at the next one.
     Earlier checkpoints stay either way; after the last step it is `stop`."""
     grace_s: Annotated[float, at_least(0, at_most=600, note=", as launchers wait no longer")] = 25.0
     """A SIGTERM (Slurm's, before it kills) leaves so many seconds to finish the step, save and
@@ -448,7 +448,7 @@ class SyncConfig:
 class ClusterConfig:
     rollout_ranks: Annotated[int, at_least(0)] = 0
     """The last so many ranks sample and the others train. 0: every rank does both, in turn."""
-    gpu_gb: Annotated[float | None, at_least(0, note=" GB; 0: not checked")] = None
+    gpu_memory_gb: Annotated[float | None, at_least(0, note=" GB; 0: not checked")] = None
     """Memory of a GPU in GB (10^9 bytes) that `--dry-run` holds the plan against. None takes that
     of the GPU here, or 80 where there is none; 0: not checked."""
     timeout_s: Annotated[float, above(0)] = 600.0
@@ -477,7 +477,7 @@ class MuxConfig:
     add --profile` was given."""
     slo: Annotated[float, at_least(1, note=", which is as fast as alone")] = 2.0
     """An iteration may take this many times what it takes alone, at worst."""
-    otherwise: Literal["wait", "solo"] = "wait"
+    if_unavailable: Literal["wait", "solo"] = "wait"
     """Without an answer of the server, or without a place: wait for it, or run as if alone."""
     tail_nodes: Annotated[int, at_least(0)] = 0
     """When 80 % of the responses of a rollout are there and another job could use its nodes, the
@@ -485,7 +485,7 @@ class MuxConfig:
     others are the other job's; 0: it stays on all."""
     lease_s: Annotated[float, at_least(1, note=", or a slow moment kills")] = 15.0
     """A job that is silent for so long is dead, and its permits are another's."""
-    wait_s: Annotated[float, above(0)] = 86400.0
+    max_wait_s: Annotated[float, above(0)] = 86400.0
     """At most so long is waited for a place, and for each turn."""
 
 
@@ -493,11 +493,11 @@ class MuxConfig:
 class LogConfig:
     rollouts: Annotated[int, at_least(-1, note="; -1: all")] = 4
     """Samples of rank 0's engine written to rollouts.jsonl per step; -1 writes all."""
-    tokens: Annotated[int, at_least(-1, note="; -1: all")] = 0
+    rollout_tokens: Annotated[int, at_least(-1, note="; -1: all")] = 0
     """Tokens of a step that these samples bring along for `rlcore view`, each with its text,
     log-prob and version: about 20 bytes and 5 us a token. The first responses have theirs, the
     last of them is cut; -1: all."""
-    trace: Annotated[int, at_least(-1, note="; -1: all")] = 0
+    trace_steps: Annotated[int, at_least(-1, note="; -1: all")] = 0
     """Steps from the start of the process of which every rank writes what it did when, for `rlcore
     trace`: phases, responses, rewards, engine load; about 400 bytes a response. -1: all."""
     tensorboard: bool = True
@@ -507,7 +507,7 @@ class LogConfig:
     """Rank 0 shows the last value of every metric at http://HOST:PORT/metrics; 0: it does not."""
     prometheus_host: str = "127.0.0.1"
     """Address to listen on: whoever reaches it can read the metrics."""
-    picture: bool = True
+    plot: bool = True
     """Draw curve.png at the end; `python -m rlcore plot RUN` draws it at any time."""
     progress: bool = True
     """Progress bars on a terminal."""
@@ -517,9 +517,9 @@ class LogConfig:
 class DebugConfig:
     shuffle_rewards: bool = False
     """Shuffle rewards over the samples of a step: the control that must not learn."""
-    die_at_step: int = 0
+    kill_at_step: int = 0
     """Kill rank 0 with SIGKILL when this step ends: for tests of resume."""
-    deterministic: bool = False
+    deterministic_order: bool = False
     """Of two responses the shorter came first, whatever the clock says, and all are waited for: a
     run with `--schedule tail_batching` repeats itself bit by bit, and gains no time by it."""
     replay: str = ""

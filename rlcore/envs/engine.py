@@ -236,7 +236,7 @@ class EpisodeEngine:
         self._held += [(e, r) for e, r in asked if not e.is_aborted]
         if self._barrier:
             live = sum(not e.is_aborted for e in self._episodes.values())
-            if len(self._held) < min(live, self._config.max_running):
+            if len(self._held) < min(live, self._config.max_running_episodes):
                 return
             self._held.sort(key=lambda pair: pair[0].request.id)
         ready, self._held = [pair for pair in self._held if not pair[0].is_aborted], []
@@ -348,7 +348,7 @@ class EpisodeEngine:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._pool = EnvPool(self._name, self._config, log_file=log_file)
-        self._slots = asyncio.Semaphore(self._config.max_running)
+        self._slots = asyncio.Semaphore(self._config.max_running_episodes)
         started.set()
         try:
             await self._over.wait()
@@ -414,7 +414,7 @@ class EpisodeEngine:
                 self._dialogue,
                 self._decode,
                 request.sampling,
-                EpisodeLimits(cfg.max_turns, cfg.turn_tokens),
+                EpisodeLimits(cfg.max_turns, cfg.max_turn_tokens),
                 prompt=episode.prompt,
                 seed=derive(self._seed, "env", episode.prompt.source, episode.prompt.index),
                 name=f"{request.id}.again{attempt}" if attempt else request.id,

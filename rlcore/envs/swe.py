@@ -54,11 +54,11 @@ class SweConfig(EnvConfig):
 
     max_turns: int = 40
     timeout_s: float = 900.0
-    command_s: Annotated[float, above(0)] = 120.0
+    command_timeout_s: Annotated[float, above(0)] = 120.0
     """A command that takes longer is killed, and its turn is told so."""
-    tests_s: Annotated[float, above(0)] = 600.0
+    tests_timeout_s: Annotated[float, above(0)] = 600.0
     """The tests that take longer have failed."""
-    output_chars: Annotated[int, at_least(100)] = 8000
+    max_output_chars: Annotated[int, at_least(100)] = 8000
     """A longer output is cut in the middle."""
     docker_args: tuple[str, ...] = ("--network=none", "--memory=4g", "--pids-limit=512")
     """Of `docker run`."""
@@ -102,12 +102,12 @@ class Swe(gymnasium.Env[str, str]):
         assert self._workspace is not None, "reset comes first"
         blocks = _BLOCK.findall(action)
         if blocks:
-            code, printed = self._workspace.run(blocks[-1], self._config.command_s)
+            code, printed = self._workspace.run(blocks[-1], self._config.command_timeout_s)
             return self._shown(code, printed), 0.0, False, False, {"success": 0.0}
         if not _SUBMIT.search(action):
             said = "Give a command in a block of bash, or a line that says submit.\n"
             return said, 0.0, False, False, {"success": 0.0}
-        code, _ = self._workspace.run(self._task.tests, self._config.tests_s)
+        code, _ = self._workspace.run(self._task.tests, self._config.tests_timeout_s)
         done = float(code == 0)
         return "", done, True, False, {"success": done}
 
@@ -118,12 +118,16 @@ class Swe(gymnasium.Env[str, str]):
             self._workspace = None
 
     def _shown(self, code: int, printed: str) -> str:
-        most = self._config.output_chars
+        most = self._config.max_output_chars
         if len(printed) > most:
             half = most // 2
             left = len(printed) - 2 * half
             printed = f"{printed[:half]}\n... {left} characters ...\n{printed[-half:]}"
-        end = f"killed after {self._config.command_s:g} s" if code == _TIMED_OUT else f"exit {code}"
+        end = (
+            f"killed after {self._config.command_timeout_s:g} s"
+            if code == _TIMED_OUT
+            else f"exit {code}"
+        )
         return f"{printed.rstrip()}\n[{end}]\n"
 
 

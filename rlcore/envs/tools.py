@@ -65,9 +65,9 @@ class ToolsConfig(EnvConfig):
     max_turns: int = 8
     tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
     """What may be called."""
-    program_s: Annotated[float, above(0)] = 10.0
+    program_timeout_s: Annotated[float, above(0)] = 10.0
     """A program that takes longer is killed, and its result says so."""
-    result_chars: Annotated[int, at_least(20)] = 2000
+    max_result_chars: Annotated[int, at_least(20)] = 2000
     """A longer result is cut in the middle."""
     require_isolation: bool = False
     """Refuse to run programs where this machine has no namespaces for them."""
@@ -80,9 +80,9 @@ class ToolsConfig(EnvConfig):
                 f"--env.tools {' '.join(self.tools)}: calc, python or both, each once; without a "
                 "tool take no --env"
             )
-        if not self.program_s < self.timeout_s:
+        if not self.program_timeout_s < self.timeout_s:
             out.append(
-                f"--env.program_s {self.program_s:g}: must be below env.timeout_s "
+                f"--env.program_timeout_s {self.program_timeout_s:g}: must be below env.timeout_s "
                 f"{self.timeout_s:g}"
             )
         return out
@@ -123,7 +123,7 @@ class Tools(gymnasium.Env[str, str]):
         except (ValueError, TypeError, ArithmeticError, SyntaxError, RecursionError) as error:
             self._errors += 1
             result = f"error: {error}"
-        shown = _cut(result, self._config.result_chars)
+        shown = _cut(result, self._config.max_result_chars)
         return f"<result>{shown}</result>\n", 0.0, False, False, self._counts()
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Tools(gymnasium.Env[str, str]):
         its stderr."""
         if self._box is None:
             self._box = Sandbox(_is_isolated(self._config.require_isolation))
-        end = time.monotonic() + self._config.program_s
+        end = time.monotonic() + self._config.program_timeout_s
         try:
             outcome = self._box.run(source, lambda: end)
         except Broken as error:

@@ -1,7 +1,7 @@
 """Megatron's model from a Hugging Face config: one factory for settings, layers and chunks.
 
 The same layers run on CPU and GPU: Megatron's local ones with our RMSNorm and core attention.
-`train.spec te` takes Transformer Engine's layers instead, where it is installed.
+`train.transformer_impl te` takes Transformer Engine's layers instead, where it is installed.
 """
 
 from typing import Literal
@@ -51,7 +51,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
     """Return Megatron's settings for this model under this layout."""
     dtype = dtype_of(model)
     cuda = torch.cuda.is_available()
-    local = train.spec == "local"
+    local = train.transformer_impl == "local"
     settings: dict = {
         "num_layers": hf.num_layers,
         "hidden_size": hf.hidden_size,
@@ -132,7 +132,7 @@ def _leave(weight: torch.Tensor) -> None:
 def _block_spec(
     config: TransformerConfig, train: TrainConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    if train.spec == "te":
+    if train.transformer_impl == "te":
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -175,7 +175,7 @@ def build(
     if hf.num_experts:
         patch_moe_utils()
     config = transformer_config(hf, model, train)
-    announce("layers", "Transformer Engine" if train.spec == "te" else "Megatron local")
+    announce("layers", "Transformer Engine" if train.transformer_impl == "te" else "Megatron local")
     if train.apex:
         announce("weight gradients", "Apex fused accumulation")
     chunks = []
@@ -190,7 +190,7 @@ def build(
             post_process=layout.is_last_stage and stage == layout.vpp - 1,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and head == "lm",
             # The local layers apply RoPE inside the core attention (rope.py).
-            position_embedding_type="rope" if train.spec == "te" else "none",
+            position_embedding_type="rope" if train.transformer_impl == "te" else "none",
             rotary_base=hf.rope_theta,
             rope_scaling=hf.rope_scaling is not None,
             rope_scaling_factor=(hf.rope_scaling or {}).get("factor", 8.0),

@@ -31,16 +31,16 @@ def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
             f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: the load-balancing loss has no "
             "divisor of its own yet; leave it at 0"
         )
-    if train.spec == "te":
+    if train.transformer_impl == "te":
         if not cuda or importlib.util.find_spec("transformer_engine") is None:
             raise ConfigError(
-                "--train.spec te: Transformer Engine is not installed here (it needs CUDA); "
-                "install it with tools/setup.sh or use --train.spec local"
+                "--train.transformer_impl te: Transformer Engine is not installed here (it needs "
+                "CUDA); install it with tools/setup.sh or use --train.transformer_impl local"
             )
         if hf.rope_scaling and not _megatron_scales(hf):
             raise ConfigError(
-                "--train.spec te: Megatron's RoPE scaling has fixed frequency factors that are "
-                "not this model's; use --train.spec local"
+                "--train.transformer_impl te: Megatron's RoPE scaling has fixed frequency "
+                "factors that are not this model's; use --train.transformer_impl local"
             )
     if train.apex and (
         not cuda or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None

@@ -80,7 +80,7 @@ METRICS = [
     Metric(
         "training/failed_saves",
         "checkpoints",
-        "checkpoints before this step that could not be written (checkpoint.on_error go_on)",
+        "checkpoints before this step that could not be written (checkpoint.on_error continue)",
     ),
     # the update
     Metric("actor/loss", "", "the whole loss, averaged as algo.loss_agg_mode says"),
@@ -240,7 +240,11 @@ METRICS = [
     Metric("async/carried", "requests", "under way at the push, which went on under new weights"),
     Metric("async/stale_groups", "groups", "dropped since they were older than async.alpha"),
     Metric("async/stale_tokens", "tokens", "that these had"),
-    Metric("async/equal_groups", "groups", "dropped since their rewards are equal, async.dynamic"),
+    Metric(
+        "async/equal_groups",
+        "groups",
+        "dropped since their rewards are equal, async.dynamic_sampling",
+    ),
     Metric("env/turns", "turns", "of an episode, mean over kept ones"),
     Metric("env/wait_s", "s", "that an episode waited for its environment, mean over kept ones"),
     Metric("env/cut", "", "share of episodes that a limit ended: turns, or rollout.max_tokens"),

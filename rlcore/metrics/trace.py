@@ -94,7 +94,8 @@ def merge(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     start = min((e["ts"] for e in events if "ts" in e), default=None)
     if start is None:
         raise ConfigError(
-            f"{run_dir}: no trace in it; run with --log.trace 3 to trace three steps, -1 for all"
+            f"{run_dir}: no trace in it; run with --log.trace_steps 3 to trace three steps, -1 "
+            "for all"
         )
     for event in events:
         if "ts" in event:

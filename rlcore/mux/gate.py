@@ -94,7 +94,7 @@ class PermitGate:
         hosts: Mapping[str, Sequence[str]] | None = None,
         keep: int = 0,
         lease_s: float = MuxConfig.lease_s,
-        wait_s: float = MuxConfig.wait_s,
+        wait_s: float = MuxConfig.max_wait_s,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """Join the cluster and wait for a place.
@@ -385,7 +385,7 @@ def connect(
     job: str,
     profile: Profile | None,
     *,
-    otherwise: Literal["wait", "solo"] = MuxConfig.otherwise,
+    otherwise: Literal["wait", "solo"] = MuxConfig.if_unavailable,
     slo: float = MuxConfig.slo,
     colocated: bool | None = None,
     hosts: Callable[[Profile], Mapping[str, Sequence[str]]] | None = None,

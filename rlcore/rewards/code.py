@@ -48,15 +48,15 @@ class CodeRewardConfig(RewardConfig):
     cases_field: str = "cases"
     """Column with stdin/stdout cases: a list of {input, output}, or {inputs, outputs} of two
     lists; JSON as text will do."""
-    partial: bool = False
+    partial_credit: bool = False
     """The score is the share of tests that pass, instead of 1 where all do."""
     max_tests: int = 0
     """Only the first tests of a row; 0: all of them."""
-    program_mb: int = 512
+    program_memory_mb: int = 512
     """Memory of a program with all it starts."""
     program_processes: int = 32
     """Processes and threads of a program."""
-    packages: bool = False
+    allow_packages: bool = False
     """Programs may import the packages of this environment, not the standard library alone."""
     require_isolation: bool = False
     """Refuse to start where there are no namespaces, instead of saying so."""
@@ -117,7 +117,7 @@ class CodeRunner:
     # ---- a slot's thread
 
     def _main(self) -> None:
-        packages = _packages() if self._config.packages else ()
+        packages = _packages() if self._config.allow_packages else ()
         try:
             with Sandbox(self._is_isolated(packages), packages) as box:
                 while (job := self._jobs.get()) is not None and not self._closing:
@@ -161,7 +161,7 @@ class CodeRunner:
         if error == "timeout":
             error = f"timeout after {round(self._host.timeout_s(job), 3):g} s"
         return RewardResult(
-            score=share if self._config.partial else float(share == 1),
+            score=share if self._config.partial_credit else float(share == 1),
             details={"passed": share},
             error=error,
             latency_s=time.monotonic() - begin,
@@ -169,7 +169,7 @@ class CodeRunner:
 
     def _limits(self) -> ProgramLimits:
         return ProgramLimits(
-            memory_mb=self._config.program_mb, processes=self._config.program_processes
+            memory_mb=self._config.program_memory_mb, processes=self._config.program_processes
         )
 
 

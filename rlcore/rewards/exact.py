@@ -10,15 +10,15 @@ from rlcore.rewards.kind import RewardKind
 
 @dataclass(frozen=True, kw_only=True)
 class ExactRewardConfig(RewardConfig):
-    after: str = ""
+    answer_marker: str = ""
     """Compare only what follows this marker; a response without it scores 0. Empty: all of it."""
-    which: Literal["first", "last"] = "first"
+    occurrence: Literal["first", "last"] = "first"
     """Which occurrence of the marker."""
 
 
 class ExactReward:
     def __init__(self, config: ExactRewardConfig) -> None:
-        self._after, self._first = config.after, config.which == "first"
+        self._after, self._first = config.answer_marker, config.occurrence == "first"
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
         """Return 1 if the texts are equal without the white space at both ends, else 0."""

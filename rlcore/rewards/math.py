@@ -36,7 +36,7 @@ class MathRewardConfig(RewardConfig):
     or a last line `Answer: ...`."""
     decimals: int = 6
     """Numbers with a decimal point are equal where they agree to so many places."""
-    algebra_s: float = 3.0
+    algebra_timeout_s: float = 3.0
     """Seconds of CPU time that one comparison by algebra may take; what takes longer is not equal.
     0: no limit but timeout_s."""
 
@@ -53,7 +53,7 @@ class MathReward:
         for module in ("parser", "grader"):
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
         self._require, self._decimals, self._strict = config.require_boxed, config.decimals, strict
-        self._limit_s = config.algebra_s
+        self._limit_s = config.algebra_timeout_s
         self._verify, self._parse_text = math_verify.verify, math_verify.parse
         self._boxed_only = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
         self._gold = lru_cache(4096)(self._read_gold)

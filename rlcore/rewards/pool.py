@@ -47,7 +47,7 @@ class RewardPool:
         """Start the thread. `config` is the reward's section. Output of the function goes to the
         host's log file, up to 4 MiB."""
         self._host, self._num_workers = host, config.workers
-        self._memory, self._start_timeout_s = config.memory_gb * 2**30, start_timeout_s
+        self._memory, self._start_timeout_s = config.memory_limit_gb * 2**30, start_timeout_s
         self._start = frame(
             RewardStart(
                 reward=host.name,

@@ -234,7 +234,7 @@ class RewardService:
         assert self._deadlines is not None
         prompt = key_of(job.prompt)
         limit = self._deadlines.timeout_s(prompt)
-        is_right = not result.error and result.score >= self._configs[part].right_score
+        is_right = not result.error and result.score >= self._configs[part].correct_score
         self._deadlines.scored(prompt, result.latency_s, is_right)
         reference_latency_s = result.latency_s if is_right else 0.0
         return msgspec.structs.replace(

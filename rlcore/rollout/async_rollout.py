@@ -120,7 +120,8 @@ class AsyncRollout:
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"--rollout.deadline_s {self._deadline_s:g} is over: the controller did not stop"
+                f"--rollout.stall_timeout_s {self._deadline_s:g} is over: the controller did not "
+                "stop"
             )
         self._thread = None
         if self._error:

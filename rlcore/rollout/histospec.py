@@ -277,7 +277,7 @@ class Index:
         except MemoryError:
             log.warning(
                 "no memory for an index of %d tokens of history: drafts come from what there was "
-                "before; lower --draft.max_tokens or --draft.epochs",
+                "before; lower --draft.max_history_tokens or --draft.history_epochs",
                 _count(flat),
             )
             return False

@@ -21,7 +21,7 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
     if length + request.sampling.max_tokens > max_tokens:
         raise ValueError(f"{wanted} exceed the engine's {max_tokens}; shorten one of them")
     if cache_tokens and length + request.sampling.max_tokens > cache_tokens:
-        raise ConfigError(f"{wanted} exceed --rollout.cache_tokens {cache_tokens}; raise it")
+        raise ConfigError(f"{wanted} exceed --rollout.kv_cache_tokens {cache_tokens}; raise it")
     if request.prompt.min() < 0 or request.prompt.max() >= vocab:
         raise ValueError(f"{where}: has a token outside the vocabulary of {vocab}")
     part = request.resume

@@ -292,8 +292,9 @@ class RolloutWorker:
             self._release()
             if time.monotonic() - heard > self._deadline_s:
                 raise TimeoutError(
-                    f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} has "
-                    "heard nothing from the controller on rank 0 in phase rollout"
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: rank "
+                    f"{self._hub.rank} has heard nothing from the controller on rank 0 in phase "
+                    "rollout"
                 )
 
     # ---- the endless round of --mode async
@@ -317,9 +318,9 @@ class RolloutWorker:
                 break
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"--rollout.deadline_s {self._deadline_s:g} is over: rank {self._hub.rank} "
-                    f"waits in phase hold for {len(self._live)} requests of its engine and "
-                    f"{len(self._unscored)} rewards"
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: rank "
+                    f"{self._hub.rank} waits in phase hold for {len(self._live)} requests of its "
+                    f"engine and {len(self._unscored)} rewards"
                 )
         self._forget(command.forget)
         self._release()

@@ -29,7 +29,7 @@ class ByTokens:
 
     A response counts only once every started request of an open group has its reward, so nothing is
     aborted before. Neither the order nor the batch composition (which changes the last bits of the
-    log-probs) then depends on timing. Runs are repeatable: `--debug.deterministic`.
+    log-probs) then depends on timing. Runs are repeatable: `--debug.deterministic_order`.
     """
 
     def __init__(self, requests: Callable[[], Iterable[RequestState]]) -> None:

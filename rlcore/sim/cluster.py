@@ -35,8 +35,8 @@ class StreamRule:
     """Rule for when half of the engines switch to training; `first` and `last` are shares of
     finished responses."""
 
-    first: float = StreamConfig.first
-    last: float = StreamConfig.last
+    first: float = StreamConfig.earliest
+    last: float = StreamConfig.latest
     checks_cache: bool = True
     """Whether the live requests must fit into the KV caches of the remaining engines."""
     once: bool = False
@@ -181,7 +181,7 @@ class SimRun:
             num_samples=plan.num_samples,
             eta_prompts=plan.eta_prompts,
             eta_samples=plan.eta_samples,
-            max_factor=TailConfig.max_factor,
+            max_factor=TailConfig.max_eta_prompts,
         )
 
     def _make_world(self, tp: int) -> SimSettings:
@@ -196,7 +196,7 @@ class SimRun:
                 batch_tokens=rule.batch_tokens,
                 first=rule.first,
                 last=rule.last,
-                every=StreamConfig.every,
+                every=StreamConfig.check_every,
             )
         return SimSettings(
             [cost] * engines,

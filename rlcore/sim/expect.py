@@ -68,7 +68,7 @@ def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
         eta_samples=cfg.tail.eta_samples,
         reshard_s=lambda tp: weights_s(model, gpu, tp),
         stream=StreamRule() if cfg.select.mode == "stream" else None,
-        max_running=rollout.max_running,
+        max_running=rollout.max_running_requests,
         seed=cfg.run.seed,
     )
     return made, said

@@ -142,7 +142,7 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
         seed=seed,
         prompt_of=lambda request: str(row_of(request)),
         timeout=AdaptiveTimeout(
-            RewardConfig.timeout_least_s, published.SANDBOX_TIMEOUT_S, RewardConfig.timeout_factor
+            RewardConfig.min_timeout_s, published.SANDBOX_TIMEOUT_S, RewardConfig.timeout_factor
         ),
     )
     dedicated = judge == "dedicated"

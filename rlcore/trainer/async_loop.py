@@ -65,4 +65,4 @@ def hold_mode(run: Run) -> HoldMode:
     checkpoint they are released: the first needs idle engines, the second all tokens."""
     if sync_loop.evaluates(run) or sync_loop.saves(run):
         return "release"
-    return run.cfg.async_.update
+    return run.cfg.async_.weight_update

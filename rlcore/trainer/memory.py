@@ -211,11 +211,11 @@ def token_bytes(cfg: Config, hf: HFConfig) -> int:
 def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
     """Return the bytes of the engine's KV cache, given that it starts on an otherwise empty GPU."""
     r, weights = cfg.rollout, engine_weight_bytes(cfg, hf)
-    if r.cache_tokens:
-        return r.cache_tokens * token_bytes(cfg, hf)
+    if r.kv_cache_tokens:
+        return r.kv_cache_tokens * token_bytes(cfg, hf)
     if r.engine == "sglang":
         return max(0, int(r.gpu_memory_utilization * gpu_bytes) - weights)
-    full = r.max_running * longest(cfg, hf) * token_bytes(cfg, hf)
+    full = r.max_running_requests * longest(cfg, hf) * token_bytes(cfg, hf)
     return max(0, min(full, int(0.8 * (gpu_bytes - weights - TRAINER_CONTEXT))))
 
 
@@ -224,8 +224,8 @@ def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
     r, size = cfg.rollout, ITEMSIZE[engine_dtype(cfg)]
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
-    rows = min(PREFILL_TOKENS[r.engine], r.max_running * longest(cfg, hf))
-    return size * rows * per_token + 2 * 4 * r.max_running * hf.vocab_size
+    rows = min(PREFILL_TOKENS[r.engine], r.max_running_requests * longest(cfg, hf))
+    return size * rows * per_token + 2 * 4 * r.max_running_requests * hf.vocab_size
 
 
 def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
@@ -359,7 +359,7 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
             f"divisor of {hf.num_heads}"
         )
     if gpu_bytes and cache < longest(cfg, hf) * token_bytes(cfg, hf):
-        key = f"cache_tokens {r.cache_tokens}" if r.cache_tokens else ""
+        key = f"kv_cache_tokens {r.kv_cache_tokens}" if r.kv_cache_tokens else ""
         key = key or f"gpu_memory_utilization {r.gpu_memory_utilization}"
         out.append(
             f"--rollout.{key}: beside {engine_weight_bytes(cfg, hf) / GB:.1f} GB of weights leaves "
@@ -455,8 +455,9 @@ def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
     if shared and plan.learner["gen"]:  # the learner stays while the engine samples
         hints = {"turn train.offload on": None} | hints
     return (
-        f"--cluster.gpu_gb {gpu_bytes / GB:g}: phase {phase} takes {_gb(plan.total(phase))} GB on "
-        f"rank {plan.rank}, most of it {named}; {', '.join(h for h in hints if h)}"
+        f"--cluster.gpu_memory_gb {gpu_bytes / GB:g}: phase {phase} takes "
+        f"{_gb(plan.total(phase))} GB on rank {plan.rank}, most of it {named}; "
+        f"{', '.join(h for h in hints if h)}"
     )
 
 
@@ -466,10 +467,10 @@ def _remedy(part: str) -> str:
         "activations": "lower train.tokens_per_micro_batch or set train.recompute full",
         "logits": "set train.head_chunk_tokens",
         "engine weights": "raise rollout.tp",
-        "KV cache": "lower rollout.cache_tokens or rollout.gpu_memory_utilization",
+        "KV cache": "lower rollout.kv_cache_tokens or rollout.gpu_memory_utilization",
         "reference weights": "raise train.tp or train.pp",
         "buckets": "lower sync.bucket_mb or take another sync.route",
-        "engine's work": "lower rollout.max_running",
+        "engine's work": "lower rollout.max_running_requests",
         "judge": "lower reward.resident_ratio",
         "judge's work": "lower reward.batch_tokens",
         "contexts": "",

@@ -45,15 +45,15 @@ def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
     """Count consecutive updates of `model` whose loss or gradient was not finite.
 
     Raises:
-        RuntimeError: there were `train.max_skipped` of them; on every rank.
+        RuntimeError: there were `train.max_skipped_updates` of them; on every rank.
     """
     in_a_row = run.progress.skipped(model, bool(metrics[f"{model}/skipped"]))
-    most = run.cfg.train.max_skipped
+    most = run.cfg.train.max_skipped_updates
     if most and in_a_row >= most:
         raise RuntimeError(
             f"the {model}'s loss or gradient was not finite in {most} updates in a row, the last "
             f"in step {run.step}: its weights are what they were before. Lower --train.lr or look "
-            "at the rewards; --train.max_skipped 0 goes on for ever"
+            "at the rewards; --train.max_skipped_updates 0 goes on for ever"
         )
 
 
@@ -153,7 +153,7 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
         return
     worker = run.rollout.worker
     rows: list[dict[str, object]] = []
-    limit, room = run.cfg.log.rollouts, run.cfg.log.tokens
+    limit, room = run.cfg.log.rollouts, run.cfg.log.rollout_tokens
     room = sys.maxsize if room < 0 else room
     for g in groups:
         for k, (ref, score, error) in enumerate(zip(g.refs, g.scores, g.errors, strict=True)):
@@ -349,7 +349,7 @@ def end(run: Run) -> None:
     further = {"perf/max_rss_gb_rank0": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
     summary = run.observers.writer.summary(further)
     picture = None
-    if run.cfg.log.picture:
+    if run.cfg.log.plot:
         from rlcore.metrics import plots  # imports matplotlib, which is slow
 
         picture = plots.curve(run.folder)

@@ -222,7 +222,7 @@ class Checkpoints:
     def _failed(self, progress: Progress, what: str, why: str) -> None:
         """Handle a failed save, the same on every rank."""
         is_last = progress.stops or progress.step >= self.cfg.run.steps
-        if self.cfg.checkpoint.on_error == "go_on" and not is_last:
+        if self.cfg.checkpoint.on_error == "continue" and not is_last:
             name = "training/failed_saves"
             progress.add({name: progress.metrics.get(name, 0.0) + 1})
             if self.ranks.rank == 0:

@@ -53,7 +53,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         if saves(run):
             with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
                 run.checkpoints.save(run.progress, run.observers.writer)  # W
-        if cfg.debug.die_at_step == run.step and run.ranks.rank == 0:
+        if cfg.debug.kill_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     if run.step < cfg.run.steps:
         report.interrupted(run)

@@ -16,7 +16,7 @@ pytestmark = [
         reason="needs SGLang: bash tools/setup.sh --sglang",
     ),
 ]
-DRAFTS = {"draft": "ngram", "draft_width": 4, "draft_settings": {"gate": False}}
+DRAFTS = {"draft": "ngram", "draft_width": 4, "draft_settings": {"adaptive": False}}
 del test_counters_add_up_and_a_group_is_prefilled_once  # noqa: F821 - it wants a step a token
 
 

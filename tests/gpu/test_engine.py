@@ -154,7 +154,7 @@ def test_drafts_change_no_token() -> None:
     """Verified in forwards of many widths, with histories that are half right."""
     todo = requests(16, group=4)
     plain = run(engine(side.DEVICE, "float64"), todo)
-    settings = {"gate": False, "wait": True}
+    settings = {"adaptive": False, "wait": True}
     drafting = engine(side.DEVICE, "float64", draft="history", draft_settings=settings)
     told = [history_of(s.id, s.prompt, s.tokens[: len(s.tokens) // 2], 1.0) for s in plain.values()]
     drafting.submit(todo)

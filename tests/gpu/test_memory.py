@@ -165,7 +165,7 @@ def test_a_sleeping_engine_holds_no_memory_and_wakes_to_the_same_tokens() -> Non
 
 
 def test_a_device_that_somebody_else_holds_is_refused_before_the_learner_comes() -> None:
-    cfg = parse(["--model.path", "m", "--train.offload", "--rollout.max_running", "4"])
+    cfg = parse(["--model.path", "m", "--train.offload", "--rollout.max_running_requests", "4"])
     total = torch.cuda.get_device_properties(side.DEVICE).total_memory
     plan = memory.make(cfg, large(), layout_of(cfg.train, 1, 0), gpu_bytes=total)
     guard = memory.Residency(plan, side.DEVICE)

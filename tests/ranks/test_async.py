@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks(2)
 KEPT = "--checkpoint.every", 2, "--checkpoint.keep", 0, "--checkpoint.no_export_hf"
 APART = "--cluster.rollout_ranks", 1
 ASYNC = *APART, "--mode", "async"
-SLOW = "--debug.decode_floor_ms", 20, "--rollout.progress_s", 0.05
+SLOW = "--debug.decode_floor_ms", 20, "--rollout.progress_interval_s", 0.05
 AGE = "training/off_policy/trajectory_staleness_worst"
 
 
@@ -29,7 +29,7 @@ class Found:
             return {"name": name, "argv": argv}
 
         old = *ASYNC, "--async.alpha", 2, *SLOW
-        kill = job("killed", *old, "--run.steps", 6, "--debug.die_at_step", 3)
+        kill = job("killed", *old, "--run.steps", 6, "--debug.kill_at_step", 3)
         self.killed = runs.run(2, [kill], folder / "killed")
         replay = "--debug.replay", self.runs / "recorded"
         self.gang = runs.run(
@@ -38,7 +38,7 @@ class Found:
                 job("sync", *APART),
                 job("alpha 0", *ASYNC, "--async.alpha", 0),
                 job("resumed", *old, "--run.steps", 6, run="killed"),
-                job("in place", *old, "--async.update", "in_place", "--run.steps", 6),
+                job("in place", *old, "--async.weight_update", "in_place", "--run.steps", 6),
                 job("fraction", *ASYNC, "--async.alpha", 0.5, *SLOW, "--async.extra_prompts", 2),
                 job("recorded", *old, "--run.steps", 5, "--debug.record"),
                 job("replayed", *ASYNC, "--async.alpha", 2, "--run.steps", 5, *replay),
@@ -135,7 +135,7 @@ def test_async_without_ranks_that_sample_is_refused(found: Found) -> None:
 def test_histopipe_places_by_the_epoch_before(tmp_path: Path) -> None:
     """Two ranks sample, one trains: epochs of two steps, one step off-policy."""
     model = runs.tiny_model(tmp_path / "model")
-    pipe = "--rollout.place", "histopipe", "--data.num_prompts", 8
+    pipe = "--rollout.routing", "histopipe", "--data.num_prompts", 8
     words = "--mode", "async", "--cluster.rollout_ranks", 2, "--async.alpha", 1
     argv = runs.arguments(model, tmp_path, "pipe", *pipe, *words, *SLOW, "--run.steps", 6)
     job: runs.Job = {"name": "pipe", "argv": [*argv, "--checkpoint.no_export_hf"]}

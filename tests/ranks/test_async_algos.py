@@ -15,13 +15,13 @@ QUICK = ("grpo", "decoupled_ppo")
 ALPHA, STEPS = 8, 10
 OLD = (
     *("--cluster.rollout_ranks", 1, "--mode", "async", "--async.alpha", ALPHA),
-    *("--run.steps", STEPS, "--data.prompts_per_step", 2, "--rollout.max_running", 128),
+    *("--run.steps", STEPS, "--data.prompts_per_step", 2, "--rollout.max_running_requests", 128),
     *("--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"),
     *("--eval.no_at_end", "--train.samples_per_update", 4),
 )
 WAYS = {name: ("--algo", name) for name in algos.NAMES} | {
     "bypass": ("--algo", "grpo", "--algo.bypass_mode"),
-    "in place": ("--algo", "grpo", "--async.update", "in_place"),
+    "in place": ("--algo", "grpo", "--async.weight_update", "in_place"),
     "rejected": ("--algo", "grpo", "--algo.rollout_rs", "token_k1"),
 }
 SLOW = tuple(name for name in WAYS if name not in QUICK)

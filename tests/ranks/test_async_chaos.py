@@ -23,7 +23,14 @@ KEYS = (
     *("--cluster.rollout_ranks", 1, "--mode", "async", "--async.alpha", 2),
     *("--async.extra_prompts", 2, "--run.steps", STEPS, "--log.rollouts", -1),
     *("--checkpoint.every", 2, "--checkpoint.keep", 0, "--checkpoint.no_export_hf"),
-    *("--debug.decode_floor_ms", 20, "--rollout.progress_s", 0.05, "--rollout.max_running", 16),
+    *(
+        "--debug.decode_floor_ms",
+        20,
+        "--rollout.progress_interval_s",
+        0.05,
+        "--rollout.max_running_requests",
+        16,
+    ),
     *("--cluster.timeout_s", 120),
 )
 

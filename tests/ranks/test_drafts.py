@@ -23,7 +23,7 @@ class Worlds:
                 "data.num_prompts": 8,
                 "run.steps": STEPS,
                 "rollout.dtype": "float64",
-                "rollout.max_running": 64,
+                "rollout.max_running_requests": 64,
                 "log.rollouts": -1,
             }
             words = [word for key, value in settings.items() for word in (f"--{key}", value)]
@@ -36,7 +36,7 @@ class Worlds:
         drafts = "--rollout.draft", "history"
         self.gang = runs.run(
             2,
-            [job("none"), job("history", *drafts), job("steady", *drafts, "--draft.no_gate")],
+            [job("none"), job("history", *drafts), job("steady", *drafts, "--draft.no_adaptive")],
             folder / "gang",
         )
         for name in ("none", "history", "steady"):

@@ -18,7 +18,7 @@ BARE = (
 )
 LATENCY = (
     *("--env", "latency", "--env.turns", 2, "--env.mean_s", 0.1, "--env.std_s", 0.1),
-    *("--env.turn_tokens", 4, "--rollout.max_tokens", 24, "--env.retries", 3),
+    *("--env.max_turn_tokens", 4, "--rollout.max_tokens", 24, "--env.retries", 3),
 )
 AGE = "training/off_policy/trajectory_staleness_worst/max"
 

@@ -38,7 +38,9 @@ def resources(pids: list[int]) -> tuple[float, int]:
 @pytest.mark.timeout(900)
 def test_memory_and_open_files_stay_flat_over_300_steps(tmp_path):
     model = runs.tiny_model(tmp_path / "model")
-    argv = runs.arguments(model, tmp_path, "soak", "--run.steps", 300, "--rollout.max_running", 64)
+    argv = runs.arguments(
+        model, tmp_path, "soak", "--run.steps", 300, "--rollout.max_running_requests", 64
+    )
     gang = runs.Running(2, [{"name": "soak", "argv": argv, "programs": True}], tmp_path / "gang")
     seen = []
     metrics = tmp_path / "soak" / "metrics.jsonl"
@@ -186,7 +188,7 @@ def test_a_rank_that_stands_still_ends_the_run_with_a_verdict(tmp_path, number):
     watchdog names the phase."""
     model = runs.tiny_model(tmp_path / "model")
     argv = runs.arguments(model, tmp_path, "stuck", "--run.steps", 5000)
-    argv += ["--cluster.timeout_s", "8", "--rollout.deadline_s", "8"]
+    argv += ["--cluster.timeout_s", "8", "--rollout.stall_timeout_s", "8"]
     gang = runs.Running(2, [{"name": "stuck", "argv": argv}], tmp_path / "gang")
     metrics = tmp_path / "stuck" / "metrics.jsonl"
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < 10 + number:

@@ -57,7 +57,7 @@ class Found:
         def jobs(name: str, seed: int) -> list[runs.Job]:
             profile = "--mux.profile", self.runs / f"{name}_alone" / "mux_profile.json"
             patient = "--mux.lease_s", 30, "--mux.slo", 10_000
-            lost = "--mux.url", NOWHERE, "--mux.otherwise", "solo"
+            lost = "--mux.url", NOWHERE, "--mux.if_unavailable", "solo"
             return [
                 job(f"{name}_alone", seed),
                 job(f"{name}_mux", seed, "--mux.url", up.url, *profile, *patient),
@@ -66,7 +66,7 @@ class Found:
 
         a, b = jobs("a", 0), jobs("b", 1)[:2]
         again = b[1] | {"argv": list(b[1]["argv"])}
-        b[1]["argv"] += ["--debug.die_at_step", str(STEPS - 1)]
+        b[1]["argv"] += ["--debug.kill_at_step", str(STEPS - 1)]
         gangs: list[runs.Running] = []
         try:
             start_together(up, {folder / "a": a, folder / "b": b}, gangs)

@@ -27,13 +27,13 @@ def test_engines_that_change_their_size_sample_the_same(tmp_path: Path) -> None:
     common = (
         *("--run.steps", 3, "--eval.no_at_start", "--eval.no_at_end", "--sync.route", "intranode"),
         *("--checkpoint.every", 1, "--checkpoint.keep", 0, "--checkpoint.no_export_hf"),
-        *("--rollout.max_tokens", 60, "--rollout.max_running", 8),
+        *("--rollout.max_tokens", 60, "--rollout.max_running_requests", 8),
     )
     sizes = (
         *("--rollout.engine", "sglang", "--debug.rollout_tp", 1, 2, 1),
         *("--cluster.timeout_s", 300),
         # Two engines may train early, one over both ranks may not.
-        *("--mode", "stream", "--rollout.cache_tokens", 2048),
+        *("--mode", "stream", "--rollout.kv_cache_tokens", 2048),
     )
     jobs = [
         {"name": name, "argv": runs.arguments(model, tmp_path, name, *common, *more)}

@@ -101,7 +101,7 @@ def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero
     """Rank 0 is killed when step 3 is saved; torchrun starts both again. Then another program on
     the machine attacks the run, and Slurm wants the nodes."""
     where = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
-    keys = "--checkpoint.every", 3, "--debug.die_at_step", 3, "--run.steps", 500
+    keys = "--checkpoint.every", 3, "--debug.kill_at_step", 3, "--run.steps", 500
     text = tmp_path / "one.txt"
     with launched(tmp_path, "one", [*where, "--max-restarts", "1"], *keys) as process:
         until(lambda: steps(tmp_path)[-1:] >= [5], process, text)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ranks(2)
 
 KEPT = "--checkpoint.every", 2, "--checkpoint.keep", 0, "--checkpoint.no_export_hf"
 APART = "--cluster.rollout_ranks", 1
-TAIL = "--schedule", "tail_batching", "--debug.deterministic"
+TAIL = "--schedule", "tail_batching", "--debug.deterministic_order"
 
 
 class Found:
@@ -23,7 +23,7 @@ class Found:
             argv = runs.arguments(model, self.runs, run or name, *KEPT, *more)
             return {"name": name, "argv": argv, "ranks": ranks}
 
-        killed = job("killed", *APART, "--debug.die_at_step", 3)
+        killed = job("killed", *APART, "--debug.kill_at_step", 3)
         self.killed = runs.run(2, [killed], folder / "killed")
         self.gang = runs.run(
             2,

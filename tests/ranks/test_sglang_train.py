@@ -72,10 +72,10 @@ class Runs:
             argv = runs.arguments(model, self.folder, name, *keys)
             return {"name": name, "argv": argv, "ranks": ranks, **more}
 
-        slow = "--rollout.max_running", 4, "--rollout.progress_s", 0.02
+        slow = "--rollout.max_running_requests", 4, "--rollout.progress_interval_s", 0.02
         spread = (
             *("--rollout.tp", 2, "--train.tp", 2, "--sync.route", "intranode"),
-            *("--rollout.max_running", 16),
+            *("--rollout.max_running_requests", 16),
         )
         metrics = str(self.folder / "killed" / "metrics.jsonl")
         within = ["tests.ranks.test_sglang_train:scheduler_killed", metrics]
@@ -136,7 +136,7 @@ def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None
         command = ["bash", "recipes/grpo_tiny.sh", "--rollout.engine", engine]
         command += ["--run.dir", str(tmp_path), "--run.name", engine, "--run.steps", "4"]
         command += ["--data.num_val_prompts", "128", "--checkpoint.no_export_hf"]
-        command += ["--checkpoint.no_at_end", "--log.no_picture"]
+        command += ["--checkpoint.no_at_end", "--log.no_plot"]
         env = os.environ | {"CI": "1", "GPUS_PER_NODE": "1"}
         subprocess.run(command, cwd=runs.ROOT, check=True, env=env, timeout=500)
         summary = json.loads((tmp_path / engine / "summary.json").read_text())
@@ -149,8 +149,8 @@ def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None
 def test_drafts_from_history_change_no_score(tmp_path: Path) -> None:
     """Three epochs of two steps with SGLang: what the first has sampled is drafted from later."""
     model = runs.tiny_model(tmp_path / "model")
-    epochs = "--run.steps", 6, "--data.num_prompts", 8, "--rollout.max_running", 16
-    arms = {"none": (), "history": ("--rollout.draft", "history", "--draft.no_gate")}
+    epochs = "--run.steps", 6, "--data.num_prompts", 8, "--rollout.max_running_requests", 16
+    arms = {"none": (), "history": ("--rollout.draft", "history", "--draft.no_adaptive")}
     jobs = [
         {
             "name": name,

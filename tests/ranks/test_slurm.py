@@ -25,7 +25,7 @@ SMALL = (
     *("--model.random_init", "--data.num_val_prompts", 8, "--data.prompts_per_step", 4),
     *("--rollout.samples_per_prompt", 4, "--rollout.max_tokens", 24, "--eval.every", 0),
     *("--train.samples_per_update", 0, "--checkpoint.no_export_hf"),
-    *("--log.no_tensorboard", "--log.no_picture"),
+    *("--log.no_tensorboard", "--log.no_plot"),
 )
 
 

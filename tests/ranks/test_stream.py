@@ -13,9 +13,9 @@ from tests import kit, runs
 pytestmark = pytest.mark.ranks(2)
 
 # Floors on the decode step keep a round going while commands travel.
-TIMES = "--debug.decode_floor_ms", 30, "--rollout.progress_s", 0.05
+TIMES = "--debug.decode_floor_ms", 30, "--rollout.progress_interval_s", 0.05
 SETTINGS = (
-    *("--run.steps", 2, "--data.prompts_per_step", 8, "--rollout.max_running", 64),
+    *("--run.steps", 2, "--data.prompts_per_step", 8, "--rollout.max_running_requests", 64),
     *("--eval.no_at_start", "--eval.no_at_end", "--checkpoint.no_export_hf", *TIMES),
 )
 STREAM = "--mode", "stream"
@@ -35,7 +35,7 @@ UPDATE = (
 )
 LAYOUTS = {
     "tp2": ("--train.tp", 2),
-    "pp2": ("--train.pp", 2, "--rollout.progress_s", 0.05),
+    "pp2": ("--train.pp", 2, "--rollout.progress_interval_s", 0.05),
     "rejecting": ("--algo.rollout_rs", "token_k1", "--algo.rollout_rs_threshold", "0.9_1.1"),
 }
 

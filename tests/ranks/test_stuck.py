@@ -26,7 +26,7 @@ def stuck(folder: Path, how: str, *more: object) -> tuple[runs.Gang, str, Path]:
     its folder."""
     model = runs.tiny_model(folder / "model")
     argv = ["--algo", "tests.stuck_algo", "--algo.how", how, "--eval.no_at_start"]
-    argv += ["--cluster.timeout_s", str(LIMIT_S), "--rollout.deadline_s", str(LIMIT_S)]
+    argv += ["--cluster.timeout_s", str(LIMIT_S), "--rollout.stall_timeout_s", str(LIMIT_S)]
     argv = runs.arguments(model, folder / "runs", "x", *argv, *more)
     gang = runs.Running(2, [{"name": "x", "argv": argv}], folder / "gang")
     try:

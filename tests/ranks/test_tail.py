@@ -35,8 +35,8 @@ class Worlds:
                 "run.steps": STEPS,
                 "checkpoint.every": 1,
                 "checkpoint.keep": 0,
-                "rollout.max_running": 64,
-                "rollout.progress_s": 0.05,
+                "rollout.max_running_requests": 64,
+                "rollout.progress_interval_s": 0.05,
             }
             words = [word for key, value in settings.items() for word in (f"--{key}", value)]
             argv = runs.arguments(

@@ -30,15 +30,16 @@ class Worlds:
         odd = runs.tiny_model(folder / "odd", num_attention_heads=3, num_key_value_heads=1)
         # Rank 0 comes from a world of its own, which rank 1 has never been in.
         before = self.job("before", "--run.steps", 1) | {"ranks": 1}
-        killed = self.job("killed", *KEPT, "--debug.die_at_step", 3)
+        killed = self.job("killed", *KEPT, "--debug.kill_at_step", 3)
         self.killed = runs.run(2, [before, killed], folder / "killed")
         tp2 = *KEPT, "--train.tp", 2
         saved = self.runs / "tp2" / "checkpoints" / "step_000002"
         jobs = [
             self.job("tp2", *tp2, *SLOW, "--log.rollouts", -1) | {"programs": True},
-            self.job("bereft", *KEPT, *SLOW, "--rollout.progress_s", 0.05) | {"programs": True},
+            self.job("bereft", *KEPT, *SLOW, "--rollout.progress_interval_s", 0.05)
+            | {"programs": True},
             self.job("onward", *KEPT, "--run.resume", saved) | {"ranks": 1},
-            self.job("straight", *KEPT, "--log.trace", 1),
+            self.job("straight", *KEPT, "--log.trace_steps", 1),
             self.job("resumed", *KEPT, run="killed"),
             self.job("alone", *KEPT) | {"ranks": 1},
             self.job("heads", "--train.tp", 2, "--model.path", odd),

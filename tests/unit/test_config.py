@@ -31,10 +31,14 @@ def test_flags_take_true_false_no_or_nothing():
 
 
 def test_words_become_values_of_the_type_of_the_key():
-    words = "--cluster.gpu_gb None --rollout.stop_ids 1 2 --data.system true --data.val"
-    cfg = parse([*words.split(), "--train.lr", "inf", "--reward.after", "-x"])
-    assert (cfg.cluster.gpu_gb, cfg.rollout.stop_ids, cfg.data.system) == (None, (1, 2), "true")
-    assert (cfg.data.val, cfg.train.lr, cfg.reward.after) == ((), math.inf, "-x")
+    words = "--cluster.gpu_memory_gb None --rollout.stop_ids 1 2 --data.system true --data.val"
+    cfg = parse([*words.split(), "--train.lr", "inf", "--reward.answer_marker", "-x"])
+    assert (cfg.cluster.gpu_memory_gb, cfg.rollout.stop_ids, cfg.data.system) == (
+        None,
+        (1, 2),
+        "true",
+    )
+    assert (cfg.data.val, cfg.train.lr, cfg.reward.answer_marker) == ((), math.inf, "-x")
     assert parse(["--train.lr", "fast", "--train.lr", "1e-3"]).train.lr == 1e-3
 
 
@@ -50,12 +54,13 @@ def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
         ["--reward", "math:1,exact:0.5", "--reward.timeout_s", "5", "--reward.math.timeout_s", "2"]
     )
     assert (cfg.reward.math.timeout_s, cfg.reward.exact.timeout_s) == (2.0, 5.0)
-    words = "--reward exact,math --reward.after > --reward.no_require_boxed --reward.on_error -1"
+    words = "--reward exact,math --reward.answer_marker > --reward.no_require_boxed"
+    words += " --reward.on_error -1"
     cfg = parse([*words.split(), "--reward.exact.on_error", "-2"])
-    assert (cfg.reward.exact.after, cfg.reward.math.require_boxed) == (">", False)
+    assert (cfg.reward.exact.answer_marker, cfg.reward.math.require_boxed) == (">", False)
     assert (cfg.reward.exact.on_error, cfg.reward.math.on_error) == (-2.0, -1.0)
-    with pytest.raises(ValueError, match="--reward.math.after: .* did you mean"):
-        parse([*words.split(), "--reward.math.after", "x"])
+    with pytest.raises(ValueError, match="--reward.math.answer_marker: .* did you mean"):
+        parse([*words.split(), "--reward.math.answer_marker", "x"])
     broken = rules.broken(parse([*words.split(), "--reward.math.timeout_s", "0"]))
     assert "--reward.math.timeout_s 0: must be above 0" in broken
     adaptive = rules.broken(parse([*words.split(), "--reward.adaptive_timeout"]))
@@ -76,7 +81,10 @@ def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
         (["--run.seed", "1", "2"], ["--run.seed 1 2: takes one value"]),
         (["--train.sp", "maybe"], ["--train.sp maybe: must be true or false"]),
         (["--train.no_lr", "1"], ["--train.no_lr: there is no such key"]),
-        (["--cluster.gpu_gb", "x"], ["--cluster.gpu_gb x: must be a number (float) or None"]),
+        (
+            ["--cluster.gpu_memory_gb", "x"],
+            ["--cluster.gpu_memory_gb x: must be a number (float) or None"],
+        ),
         (["--rollout.stop_ids", "1", "b"], ["--rollout.stop_ids 1 b: must be a whole number"]),
         (["--algo.rollout_rs", "token_k9"], ["--algo.rollout_rs token_k9: allowed", "token_k3?"]),
         (["7"], ["7", "expected a key"]),
@@ -124,26 +132,26 @@ def test_a_good_configuration_breaks_no_rule():
         ("train.beta2", 1.0),
         ("train.min_lr", -1.0),
         ("train.adam_eps", 0.0),
-        ("rollout.cache_tokens", -5),
-        ("rollout.cache_tokens", 1),
-        ("rollout.progress_s", -1.0),
+        ("rollout.kv_cache_tokens", -5),
+        ("rollout.kv_cache_tokens", 1),
+        ("rollout.progress_interval_s", -1.0),
         ("eval.top_k", -1),
         ("model.num_layers", -1),
         ("debug.decode_floor_ms", -1.0),
         ("rollout.tp", 0),
         ("train.cp", 0),
-        ("log.trace", -2),
+        ("log.trace_steps", -2),
         ("log.prometheus_port", 65536),
         ("checkpoint.grace_s", 601.0),
         ("env.timeout_s", float("nan")),
-        ("reward.right_score", float("nan")),
+        ("reward.correct_score", float("nan")),
         ("rollout.tp", 2),
         ("rollout.gpu_memory_utilization", 1.0),
-        ("rollout.sglang", ("attention_backend",)),
+        ("rollout.sglang_args", ("attention_backend",)),
         ("sync.bucket_mb", 0),
         ("sync.ranks_per_site", -1),
-        ("cluster.gpu_gb", -1.0),
-        ("cluster.gpu_gb", float("inf")),
+        ("cluster.gpu_memory_gb", -1.0),
+        ("cluster.gpu_memory_gb", float("inf")),
     ],
 )
 def test_every_rule_names_its_key(key, value):
@@ -173,8 +181,11 @@ def test_sglang_refuses_what_is_the_torch_engines(argv, key):
     ("words", "said"),
     [
         ("--mode async --async.alpha 1", ""),
-        ("--mode async --async.alpha 0.5", "--rollout.place histopipe: .* --async.alpha 1 or more"),
-        ("", "--rollout.place histopipe: .* set --mode async"),
+        (
+            "--mode async --async.alpha 0.5",
+            "--rollout.routing histopipe: .* --async.alpha 1 or more",
+        ),
+        ("", "--rollout.routing histopipe: .* set --mode async"),
         ("--mode async --rollout.queue", "leave out --rollout.queue"),
     ],
 )
@@ -186,14 +197,16 @@ def test_histopipe_is_for_a_flow_that_does_not_end(words, said):
         "--cluster.rollout_ranks",
         "2" if "async" in words else "0",
     ]
-    cfg = parse([*base, "--rollout.place", "histopipe", *words.split()])
+    cfg = parse([*base, "--rollout.routing", "histopipe", *words.split()])
     found = rules.broken(cfg)
     assert len(found) == bool(said) and all(re.search(said, line) for line in found), found
     if not said:
         assert rules.of_world(cfg, 4, 4) == []
         one = dataclasses.replace(cfg.cluster, rollout_ranks=1)
         (line,) = rules.of_world(dataclasses.replace(cfg, cluster=one), 4, 4)
-        assert line.startswith("--rollout.place histopipe: needs two engines, and 1 rollout ranks")
+        assert line.startswith(
+            "--rollout.routing histopipe: needs two engines, and 1 rollout ranks"
+        )
 
 
 def assert_rule_of_sglang(words: str, said: str) -> None:
@@ -207,11 +220,20 @@ def assert_rule_of_sglang(words: str, said: str) -> None:
     ("words", "said"),
     [
         ("--rollout.draft history --data.num_prompts 64", ""),
-        ("--rollout.draft ngram --draft.width 16 --draft.window 15 --rollout.tp 2", ""),
-        ("--rollout.draft ngram --draft.window 8", "--draft.window 8: must be below draft.width 8"),
-        ("--rollout.draft ngram --draft.width 1", "--draft.width 1: must be from 2"),
-        ("--rollout.sglang speculative_algorithm=NGRAM", "use --rollout.draft"),
-        ("--rollout.engine torch --rollout.draft ngram --draft.width 4", "width 4: is SGLang's"),
+        ("--rollout.draft ngram --draft.verify_tokens 16 --draft.max_length 15 --rollout.tp 2", ""),
+        (
+            "--rollout.draft ngram --draft.max_length 8",
+            "--draft.max_length 8: must be below draft.verify_tokens 8",
+        ),
+        (
+            "--rollout.draft ngram --draft.verify_tokens 1",
+            "--draft.verify_tokens 1: must be from 2",
+        ),
+        ("--rollout.sglang_args speculative_algorithm=NGRAM", "use --rollout.draft"),
+        (
+            "--rollout.engine torch --rollout.draft ngram --draft.verify_tokens 4",
+            "width 4: is SGLang's",
+        ),
     ],
 )
 def test_drafts_of_sglang_have_a_width(words, said):
@@ -259,7 +281,11 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--mode async --cluster.rollout_ranks 2 --async.alpha 0.5 --async.update in_place", ""),
+        (
+            "--mode async --cluster.rollout_ranks 2 --async.alpha 0.5 --async.weight_update "
+            "in_place",
+            "",
+        ),
         ("--mode async", "--cluster.rollout_ranks 0: --mode async needs ranks that only sample"),
         ("--async.alpha 3", "--async.alpha: has no effect without --mode async"),
         ("--async.alpha -1 --mode async --cluster.rollout_ranks 2", "--async.alpha -1: must be"),
@@ -268,8 +294,8 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
             "--schedule tail_batching: --mode async has no rounds",
         ),
         (
-            "--mode async --cluster.rollout_ranks 2 --debug.deterministic",
-            "--debug.deterministic: is for --mode sync",
+            "--mode async --cluster.rollout_ranks 2 --debug.deterministic_order",
+            "--debug.deterministic_order: is for --mode sync",
         ),
         ("--mode async --cluster.rollout_ranks 2 --debug.replay elsewhere", ""),
         ("--debug.record", "--debug.record: has no effect without --mode async"),
@@ -297,15 +323,18 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
         ),
         (
             "--env frozenlake --mode async --async.alpha 1 --cluster.rollout_ranks 2 "
-            "--rollout.place histopipe",
-            "--rollout.place histopipe: with --env an episode under way cannot",
+            "--rollout.routing histopipe",
+            "--rollout.routing histopipe: with --env an episode under way cannot",
         ),
         *[
             (f"--mux.url redis://h --cluster.rollout_ranks 2 --mux.tail_nodes 1 {more}", said)
             for more, said in (
                 ("", ""),
                 ("--env frozenlake", "--mux.tail_nodes 1: with --env an episode under way cannot"),
-                ("--debug.deterministic", "--mux.tail_nodes 1: with --debug.deterministic the end"),
+                (
+                    "--debug.deterministic_order",
+                    "--mux.tail_nodes 1: with --debug.deterministic_order the end",
+                ),
                 ("--debug.replay elsewhere", "--mux.tail_nodes 1: with --debug.replay the end"),
                 (
                     "--rollout.engine sglang --rollout.tp 2",
@@ -383,14 +412,14 @@ def test_settings_without_effect_are_named_and_the_run_goes_on():
     said = rules.warnings(
         parse(
             ["--algo.lam", "0.9", "--algo.kl_horizon", "5", "--rollout.top_p", "0.9"]
-            + ["--rollout.sglang", "a=1", "--sync.ranks_per_site", "2"]
+            + ["--rollout.sglang_args", "a=1", "--sync.ranks_per_site", "2"]
         )
     )
     assert [line.split()[0] for line in said] == [
         "--rollout.top_p",
         "--algo.lam",
         "--algo.kl_horizon",
-        "--rollout.sglang",
+        "--rollout.sglang_args",
         "--sync.ranks_per_site",
     ]
     assert rules.warnings(parse([])) == []

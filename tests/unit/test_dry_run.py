@@ -177,9 +177,12 @@ def test_a_plan_for_another_machine_refuses_what_it_has_seen(
 
 
 def test_a_plan_without_a_gpu_leaves_open_what_needs_one(capsys: pytest.CaptureFixture) -> None:
-    code, said = start(capsys, "te", "--train.spec", "te", "--dry-run")
+    code, said = start(capsys, "te", "--train.transformer_impl", "te", "--dry-run")
     assert code == 0
-    assert said.splitlines()[-1] == "dry run: would run, if these hold there: --train.spec te"
+    assert (
+        said.splitlines()[-1]
+        == "dry run: would run, if these hold there: --train.transformer_impl te"
+    )
 
 
 def test_prompts_leave_room_for_an_answer_in_the_arithmetic(capsys: pytest.CaptureFixture) -> None:

@@ -32,7 +32,7 @@ def test_the_arithmetic_of_a_batch_by_hand(monkeypatch, capsys):
     monkeypatch.setenv("NODES", "2")
     monkeypatch.setenv("GPUS_PER_NODE", "4")
     more = "--train.tp 2 --rollout.max_tokens 1000 --data.max_prompt_tokens 24 --run.steps 10"
-    assert explain.main([*KEYS.split(), *more.split(), "--rollout.max_running", "16"]) == 0
+    assert explain.main([*KEYS.split(), *more.split(), "--rollout.max_running_requests", "16"]) == 0
     out = capsys.readouterr().out
     lines = {line.split()[0]: line for line in out.splitlines()}
     assert "32 prompts x 8 responses = 256 samples" in lines["step"]
@@ -45,7 +45,7 @@ def test_the_arithmetic_of_a_batch_by_hand(monkeypatch, capsys):
 
 def test_ranks_that_only_sample_have_the_engines_and_no_share_of_an_update(monkeypatch, capsys):
     monkeypatch.setenv("GPUS_PER_NODE", "8")
-    keys = "--mode async --cluster.rollout_ranks 6 --rollout.tp 2 --rollout.max_running 16"
+    keys = "--mode async --cluster.rollout_ranks 6 --rollout.tp 2 --rollout.max_running_requests 16"
     assert explain.main([*KEYS.split(), *keys.split()]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "32 samples of an update on each of 2 ranks of data" in lines["rank"]

@@ -39,7 +39,7 @@ from tests.contracts.engine_contract import (
 )
 
 OPTIONS = {"max_model_tokens": 160, "dtype": "float64", "seed": 7, "device": "cpu"}
-ALWAYS = {"gate": False, "wait": True}
+ALWAYS = {"adaptive": False, "wait": True}
 """Nothing depends on the clock."""
 SHARP = 0.7
 """Of the weights: drafts are accepted about as often as not."""
@@ -153,7 +153,7 @@ def test_a_small_cache_and_few_rows_change_nothing(todo, want, others):
 
 def test_histories_that_come_in_the_middle_serve_from_then_on_and_change_nothing(todo, want):
     """The index is built beside decoding. Here it holds what will be sampled."""
-    engine, events = make("history", settings={"gate": False}), []
+    engine, events = make("history", settings={"adaptive": False}), []
     engine.submit(todo)
     while engine._seats.count.max() < 5:
         events += engine.poll(0.0)

@@ -156,7 +156,7 @@ def test_a_judge_that_grows_by_more_than_memory_gb_ends_and_its_batch_pays(folde
             os.kill(worker.process.pid, signal.SIGSTOP)  # so that it is looked at before its end
         found = found or score_all(service)
     assert found["t0.0"].error.startswith("memory: the judge grew by ")
-    assert found["t0.0"].error.endswith("--reward.memory_gb is 0.002")
+    assert found["t0.0"].error.endswith("--reward.memory_limit_gb is 0.002")
 
 
 def kill_in_a_batch(backend: ProcessBackend, rows: int) -> None:

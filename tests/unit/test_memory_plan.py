@@ -148,7 +148,7 @@ def test_sglang_takes_its_share_of_the_gpu_and_the_cache_is_what_weights_leave()
     argv = ["--rollout.engine", "sglang", "--rollout.tp", 2, "--rollout.gpu_memory_utilization"]
     found = {i.part: i.num_bytes for i in plan(*argv, 0.5).phases["gen"]}
     assert found["engine weights"] + found["KV cache"] == 0.5 * 80e9
-    half = {i.part: i.num_bytes for i in plan("--rollout.cache_tokens", 100).phases["gen"]}
+    half = {i.part: i.num_bytes for i in plan("--rollout.kv_cache_tokens", 100).phases["gen"]}
     assert found["engine weights"] == half["engine weights"] // 2
 
 
@@ -178,8 +178,8 @@ def test_sglang_takes_buckets_and_logits_without_copies() -> None:
 
 
 def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
-    [line] = plan("--rollout.cache_tokens", 100, "--rollout.max_tokens", 400).problems
-    assert line.startswith("--rollout.cache_tokens 100: beside")
+    [line] = plan("--rollout.kv_cache_tokens", 100, "--rollout.max_tokens", 400).problems
+    assert line.startswith("--rollout.kv_cache_tokens 100: beside")
     assert "room for 100 tokens" in line
 
 
@@ -192,7 +192,7 @@ def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
         (["--train.head_chunk_tokens", 64], "logits"),
         (["--train.tp", 2], "learner gradients"),
         (["--train.pp", 2], "learner weights"),
-        (["--rollout.cache_tokens", 2000], "KV cache"),
+        (["--rollout.kv_cache_tokens", 2000], "KV cache"),
     ],
 )
 def test_what_makes_a_part_smaller_makes_it_smaller(argv: list[object], less: str) -> None:
@@ -212,9 +212,9 @@ def test_a_plan_too_large_names_the_phase_its_largest_parts_and_what_to_change()
     large = dataclasses.replace(found, phases=found.phases | {"update_weights": push})
     said = memory.too_large(large, 80e9)
     assert said == (
-        "--cluster.gpu_gb 80: phase push takes 90.0 GB on rank 0, most of it engine weights 70.0, "
-        "learner weights 20.0; raise rollout.tp, raise train.tp, train.pp or train.ep, or take "
-        "more ranks"
+        "--cluster.gpu_memory_gb 80: phase push takes 90.0 GB on rank 0, most of it engine "
+        "weights 70.0, learner weights 20.0; raise rollout.tp, raise train.tp, train.pp or "
+        "train.ep, or take more ranks"
     )
     assert "; turn train.offload on, " in memory.too_large(plan(), 1e9)
 

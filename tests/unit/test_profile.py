@@ -23,7 +23,7 @@ def test_the_torch_engine_is_measured_and_the_file_can_be_read(
         str(model),
         "--model.dtype",
         "float32",
-        "--rollout.cache_tokens",
+        "--rollout.kv_cache_tokens",
         "400",
     ]
     sizes = ["--batch", "2", "8", "--context", "24", "60", "--steps", "16", "--out", str(file)]

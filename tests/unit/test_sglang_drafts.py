@@ -15,7 +15,7 @@ from rlcore.rollout.torch_engine.drafter import DraftSettings
 
 PROMPT = np.array([3, 4, 5], np.int32)
 ANSWER = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-SETTINGS = DraftSettings(window=3, start=3, growth=0, gate=False, wait=True)
+SETTINGS = DraftSettings(max_length=3, initial_length=3, length_growth=0, adaptive=False, wait=True)
 WIDTH = 4
 
 

@@ -193,7 +193,7 @@ def test_the_cache_stays_in_its_budget_and_preempts_the_latest_of_the_lowest_pri
 
 
 def test_a_request_that_can_never_fit_the_cache_is_refused():
-    with pytest.raises(ValueError, match="exceed --rollout.cache_tokens 64"):
+    with pytest.raises(ValueError, match="exceed --rollout.kv_cache_tokens 64"):
         make(cache_tokens=64).submit(
             [Request(id="x.0", prompt=np.array([3], np.int32), sampling=Sampling(max_tokens=64))]
         )

@@ -17,7 +17,7 @@ from rlcore.metrics import names, trace
 from tests import kit, runs
 
 KEPT = "--checkpoint.every", 2, "--checkpoint.keep", 0
-LOGGED = "--log.rollouts", -1, "--log.tokens", 60, "--log.trace", 2, "--log.picture"
+LOGGED = "--log.rollouts", -1, "--log.rollout_tokens", 60, "--log.trace_steps", 2, "--log.plot"
 SAVED = "--checkpoint.no_export_hf", "--eval.no_at_start", "--eval.no_at_end"
 BARE = "--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"
 ONE = *BARE, "--eval.no_at_end", "--run.steps", 1
@@ -42,7 +42,7 @@ class World:
     def _killed(self) -> runs.Gang:
         """Dies after step 3, whose checkpoint does not exist."""
         return runs.run(
-            1, [self.job("killed", *KEPT, "--debug.die_at_step", 3)], self.folder / "killed"
+            1, [self.job("killed", *KEPT, "--debug.kill_at_step", 3)], self.folder / "killed"
         )
 
     def _gang(self) -> runs.Gang:
@@ -90,10 +90,10 @@ class World:
             self.job("limited", *SAVED, "--run.steps", 2) | {"file_bytes": 60_000},
             self.job("unlimited", *SAVED, "--run.steps", 2, run="limited"),
             self.job("going on", *SAVED, "--checkpoint.every", 2, "--checkpoint.no_at_end",
-                     "--checkpoint.on_error", "go_on", "--run.steps", 3) | {"file_bytes": 60_000},
+                     "--checkpoint.on_error", "continue", "--run.steps", 3) | {"file_bytes": 60_000},
             self.job("whole", *SAVED, "--checkpoint.every", 1, "--run.steps", 2),
             self.job("damaged", *SAVED, "--run.steps", 3, run="whole") | {"before": self._cut()},
-            self.job("nan", *BARE, "--eval.no_at_end", *NAN, "--train.max_skipped", 2),
+            self.job("nan", *BARE, "--eval.no_at_end", *NAN, "--train.max_skipped_updates", 2),
             self.job("nan loss", *ONE, *NAN, "--algo.where", "loss"),
             self.job("told", *SAVED, "--run.steps", 500) | {"before": self._tell()},
             self.job("told again", *SAVED, "--run.steps", 500, run="told")

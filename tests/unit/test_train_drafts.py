@@ -10,11 +10,20 @@ from tests import runs
 
 EPOCHS = (
     *("--data.num_prompts", 8, "--run.steps", 6, "--rollout.dtype", "float64"),
-    *("--log.rollouts", -1, "--log.tokens", -1, "--checkpoint.every", 1, "--checkpoint.keep", 0),
+    *(
+        "--log.rollouts",
+        -1,
+        "--log.rollout_tokens",
+        -1,
+        "--checkpoint.every",
+        1,
+        "--checkpoint.keep",
+        0,
+    ),
     *("--checkpoint.no_export_hf", "--eval.every", 2, "--eval.no_at_start"),
 )
 """Three epochs of two steps; the engine is exact."""
-STEADY = "--rollout.draft", "history_reward", "--debug.deterministic"
+STEADY = "--rollout.draft", "history_reward", "--debug.deterministic_order"
 
 
 class Found:
@@ -32,8 +41,8 @@ class Found:
             job("none"),
             job("history", *STEADY),
             job("resumed", *STEADY, "--run.resume", third),
-            job("idle", "--draft.window", 8),
-            job("width", "--rollout.draft", "ngram", "--draft.width", 4),
+            job("idle", "--draft.max_length", 8),
+            job("width", "--rollout.draft", "ngram", "--draft.verify_tokens", 4),
         ]
         self.gang = runs.run(1, jobs, folder / "gang")
 
@@ -98,8 +107,8 @@ def test_a_resumed_run_drafts_from_what_the_checkpoint_has_and_goes_on_bit_by_bi
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("idle", "--draft.window: has no effect without --rollout.draft"),
-        ("width", "--draft.width 4: is SGLang's; leave it, or set --draft.window"),
+        ("idle", "--draft.max_length: has no effect without --rollout.draft"),
+        ("width", "--draft.verify_tokens 4: is SGLang's; leave it, or set --draft.max_length"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(found: Found, name: str, words: str) -> None:

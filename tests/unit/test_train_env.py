@@ -12,7 +12,7 @@ BARE = (
     *("--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"),
     *("--eval.no_at_end", "--rollout.dtype", "float64", "--log.rollouts", -1),
 )
-LAKE = "--env", "frozenlake", "--env.turn_tokens", 1, "--env.max_turns", 5
+LAKE = "--env", "frozenlake", "--env.max_turn_tokens", 1, "--env.max_turns", 5
 ONE, TWO = ("--run.steps", 1), ("--run.steps", 2)
 
 
@@ -28,12 +28,12 @@ class Found:
             return {"name": name, "argv": runs.arguments(model, self.runs, name, *BARE, *keys)}
 
         walk = *LAKE, "--rollout.max_tokens", 100, "--reward", "exact"
-        odd = "--env", "tests.odd_envs.Odd", "--env.turn_tokens", 3, "--env.timeout_s", 2
+        odd = "--env", "tests.odd_envs.Odd", "--env.max_turn_tokens", 3, "--env.timeout_s", 2
         jobs = [
             job("plain", label, *ONE),
             job("single", label, *ONE, "--env", "single_turn"),
-            job("lake", lake, *walk, *TWO, "--eval.at_end", "--debug.deterministic"),
-            job("again", lake, *walk, *ONE, "--debug.deterministic"),
+            job("lake", lake, *walk, *TWO, "--eval.at_end", "--debug.deterministic_order"),
+            job("again", lake, *walk, *ONE, "--debug.deterministic_order"),
             job("more", lake, *walk, *ONE, "--env.num_groups", 6, "--env.group_size", 5),
             job("odd", label, *ONE, *odd, "--data.prompts_per_step", 2),
             job("few", lake, *walk, "--env.group_size", 3),

@@ -12,8 +12,8 @@ from tests import runs
 
 KEPT = "--checkpoint.every", 1, "--checkpoint.keep", 0, "--checkpoint.no_export_hf"
 TAIL = (
-    *("--schedule", "tail_batching", "--debug.deterministic", "--run.steps", 6),
-    *("--eval.no_at_start", "--eval.no_at_end", "--rollout.max_running", 64, *KEPT),
+    *("--schedule", "tail_batching", "--debug.deterministic_order", "--run.steps", 6),
+    *("--eval.no_at_start", "--eval.no_at_end", "--rollout.max_running_requests", 64, *KEPT),
 )
 
 LOSE = """
@@ -49,14 +49,21 @@ class Found:
             job("one"),
             job("again"),
             job("resumed", "--run.resume", saved),
-            job("dynamic", "--tail.dynamic", "--reward", "tests.scores.half", "--run.steps", 3),
+            job(
+                "dynamic",
+                "--tail.dynamic_sampling",
+                "--reward",
+                "tests.scores.half",
+                "--run.steps",
+                3,
+            ),
             job("few", *few),
             job("bad eta", "--tail.eta_prompts", 0.5),
             job("no tail", "--schedule", "all", "--tail.eta_samples", 1.0),
-            job("quotas", "--tail.quotas", "label=3"),
+            job("quotas", "--tail.dataset_quotas", "label=3"),
         ]
         clock = (
-            "--debug.no_deterministic",
+            "--debug.no_deterministic_order",
             "--algo.rollout_is",  # the sampler's last bits would weigh the gradient
             "none",
             "--reward",
@@ -79,7 +86,7 @@ class Found:
         hangs = (
             *("--schedule", "all", "--reward", "tests.scores.hangs", "--run.steps", 2),
             *("--data.num_prompts", 4, "--reward.adaptive_timeout", "--reward.timeout_s", 2),
-            *("--reward.timeout_least_s", 0.8, "--reward.workers", 4),
+            *("--reward.min_timeout_s", 0.8, "--reward.workers", 4),
         )
         jobs += [
             job("finite", "--data.num_prompts", 12, "--run.steps", 2),
@@ -94,7 +101,7 @@ class Found:
         jobs += [
             job("hangs", *hangs),
             job("hangs on", *hangs, "--run.resume", first),
-            job("no least", *hangs, "--reward.timeout_least_s", 9),
+            job("no least", *hangs, "--reward.min_timeout_s", 9),
         ]
         self.gang = runs.run(1, jobs, folder / "gang")
 
@@ -157,7 +164,7 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_replaced(found: Found
         ("few", "has 4 prompts and a short round starts 5 different ones"),
         ("bad eta", "--tail.eta_prompts 0.5: must be at least 1"),
         ("no tail", "--tail.eta_samples: has no effect without --schedule tail_batching"),
-        ("no least", "--reward.timeout_least_s 9: must be at most reward.timeout_s 2"),
+        ("no least", "--reward.min_timeout_s 9: must be at most reward.timeout_s 2"),
         (
             "lost queue",
             "queue of prompts names row 77 of data.train, which has 12 rows: use the same",

@@ -274,7 +274,7 @@ def full_precision(folder: Path) -> float:
 
 
 def correct(response: str, answer: str) -> bool:
-    """As `--reward exact --reward.after ">"` scores."""
+    """As `--reward exact --reward.answer_marker ">"` scores."""
     return response.partition(">")[2].strip() == answer
 
 

@@ -63,11 +63,11 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "device": str(world.device),
         "dtype": cfg.model.dtype if r.dtype == "auto" else r.dtype,
         "seed": cfg.run.seed,
-        "max_running": r.max_running,
-        "cache_tokens": r.cache_tokens,
+        "max_running": r.max_running_requests,
+        "cache_tokens": r.kv_cache_tokens,
         "max_model_tokens": max_model_tokens(cfg, hf),
         "threads": r.threads,
-        "progress_s": r.progress_s,
+        "progress_s": r.progress_interval_s,
         "fp32_head": r.fp32_lm_head,
         "rank": world.rank,
     }
@@ -82,9 +82,9 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
     return settings | {
         "memory_fraction": r.gpu_memory_utilization,
         "draft": r.draft,
-        "draft_width": cfg.draft.width,
+        "draft_width": cfg.draft.verify_tokens,
         "draft_settings": draft_settings(cfg),
-        "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang)},
+        "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang_args)},
         "deadline_s": cfg.cluster.timeout_s,
     }
 
@@ -99,12 +99,20 @@ def check_engine(cfg: Config) -> None:
 
 
 def draft_settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings of drafting. With --debug.deterministic nothing depends on timing: the
-    engine waits for an index of histories, and drafts are always on."""
-    names = ("window", "start", "growth", "min_match", "max_match", "factor", "min_prob")
-    steady = cfg.debug.deterministic
+    """Return the settings of drafting. With --debug.deterministic_order nothing depends on timing:
+    the engine waits for an index of histories, and drafts are always on."""
+    names = (
+        "max_length",
+        "initial_length",
+        "length_growth",
+        "min_match",
+        "max_match",
+        "max_spec_factor",
+        "min_token_prob",
+    )
+    steady = cfg.debug.deterministic_order
     return {name: getattr(cfg.draft, name) for name in names} | {
-        "gate": cfg.draft.gate and not steady,
+        "adaptive": cfg.draft.adaptive and not steady,
         "wait": steady,
     }
 
@@ -147,7 +155,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
 
 
 def _value(text: str) -> Any:
-    """Parse a value of --rollout.sglang: a number, true, false, a list, or else a text."""
+    """Parse a value of --rollout.sglang_args: a number, true, false, a list, or else a text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -163,7 +171,7 @@ def make_episodes(
     prompt_of: Callable[[GroupId], Prompt],
 ) -> EpisodeEngine:
     """Wrap the engine of a rank so that its responses are episodes of an environment. With
-    --debug.deterministic all episodes advance turn by turn in lockstep."""
+    --debug.deterministic_order all episodes advance turn by turn in lockstep."""
     announce("env", f"{cfg.select.env}, {cfg.env.workers} processes")
     return EpisodeEngine(
         engine,
@@ -174,6 +182,6 @@ def make_episodes(
         decode=decode,
         prompt_of=prompt_of,
         seed=cfg.run.seed,
-        barrier=cfg.debug.env_barrier or cfg.debug.deterministic,
+        barrier=cfg.debug.env_barrier or cfg.debug.deterministic_order,
         log_file=run_folder(cfg) / "logs" / f"env{world.rank}.log",
     )

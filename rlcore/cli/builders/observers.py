@@ -97,12 +97,14 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
 
 def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None]]:
     """Return the observers of the commands and events of this rank's worker: the trace, with
-    --log.trace, and the flight record. Collective."""
+    --log.trace_steps, and the flight record. Collective."""
     found: list[Callable[[AnyCommand | AnyEvent], None]] = []
     cfg, world, progress = start.cfg, start.world, start.progress
-    if cfg.log.trace:
+    if cfg.log.trace_steps:
         behind = collective.clock_offset(group=world.everyone)
-        trace = RunTrace(start.folder, world.rank, socket.gethostname(), behind, cfg.log.trace)
+        trace = RunTrace(
+            start.folder, world.rank, socket.gethostname(), behind, cfg.log.trace_steps
+        )
         start.on_close(trace.close)
         start.spans.listen_to_ends(
             lambda name, begin, end: trace.phase(name, begin, end, progress.step)

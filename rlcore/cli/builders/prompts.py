@@ -89,6 +89,6 @@ def make_source(
         eta_prompts=tail.eta_prompts,
         eta_samples=tail.eta_samples,
         quotas=rules.quotas(cfg) or None,
-        dynamic=tail.dynamic,
-        max_factor=tail.max_factor,
+        dynamic=tail.dynamic_sampling,
+        max_factor=tail.max_eta_prompts,
     )

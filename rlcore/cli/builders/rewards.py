@@ -18,7 +18,7 @@ def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
     """Return reward deadlines that adapt to prompts; None if no reward has adaptive_timeout."""
     for r in reward_sections(cfg.reward).values():
         if r.adaptive_timeout:  # a rule allows one per sum of rewards
-            return AdaptiveTimeout(r.timeout_least_s, r.timeout_s, r.timeout_factor)
+            return AdaptiveTimeout(r.min_timeout_s, r.timeout_s, r.timeout_factor)
     return None
 
 

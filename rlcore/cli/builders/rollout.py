@@ -74,7 +74,7 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
         engine,
         scorer,
         tokenizer.decode,
-        cfg.rollout.deadline_s,
+        cfg.rollout.stall_timeout_s,
         cfg.cluster.timeout_s,
         cfg.debug.reward_barrier,
         is_endless=cfg.select.mode == "async",
@@ -147,7 +147,7 @@ def _make_library(cfg: Config) -> HistoryStore | None:
     """Return the store of earlier responses; None if engines do not draft from them."""
     if cfg.rollout.draft not in rules.FROM_HISTORY:
         return None
-    return HistoryStore(max_tokens=cfg.draft.max_tokens, epochs=cfg.draft.epochs)
+    return HistoryStore(max_tokens=cfg.draft.max_history_tokens, epochs=cfg.draft.history_epochs)
 
 
 def make_async_rollout(
@@ -173,9 +173,11 @@ def make_async_rollout(
             rollout_ranks=rollout_ranks,
             ranks=leaders,
             members={first: range(first + 1, first + tp) for first in leaders},
-            place=make_pipe(cfg, leaders) if cfg.rollout.place == "histopipe" else make_place(cfg),
-            deadline_s=cfg.rollout.deadline_s,
-            dynamic=cfg.async_.dynamic,
+            place=make_pipe(cfg, leaders)
+            if cfg.rollout.routing == "histopipe"
+            else make_place(cfg),
+            deadline_s=cfg.rollout.stall_timeout_s,
+            dynamic=cfg.async_.dynamic_sampling,
         )
     record = Recorder(start.folder, cfg.run.seed) if cfg.debug.record and world.trains else None
     async_rollout = AsyncRollout(
@@ -183,7 +185,7 @@ def make_async_rollout(
         side.worker,
         controller,
         rollout_ranks=rollout_ranks,
-        deadline_s=cfg.rollout.deadline_s,
+        deadline_s=cfg.rollout.stall_timeout_s,
         record=record,
         replay=log_,
     )

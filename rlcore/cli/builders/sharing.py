@@ -83,14 +83,14 @@ def make_gate(
             address_of(mux.url),
             mux.job or run_folder(cfg).name,
             profile,
-            otherwise=mux.otherwise,
+            otherwise=mux.if_unavailable,
             slo=mux.slo,
             colocated=not world.rollout_ranks,
             pools=POOLS if world.rollout_ranks else POOLS_COLOCATED,
             hosts=partial(nodes_by_pool, names, world.rollout_ranks),
             keep=mux.tail_nodes,
             lease_s=mux.lease_s,
-            wait_s=mux.wait_s,
+            wait_s=mux.max_wait_s,
         )
 
     first = world.rank == 0

@@ -36,8 +36,8 @@ def with_tp(cfg: Config, tp: int) -> Config:
     changed = replace(
         r,
         tp=tp,
-        max_running=max(1, r.max_running * tp // r.tp),
-        cache_tokens=r.cache_tokens * tp // r.tp,
+        max_running_requests=max(1, r.max_running_requests * tp // r.tp),
+        kv_cache_tokens=r.kv_cache_tokens * tp // r.tp,
     )
     return replace(cfg, rollout=changed)
 
@@ -61,12 +61,12 @@ def make_elastic(
             model_parallel_groups(cfg.train, world.size),
             [layout.lockstep_ranks for layout in layouts],
         ),
-        cache_tokens=r.cache_tokens or r.max_running * max_model_tokens(cfg, hf),
-        max_running=r.max_running,
+        cache_tokens=r.kv_cache_tokens or r.max_running_requests * max_model_tokens(cfg, hf),
+        max_running=r.max_running_requests,
         batch_tokens=cfg.train.tokens_per_micro_batch,
-        first=cfg.stream.first,
-        last=cfg.stream.last,
-        every=cfg.stream.every,
+        first=cfg.stream.earliest,
+        last=cfg.stream.latest,
+        every=cfg.stream.check_every,
         lengths=lengths,
     )
 
@@ -117,10 +117,10 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> EngineSizePolicy | N
         sized = with_tp(cfg, tp)
         found = rules.of_world(sized, world.size, ranks_per_node(world))
         found += memory_plan(sized, hf, world)[0].problems
-        if 0 < sized.rollout.cache_tokens < memory.longest(cfg, hf):
+        if 0 < sized.rollout.kv_cache_tokens < memory.longest(cfg, hf):
             found.append(
-                f"--rollout.cache_tokens {cfg.rollout.cache_tokens}: engines of {tp} ranks would "
-                f"have {sized.rollout.cache_tokens} of them, and one sequence may have "
+                f"--rollout.kv_cache_tokens {cfg.rollout.kv_cache_tokens}: engines of {tp} ranks "
+                f"would have {sized.rollout.kv_cache_tokens} of them, and one sequence may have "
                 f"{memory.longest(cfg, hf)}; raise it"
             )
         return found
@@ -154,8 +154,8 @@ def make_controller(
         members={first: range(first + 1, first + tp) for first in leaders},
         place=make_place(cfg),
         stop=stop,
-        deadline_s=cfg.rollout.deadline_s,
-        by_tokens=cfg.debug.deterministic,
+        deadline_s=cfg.rollout.stall_timeout_s,
+        by_tokens=cfg.debug.deterministic_order,
         elastic=elastic,
     )
 
@@ -168,8 +168,8 @@ def make_place(cfg: Config) -> LeastLoaded:
     then differ in their last bits, and a resumed run is not bit-exact.
     """
     r = cfg.rollout
-    most = cfg.env.max_running if cfg.select.env else r.max_running
-    return LeastLoaded(most if r.queue else sys.maxsize, spread=r.place == "response")
+    most = cfg.env.max_running_episodes if cfg.select.env else r.max_running_requests
+    return LeastLoaded(most if r.queue else sys.maxsize, spread=r.routing == "response")
 
 
 def make_pipe(cfg: Config, leaders: Sequence[int]) -> HistoPipe:
@@ -178,5 +178,5 @@ def make_pipe(cfg: Config, leaders: Sequence[int]) -> HistoPipe:
         engines=leaders,
         batch=cfg.data.prompts_per_step,
         longest=cfg.rollout.max_tokens,
-        rows=cfg.rollout.max_running,
+        rows=cfg.rollout.max_running_requests,
     )

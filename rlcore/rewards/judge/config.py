@@ -38,7 +38,7 @@ class JudgeRewardConfig(RewardConfig):
     """Verdicts that score 0."""
     pattern: str = r"Verdict:\s*(\S+)"
     """Of `generate`: the last match's group is a word of `good` or `bad`, or a number of points."""
-    full_marks: Annotated[float, above(0)] = 10.0
+    max_points: Annotated[float, above(0)] = 10.0
     """Points that score 1."""
     max_new_tokens: Annotated[int, at_least(1)] = 128
     max_tokens: Annotated[int, at_least(1)] = 8192
@@ -55,11 +55,11 @@ class JudgeRewardConfig(RewardConfig):
     resident_ratio: Share = 0.5
     """Share of the judge's layers that may stay on the device; the others stream through two
     buffers. Embedding, last norm and head always stay. Fewer stay where memory is short."""
-    device_gb: Annotated[float, at_least(0)] = 0.0
+    device_memory_gb: Annotated[float, at_least(0)] = 0.0
     """What the judge may take of its device in GB (10^9 bytes); 0: what is free there."""
     threads: Annotated[int, at_least(1)] = 1
     """CPU threads of the judge."""
-    start_s: Annotated[float, above(0)] = 900.0
+    start_timeout_s: Annotated[float, above(0)] = 900.0
     """How long the judge may take to load."""
     mps: Literal["auto", "on", "off"] = "auto"
     """CUDA MPS, which lets the judge and the engines compute at the same time on one GPU. `auto`

@@ -133,7 +133,7 @@ class JudgeServer:
             dtype=cfg.dtype,
             device=place,
             resident_ratio=cfg.resident_ratio,
-            memory_bytes=1e9 * min(filter(None, (cfg.device_gb, cfg.mps_gb)), default=0.0),
+            memory_bytes=1e9 * min(filter(None, (cfg.device_memory_gb, cfg.mps_gb)), default=0.0),
         )
         new = cfg.max_new_tokens if cfg.method == "generate" else 0
         self._longest = min(cfg.max_tokens, self.model.hf.max_positions - new)

@@ -95,8 +95,8 @@ def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
     longest = min(cfg.max_tokens, hf.max_positions)
     rows = max(1, min(cfg.batch_rows, cfg.batch_tokens // longest))
     work = work_bytes(hf, dtype, rows, longest, new)
-    if cfg.device_gb:
-        room = cfg.device_gb * 1e9 - sizes.outer
+    if cfg.device_memory_gb:
+        room = cfg.device_memory_gb * 1e9 - sizes.outer
         stay = num_resident(sizes, cfg.resident_ratio, room - work)
     streamed = sizes.num_layers - stay
     slots = min(SLOTS, streamed) * sizes.layer

@@ -76,7 +76,7 @@ class Rubric:
             points = float(bare.partition("/")[0])
         except ValueError:
             raise ValueError(f"the verdict {word!r} is neither good, bad nor a number") from None
-        return min(max(points / cfg.full_marks, 0.0), 1.0)
+        return min(max(points / cfg.max_points, 0.0), 1.0)
 
 
 def of_probabilities(good: float, bad: float) -> float:

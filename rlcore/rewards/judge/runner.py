@@ -290,12 +290,12 @@ class ProcessBackend:
         if end is None:
             return None
         left = max(0.0, end - time.monotonic())
-        return min(left, _MEMORY_CHECK_S) if self._is_asked and self._cfg.memory_gb else left
+        return min(left, _MEMORY_CHECK_S) if self._is_asked and self._cfg.memory_limit_gb else left
 
     def _end(self) -> float | None:
         worker = self._worker
         if worker is not None and not worker.ready:
-            return worker.started + self._cfg.start_s
+            return worker.started + self._cfg.start_timeout_s
         return self._since + self._limit_s if self._is_asked else None
 
     def _serve(self, worker: RewardWorker, what: str, events: int) -> None:
@@ -343,7 +343,9 @@ class ProcessBackend:
         if worker is None or end is None or time.monotonic() < end:
             return
         if not worker.ready:
-            self._ended(f"did not start within --reward.start_s {self._cfg.start_s:g}")
+            self._ended(
+                f"did not start within --reward.start_timeout_s {self._cfg.start_timeout_s:g}"
+            )
             return
         begun = self._since
         self._receive(worker)  # results may be unread because this thread was delayed
@@ -356,7 +358,7 @@ class ProcessBackend:
         return worker.rss() - worker.start_rss - self._growth
 
     def _check_memory(self) -> None:
-        worker, limit = self._worker, self._cfg.memory_gb * 2**30
+        worker, limit = self._worker, self._cfg.memory_limit_gb * 2**30
         now = time.monotonic()
         if not limit or not self._is_asked or now < self._memory_checked + _MEMORY_CHECK_S:
             return
@@ -366,7 +368,7 @@ class ProcessBackend:
         is_older = not self._running or self._begin_growth > limit / 2
         self._ended(
             f"memory: the judge grew by {grown / 2**30:.3g} GiB besides its layers, "
-            f"--reward.memory_gb is {self._cfg.memory_gb:g}",
+            f"--reward.memory_limit_gb is {self._cfg.memory_limit_gb:g}",
             is_older,
         )
 

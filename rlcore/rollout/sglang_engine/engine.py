@@ -189,11 +189,11 @@ class SGLangEngine(InProcess):
         dtype: Dtype = "float32",
         device: str = "cpu",
         seed: int = 0,
-        max_running: int = RolloutConfig.max_running,
+        max_running: int = RolloutConfig.max_running_requests,
         cache_tokens: int = 0,
         memory_fraction: float = RolloutConfig.gpu_memory_utilization,
         threads: int = 1,
-        progress_s: float = RolloutConfig.progress_s,
+        progress_s: float = RolloutConfig.progress_interval_s,
         stream_interval: int = 8,
         fp32_head: bool = False,
         rank: int = 0,
@@ -202,7 +202,7 @@ class SGLangEngine(InProcess):
         nnodes: int = 1,
         dist_init_addr: str = "",
         draft: Draft = "none",
-        draft_width: int = DraftConfig.width,
+        draft_width: int = DraftConfig.verify_tokens,
         draft_settings: Mapping[str, Any] | None = None,
         tell_tokens: bool = False,
         sglang: Mapping[str, Any] | None = None,
@@ -871,9 +871,11 @@ def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
 def _draft_settings(width: int, settings: Mapping[str, Any] | None, device: str) -> dict[str, Any]:
     """Return the fields of `DraftSettings` for forwards of at most `width` tokens per request."""
     s = DraftSettings(**(settings or {}))
-    s = replace(s, window=min(s.window, width - 1), start=min(s.start, width - 1))
-    if device != "cpu":  # CUDA graphs fix the width, so a gate would save nothing
-        s = replace(s, gate=False)
+    s = replace(
+        s, max_length=min(s.max_length, width - 1), initial_length=min(s.initial_length, width - 1)
+    )
+    if device != "cpu":  # CUDA graphs fix the width, so skipping drafts would save nothing
+        s = replace(s, adaptive=False)
     return asdict(s)
 
 

@@ -29,18 +29,18 @@ _KNEE = 1 << 20
 class DraftSettings:
     """Settings of a drafter; `DraftConfig` documents each."""
 
-    window: int = DraftConfig.window
-    start: int = DraftConfig.start
-    growth: int = DraftConfig.growth
+    max_length: int = DraftConfig.max_length
+    initial_length: int = DraftConfig.initial_length
+    length_growth: int = DraftConfig.length_growth
     min_match: int = DraftConfig.min_match
     max_match: int = DraftConfig.max_match
-    factor: float = DraftConfig.factor
-    min_prob: float = DraftConfig.min_prob
+    max_spec_factor: float = DraftConfig.max_spec_factor
+    min_token_prob: float = DraftConfig.min_token_prob
     threads: int = 2
     """Number of threads that build an index."""
-    gate: bool = DraftConfig.gate
+    adaptive: bool = DraftConfig.adaptive
     wait: bool = False
-    """If true, wait for each index, so that drafts do not depend on timing. This needs `gate`
+    """If true, wait for each index, so that drafts do not depend on timing. This needs `adaptive`
     off."""
 
 
@@ -56,17 +56,19 @@ class Drafter:
 
     def __init__(self, kind: Draft, settings: DraftSettings, num_seats: int) -> None:
         s = settings
-        self.gate = DraftGate(window=s.window, start=min(s.start, s.window), switches=s.gate)
+        self.gate = DraftGate(
+            window=s.max_length, start=min(s.initial_length, s.max_length), switches=s.adaptive
+        )
         self._forest = Forest(
             limit=s.max_match,
             min_match=s.min_match,
             live_match=s.min_match,
-            factor=s.factor,
-            min_prob=s.min_prob,
-            max_window=s.window,
-            start_window=min(s.start, s.window),
-            growth=s.growth,
-            knee=_KNEE if s.gate else 0,
+            factor=s.max_spec_factor,
+            min_prob=s.min_token_prob,
+            max_window=s.max_length,
+            start_window=min(s.initial_length, s.max_length),
+            growth=s.length_growth,
+            knee=_KNEE if s.adaptive else 0,
             threads=s.threads,
         )
         self._index: Index | None = None

@@ -349,10 +349,10 @@ class TorchEngine(InProcess):
         dtype: Dtype = "float32",
         device: str | torch.device | None = None,
         seed: int = 0,
-        max_running: int = RolloutConfig.max_running,
+        max_running: int = RolloutConfig.max_running_requests,
         cache_tokens: int = 0,
         threads: int = 1,
-        progress_s: float = RolloutConfig.progress_s,
+        progress_s: float = RolloutConfig.progress_interval_s,
         decode_floor_ms: float = 0.0,
         quantize: Quantize = "none",
         fp32_head: bool = False,
@@ -1040,7 +1040,7 @@ def _free_bytes(device: torch.device) -> int:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 // 2
-    raise RuntimeError("/proc/meminfo does not say MemAvailable; set --rollout.cache_tokens")
+    raise RuntimeError("/proc/meminfo does not say MemAvailable; set --rollout.kv_cache_tokens")
 
 
 def _return_memory(device: torch.device) -> None:
