@@ -35,7 +35,7 @@ def _script(text: str) -> str:
 SCRIPTS = [
     Script(
         "fork bomb",
-        "the 33rd process is refused; all are gone at the deadline",
+        "the 33rd process is refused; all are killed at the deadline",
         _script(
             """
             import os, time
@@ -124,7 +124,7 @@ SCRIPTS = [
     ),
     Script(
         "double fork and setsid, output closed",
-        "dies with the program: it is in its pid namespace",
+        "ends with the program: it is in its pid namespace",
         _script(
             """
             import os, time
@@ -162,7 +162,7 @@ SCRIPTS = [
     ),
     Script(
         "append to every file",
-        "refused, but for the devices that take all and keep nothing",
+        "refused, except for devices that keep nothing",
         _script(
             """
             import os, stat
@@ -218,7 +218,7 @@ SCRIPTS = [
     ),
     Script(
         "read the checkpoint folder (its path is known)",
-        "no such file: the root holds the interpreter and the system's libraries alone",
+        "no such file in its own root",
         _script(
             """
             import os
@@ -251,8 +251,8 @@ SCRIPTS = [
         walls_only=True,
     ),
     Script(
-        "symlink race in /tmp against whoever empties it",
-        "the whole /tmp is unmounted, nobody follows; outside nothing is there to be hit",
+        "symlink race in /tmp against the cleaner",
+        "the whole /tmp is unmounted; no symlink is followed",
         _script(
             """
             import os, threading, time
@@ -404,7 +404,7 @@ SCRIPTS = [
     ),
     Script(
         "fill /tmp: one huge file, many files, deep folders",
-        "16 MB a file, 128 MB and 4,096 files in all; the next program finds it empty",
+        "16 MB a file, 128 MB in all",
         _script(
             """
             import os, signal
@@ -434,7 +434,7 @@ SCRIPTS = [
     ),
     Script(
         "threads without end",
-        "the limit of processes counts them",
+        "they count as processes",
         _script(
             """
             import threading, time
@@ -500,12 +500,12 @@ FORGED_TESTS = [
 FORGERS = [
     Forger(
         "print what the harness would print",
-        "what it prints goes nowhere",
+        "its output is discarded",
         "print('+++'); print('OK'); print('passed')\ndef f(x): print('+'); return 0",
     ),
     Forger(
         "write the verdict to every descriptor",
-        "it has none of the verdict's; the judge takes junk for junk",
+        "the verdict's is not open there; the judge ignores junk",
         "import os\n"
         "for fd in range(256):\n"
         "    try: os.write(fd, b'+++')\n"
@@ -521,7 +521,7 @@ FORGERS = [
     Forger("raise SystemExit(0)", "no answer is no pass", "def f(x): raise SystemExit(0)"),
     Forger(
         "return an object that is equal to everything",
-        "it stays in its process; the judge sees a reference, equal to nothing",
+        "the judge sees only a reference",
         "class E:\n"
         "    def __eq__(self, o): return True\n"
         "    def __hash__(self): return 0\n"
@@ -558,7 +558,7 @@ FORGERS = [
     ),
     Forger(
         "find the expected value in frames and among all objects",
-        "it is not in its process, nor in any that it was forked from",
+        "it is neither there nor in a parent",
         "import gc, re, sys\n"
         "def look():\n"
         "    frame = sys._getframe()\n"
@@ -577,7 +577,7 @@ FORGERS = [
     ),
     Forger(
         "answer before it is asked, on the judge's channel",
-        "an answer is a value, and it does not know the right one",
+        "it does not know the right value",
         "import os\n"
         'os.write(3, b\'{"ready":true}\\n{"value":["ref",0]}\\n{"value":true}\\n\' * 9)\n'
         "def f(x): return 0",
@@ -589,7 +589,7 @@ FORGERS = [
     ),
     Forger(
         "answer without end",
-        "16 MB are too much",
+        "16 MB are the limit",
         "def f(x): return 'x' * (40 << 20)",
     ),
 ]

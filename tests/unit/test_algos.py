@@ -231,7 +231,7 @@ def test_the_readme_has_a_row_for_every_algorithm():
     assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.M)) == algos.NAMES
 
 
-@pytest.mark.parametrize("keys", re.findall(r"^\| .*? \| `(--algo[^`]*)`", README, re.M))
+@pytest.mark.parametrize("keys", re.findall(r"^- [^:\n]+:\s+`(--algo[^`]*)`", README, re.M))
 def test_the_keys_of_the_readme_make_a_configuration(keys):
     sections = {"algo": algos.config_class, "reward": registry.config_class}
     cfg = resolve.parse(keys.split(), sections).algo

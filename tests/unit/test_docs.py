@@ -197,7 +197,7 @@ def test_every_key_and_file_that_a_page_names_exists(page: Path) -> None:
         assert (ROOT / name).is_file() or "RECIPE" in name, name
 
 
-def reference_latency(page: Path) -> set[str]:
+def anchors(page: Path) -> set[str]:
     """The headings of a page as a link names them: small letters, hyphens for spaces, no marks."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
@@ -209,7 +209,7 @@ def test_every_link_leads_to_a_file_and_to_a_heading(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
-        assert not anchor or anchor in reference_latency(target), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def systems() -> dict[str, Path]:
@@ -223,21 +223,22 @@ def test_the_readme_has_five_systems_and_a_page_for_each() -> None:
 
 
 @pytest.mark.parametrize("name", systems())
-def test_the_page_of_a_system_says_how_what_for_and_when_not(name: str) -> None:
-    """A gain is a row: figure, kind, command, file; without a file it is said not to be measured,
-    and a figure of the README's table stands on the page, too."""
+def test_the_page_of_a_system_says_how_when_not_and_on_what_evidence(name: str) -> None:
+    """Each item of the evidence states its kind, a command and a file, except if it was not
+    measured. The figure of the README's table is among them."""
     page = systems()[name].relative_to(ROOT).as_posix()
-    for title in ("Switch it on", "When not to use it"):
+    for title in ("Switch it on", "Do not use when"):
         assert section(page, title).strip(), title
-    rows = re.findall(r"^\| (.*) \|$", section(page, "What it gained here"), re.M)[2:]
-    assert rows
-    for figure, kind, command, file in (row.split(" | ") for row in (f"{r} " for r in rows)):
-        assert "`" in command or command == "the same", figure
-        assert file.strip() or kind.startswith("not measured yet"), figure
+    evidence = section(page, "Evidence").partition("\n### ")[0]
+    items = re.findall(r"^- \*\*.*\n(?:  .*\n)*", evidence, re.M)
+    assert items
+    for item in items:
+        assert re.search(r"\b(Measured|Simulated|Replayed|Not measured)\b", item), item
+        assert "`" in item and ("](" in item or "Not measured" in item), item
     line = re.search(rf"^\| {re.escape(name)}: .*$", section("README.md", "Five systems"), re.M)
     gained = line[0].split(" | ")[2]
     for number in re.findall(r"(?<![\w.])[+-]?\d*\.\d+x?(?![\w.]*`)", gained):
-        assert number in section(page, "What it gained here"), number
+        assert number in evidence, number
 
 
 def test_the_table_of_recipes_has_them_all() -> None:
@@ -247,8 +248,8 @@ def test_the_table_of_recipes_has_them_all() -> None:
     assert listed == {p.name for p in ROOT.glob("recipes/*.sh")} - {"common.sh"}
 
 
-def test_the_tree_of_the_readme_has_every_command_and_help_needs_no_torch() -> None:
-    listed = re.search(r"commands: ([\w, ]+)", section("README.md", "The tree"))
+def test_the_tree_has_every_command_and_help_needs_no_torch() -> None:
+    listed = re.search(r"commands: ([\w, ]+)", (ROOT / "rlcore/README.md").read_text())
     assert listed and listed[1].split(", ") == list(COMMANDS)
     program = (
         "import sys; from rlcore.__main__ import main; main(['--help']); "
