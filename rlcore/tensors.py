@@ -116,10 +116,11 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
     """Inputs of a policy loss for one micro-batch. All are [T], float32 unless stated otherwise;
-    only `logp` and `entropy` carry gradients. Tokens outside `mask` have arbitrary finite values.
+    only `log_probs` and `entropy` carry gradients. Tokens outside `mask` have arbitrary finite
+    values.
     """
 
-    logp: Tensor
+    log_probs: Tensor
     """Log-prob of the sampled token under the learner, with the sampling temperature applied."""
     entropy: Tensor
     """Entropy of the learner's distribution at that token, same temperature. It carries a gradient

@@ -22,6 +22,6 @@ def advantages(groups: Sequence[GroupRewards], cfg: OwnConfig) -> list[list[floa
 def loss(x: LossInputs, cfg: OwnConfig) -> LossOutput:
     """Policy gradient."""
     return LossOutput(
-        per_token=-cfg.push * x.correction * x.advantage * x.logp,
+        per_token=-cfg.push * x.correction * x.advantage * x.log_probs,
         metrics={"algo/advantage": x.advantage},
     )

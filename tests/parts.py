@@ -43,7 +43,7 @@ class Channel:
         )
         return {"bytes": 4.0}
 
-    def resize_engines(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         self.said.append(f"channel tp {tp}")
 
 

@@ -33,7 +33,7 @@ def loss(x: LossInputs, cfg: CISPOConfig) -> LossOutput:
     """Return the policy loss [T] and the shares of clipped weights."""
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    policy = -weight * x.advantage * x.logp * x.correction
+    policy = -weight * x.advantage * x.log_probs * x.correction
     metrics = {
         "actor/pg_clipfrac": (r != weight).float(),
         "actor/pg_clipfrac_lower": (r < weight).float(),

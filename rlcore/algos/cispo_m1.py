@@ -28,6 +28,6 @@ def loss(x: LossInputs, cfg: CISPOM1Config) -> LossOutput:
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(max=cfg.clip_max)
     return LossOutput(
-        per_token=-weight * x.advantage * x.logp * x.correction,
+        per_token=-weight * x.advantage * x.log_probs * x.correction,
         metrics={"actor/pg_clipfrac": (r > weight).float()},
     )

@@ -24,4 +24,4 @@ class GPGConfig(AlgoConfig):
 
 def loss(x: LossInputs, cfg: GPGConfig) -> LossOutput:
     """Return the policy loss [T]."""
-    return LossOutput(per_token=-x.advantage * x.logp * x.correction, metrics={})
+    return LossOutput(per_token=-x.advantage * x.log_probs * x.correction, metrics={})

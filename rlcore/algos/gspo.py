@@ -40,9 +40,9 @@ class GSPOConfig(AlgoConfig):
 def loss(x: LossInputs, cfg: GSPOConfig) -> LossOutput:
     """Return the policy loss [T] and clip fraction."""
     where = (x.mask, x.sequence, x.num_sequences)
-    log_s = sequence.mean(x.logp - x.old_log_probs, *where)[x.sequence]  # [T]
+    log_s = sequence.mean(x.log_probs - x.old_log_probs, *where)[x.sequence]  # [T]
     if cfg.level == "token":
-        log_s = log_s.detach() + (x.logp - x.logp.detach())
+        log_s = log_s.detach() + (x.log_probs - x.log_probs.detach())
     s = log_s.clamp(max=LOG_MAX).exp()
     policy, metrics = ratio.clipped(s, x.advantage, cfg.clip_low, cfg.clip_high)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

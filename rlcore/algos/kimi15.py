@@ -28,6 +28,6 @@ class Kimi15Config(AlgoConfig):
 
 def loss(x: LossInputs, cfg: Kimi15Config) -> LossOutput:
     """Return the policy loss [T] and its second term as a metric."""
-    pull = cfg.tau / 2 * (x.logp - x.old_log_probs).square()
-    policy = (pull - x.advantage * x.logp) * x.correction
+    pull = cfg.tau / 2 * (x.log_probs - x.old_log_probs).square()
+    policy = (pull - x.advantage * x.log_probs) * x.correction
     return LossOutput(per_token=policy, metrics={"algo/pull": pull.detach()})

@@ -14,7 +14,7 @@ from rlcore.tensors import LossInputs
 
 def log_ratio(x: LossInputs) -> Tensor:
     """Return log(p / p_old), [T], clamped as in verl: beyond the limit it has no gradient."""
-    return (x.logp - x.old_log_probs).clamp(-LOG_LIMIT, LOG_LIMIT)
+    return (x.log_probs - x.old_log_probs).clamp(-LOG_LIMIT, LOG_LIMIT)
 
 
 def clipped(

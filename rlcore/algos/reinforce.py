@@ -30,4 +30,4 @@ class ReinforceConfig(AlgoConfig):
 
 def loss(x: LossInputs, cfg: ReinforceConfig) -> LossOutput:
     """Return the policy loss [T]."""
-    return LossOutput(per_token=-x.advantage * x.logp * x.correction, metrics={})
+    return LossOutput(per_token=-x.advantage * x.log_probs * x.correction, metrics={})

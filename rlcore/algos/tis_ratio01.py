@@ -38,4 +38,4 @@ def loss(x: LossInputs, cfg: TISRatio01Config) -> LossOutput:
         "actor/pg_clipfrac": (r != weight).float(),
         "actor/pg_clipfrac_lower": (r < weight).float(),
     }
-    return LossOutput(per_token=-weight * x.advantage * x.logp * x.correction, metrics=metrics)
+    return LossOutput(per_token=-weight * x.advantage * x.log_probs * x.correction, metrics=metrics)

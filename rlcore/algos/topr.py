@@ -36,7 +36,7 @@ class TOPRConfig(AlgoConfig):
 def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:
     """Return the policy loss [T] and, as metrics, the shares of tapered tokens and of tokens in
     positive responses."""
-    d = (x.logp - x.old_log_probs).detach()
+    d = (x.log_probs - x.old_log_probs).detach()
     if cfg.level == "sequence":
         d = sequence.total(d, x.mask, x.sequence, x.num_sequences)[x.sequence]
     taper = d.clamp(max=0).exp()
@@ -46,4 +46,4 @@ def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:
         "actor/pg_clipfrac": (~good & (d > 0)).float(),
         "algo/positive": good.float(),
     }
-    return LossOutput(per_token=-weight * x.advantage * x.logp * x.correction, metrics=metrics)
+    return LossOutput(per_token=-weight * x.advantage * x.log_probs * x.correction, metrics=metrics)

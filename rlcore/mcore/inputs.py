@@ -15,7 +15,7 @@ def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
     if versions is None:
         versions = torch.full_like(batch.tokens, -1, dtype=torch.int32)
     return LossInputs(
-        logp=logp,
+        log_probs=logp,
         entropy=entropy,
         mask=batch.mask & micro.predicted,
         score=torch.zeros_like(own) if batch.score is None else batch.score,
@@ -54,7 +54,7 @@ def placeholder(head: str, device: torch.device, *, reference: bool) -> LossInpu
             value=zero, value_old=zero, returns=zero, mask=mask, sequence=sequence, num_sequences=1
         )
     return LossInputs(
-        logp=zero,
+        log_probs=zero,
         entropy=zero,
         mask=mask,
         score=zero,

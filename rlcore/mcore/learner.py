@@ -541,7 +541,7 @@ class MegatronLearner:
         total = self._count(x, _output(loss, x), micro)
         # The loss must depend on the outputs, or backward of an empty micro-batch has no graph.
         if not total.requires_grad:
-            total = total + 0.0 * (x.value if isinstance(x, ValueInputs) else x.logp).sum()
+            total = total + 0.0 * (x.value if isinstance(x, ValueInputs) else x.log_probs).sum()
         return total, x.mask.sum().int(), {}
 
     def _fused(
@@ -574,9 +574,9 @@ class MegatronLearner:
         the loss in torch. One token of a thousand may differ: near a clip rounding decides."""
         kept = x.mask if out.mask is None else x.mask & out.mask
         weight = 1.0 if micro.batch.weight is None else micro.batch.weight
-        slope = torch.zeros_like(x.logp)
+        slope = torch.zeros_like(x.log_probs)
         if total.requires_grad:
-            (slope,) = torch.autograd.grad(total, x.logp)
+            (slope,) = torch.autograd.grad(total, x.log_probs)
         text = {"loss": torch.where(kept, out.per_token.detach() * weight, 0.0), "gradient": slope}
         trained = int(x.mask.sum())
         for what, want in text.items():

@@ -40,12 +40,12 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
     relative to the first arm."""
     used = [p for p in PHASES if any(a.phases[p] >= 0.005 for a in arms.values())]
     width = max(12, *(len(name) + 2 for name in arms))
-    head = f"{'seconds a step':{width}}" + "".join(f"{p:>10}" for p in used)
+    head = f"{'seconds a step':{width}}" + "".join(f"{p:>{_wide(p)}}" for p in used)
     head += f"{'step':>10}{'speed-up':>10}{'idle':>8}{'trained':>9}{'long':>7}{'preempt':>9}"
     lines = [head + f"{'early':>8}"]
     first = next(iter(arms.values()))
     for name, a in arms.items():
-        cells = "".join(f"{a.phases[p]:10.2f}" for p in used)
+        cells = "".join(f"{a.phases[p]:{_wide(p)}.2f}" for p in used)
         lines.append(
             f"{name:{width}}{cells}{a.seconds:10.2f}{first.seconds / a.seconds:9.2f}x"
             f"{a.idle:8.0%}{a.trained_share:9.0%}{a.long_share:7.0%}{a.preemptions:9.1f}"
@@ -58,6 +58,10 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
         "are decoded; long: of the steps, long rounds; preempt: requests thrown out of a full",
         "cache, a step; early: of the groups, trained while others are decoded",
     ]
+
+
+def _wide(phase: str) -> int:
+    return max(10, len(phase) + 2)
 
 
 def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None:

@@ -70,7 +70,7 @@ class Objective:
         total = policy
         metrics = {
             "actor/pg_loss": policy.detach(),
-            "actor/ppo_kl": (x.old_log_probs - x.logp).detach(),
+            "actor/ppo_kl": (x.old_log_probs - x.log_probs).detach(),
             "actor/entropy": x.entropy.detach(),
         } | out.metrics
         if cfg.entropy_coef:
@@ -78,8 +78,8 @@ class Objective:
         if cfg.kl_coef:
             assert x.ref_log_probs is not None
             # Outside the mask the difference may be large, and its exp would make gradients NaN.
-            ref = torch.where(trained, x.ref_log_probs, x.logp.detach())
-            divergence = kl.estimate(cfg.kl_type, x.logp, ref)
+            ref = torch.where(trained, x.ref_log_probs, x.log_probs.detach())
+            divergence = kl.estimate(cfg.kl_type, x.log_probs, ref)
             total = total + cfg.kl_coef * self._kl_scale * divergence
             metrics["actor/kl_loss"] = divergence.detach()
         weight = reduce.weights(
@@ -107,7 +107,7 @@ class Objective:
         if found := fused.problems(name, cfg):
             raise ConfigError("\n".join(found))
         where = (x.mask, x.sequence, x.num_sequences)
-        weight = reduce.weights(cfg.loss_agg_mode, *where, self._max_tokens, x.logp.dtype)
+        weight = reduce.weights(cfg.loss_agg_mode, *where, self._max_tokens, x.log_probs.dtype)
         old = None if old_is_own else x.old_log_probs
         weighed = cfg.rollout_is != "none" and not cfg.bypass_mode
         given = PolicyInputs(
@@ -143,7 +143,7 @@ class Objective:
         cfg = self._cfg
         learner = x.old_log_probs
         if cfg.bypass_mode:
-            learner = x.logp.detach()
+            learner = x.log_probs.detach()
             x = replace(x, old_log_probs=x.rollout_log_probs)
         log_w = (learner - x.rollout_log_probs).detach()
         where = (x.mask, x.sequence, x.num_sequences)

@@ -34,7 +34,7 @@ Demonstrations = Callable[[int], Demonstration]
 
 def nll(x: LossInputs) -> LossOutput:
     """Compute the negative log-likelihood of the demonstration."""
-    return LossOutput(per_token=-x.logp, metrics={"actor/sft_nll": -x.logp.detach()})
+    return LossOutput(per_token=-x.log_probs, metrics={"actor/sft_nll": -x.log_probs.detach()})
 
 
 def train(

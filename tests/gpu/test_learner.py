@@ -45,7 +45,7 @@ class Likelihood:
     needs_entropy_grad = False
 
     def __call__(self, x: LossInputs) -> LossOutput:
-        return LossOutput(per_token=-x.logp, metrics={})
+        return LossOutput(per_token=-x.log_probs, metrics={})
 
 
 def one_step(learner: Any, lengths: list[int] | None = None) -> dict[str, float]:

@@ -351,7 +351,7 @@ def test_the_policy_of_a_token_is_the_objective_of_the_trainer(kl_type, entropy_
         objective = Objective(ppo, cfg, max_tokens=100, correction_mean=mean, kl_scale=1.5)
         expected = objective(
             LossInputs(
-                logp=logp,
+                log_probs=logp,
                 entropy=entropy,
                 mask=mask,
                 score=x["advantage"],

@@ -30,7 +30,7 @@ class Loss:
 
     def __call__(self, x: LossInputs) -> LossOutput:
         # A sequence-level term: it needs all tokens of a sequence on one rank.
-        sums = x.logp.new_zeros(x.num_sequences).index_add(0, x.sequence, x.logp * x.mask)
+        sums = x.log_probs.new_zeros(x.num_sequences).index_add(0, x.sequence, x.log_probs * x.mask)
         out = grpo.loss(x, grpo.GRPOConfig())
         more = 0.001 * sums[x.sequence].square() - 0.01 * x.entropy
         return LossOutput(

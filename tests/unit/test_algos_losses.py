@@ -51,7 +51,7 @@ def inputs(
     logp = torch.full((n,), -1.0, dtype=F64)
     old = logp - t(log_ratio)
     x = LossInputs(
-        logp=logp.requires_grad_(),
+        log_probs=logp.requires_grad_(),
         entropy=torch.zeros(n, dtype=F64),
         mask=torch.ones(n, dtype=torch.bool),
         score=t(advantage),
@@ -82,7 +82,7 @@ def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInp
     mask[0] = True
     old = -noise().abs() - 0.1
     return LossInputs(
-        logp=(old + spread * noise()).requires_grad_(),
+        log_probs=(old + spread * noise()).requires_grad_(),
         entropy=noise().abs(),
         mask=mask,
         score=(advantage > 0).double() if seed % 2 else noise()[rows],
@@ -111,7 +111,7 @@ def step(name: str, x: LossInputs, mode: str | None = None, **keys: Any) -> tupl
     """Loss and gradient, aggregated as the algorithm's default says."""
     mode = mode or algos.config_class(name)(**keys).loss_agg_mode
     value = total(run(name, x, **keys), x, mode)
-    [grad] = torch.autograd.grad(value, x.logp)
+    [grad] = torch.autograd.grad(value, x.log_probs)
     return value.item(), grad
 
 
@@ -121,7 +121,7 @@ def check(
     """Per-token loss, gradient of its sum, metrics."""
     out = run(name, x, **keys)
     assert out.per_token.tolist() == pytest.approx(loss)
-    [found] = torch.autograd.grad(out.per_token.sum(), x.logp)
+    [found] = torch.autograd.grad(out.per_token.sum(), x.log_probs)
     assert found.tolist() == pytest.approx(grad)
     for key, value in metrics.items():
         assert out.metrics[key].tolist() == pytest.approx(value), key
@@ -179,7 +179,7 @@ def test_a_log_ratio_beyond_twenty_counts_as_twenty_and_has_no_gradient(name):
     out = run(name, x := inputs([30.0, -30.0], [-1.0, 1.0]), **keys)
     same = run(name, inputs([20.0, -20.0], [-1.0, 1.0]), **keys)
     assert out.per_token.tolist() == same.per_token.tolist()
-    assert torch.autograd.grad(out.per_token.sum(), x.logp)[0].tolist() == [0.0, 0.0]
+    assert torch.autograd.grad(out.per_token.sum(), x.log_probs)[0].tolist() == [0.0, 0.0]
 
 
 def test_gspo_clips_the_sequences_ratio():
@@ -397,9 +397,9 @@ def test_the_dtype_that_goes_in_comes_out(name, keys, dtype):
 def test_a_loss_is_per_token_and_its_metrics_carry_no_gradient(name, keys):
     x = random_inputs(4, [4, 3, 2])
     out = run(name, x, **keys)
-    assert out.per_token.shape == x.logp.shape
+    assert out.per_token.shape == x.log_probs.shape
     for key, value in out.metrics.items():
-        assert value.shape == x.logp.shape and not value.requires_grad, key
+        assert value.shape == x.log_probs.shape and not value.requires_grad, key
         assert key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower") or key.startswith("algo/")
 
 
@@ -472,11 +472,11 @@ def test_the_gradient_is_the_slope_of_the_surrogate_with_its_constants_held(name
     mode = algos.config_class(name)().loss_agg_mode
 
     def loss(logp: Tensor) -> Tensor:
-        moved = replace(x, logp=logp)
+        moved = replace(x, log_probs=logp)
         return total(run(name, moved, **keys), moved, mode)
 
     _, grad = step(name, x, **keys)
-    found = slopes(loss, x.logp.detach().clone())
+    found = slopes(loss, x.log_probs.detach().clone())
     torch.testing.assert_close(found, grad, rtol=1e-7, atol=1e-8)
     assert grad.abs().sum() > 0
 
@@ -507,7 +507,7 @@ def test_tokens_outside_the_mask_change_nothing(name, keys, seed, data):
         "rollout_log_probs",
         "correction",
     ]
-    n = x.logp.numel()
+    n = x.log_probs.numel()
     changed = {}
     for f in fields:
         junk = t(data.draw(st.lists(GARBAGE, min_size=n, max_size=n), label=f))
@@ -529,7 +529,7 @@ def test_tokens_outside_the_mask_change_nothing(name, keys, seed, data):
 def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, seed):
     """-A times the token's share in the aggregation, for every algorithm as it comes."""
     x = random_inputs(seed, [4, 2, 3, 2])
-    own = x.logp.detach()
+    own = x.log_probs.detach()
     x = replace(x, old_log_probs=own, rollout_log_probs=own, correction=torch.ones_like(own))
     mode = algos.config_class(name)().loss_agg_mode
     weight = reduce.weights(mode, x.mask, x.sequence, x.num_sequences, 8).double()

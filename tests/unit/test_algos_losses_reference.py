@@ -195,7 +195,7 @@ def batch(seed: int, per_token_advantage: bool) -> tuple[LossInputs, torch.Tenso
 
     old, advantage = -noise().abs(), noise(5)[rows]
     x = LossInputs(
-        logp=(old + noise().clamp(-3, 3)).requires_grad_(),
+        log_probs=(old + noise().clamp(-3, 3)).requires_grad_(),
         entropy=noise(),
         mask=torch.rand(len(rows), generator=g) < 0.7,
         score=noise(5)[rows],
@@ -223,13 +223,16 @@ def test_loss_and_gradient_equal_the_slow_reference(case, per_token_advantage):
     for seed in range(12):
         x, u = batch(seed, per_token_advantage)
         out = algos.module(name).loss(x, algos.config_class(name)(**keys))
-        [grad] = torch.autograd.grad(torch.where(x.mask, out.per_token * u, 0.0).sum(), x.logp)
+        [grad] = torch.autograd.grad(torch.where(x.mask, out.per_token * u, 0.0).sum(), x.log_probs)
         for row in range(5):
             at = (x.mask & (x.sequence == row)).nonzero().flatten()
             if len(at) == 0:
                 continue
-            d, behave = x.logp.detach() - x.old_log_probs, x.old_log_probs - x.rollout_log_probs
-            columns = (x.logp.detach(), d, behave, x.advantage, x.correction, u)
+            d, behave = (
+                x.log_probs.detach() - x.old_log_probs,
+                x.old_log_probs - x.rollout_log_probs,
+            )
+            columns = (x.log_probs.detach(), d, behave, x.advantage, x.correction, u)
             losses, slopes = reference(
                 Sequence(*(c[at].tolist() for c in columns), score=x.score[at[0]].item())
             )

@@ -31,7 +31,7 @@ def inputs(rows: list[Row], versions: list[list[int]], outside: float) -> LossIn
     values = torch.tensor(log_p, dtype=torch.float64)
     lengths = torch.tensor([len(row) + 3 for row in rows])
     return LossInputs(
-        logp=values,
+        log_probs=values,
         entropy=values,
         mask=torch.tensor(mask),
         score=torch.where(torch.tensor(mask), 1.0, outside),
@@ -156,7 +156,7 @@ def test_the_score_is_weighted_by_the_learners_share_of_each_response():
     x = inputs(BY_HAND, [[0, 0], [0]], outside=NAN)
     score = torch.where(x.mask & (x.sequence == 0), 1.0, torch.where(x.mask, 0.0, NAN))
     log_w = torch.tensor([q - p for row in BY_HAND for p, q in row]).double()
-    log_w = torch.full_like(x.logp, NAN).masked_scatter(x.mask, log_w)
+    log_w = torch.full_like(x.log_probs, NAN).masked_scatter(x.mask, log_w)
     part = mismatch.sums(replace(x, score=score), log_w, x.mask, cfg, 0)
     assert figures(part)["rollout_corr/score_is"] == pytest.approx(0.5 / 4.5)
 
@@ -396,7 +396,7 @@ def test_nothing_is_read_back_from_the_device():
     x = replace(x, **moved)
     cfg = AlgoConfig(rollout_is="sequence", rollout_rs=("token_k1", "seq_mean_k1"))
     where = (x.mask, x.sequence, x.num_sequences)
-    log_w = torch.zeros_like(x.logp)
+    log_w = torch.zeros_like(x.log_probs)
     assert correction.keep(cfg, log_w, *where).shape == log_w.shape
     assert correction.weights(cfg, log_w, *where).shape == log_w.shape
     parts = [mismatch.sums(x, log_w, x.mask, cfg, 0)] * 2

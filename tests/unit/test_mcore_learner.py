@@ -24,12 +24,14 @@ def learner() -> Iterator[MegatronLearner]:
 
 
 def nll(x: LossInputs) -> LossOutput:
-    return LossOutput(per_token=-x.logp, metrics={})
+    return LossOutput(per_token=-x.log_probs, metrics={})
 
 
 def rejecting(x: LossInputs) -> LossOutput:
     keep = x.score > 0
-    return LossOutput(per_token=-x.logp, metrics={"actor/rejected": (~keep).float()}, mask=keep)
+    return LossOutput(
+        per_token=-x.log_probs, metrics={"actor/rejected": (~keep).float()}, mask=keep
+    )
 
 
 def test_accumulated_halves_are_the_whole(learner: MegatronLearner, tmp_path: Path) -> None:
@@ -68,13 +70,13 @@ def test_what_a_loss_sees_of_a_bare_batch(learner: MegatronLearner) -> None:
     learner.apply(1.0)
     assert sum(x.num_sequences for x in seen) == 12
     for x in seen:
-        assert torch.equal(x.old_log_probs, x.logp.detach()) and torch.equal(
+        assert torch.equal(x.old_log_probs, x.log_probs.detach()) and torch.equal(
             x.rollout_log_probs, x.old_log_probs
         )
         assert (x.correction == 1).all() and (x.advantage == 0).all() and (x.versions == -1).all()
         assert x.ref_log_probs is None
         assert int((~x.mask).sum()) == x.num_sequences  # first tokens have nothing before them
-        assert x.logp.requires_grad and x.entropy.requires_grad
+        assert x.log_probs.requires_grad and x.entropy.requires_grad
 
 
 def test_tokens_that_the_loss_rejects_are_as_if_they_were_not_trained(
@@ -100,7 +102,9 @@ def test_tokens_that_the_loss_rejects_are_as_if_they_were_not_trained(
 
 def test_a_loss_that_rejects_everything_has_a_gradient_of_zero(learner: MegatronLearner) -> None:
     batch = ranks.rows(0)
-    learner.accumulate(batch, lambda x: LossOutput(per_token=-x.logp, metrics={}, mask=x.score > 9))
+    learner.accumulate(
+        batch, lambda x: LossOutput(per_token=-x.log_probs, metrics={}, mask=x.score > 9)
+    )
     assert learner.kept() == (0, 0)
     figures = learner.apply(1.0)
     assert figures["actor/grad_norm"] == 0 == figures["actor/skipped"]
@@ -122,7 +126,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(learner: MegatronLearner)
     before = kit.state(learner.export())
 
     def broken(x: LossInputs) -> LossOutput:
-        return LossOutput(per_token=x.logp * float("nan"), metrics={})
+        return LossOutput(per_token=x.log_probs * float("nan"), metrics={})
 
     learner.accumulate(ranks.rows(0), broken)
     figures = learner.apply(10.0)

@@ -212,9 +212,9 @@ def test_a_plan_too_large_names_the_phase_its_largest_parts_and_what_to_change()
     large = dataclasses.replace(found, phases=found.phases | {"update_weights": push})
     said = memory.too_large(large, 80e9)
     assert said == (
-        "--cluster.gpu_memory_gb 80: phase push takes 90.0 GB on rank 0, most of it engine "
-        "weights 70.0, learner weights 20.0; raise rollout.tp, raise train.tp, train.pp or "
-        "train.ep, or take more ranks"
+        "--cluster.gpu_memory_gb 80: phase update_weights takes 90.0 GB on rank 0, most of it "
+        "engine weights 70.0, learner weights 20.0; raise rollout.tp, raise train.tp, train.pp "
+        "or train.ep, or take more ranks"
     )
     assert "; turn train.offload on, " in memory.too_large(plan(), 1e9)
 
@@ -232,7 +232,7 @@ def test_a_learner_that_stays_too_long_is_named_with_both_sizes() -> None:
     )
     guard = memory.Residency(found, torch.device("cpu"))
     guard.check("update_weights", [holding(weights=6 * 10**8), holding(weights=4 * 10**8)])
-    assert guard.take() == {"memory/learner_gb/push": 1.0}
+    assert guard.take() == {"memory/learner_gb/update_weights": 1.0}
     assert guard.take() == {}
     with pytest.raises(RuntimeError) as error:
         guard.check("gen", [holding(weights=0, gradients=5 * 10**8)])
@@ -264,7 +264,7 @@ def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.Monk
         "load_learner": (memory.Item("learner weights", 30 * 10**9),),
         "old_log_prob": (),
         "update_actor": (memory.Item("learner weights", 30 * 10**9), memory.Item("logits", 10**10)),
-        "step": (),
+        "optimizer_step": (),
         "update_weights": (
             memory.Item("learner weights", 10**10),
             memory.Item("engine weights", 5 * 10**10),
@@ -287,7 +287,7 @@ def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.Monk
     guard.before("update_weights", [holding(weights=10**10)])
     guard.before("load_learner", [])
     gpu(monkeypatch, 35)
-    with pytest.raises(RuntimeError, match="phase push on rank 0 needs 60.0 GB"):
+    with pytest.raises(RuntimeError, match="phase update_weights on rank 0 needs 60.0 GB"):
         guard.before("update_weights", [holding(weights=10**10)])
 
 
@@ -302,9 +302,9 @@ def test_a_switch_is_measured_and_what_comes_later_must_fit(
     gpu(monkeypatch, 60)
     guard.check("update_weights", [])
     assert guard.take() == {
-        "memory/learner_gb/push": 0.0,
-        "memory/device_gb/push": 60.0,
-        "memory/planned_gb/push": 10.0,
+        "memory/learner_gb/update_weights": 0.0,
+        "memory/device_gb/update_weights": 60.0,
+        "memory/planned_gb/update_weights": 10.0,
     }
     gpu(monkeypatch, 71)
     with pytest.raises(RuntimeError, match="71.0 GB of the device's 80.0 GB are taken and 10.0"):

@@ -37,14 +37,16 @@ def test_what_is_not_as_it_should_be_stands_at_the_end_of_the_line(lines):
     screen = Screen(200, progress=False, clock=VirtualClock())
     screen.step(12, STEP, note="mismatch: max |dp| 0.6")
     screen.step(13, STEP)
-    assert lines()[0].endswith("(gen 0.30 update 0.25 sync 0.02)  mismatch: max |dp| 0.6")
-    assert lines()[1].endswith("sync 0.02)")
+    assert lines()[0].endswith(
+        "(gen 0.30 update_actor 0.25 update_weights 0.02)  mismatch: max |dp| 0.6"
+    )
+    assert lines()[1].endswith("update_weights 0.02)")
 
 
 def test_a_step_is_one_line():
     assert step_line(12, 200, STEP) == (
         "step  12/200  reward 0.530  loss -0.0123  kl 1.2e-04  len 26  15.0k tok/s  "
-        "0.62 s (gen 0.30 update 0.25 sync 0.02)"
+        "0.62 s (gen 0.30 update_actor 0.25 update_weights 0.02)"
     )
 
 
@@ -54,11 +56,20 @@ def test_what_was_not_measured_is_left_out_and_trouble_is_shown():
     )
 
 
-def test_the_line_of_a_slow_step_with_every_phase_fits_120_columns():
-    phases = ("gen", "reward", "route", "old_log_prob", "ref", "adv", "update_actor", "sync")
+def test_the_line_of_a_slow_step_with_every_phase_fits_140_columns():
+    phases = (
+        "gen",
+        "reward",
+        "exchange",
+        "old_log_prob",
+        "ref",
+        "adv",
+        "update_actor",
+        "update_weights",
+    )
     times = {f"timing_s/{phase}": 123.4 for phase in phases}
     line = step_line(1000, 1000, STEP | times | {"timing_s/step": 987.2, "actor/kl_loss": 0.001})
-    assert len(line) <= 120 and line.count(" 123") == 4
+    assert len(line) <= 140 and line.count(" 123") == 4
 
 
 def test_an_evaluation_is_a_line_for_each_data_set():

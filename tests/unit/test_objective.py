@@ -48,7 +48,7 @@ def of(name: str, x: LossInputs, **settings) -> tuple[torch.Tensor, torch.Tensor
     out = Objective(algos.module(name), cfg, max_tokens=10)(x)
     kept = x.mask & out.mask
     total = torch.where(kept, out.per_token, 0.0).sum()
-    (gradient,) = torch.autograd.grad(total, x.logp)
+    (gradient,) = torch.autograd.grad(total, x.log_probs)
     return total.detach(), gradient, kept
 
 
@@ -80,7 +80,7 @@ def test_an_infinite_cap_is_vanilla_importance_sampling(name):
     weighed = replace(x, correction=(x.old_log_probs - x.rollout_log_probs).exp())
     out = Objective(algos.module(name), cfg, max_tokens=10)(weighed)
     total = torch.where(x.mask, out.per_token, 0.0).sum()
-    (gradient,) = torch.autograd.grad(total, x.logp)
+    (gradient,) = torch.autograd.grad(total, x.log_probs)
     assert found[0] == pytest.approx(total.item(), rel=1e-12)
     assert torch.allclose(found[1], gradient, rtol=1e-12, atol=0)
 
@@ -95,7 +95,7 @@ def test_ppo_is_has_its_ratio_against_the_sampler_and_no_weight():
 def test_a_loss_without_a_ratio_is_weighed_by_this_very_pass_in_bypass_mode():
     x = inputs(gap=0.4)
     _, gradient, _ = of("reinforce", x, bypass_mode=True, rollout_is_threshold=float("inf"))
-    w = (x.logp - x.rollout_log_probs).exp().detach()
+    w = (x.log_probs - x.rollout_log_probs).exp().detach()
     assert torch.allclose(gradient, torch.where(x.mask, -w * x.advantage, 0.0), rtol=1e-12)
 
 
@@ -129,7 +129,7 @@ def test_kl_and_entropy_enter_with_their_coefficients():
     cfg = algos.config_class("grpo")(kl_coef=0.1, kl_type="k2", entropy_coef=0.01)
     plain = Objective(algos.module("grpo"), algos.config_class("grpo")(), max_tokens=10)(x)
     out = Objective(algos.module("grpo"), cfg, max_tokens=10, kl_scale=2.0)(x)
-    kl = (x.ref_log_probs - x.logp).square() / 2
+    kl = (x.ref_log_probs - x.log_probs).square() / 2
     want = plain.per_token + 0.2 * kl - 0.01 * x.entropy
     assert torch.allclose(out.per_token[x.mask], want[x.mask], rtol=1e-12)
     out.per_token[x.mask].sum().backward()
@@ -142,7 +142,7 @@ class Dropping(AlgoConfig):
 
 
 def dropping(x: LossInputs, cfg: AlgoConfig) -> LossOutput:
-    return LossOutput(per_token=-x.logp, metrics={}, mask=x.advantage > 0)
+    return LossOutput(per_token=-x.log_probs, metrics={}, mask=x.advantage > 0)
 
 
 def test_a_loss_that_drops_tokens_must_say_so():

@@ -109,10 +109,10 @@ def small(**options: object) -> ClusterPlan:
 def test_a_step_is_the_sum_of_its_phases():
     (step,) = SimRun(small()).steps(1)
     tokens = sum(step.outcome.lengths) + sum(step.outcome.prompts)
-    assert step.phases["rollout"] == pytest.approx(0.01 * max(step.outcome.lengths))
-    assert step.phases["update"] == pytest.approx(1e-4 * tokens + 2)
-    assert step.phases["logprobs"] == pytest.approx(1e-4 * tokens / 3)
-    assert (step.phases["sync"], step.phases["reward"]) == (0.5, 0)
+    assert step.phases["gen"] == pytest.approx(0.01 * max(step.outcome.lengths))
+    assert step.phases["update_actor"] == pytest.approx(1e-4 * tokens + 2)
+    assert step.phases["old_log_prob"] == pytest.approx(1e-4 * tokens / 3)
+    assert (step.phases["update_weights"], step.phases["reward"]) == (0.5, 0)
     assert step.seconds == pytest.approx(sum(step.phases.values()))
 
 
@@ -128,14 +128,14 @@ def test_a_seed_repeats_a_run_and_another_one_does_not():
 def test_log_probs_hide_in_the_time_in_which_nothing_is_decoded_and_no_more():
     plain, over = (next(SimRun(small(overlap_logprobs=x)).steps(1)) for x in (False, True))
     idle = plain.outcome.idle * plain.outcome.seconds
-    assert 0 < plain.phases["logprobs"] < idle and over.phases["logprobs"] == 0
+    assert 0 < plain.phases["old_log_prob"] < idle and over.phases["old_log_prob"] == 0
     slow = small(overlap_logprobs=True, training=TrainingCost(token_s=1.0))
     (step,) = SimRun(slow).steps(1)
     whole = TrainingCost(token_s=1.0).logprobs_s(
         [p + n for p, n in zip(step.outcome.prompts, step.outcome.lengths, strict=True)]
     )
-    assert step.phases["logprobs"] == pytest.approx(
-        whole - step.outcome.idle * step.phases["rollout"]
+    assert step.phases["old_log_prob"] == pytest.approx(
+        whole - step.outcome.idle * step.phases["gen"]
     )
 
 
@@ -155,7 +155,7 @@ def test_the_planner_is_driven_by_measured_preemptions_and_pays_for_the_change()
         steps += run.steps(1)
     assert [s.tp for s in steps] == [1, 1, 2]
     assert 0 < steps[0].outcome.preemptions < steps[1].outcome.preemptions
-    assert [s.phases["reshard"] for s in steps] == [0, 0, 7.0]
+    assert [s.phases["resize_engines"] for s in steps] == [0, 0, 7.0]
     assert len(steps[2].outcome.spans) == 2
 
 
@@ -172,7 +172,7 @@ def test_half_of_the_replicas_train_early_and_nothing_is_trained_twice_or_lost()
     # what was done early is not in the phases that follow
     rest = [p + n for p, n, done in at.samples() if not done]
     update = training.update_s(rest) + at.stream_left_s + 2
-    assert early.phases["update"] == pytest.approx(update)
+    assert early.phases["update_actor"] == pytest.approx(update)
     # two of four replicas, so a group takes one of them four times as long as all
     of = {g: sum(p + n for p, n, k in _of(at) if k == g) for g in at.streamed}
     took = sum(s.end - s.start for spans in at.stream_spans for s in spans)
@@ -243,7 +243,7 @@ def test_a_trace_has_every_phase_where_it_was(tmp_path: Path):
 def test_the_table_holds_the_second_arm_against_the_first():
     sums = {name: summarize(steps) for name, steps in two_arms().items()}
     lines = report.table(sums)
-    assert lines[0].split()[3:6] == ["rollout", "logprobs", "update"]
+    assert lines[0].split()[3:6] == ["gen", "old_log_prob", "update_actor"]
     assert f"{sums['all'].seconds / sums['tail'].seconds:.2f}x" in lines[2]
     assert sums["tail"].long_share == pytest.approx(1 / 6)
     assert sums["all"].seconds == pytest.approx(sum(sums["all"].phases[p] for p in PHASES))

@@ -32,7 +32,7 @@ class Engine(Part):
         super().__init__("engine", said)
         self.slow, self.dies = slow, dies
 
-    def resize_engines(self, tp: int) -> None:
+    def resize(self, tp: int) -> None:
         self.said.append(f"engine tp {tp}")
 
     def is_starting(self, timeout_s: float) -> bool:
@@ -200,7 +200,7 @@ def world(size: int, rank: int = 0) -> World:
 
 
 def test_larger_engines_hold_and_decode_more() -> None:
-    cfg = sizes.with_tp(config(tp=2, max_running=64, cache_tokens=1000), 4)
+    cfg = sizes.with_tp(config(tp=2, max_running_requests=64, kv_cache_tokens=1000), 4)
     r = cfg.rollout
     assert (r.tp, r.max_running, r.cache_tokens) == (4, 128, 2000)
     r = sizes.with_tp(cfg, 1).rollout
@@ -220,7 +220,7 @@ def test_sizes_go_as_far_as_ranks_heads_and_caches_allow(monkeypatch) -> None:
     longest = 128
     assert HF.max_positions >= longest
     monkeypatch.setattr(sizes.memory, "longest", lambda cfg, hf: longest)
-    assert bounds(tp=2, cache_tokens=2 * longest - 1) == (2, 4)  # half of it holds no sequence
+    assert bounds(tp=2, kv_cache_tokens=2 * longest - 1) == (2, 4)  # half of it holds no sequence
 
 
 def test_only_rank_0_decides() -> None:
@@ -273,7 +273,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_engines_are_awaited_before_the_push_and_in_a_phase_of_their_own(first) -> None:
-    assert first == [("wait_for_engines", "start"), ("update_weights", "sync")]
+    assert first == [("wait_for_engines", "start"), ("update_weights", "update_weights")]
 
 
 def test_the_first_start_waits_for_a_slow_engine_and_ends_with_one_that_refuses() -> None:

@@ -471,7 +471,7 @@ def test_engines_may_have_another_size_from_one_push_to_the_next(route: str) -> 
     def work(rank: int, store: Any) -> list[tuple[int, set[int]]]:
         sent, found = channel(rank, 2, store, route=route), []
         for version, tp in enumerate((1, 2, 1)):
-            sent.resize_engines(tp)
+            sent.resize(tp)
             engines[rank].count, engines[rank].payloads = 0, set()
             sent.push(Weights(rank, 2), engines[rank], version)
             found.append((engines[rank].count, engines[rank].payloads))
@@ -487,4 +487,4 @@ def test_engines_may_have_another_size_from_one_push_to_the_next(route: str) -> 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
     sent = channel(0, 1, dist.HashStore())
     with pytest.raises(ValueError, match="tp 2: must divide the 1 ranks of the channel"):
-        sent.resize_engines(2)
+        sent.resize(2)

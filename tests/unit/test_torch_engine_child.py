@@ -295,20 +295,20 @@ def test_another_size_is_another_child_without_requests():
         first = engine.pid
         engine.submit(endless(1, "s"))
         with pytest.raises(RuntimeError, match="1 requests are running; abort them first"):
-            engine.resize_engines(2)
+            engine.resize(2)
         engine._live.clear()
-        engine.resize_engines(2)
+        engine.resize(2)
         assert not engine.is_starting(60.0)
         assert engine.pid != first and gone(first) and not engine.poll(0.0)
         with pytest.raises(RuntimeError, match="size 2"):
             engine.resume()
-        engine.resize_engines(4)
+        engine.resize(4)
         assert not engine.is_starting(60.0)
         assert "4 ranks are too many" in engine.failure
     finally:
         engine.close()
-    with pytest.raises(RuntimeError, match="resize_engines: the engine is closed"):
-        engine.resize_engines(1)
+    with pytest.raises(RuntimeError, match="resize: the engine is closed"):
+        engine.resize(1)
 
 
 def test_a_child_that_is_on_its_way_up_is_told_from_one_that_works():

@@ -207,7 +207,7 @@ def test_the_trace_has_every_phase_and_response_of_its_steps(world: World) -> No
             for e in bars
             if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
         ]
-        assert {"gen", "route", "update_actor", "sync"} < set(inside)
+        assert {"gen", "exchange", "update_actor", "update_weights"} < set(inside)
     for bundle in ("response", "reward"):
         found = {e["args"]["id"] for e in events if e["ph"] == "b" and e["name"] == bundle}
         assert {f"t{g}.{k}" for g in range(8) for k in range(4)} <= found

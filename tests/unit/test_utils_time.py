@@ -62,9 +62,9 @@ def test_the_listener_hears_the_innermost_phase():
     with spans.phase("step"):
         with spans.phase("gen"):
             assert spans.current == "gen"
-        with spans.phase("sync"):
+        with spans.phase("update_weights"):
             pass
-    assert heard == ["step", "gen", "step", "sync", "step", ""]
+    assert heard == ["step", "gen", "step", "update_weights", "step", ""]
 
 
 def test_a_deadline_names_who_is_missing_once_the_time_is_over():
@@ -114,7 +114,7 @@ def test_the_watchdog_writes_a_verdict_and_all_stacks_once_for_a_phase_that_stan
     time.sleep(0.12)
     assert len(verdicts) == 1
     assert "phase gen has stood still for 0.05 s, waiting for t7.2 from rank 1" in verdicts[0]
-    dog.beat("sync")
+    dog.beat("update_weights")
     _wait_for(lambda: len(verdicts) == 2)
     dog.close()
     dog.close()

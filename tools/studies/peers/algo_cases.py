@@ -183,7 +183,7 @@ def loss(algo: str, **settings: Any) -> Callable[[Case], Answer]:
         count = reduce.normaliser(cfg.loss_agg_mode, float(kept.sum()), float(responses))
         total = torch.where(kept, out.per_token, 0.0).sum() / count
         figures = {f"metric {n}": m[kept].double().mean() for n, m in out.metrics.items()}
-        return _with_gradients(case, total, logp=x.logp, entropy=x.entropy) | figures
+        return _with_gradients(case, total, logp=x.log_probs, entropy=x.entropy) | figures
 
     return answer
 
