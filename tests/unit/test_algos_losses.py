@@ -381,7 +381,7 @@ def test_the_correction_weight_multiplies_the_loss(name, keys):
 def test_the_dtype_that_goes_in_comes_out(name, keys, dtype):
     x = random_inputs(3, [4, 3])
     floats = [
-        "logp",
+        "log_probs",
         "entropy",
         "score",
         "advantage",
@@ -499,7 +499,7 @@ def test_tokens_outside_the_mask_change_nothing(name, keys, seed, data):
     """Not a bit of loss, gradient or metrics, whatever finite values they have."""
     x = random_inputs(seed, [4, 2, 3, 2])
     fields = [
-        "logp",
+        "log_probs",
         "entropy",
         "score",
         "advantage",
@@ -512,7 +512,7 @@ def test_tokens_outside_the_mask_change_nothing(name, keys, seed, data):
     for f in fields:
         junk = t(data.draw(st.lists(GARBAGE, min_size=n, max_size=n), label=f))
         changed[f] = torch.where(x.mask, getattr(x, f).detach(), junk)
-    changed["logp"].requires_grad_()
+    changed["log_probs"].requires_grad_()
     y = replace(x, **changed)
     (loss, grad), (other, other_grad) = step(name, x, **keys), step(name, y, **keys)
     assert other == loss

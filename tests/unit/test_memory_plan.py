@@ -237,7 +237,7 @@ def test_a_learner_that_stays_too_long_is_named_with_both_sizes() -> None:
     with pytest.raises(RuntimeError) as error:
         guard.check("gen", [holding(weights=0, gradients=5 * 10**8)])
     assert str(error.value).startswith(
-        "memory: phase generate on rank 0: the learner holds 0.500 GB, planned are 0.000 GB"
+        "memory: phase gen on rank 0: the learner holds 0.500 GB, planned are 0.000 GB"
     )
 
 
@@ -280,7 +280,7 @@ def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError) as error:
         guard.before("load_learner", [])
     assert str(error.value).startswith(
-        "memory: phase backward on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's 80.0 GB "
+        "memory: phase update_actor on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's 80.0 GB "
         "are taken and 40.0 GB are to come"
     )
     gpu(monkeypatch, 25)

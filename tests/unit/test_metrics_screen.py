@@ -110,9 +110,9 @@ def test_the_final_table_shows_accuracy_and_where_the_time_went():
     assert table[table.index("time s per step share total s") + 2 :][:5] == [
         "gen 3.500 63.6 % 7.0",
         "other 1.500 27.3 % 3.0",
-        "eval 0.500 9.1 % 1.0",
+        "testing 0.500 9.1 % 1.0",
         "all 5.500 100 % 11.0",
-        "before the first step: eval 1.0 s, start 8.0 s",
+        "before the first step: testing 1.0 s, start 8.0 s",
     ]
     assert table[-1] == "2 steps: 50 samples/s"
 
@@ -130,7 +130,7 @@ def test_a_slow_start_is_in_no_share():
     ]
     table = [" ".join(line.split()) for line in final_table(summarise(rows))]
     shares = [float(line.split()[2]) for line in table if "%" in line and line[:3] != "all"]
-    assert "sync 0.500 5.0 % 1.5" in table and sum(shares) == pytest.approx(100, abs=0.1)
+    assert "update_weights 0.500 5.0 % 1.5" in table and sum(shares) == pytest.approx(100, abs=0.1)
     assert "before the first step: start 116.0 s, sync 117.0 s, eval 20.0 s" in table
 
 

@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_training_metrics(tool):
     lengths = [5, 1, 9]
     mu, p = (-2 * torch.rand(15, generator=g, dtype=torch.float64) for _ in range(2))
     x = LossInputs(
-        **dict.fromkeys(("logp", "old_log_probs"), p),
+        **dict.fromkeys(("log_probs", "old_log_probs"), p),
         **dict.fromkeys(("entropy", "score", "advantage", "correction"), torch.zeros(15)),
         mask=torch.ones(15, dtype=torch.bool),
         rollout_log_probs=mu,

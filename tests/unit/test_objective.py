@@ -26,7 +26,7 @@ def inputs(gap: float = 0.0, ref_gap: float = 0.3) -> LossInputs:
     old = logp + noise(0.1)
     sequence = torch.arange(T) // 4
     return LossInputs(
-        logp=logp.clone().requires_grad_(),
+        log_probs=logp.clone().requires_grad_(),
         entropy=(1 + noise(0.1)).requires_grad_(),
         mask=torch.arange(T) % 4 > 0,
         score=(sequence % 2).double(),

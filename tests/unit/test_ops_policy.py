@@ -103,7 +103,7 @@ def rows() -> LossInputs:
     sequence = torch.arange(T) // 6
     logp = -2.5 + 0.4 * randn(T, seed=1)
     return LossInputs(
-        logp=logp,
+        log_probs=logp,
         entropy=logp,
         mask=torch.arange(T) % 6 > 1,
         score=randn(4, seed=2)[sequence],

@@ -34,7 +34,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
             train=SimpleNamespace(epochs=3),
         ),
         ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
-        flow=None,
+        async_rollout=None,
     )
     algo = GRPOConfig(equal_reward_groups="drop")
     todo = plan.make(groups, algo, num_updates=1, num_ranks=1, seed=0)

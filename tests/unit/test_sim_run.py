@@ -208,7 +208,7 @@ def test_training_once_leaves_more_for_the_end():
 
 
 def test_replicas_that_do_not_divide_the_gpus_are_refused():
-    with pytest.raises(ValueError, match="4 GPUs are no whole number of replicas of 3"):
+    with pytest.raises(ValueError, match="4 GPUs are no whole number of engines of 3"):
         small(tp=3)
 
 
@@ -280,7 +280,7 @@ def test_sim_run_takes_a_measured_profile(tmp_path: Path, capsys):
     assert sim.main([*OPTIONS, "--profile", str(path), "--baseline", "rlhfuse"]) == 0
     assert "rlhfuse" in capsys.readouterr().out
     assert sim.main([*OPTIONS, "--profile", str(path), "--tp", "2"]) == 2
-    assert "has replicas of [1] GPUs and none of 2" in capsys.readouterr().err
+    assert "has engines of [1] GPUs and none of 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_sim_run_takes_a_measured_profile(tmp_path: Path, capsys):
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--mfu", "0"], "--mfu 0: above 0, at most 1"),
         (["--where", "model"], "--where model: COLUMN=VALUE"),
-        (["--tp", "4", "--stream"], "--tp 4 makes one replica of all GPUs"),
+        (["--tp", "4", "--stream"], "--tp 4 makes one engine of all GPUs"),
         (["--max-tp", "16"], "--max-tp 16: at most the 8 GPUs of a node"),
     ],
 )

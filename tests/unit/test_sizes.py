@@ -202,9 +202,9 @@ def world(size: int, rank: int = 0) -> World:
 def test_larger_engines_hold_and_decode_more() -> None:
     cfg = sizes.with_tp(config(tp=2, max_running_requests=64, kv_cache_tokens=1000), 4)
     r = cfg.rollout
-    assert (r.tp, r.max_running, r.cache_tokens) == (4, 128, 2000)
+    assert (r.tp, r.max_running_requests, r.kv_cache_tokens) == (4, 128, 2000)
     r = sizes.with_tp(cfg, 1).rollout
-    assert (r.tp, r.max_running, r.cache_tokens) == (1, 32, 500)
+    assert (r.tp, r.max_running_requests, r.kv_cache_tokens) == (1, 32, 500)
 
 
 def test_sizes_go_as_far_as_ranks_heads_and_caches_allow(monkeypatch) -> None:

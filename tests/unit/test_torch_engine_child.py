@@ -211,7 +211,7 @@ def test_an_engine_that_is_gone_in_a_call_is_down_when_the_call_raises():
         engine.begin_load(1)
         with pytest.raises(EngineFailedError, match=r"end_load: .*signal 9; restart\(\)"):
             engine.end_load()
-        assert "rank 2 failed: EngineGoneError: process 7 of SGLang" in engine.failure
+        assert "rank 2 failed: EngineFailedError: process 7 of SGLang" in engine.failure
         (down,) = engine.poll(0.0)
         assert down.lost == ("g.0", "g.1")
         engine.restart()

@@ -153,7 +153,7 @@ def inputs(case: Case) -> LossInputs:
     """What the learner hands to a loss, as one micro-batch."""
     mask = case.mask
     return LossInputs(
-        logp=case.packed("logp").requires_grad_(),
+        log_probs=case.packed("logp").requires_grad_(),
         entropy=case.packed("entropy").requires_grad_(),
         mask=mask,
         score=case.packed("score"),
