@@ -280,8 +280,8 @@ def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError) as error:
         guard.before("load_learner", [])
     assert str(error.value).startswith(
-        "memory: phase update_actor on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's 80.0 GB "
-        "are taken and 40.0 GB are to come"
+        "memory: phase update_actor on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's "
+        "80.0 GB are taken and 40.0 GB are to come"
     )
     gpu(monkeypatch, 25)
     guard.before("update_weights", [holding(weights=10**10)])
