@@ -59,7 +59,9 @@ def log_probs(
         hidden, weight, tokens, vocab_size, temperature, group, chunk_tokens, weight_grad
     )
     where = (*shard, temperature)
-    logp, entropy = _LogProb.apply(hidden, weight, tokens, where, group, chunk_tokens, weight_grad)
+    logp, entropy = _HeadLogProb.apply(
+        hidden, weight, tokens, where, group, chunk_tokens, weight_grad
+    )
     if tokens.device.type != "cpu":
         logp = torch.where((tokens >= 0) & (tokens < vocab_size), logp, float("nan"))
     return LogProbs(logp, entropy if entropy_grad else entropy.detach())
@@ -96,7 +98,7 @@ def policy_loss(
     given, params = policy.prepared(inputs, spec, hidden.size(0), hidden)
     given = policy.guarded(given, tokens, vocab_size)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss, stats, out = _PolicyLoss.apply(
+    loss, stats, out = _HeadPolicyLoss.apply(
         hidden,
         weight,
         tokens,
@@ -154,7 +156,7 @@ def _check(
 # ---- any loss: the logits are computed twice
 
 
-class _LogProb(torch.autograd.Function):
+class _HeadLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -196,7 +198,7 @@ class _LogProb(torch.autograd.Function):
 # ---- the fused loss: the logits are computed once
 
 
-class _PolicyLoss(torch.autograd.Function):
+class _HeadPolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

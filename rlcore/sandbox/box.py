@@ -67,7 +67,7 @@ class Verdicts:
 
 
 @dataclass
-class _Run:
+class _RunningProgram:
     """State of a running job."""
 
     kills: str = ""
@@ -133,7 +133,7 @@ class Sandbox:
         with _Files() as files:
             out, err = files.pipe(), files.pipe()
             given = files.memory(stdin)
-            run = _Run(streams={out[0]: bytearray(), err[0]: bytearray()})
+            run = _RunningProgram(streams={out[0]: bytearray(), err[0]: bytearray()})
             self._order(
                 _SCRIPT,
                 "script",
@@ -182,7 +182,10 @@ class Sandbox:
                     ],
                 )
             files.close(verdict[1])
-            runs = {_SCRIPT: _Run(), _JUDGE: _Run(streams={verdict[0]: bytearray()})}
+            runs = {
+                _SCRIPT: _RunningProgram(),
+                _JUDGE: _RunningProgram(streams={verdict[0]: bytearray()}),
+            }
             self._wait(runs, _JUDGE, deadline, limits.output_bytes)
         said = bytes(runs[_JUDGE].streams[verdict[0]])[: len(tests)]
         passed = [said[i : i + 1] == judge.PASSED for i in range(len(tests))]
@@ -224,7 +227,9 @@ class Sandbox:
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def _wait(self, runs: dict[int, _Run], main: int, deadline: Deadline, room: int) -> None:
+    def _wait(
+        self, runs: dict[int, _RunningProgram], main: int, deadline: Deadline, room: int
+    ) -> None:
         """Wait until all jobs have ended. The end of the job `main` ends the others."""
         assert self._walls is not None
         given_up = float("inf")
@@ -260,7 +265,7 @@ class Sandbox:
         except (OSError, subprocess.SubprocessError) as error:
             raise self._broken("cannot be emptied") from error
 
-    def _report(self, runs: dict[int, _Run]) -> None:
+    def _report(self, runs: dict[int, _RunningProgram]) -> None:
         assert self._walls is not None
         try:
             data = self._walls.control.recv(_REPORT_BYTES)
@@ -271,7 +276,7 @@ class Sandbox:
         report = json.loads(data)
         runs[report["job"]].end(report)
 
-    def _kill(self, runs: dict[int, _Run], why: str) -> None:
+    def _kill(self, runs: dict[int, _RunningProgram], why: str) -> None:
         assert self._walls is not None
         for number, run in runs.items():
             if not run.kills and run.report is None:
@@ -284,7 +289,7 @@ class Sandbox:
         return Broken(f"the sandbox {how}")
 
 
-def _read(fd: int, run: _Run, room: int) -> bool:
+def _read(fd: int, run: _RunningProgram, room: int) -> bool:
     """Read the available output, at most slightly more than `room`. Returns False at the end of the
     stream."""
     try:
@@ -298,7 +303,7 @@ def _read(fd: int, run: _Run, room: int) -> bool:
     return True
 
 
-def _outcome(run: _Run, out: bytes, err: bytes) -> ProgramOutcome:
+def _outcome(run: _RunningProgram, out: bytes, err: bytes) -> ProgramOutcome:
     assert run.report is not None
     why = run.report["why"]
     if why == "killed":

@@ -97,7 +97,7 @@ def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -
 
 
 @dataclass(slots=True)
-class _Batch:
+class _BatchStats:
     """Statistics of drafts in batches of about one size."""
 
     steps: int = 0
@@ -157,7 +157,7 @@ class DraftGate:
     """Number of times that drafts were switched on or off for some batch size."""
     _cost: DraftCost = field(default_factory=DraftCost)
     _fit: tuple[float, float, float] | None = None
-    _batches: dict[int, _Batch] = field(default_factory=dict)
+    _batches: dict[int, _BatchStats] = field(default_factory=dict)
 
     def wants(self, running: int) -> bool:
         """Return whether the next step of `running` requests should verify drafts."""
@@ -215,5 +215,5 @@ class DraftGate:
         plain = a + b * running
         return batch.gained * plain / (plain + b * running * batch.drafted + c)
 
-    def _batch(self, running: int) -> _Batch:
-        return self._batches.setdefault(running.bit_length(), _Batch())
+    def _batch(self, running: int) -> _BatchStats:
+        return self._batches.setdefault(running.bit_length(), _BatchStats())

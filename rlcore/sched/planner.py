@@ -25,7 +25,7 @@ FULL = 0.9
 
 
 @dataclass(slots=True)
-class _Kind:
+class _RoundKind:
     """State of one kind of rounds."""
 
     tp: int
@@ -67,7 +67,7 @@ class TPPlanner:
                     f"{name} {size}: a power of two, at least {min_tp} and at most {max_tp}"
                 )
         self._tp, self._max, self._min = tp, max_tp, min_tp
-        self._kinds = {kind: _Kind(size) for kind, size in (sizes or {}).items()}
+        self._kinds = {kind: _RoundKind(size) for kind, size in (sizes or {}).items()}
 
     def size(self, kind: str) -> int:
         """Return the size for the next round of this kind."""
@@ -88,8 +88,8 @@ class TPPlanner:
             now.resize(now.tp // 2)
         return now.tp
 
-    def _of(self, kind: str) -> _Kind:
-        return self._kinds.setdefault(kind, _Kind(self._tp))
+    def _of(self, kind: str) -> _RoundKind:
+        return self._kinds.setdefault(kind, _RoundKind(self._tp))
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain JSON."""
@@ -97,7 +97,7 @@ class TPPlanner:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. If a size does not fit this machine, raise ValueError."""
-        found = {kind: _Kind(**known) for kind, known in state.items()}
+        found = {kind: _RoundKind(**known) for kind, known in state.items()}
         for kind, known in found.items():
             if not self._min <= known.tp <= self._max:
                 raise ConfigError(

@@ -77,7 +77,7 @@ class MuxTimeline:
 
 
 @dataclass(slots=True)
-class _Run:
+class _JobProgress:
     """Progress of a job."""
 
     job: VirtualJob
@@ -160,7 +160,7 @@ class MuxSimulation:
         self._tail_share = tail
         self.mux = PhaseMux(tail=tail)
         self._switch = switch_s if switch_s and len(jobs) > 1 else {}
-        self._runs = {j.member.job: _Run(j) for j in jobs}
+        self._runs = {j.member.job: _JobProgress(j) for j in jobs}
         self._events: list[tuple[float, int, str, str, int]] = []
         self._count = 0
         self.trace = MuxTimeline(ends={j.member.job: [] for j in jobs})
@@ -182,7 +182,7 @@ class MuxSimulation:
             self._do(self._event(now, what, name, run), now)
         return self.trace
 
-    def _event(self, now: float, what: str, name: str, run: _Run) -> list[Todo]:
+    def _event(self, now: float, what: str, name: str, run: _JobProgress) -> list[Todo]:
         if what == "ask":
             return self.mux.ask(name, run.next_pools(), now)
         if what == "tail":
@@ -211,7 +211,7 @@ class MuxSimulation:
             else:
                 self._move(t, run, now)
 
-    def _open(self, grant: Grant, run: _Run, now: float) -> None:
+    def _open(self, grant: Grant, run: _JobProgress, now: float) -> None:
         run.add_slots(grant.slots, now)
         if grant.is_more:
             run.advance(now)
@@ -219,7 +219,7 @@ class MuxSimulation:
             run.start_phase(now, self._switch)
         self._plan(grant.job, run, now)
 
-    def _move(self, move: Migrate, run: _Run, now: float) -> None:
+    def _move(self, move: Migrate, run: _JobProgress, now: float) -> None:
         run.advance(now)
         self.trace.count_move()
         self._close(move.job, run, move.free, now)
@@ -227,7 +227,7 @@ class MuxSimulation:
         self._plan(move.job, run, now)
         self._do(self.mux.freed(move.job, move.free, now), now)
 
-    def _plan(self, name: str, run: _Run, now: float) -> None:
+    def _plan(self, name: str, run: _JobProgress, now: float) -> None:
         """Update the speed of the phase and queue its new end."""
         run.change_speed(self._tail_share)
         self._at(now + max(0.0, run.left_s) / run.rate, "end", name)
@@ -235,7 +235,7 @@ class MuxSimulation:
         if run.step == ROLLOUT and not run.is_tail and before_tail > -math.inf:
             self._at(now + max(0.0, before_tail) / run.rate, "tail", name)
 
-    def _close(self, name: str, run: _Run, slots: Sequence[str], now: float) -> None:
+    def _close(self, name: str, run: _JobProgress, slots: Sequence[str], now: float) -> None:
         for slot in slots:
             self.trace.spans.append(SlotInterval(name, run.step, slot, run.opened.pop(slot), now))
 

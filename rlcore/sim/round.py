@@ -131,7 +131,7 @@ class SimSettings:
 
     def run(self, round_: Round) -> RoundResult:
         """Run one round. If the controller gives it up, raise RuntimeError."""
-        return _Run(self, round_).outcome()
+        return _RoundRun(self, round_).outcome()
 
 
 class Engines(ABC):
@@ -231,7 +231,7 @@ class Engines(ABC):
         heapq.heappush(self._queue, (time, self._number, what))
 
 
-class _Run(Engines):
+class _RoundRun(Engines):
     def __init__(self, world: SimSettings, round_: Round) -> None:
         ranks = range(len(world._costs))
         controller = Controller(

@@ -113,7 +113,7 @@ class Relay:
             self.plan = self._make_plan()
         assert self.plan is not None
         tensors = {(shard.name, shard.start): tensor for shard, tensor in shards}
-        return _Run(self, self.plan, self._join(self.plan), tensors, take, give).run()
+        return _UpdateRun(self, self.plan, self._join(self.plan), tensors, take, give).run()
 
     def _make_plan(self) -> UpdatePlan:
         self._copies = {}
@@ -196,7 +196,7 @@ class Relay:
         return self._copies[key]
 
 
-class _Run:
+class _UpdateRun:
     """One push on one rank."""
 
     def __init__(
@@ -419,7 +419,7 @@ class _Naming:
     """Turns a library's error in an exchange with one peer into a `LinkError` that names bucket and
     peer."""
 
-    def __init__(self, run: _Run, number: int, part: BucketPart, peer: int) -> None:
+    def __init__(self, run: _UpdateRun, number: int, part: BucketPart, peer: int) -> None:
         self._run, self._part, self._number, self._peer = run, part, number, peer
 
     def __enter__(self) -> None:

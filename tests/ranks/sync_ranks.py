@@ -339,9 +339,9 @@ def hurry(channel: RelayChannel, timeout_s: float) -> None:
 
 def damaging(channel: RelayChannel, stage: int) -> Any:
     """Turns damage of bucket 1 on and off: of what this rank sends (0), or broadcasts (1)."""
-    from rlcore.sync.relay import _Run
+    from rlcore.sync.relay import _UpdateRun
 
-    packed, spread = _Run._packed, _Run._spread
+    packed, spread = _UpdateRun._packed, _UpdateRun._spread
 
     def bad_packed(run: Any, number: int, part: Any) -> Tensor:
         buffer = packed(run, number, part)
@@ -357,9 +357,9 @@ def damaging(channel: RelayChannel, stage: int) -> Any:
 
     def turn(on: bool) -> None:
         if stage == 0:
-            _Run._packed = bad_packed if on else packed
+            _UpdateRun._packed = bad_packed if on else packed
         else:
-            _Run._spread = bad_spread if on else spread
+            _UpdateRun._spread = bad_spread if on else spread
 
     return turn
 

@@ -62,7 +62,7 @@ _SEND_S = 0.02  # about the time that a request takes to reach SGLang's schedule
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _SGLangRequest:
     """State of a request from submission to its end."""
 
     request: Request
@@ -130,7 +130,7 @@ class _Stay:
     """Whether it has produced a token, so that the cache holds the request's tokens."""
     deaf: bool = False
     """Whether further tokens are dropped, because their weights are no longer valid."""
-    followers: list[_Job] = field(default_factory=list)
+    followers: list[_SGLangRequest] = field(default_factory=list)
     """Requests of the same group that wait for this flight's first token."""
 
     def follow(self, task: "asyncio.Task[None]") -> None:
@@ -151,7 +151,7 @@ class _Stay:
         """Drop further tokens."""
         self.deaf = True
 
-    def free_followers(self) -> list[_Job]:
+    def free_followers(self) -> list[_SGLangRequest]:
         """Return the waiting followers and clear the list."""
         followers, self.followers = self.followers, []
         return followers
@@ -227,11 +227,13 @@ class SGLangEngine(InProcess):
         self._rank, self._tp = rank, tp
         self._tell_tokens = tell_tokens
         self._deadline_s = deadline_s
-        self._jobs: dict[RequestId, _Job] = {}
-        self._waiting: list[tuple[tuple[int, int], _Job]] = []  # heap; ended jobs are skipped
-        self._flying: dict[_Job, None] = {}
+        self._jobs: dict[RequestId, _SGLangRequest] = {}
+        self._waiting: list[
+            tuple[tuple[int, int], _SGLangRequest]
+        ] = []  # heap; ended jobs are skipped
+        self._flying: dict[_SGLangRequest, None] = {}
         self._held = 0  # followers: counted in max_running, but without a flight yet
-        self._leaders: dict[tuple[str, tuple[int, ...]], _Job] = {}
+        self._leaders: dict[tuple[str, tuple[int, ...]], _SGLangRequest] = {}
         self._events: queue.SimpleQueue[AnyEvent] = queue.SimpleQueue()
         self._arrivals = self._flights = self._loads = 0
         self._loaded = False
@@ -334,7 +336,7 @@ class SGLangEngine(InProcess):
         for request in requests:
             part, prompt = request.resume, request.prompt.tolist()
             key = derive(self._seed, "sample", request.id)
-            job = _Job(
+            job = _SGLangRequest(
                 request=request,
                 arrival=self._arrivals,
                 # The sampler adds the last known token's position, counted from the prompt's start.
@@ -604,7 +606,7 @@ class SGLangEngine(InProcess):
                 leader.flight.followers.append(job)
                 self._held += 1
 
-    def _take_off(self, job: _Job) -> None:
+    def _take_off(self, job: _SGLangRequest) -> None:
         self._flights += 1
         flight = _Stay(rid=f"{self._flights:016x}", base=len(job.tokens))
         job.take_off(flight)
@@ -613,7 +615,7 @@ class SGLangEngine(InProcess):
         self._flying[job] = None
         flight.follow(asyncio.create_task(self._fly(job, flight)))
 
-    async def _fly(self, job: _Job, flight: _Stay) -> None:
+    async def _fly(self, job: _SGLangRequest, flight: _Stay) -> None:
         """Submit a request to SGLang and receive its tokens until it ends there."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -648,7 +650,7 @@ class SGLangEngine(InProcess):
         except Exception as error:
             self._server.fail(f"request {job.request.id}: {type(error).__name__}: {error}")
 
-    def _take(self, job: _Job, flight: _Stay, out: Mapping[str, Any]) -> None:
+    def _take(self, job: _SGLangRequest, flight: _Stay, out: Mapping[str, Any]) -> None:
         """Append new tokens of a flight to its request."""
         if flight.deaf:
             return
@@ -682,7 +684,7 @@ class SGLangEngine(InProcess):
         for _ in range(flight.retract(meta.get("num_retractions") or 0)):
             self._emit(Preempted, id=job.request.id)
 
-    def _up_to_stop(self, job: _Job, new: Sequence[int]) -> int:
+    def _up_to_stop(self, job: _SGLangRequest, new: Sequence[int]) -> int:
         """Return how many of the new tokens belong to the response, up to its stop token. If SGLang
         aborts the request in a step with drafts, it keeps accepted tokens after a stop token."""
         stops = job.request.sampling.stop_ids
@@ -690,7 +692,7 @@ class SGLangEngine(InProcess):
             return 0
         return next((i for i, token in enumerate(new, 1) if token in stops), len(new))
 
-    def _free_followers(self, job: _Job, flight: _Stay) -> None:
+    def _free_followers(self, job: _SGLangRequest, flight: _Stay) -> None:
         """Start the followers of a flight once the group's prefill is done, or requeue them if it
         will not be done."""
         if self._leaders.get(job.group) is job:
@@ -705,7 +707,7 @@ class SGLangEngine(InProcess):
             else:
                 heapq.heappush(self._waiting, (follower.order, follower))
 
-    def _landed(self, job: _Job, flight: _Stay, reason: Mapping[str, Any]) -> None:
+    def _landed(self, job: _SGLangRequest, flight: _Stay, reason: Mapping[str, Any]) -> None:
         job.land()
         if flight.begun:
             self._cached -= len(job.tokens)
@@ -733,7 +735,7 @@ class SGLangEngine(InProcess):
         if not self._jobs:
             self._report()
 
-    async def _land(self, jobs: Sequence[_Job]) -> None:
+    async def _land(self, jobs: Sequence[_SGLangRequest]) -> None:
         """End these flights. If SGLang is paused, `jobs` must be all requests in flight. SGLang is
         then resumed even if there are none, because it never gets idle while paused."""
         flights = [job.flight for job in jobs if job.flight is not None]
@@ -800,7 +802,7 @@ class SGLangEngine(InProcess):
 
     # ---- events
 
-    def _end(self, job: _Job, finish: Finish) -> None:
+    def _end(self, job: _SGLangRequest, finish: Finish) -> None:
         del self._jobs[job.request.id]
         sample = Sample(
             id=job.request.id,
@@ -819,7 +821,7 @@ class SGLangEngine(InProcess):
     def _emit(self, kind: type, **fields: Any) -> None:
         self._events.put(kind(rank=self._rank, time=time.monotonic(), **fields))
 
-    def _tail(self, job: _Job) -> Partial:
+    def _tail(self, job: _SGLangRequest) -> Partial:
         """Return the response's tokens since the last report."""
         new = job.tell()
         return Partial(

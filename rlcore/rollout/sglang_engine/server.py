@@ -172,7 +172,7 @@ class Server:
 
             _name_loads(self._folder)
 
-            class Engine(engine.Engine):
+            class BareEngine(engine.Engine):
                 """SGLang's engine without the detokenizer process."""
 
                 @classmethod
@@ -181,7 +181,7 @@ class Server:
 
             self.loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self.loop)
-            self._engine = Engine(**arguments)
+            self._engine = BareEngine(**arguments)
             self.manager = self._engine.tokenizer_manager
             if self.manager is not None:
                 (info, *_) = self._engine._scheduler_init_result.scheduler_infos

@@ -66,7 +66,7 @@ _WASTE = 1.25  # ratio of attended to needed columns from which rows are sorted 
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _TorchRequest:
     """State of a request from submission to its end."""
 
     request: Request
@@ -156,7 +156,7 @@ class _Seats:
             free=list(range(num - 1, -1, -1)),
         )
 
-    def take(self, job: _Job) -> None:
+    def take(self, job: _TorchRequest) -> None:
         """Assign a free seat to the job and fill in its tables."""
         seat, sampling, count = self.free.pop(), job.request.sampling, len(job.tokens)
         job.sit(seat)
@@ -177,7 +177,7 @@ class _Seats:
         self.versions[seat, :count] = job.versions
         self.drafted[seat, :count] = job.drafted
 
-    def leave(self, job: _Job) -> None:
+    def leave(self, job: _TorchRequest) -> None:
         """Free the job's seat and copy its response to the job."""
         seat, count = job.seat, self.count[job.seat]
         job.leave(
@@ -393,10 +393,14 @@ class TorchEngine(InProcess):
         or at any wake. Otherwise 0."""
         self._cache: Cache | None = self._make_cache()
         self._seats = _Seats.make(max_running)
-        self._jobs: dict[RequestId, _Job] = {}
-        self._waiting: list[tuple[tuple[int, int], _Job]] = []  # heap; ended jobs are skipped
-        self._rows: list[_Job] = []
-        self._groups: dict[tuple[str, bytes], dict[_Job, None]] = {}  # running, by prefix, in order
+        self._jobs: dict[RequestId, _TorchRequest] = {}
+        self._waiting: list[
+            tuple[tuple[int, int], _TorchRequest]
+        ] = []  # heap; ended jobs are skipped
+        self._rows: list[_TorchRequest] = []
+        self._groups: dict[
+            tuple[str, bytes], dict[_TorchRequest, None]
+        ] = {}  # running, by prefix, in order
         self._batch: _Batch | None = None
         self._events: list[AnyEvent] = []
         self._arrivals = 0
@@ -432,7 +436,7 @@ class TorchEngine(InProcess):
             prompt = np.ascontiguousarray(request.prompt, np.int32)
             part = request.resume
             key = derive(self._seed, "sample", request.id)
-            job = _Job(
+            job = _TorchRequest(
                 request=request,
                 arrival=self._arrivals,
                 key=key,
@@ -660,7 +664,7 @@ class TorchEngine(InProcess):
 
     def _admit(self) -> None:
         """Move waiting requests into rows, limited by rows, cache and prefill tokens per step."""
-        picked: list[_Job] = []
+        picked: list[_TorchRequest] = []
         cache = self._cache
         assert cache is not None
         longest, work = self._longest(), 0
@@ -682,10 +686,10 @@ class TorchEngine(InProcess):
         if picked:
             self._start(picked, longest, cache)
 
-    def _start(self, picked: list[_Job], longest: int, cache: Cache) -> None:
+    def _start(self, picked: list[_TorchRequest], longest: int, cache: Cache) -> None:
         """Add rows for the requests and prefill all but their last tokens."""
-        leaders: list[_Job] = []
-        followers: list[tuple[_Job, _Job]] = []
+        leaders: list[_TorchRequest] = []
+        followers: list[tuple[_TorchRequest, _TorchRequest]] = []
         for job in picked:
             group = self._groups.setdefault((job.request.group, job.prefix), {})
             if group:
@@ -712,7 +716,7 @@ class TorchEngine(InProcess):
         resumed = sum(bool(len(job.tokens)) for job in jobs)
         self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
 
-    def _fill(self, jobs: list[_Job], slot: int, starts: list[int], cache: Cache) -> None:
+    def _fill(self, jobs: list[_TorchRequest], slot: int, starts: list[int], cache: Cache) -> None:
         """Prefill the rows from `slot` on, each from its entry in `starts` up to the last token,
         exclusive. Jobs are sorted longest first."""
         budget = _PREFILL_TOKENS.get(self._device.type, 2048)
@@ -749,7 +753,7 @@ class TorchEngine(InProcess):
         preempt the last requests in order until it fits."""
         cache, longest = self._cache, self._longest()
         assert cache is not None
-        lost: list[_Job] = []
+        lost: list[_TorchRequest] = []
         while not cache.fits(len(self._rows) - len(lost), longest):
             rest = [job for job in self._rows if job not in lost]
             lost.append(max(rest, key=lambda job: job.order))
@@ -848,7 +852,7 @@ class TorchEngine(InProcess):
             bad = self._rows[rows[int(np.argmin(np.isfinite(logps)))]].request.id
             raise RuntimeError(f"request {bad}: the logits are not finite; check the weights")
 
-    def _finish(self, jobs: list[_Job]) -> None:
+    def _finish(self, jobs: list[_TorchRequest]) -> None:
         self._unseat(jobs)
         for job in jobs:
             stopped = int(job.tokens[-1]) in job.request.sampling.stop_ids
@@ -917,7 +921,7 @@ class TorchEngine(InProcess):
 
     # ---- rows and events
 
-    def _unseat(self, jobs: Collection[_Job]) -> None:
+    def _unseat(self, jobs: Collection[_TorchRequest]) -> None:
         """Remove jobs from their rows and fill the gaps with the last rows."""
         if not jobs:
             return
@@ -942,14 +946,14 @@ class TorchEngine(InProcess):
             if not self._groups[key]:
                 del self._groups[key]
 
-    def _requeue(self, jobs: Collection[_Job]) -> None:
+    def _requeue(self, jobs: Collection[_TorchRequest]) -> None:
         """Remove jobs from their rows and queue them in their former order, to be prefilled
         again."""
         self._unseat(jobs)
         for job in jobs:
             heapq.heappush(self._waiting, (job.order, job))
 
-    def _end(self, job: _Job, finish: Finish) -> None:
+    def _end(self, job: _TorchRequest, finish: Finish) -> None:
         del self._jobs[job.request.id]
         sample = Sample(
             id=job.request.id,
@@ -969,7 +973,7 @@ class TorchEngine(InProcess):
     def _emit(self, kind: type, **fields) -> None:
         self._events.append(kind(rank=self._rank, time=self._clock(), **fields))
 
-    def _tail(self, job: _Job) -> Partial:
+    def _tail(self, job: _TorchRequest) -> Partial:
         """Return the response's tokens since the last report."""
         table, seat = self._seats, job.seat
         new = job.tell(int(table.count[seat]))
