@@ -195,7 +195,7 @@ class WeightChannel(Protocol):
     restored: if a push fails, every engine that had begun to load refuses to decode until a later
     push succeeds. If an engine fails during a push, its rank continues the push without it."""
 
-    def push(
+    def update_weights(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
         """Update the engines' weights. Collective: every rank calls it with its own learner and

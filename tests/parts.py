@@ -37,7 +37,7 @@ class Channel:
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
-    def push(self, learner: Any, engine: Any, version: int) -> dict[str, float]:
+    def update_weights(self, learner: Any, engine: Any, version: int) -> dict[str, float]:
         self.said.append(
             f"push {version}" + (" to shelf" if getattr(engine, "name", "") == "shelf" else "")
         )

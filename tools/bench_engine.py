@@ -25,7 +25,7 @@ from rlcore.protocols import Engine  # noqa: E402
 from rlcore.records import Finished, Request, Sampling, Stats  # noqa: E402
 from rlcore.rollout.child import ChildEngine  # noqa: E402
 from rlcore.rollout.torch_engine.engine import TorchEngine  # noqa: E402
-from rlcore.sync.pack import push  # noqa: E402
+from rlcore.sync.pack import load_weights  # noqa: E402
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -85,7 +85,7 @@ def main() -> None:
         (n, torch.ones(s) if "norm" in n else torch.randn(s, generator=gen) * 0.02)
         for n, s in expected(hf).items()
     )
-    push(engine, weights, 0)
+    load_weights(engine, weights, 0)
     rows = [_round(engine, hf, a, number) for number in range(a.rounds + 1)][1:]
     for row in rows:
         print(json.dumps(row))

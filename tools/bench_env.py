@@ -53,7 +53,7 @@ from rlcore.rollout.transport import LocalHub  # noqa: E402
 from rlcore.rollout.worker import RolloutWorker  # noqa: E402
 from rlcore.sched.prompt_source import EpochPrompts  # noqa: E402
 from rlcore.sched.router import LeastLoaded  # noqa: E402
-from rlcore.sync.pack import push  # noqa: E402
+from rlcore.sync.pack import load_weights  # noqa: E402
 from rlcore.utils.seed import derive  # noqa: E402
 from tests.runs import tiny_model  # noqa: E402
 
@@ -87,7 +87,9 @@ class Bench:
         import torch
 
         gen = torch.Generator().manual_seed(a.seed)
-        push(inner, ((n, torch.randn(s, generator=gen) * 0.1) for n, s in expected(hf).items()), 0)
+        load_weights(
+            inner, ((n, torch.randn(s, generator=gen) * 0.1) for n, s in expected(hf).items()), 0
+        )
         self.law = replace(
             law,
             mean_s=law.mean_s * a.scale,

@@ -179,7 +179,7 @@ def pushes(a: argparse.Namespace) -> Iterator[dict]:
         size = sum(t.nbytes for _, t in state)
         for shm in (False, True):
             channel = ColocatedChannel(shared_memory=shm)
-            ours = timed(lambda c=channel, s=state: c.push(State(s), Sink(), 1), a)
+            ours = timed(lambda c=channel, s=state: c.update_weights(State(s), Sink(), 1), a)
             before = timed(lambda s=state, m=shm: plain_push(s, m), a)
             where = "shm" if shm else "inline"
             for way, seconds in (("before", before), ("rlcore", ours)):

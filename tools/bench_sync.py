@@ -364,7 +364,7 @@ def two_stage(rank: int, n: int, peers: Any, weights: Weights, bucket: int) -> C
     sites = [range(n), range(n, 2 * n)]
     channel = make_channel("two_stage", sites=sites, peers=peers, max_bytes=bucket)
     learner, engine = (weights, None) if rank < n else (None, Sink())
-    return lambda: channel.push(learner, engine, 1)
+    return lambda: channel.update_weights(learner, engine, 1)
 
 
 def flat(rank: int, n: int, peers: Any, weights: Weights) -> Callable[[], Any]:
@@ -458,7 +458,7 @@ def node_rank(rank: int, args: dict) -> dict:
     for number in range(args["rounds"] + 1):
         for name, channel in channels.items():
             dist.barrier()
-            figures = channel.push(learner, Sink(), number)
+            figures = channel.update_weights(learner, Sink(), number)
             if number:  # the first one makes groups, plans and pages
                 found[name]["time_s"].append(figures["time_s"])
             found[name] |= {key: figures[key] for key in ("transient_gb", "bytes")}

@@ -63,14 +63,15 @@ class RelayChannel:
         self._relay, self._handover = relay, handover
         self._staged: Tensor | None = None
 
-    def push(
+    def update_weights(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
         """Update the weights of all engines; collective. Every rank enters, with its learner and
         engine or None. If an engine fails during the push, the push continues without it.
 
         Raises:
-            PushError, PushTimeoutError: the same sentence on every rank. An engine that began to
+            WeightUpdateError, WeightUpdateTimeoutError: the same sentence on every rank. An engine
+            that began to
                 load does not decode before a push succeeds.
         """
         start, handover, peers = time.monotonic(), self._handover, self._relay.peers

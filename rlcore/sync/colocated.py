@@ -26,7 +26,7 @@ from rlcore.protocols import Learner, WeightReceiver
 from rlcore.records import Bucket
 from rlcore.sync.memory import ExportMeter
 from rlcore.sync.pack import MAX_BYTES, Packer
-from rlcore.sync.peers import ExchangeGroup, LinkError, Peers, PushError, alone, blamed
+from rlcore.sync.peers import ExchangeGroup, LinkError, Peers, WeightUpdateError, alone, blamed
 from rlcore.utils import buckets
 from rlcore.utils.buckets import SharedRoom
 from rlcore.utils.log import log
@@ -133,12 +133,13 @@ class Handover:
         """End the push: all engines decode again, or none does; collective.
 
         Raises:
-            PushError: a rank's engine has refused. The other engines return to loading and wait for
+            WeightUpdateError: a rank's engine has refused. The other engines return to loading and
+            wait for
                 a push that succeeds.
         """
         try:
             self.peers.step("end", self._end_load, "engine")
-        except PushError:
+        except WeightUpdateError:
             self._refuse(version)
             raise
 
@@ -212,7 +213,7 @@ class ColocatedChannel:
         transport: Transport = "shm" if shared_memory else "bytes"
         self._handover = handover or Handover(transport, max_bytes=max_bucket_bytes)
 
-    def push(
+    def update_weights(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
         """Update the weights of all engines; collective. Every rank exhausts the export, also
@@ -220,7 +221,8 @@ class ColocatedChannel:
         the next round.
 
         Raises:
-            PushError, PushTimeoutError: the same sentence on every rank. An engine that began to
+            WeightUpdateError, WeightUpdateTimeoutError: the same sentence on every rank. An engine
+            that began to
                 load does not decode before a push succeeds.
         """
         start, handover = time.monotonic(), self._handover

@@ -87,7 +87,7 @@ def pack(
     return Packer(max_bytes).pack(tensors)
 
 
-def push(
+def load_weights(
     engine: Engine,
     tensors: Iterable[tuple[str, Tensor]],
     version: int,

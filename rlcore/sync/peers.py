@@ -67,11 +67,11 @@ class Failure(msgspec.Struct, frozen=True):
         return _ORDER.index(self.kind), self.bucket, self.stage, self.rank
 
 
-class PushError(RuntimeError):
+class WeightUpdateError(RuntimeError):
     """A failed push; every rank raises the same one."""
 
 
-class PushTimeoutError(PushError, TimeoutError):
+class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
     """A push failed because a rank was late."""
 
 
@@ -135,7 +135,7 @@ class Peers:
         store = dist.PrefixStore(f"rlcore/{name}", store or dist.HashStore())
         number = store.add(f"made/{self.rank}", 1)
         self._store = dist.PrefixStore(str(number), store)
-        self._pushes = 0
+        self._updates = 0
         self._told = False
         self._groups: dict[str, ExchangeGroup] = {}
 
@@ -143,9 +143,9 @@ class Peers:
 
     def begin(self) -> None:
         """Begin a push on this rank."""
-        self._pushes += 1
+        self._updates += 1
         self._told = False
-        self._forget(self._pushes - _KEPT)
+        self._forget(self._updates - _KEPT)
 
     def step(self, point: Point, work: Callable[[], _Result], kind: Kind = "error") -> _Result:
         """Do this rank's part of the push up to a point, then get the verdict on all parts;
@@ -156,7 +156,8 @@ class Peers:
             kind: kind of failure of an exception from `work` that is not a `LinkError`.
 
         Raises:
-            PushError, PushTimeoutError: a rank has failed or did not come. The sentence is the same
+            WeightUpdateError, WeightUpdateTimeoutError: a rank has failed or did not come. The
+            sentence is the same
                 on every rank, and every group is made anew at its next use.
         """
         error, failure = None, None
@@ -169,7 +170,7 @@ class Peers:
                 error = None  # its frames would keep open the links at which peers wait
         try:
             self.vote(point, failure)
-        except PushError as verdict:
+        except WeightUpdateError as verdict:
             raise verdict from error
         return result
 
@@ -191,7 +192,7 @@ class Peers:
             return
         self._drop()
         said = self._sentence(point)
-        raise (PushTimeoutError if said.is_late else PushError)(said.text)
+        raise (WeightUpdateTimeoutError if said.is_late else WeightUpdateError)(said.text)
 
     def tell(self, point: Point, failure: Failure) -> None:
         """Report a failure at once, before this rank comes to the point. The waits of other ranks
@@ -255,7 +256,7 @@ class Peers:
         if not failures:
             failures = [Failure("error", -1, 0, self.rank, "a rank gave up without a word")]
         cause = min(failures, key=lambda failure: failure.order)
-        text = f"push {self._pushes}: {cause.text}"
+        text = f"push {self._updates}: {cause.text}"
         if others := [f.text for f in failures if f.kind == "error" and f is not cause]:
             text += f"; {others[0]}"
         if point != "here":
@@ -283,16 +284,16 @@ class Peers:
         return self._store.check([self._key("done", "verdict")])
 
     def _key(self, what: str, of: int | str = "count") -> str:
-        return f"{self._pushes}/{what}/{of}"
+        return f"{self._updates}/{what}/{of}"
 
-    def _forget(self, push: int) -> None:
+    def _forget(self, update: int) -> None:
         """Remove this rank's keys of an old push; rank 0 also removes the shared keys."""
-        if push < 1:
+        if update < 1:
             return
         for what in ("here", "done", "end", "why"):
-            self._store.delete_key(f"{push}/{what}/{self.rank}")
+            self._store.delete_key(f"{update}/{what}/{self.rank}")
             for of in ("count", "verdict", "sentence") if self.rank == 0 else ():
-                self._store.delete_key(f"{push}/{what}/{of}")
+                self._store.delete_key(f"{update}/{what}/{of}")
 
     # ---- groups
 
@@ -313,7 +314,7 @@ class Peers:
             missing = self._absent(point, ranks)
             raise LinkError(self._left(where, start, missing, "the push has failed elsewhere", 0))
         try:
-            store = dist.PrefixStore(f"groups{self._pushes}/{name}", self._store)
+            store = dist.PrefixStore(f"groups{self._updates}/{name}", self._store)
             made = ExchangeGroup(name, tuple(ranks), self.rank, store, device, self.timeout_s)
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]

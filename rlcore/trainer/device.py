@@ -123,7 +123,7 @@ class Device:
         """Restart failed engines, then send the learner's weights to every engine (W)."""
         self._enter("update_weights")
         self._restart_failed()
-        self._push(self.parts.engine, version)
+        self._send_weights(self.parts.engine, version)
         self._enter("gen")
 
     def repair(self) -> None:
@@ -208,10 +208,10 @@ class Device:
         assert state in NEXT[self.state], f"device: {self.state} -> {state}"
         self.state = state
 
-    def _push(self, engine: Engine | HostWeightCache | None, version: int) -> None:
+    def _send_weights(self, engine: Engine | HostWeightCache | None, version: int) -> None:
         p = self.parts
-        p.progress.pushed(version)
-        moved = p.channel.push(p.learner, engine, version)
+        p.progress.sent_weights(version)
+        moved = p.channel.update_weights(p.learner, engine, version)
         p.progress.add({f"sync/{name}": value for name, value in moved.items()})
         self._has_left = False
 
@@ -308,7 +308,7 @@ class OffloadDevice(Device):
         self._must_be_free("update_weights")
         self._switch_engine("wake", ["weights"])
         self._measure("update_weights")
-        self._push(p.engine, version)
+        self._send_weights(p.engine, version)
         with p.spans.phase("offload_learner"):
             self._offload_learners()
         with p.spans.phase("wake_engine"):

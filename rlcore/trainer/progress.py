@@ -74,7 +74,7 @@ class Progress:
         """Set the current step to the next one, or to the one of a checkpoint."""
         self.step = step
 
-    def pushed(self, version: int) -> None:
+    def sent_weights(self, version: int) -> None:
         """Record that the engines get the weights of this version."""
         self.version = version
 

@@ -79,7 +79,7 @@ class SharedDevice(Device):
 
     def update_weights(self, version: int) -> None:
         """Send the weights to the host cache; the engine loads them at its next phase."""
-        self._push(self._host_cache, version)
+        self._send_weights(self._host_cache, version)
 
     def repair(self) -> None:
         """Restart the engines with the weights in the host cache, since the learner is

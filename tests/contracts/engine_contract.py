@@ -34,7 +34,7 @@ from rlcore.records import (
     Stats,
 )
 from rlcore.rollout.torch_engine.sampler import GOLDEN, uniform
-from rlcore.sync.pack import pack, push
+from rlcore.sync.pack import load_weights, pack
 from rlcore.utils.seed import derive
 
 DEADLINE_S = 60.0
@@ -492,7 +492,7 @@ def test_tokens_carry_the_version_that_made_them(lab):
     engine.submit(todo)
     some_tokens(engine, {r.id for r in todo}, 3)
     engine.pause("recompute")
-    push(engine, weights(HF, 1).items(), 5)
+    load_weights(engine, weights(HF, 1).items(), 5)
     engine.resume()
     for sample in samples(collect(engine, ended(3))).values():
         versions = sample.versions.tolist()
@@ -515,7 +515,7 @@ def test_a_push_while_paused_in_place_goes_on_with_the_new_weights(lab):
     engine.submit(todo)
     some_tokens(engine, {"ip.0"}, 2)
     engine.pause("in_place")
-    push(engine, weights(HF, 1).items(), 1)
+    load_weights(engine, weights(HF, 1).items(), 1)
     engine.resume()
     sample = samples(collect(engine, ended(1)))["ip.0"]
     versions = sample.versions.tolist()
@@ -540,7 +540,7 @@ def test_an_incomplete_push_is_refused_by_name_and_the_engine_waits_for_a_whole_
     assert "model.layers.0" not in str(error.value)
     engine.submit(requests(1, group=1, tag="inc"))
     assert not engine.poll(0.1)
-    push(engine, new.items(), 1)
+    load_weights(engine, new.items(), 1)
     (sample,) = samples(collect(engine, ended(1))).values()
     assert set(sample.versions.tolist()) == {1}
 
@@ -566,7 +566,7 @@ def test_a_bucket_that_changed_on_its_way_is_refused_until_all_weights_come_agai
         engine.end_load()
     engine.submit(requests(1, group=1, tag="bad"))
     assert not engine.poll(0.1)
-    push(engine, new.items(), 1)
+    load_weights(engine, new.items(), 1)
     (sample,) = samples(collect(engine, ended(1))).values()
     assert set(sample.versions.tolist()) == {1}
 
@@ -634,7 +634,7 @@ def test_sleep_and_wake_lose_nothing_but_memory(lab, tags):
     engine.wake(tags)
     if "weights" in tags:
         assert not [e for e in engine.poll(0.05) if not isinstance(e, Stats)]
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
     events = early + collect(engine, lambda more: ended(len(todo))(early + more))
     assert_same(lab, samples(events), whole, todo)
 

@@ -10,7 +10,7 @@ from rlcore.records import Request, Sampling
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.torch_engine.sampler import GOLDEN, uniform
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from rlcore.utils.seed import derive
 from tests.contracts.engine_contract import *  # noqa: F403
 from tests.contracts.engine_contract import (
@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 def _load(engine: Engine) -> Engine:
-    push(engine, weights(HF, 0).items(), 0)
+    load_weights(engine, weights(HF, 0).items(), 0)
     return engine
 
 

@@ -25,7 +25,7 @@ from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.sglang_engine.server import sweep
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import free_port
-from rlcore.sync.pack import pack, push
+from rlcore.sync.pack import load_weights, pack
 from rlcore.utils.buckets import SharedRoom
 from tests.contracts import engine_contract
 from tests.contracts.engine_contract import *  # noqa: F403
@@ -137,7 +137,7 @@ def lab_of(made: dict[bool, ChildEngine], **always) -> Lab:
         engine.wake(("weights", "kv_cache"))
         engine.resume()
         engine.poll(0.0)
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         return engine
 
     return Lab(make=child, exact=False, tolerance=TOLERANCE, draws=1000)
@@ -153,7 +153,7 @@ def lab(children):
 
 def torch_engine() -> TorchEngine:
     engine = TorchEngine(HF, max_model_tokens=MAX_MODEL_TOKENS, dtype="float32", seed=7)
-    push(engine, weights(HF, 0).items(), 0)
+    load_weights(engine, weights(HF, 0).items(), 0)
     return engine
 
 
@@ -180,7 +180,7 @@ def test_a_new_request_finds_no_keys_of_old_weights_after_a_push_in_place(lab):
     engine.submit([old])
     some_tokens(engine, {old.id}, 2)
     engine.pause("in_place")
-    push(engine, weights(HF, 1).items(), 1)
+    load_weights(engine, weights(HF, 1).items(), 1)
     engine.submit([new])
     engine.resume()
     got = samples(collect(engine, ended(2)))
@@ -219,10 +219,10 @@ def test_every_architecture_samples_what_the_torch_engine_does(arch):
         for n, p in enumerate(prompts(8))
     ]
     theirs = TorchEngine(hf, max_model_tokens=60, dtype="float32", seed=7)
-    push(theirs, weights(hf, 0, 0.15).items(), 0)
+    load_weights(theirs, weights(hf, 0, 0.15).items(), 0)
     engine = start(config=config, max_model_tokens=60)
     try:
-        push(engine, weights(hf, 0, 0.15).items(), 0)
+        load_weights(engine, weights(hf, 0, 0.15).items(), 0)
         lab = Lab(make=start, exact=False, tolerance=TOLERANCE)
         model = engine_contract.oracle(config, 0, 0.15)
         assert_same(lab, run(engine, todo), run(theirs, todo), todo, model)
@@ -237,7 +237,7 @@ def test_with_overlap_the_token_in_work_at_a_pause_has_the_version_that_made_it(
     sampling = Sampling(max_tokens=60)
     todo = [Request(id=f"ov{n}.0", prompt=p, sampling=sampling) for n, p in enumerate(prompts(4))]
     try:
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         engine.submit(todo)
         some_tokens(engine, {r.id for r in todo}, 2)
         for _ in range(4):
@@ -251,7 +251,7 @@ def test_with_overlap_the_token_in_work_at_a_pause_has_the_version_that_made_it(
         engine.submit(todo)
         some_tokens(engine, {r.id for r in todo}, 3)
         engine.pause("in_place")
-        push(engine, weights(HF, 1).items(), 1)
+        load_weights(engine, weights(HF, 1).items(), 1)
         engine.resume()
         for sample in samples(collect(engine, ended(4))).values():
             switch = sample.versions.tolist().index(1)
@@ -425,7 +425,7 @@ def test_a_killed_scheduler_is_an_event_and_a_restarted_engine_goes_on(lab):
     assert {*down.lost, *finished} == {r.id for r in todo}
     wait_for(gone(family))
     engine.restart()
-    push(engine, weights(HF, 0).items(), 0)
+    load_weights(engine, weights(HF, 0).items(), 0)
     back = [
         Request(
             id=r.id, prompt=r.prompt, sampling=r.sampling, resume=down.partials.get(r.id, nothing())

@@ -9,7 +9,7 @@ from rlcore.records import Aborted, Partial, Request, Sampling, Stats
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.histospec import history_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from tests.contracts.engine_contract import (
     CONFIG,
     HF,
@@ -60,7 +60,7 @@ def engine(tmp_path_factory):
 
 
 def load(engine, std=SHARP) -> None:
-    push(engine, weights(HF, 0, std).items(), 0)
+    load_weights(engine, weights(HF, 0, std).items(), 0)
 
 
 def plain(seed=7, std=SHARP) -> TorchEngine:

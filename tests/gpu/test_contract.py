@@ -5,7 +5,7 @@ import pytest
 from rlcore.protocols import Engine
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from tests.contracts.engine_contract import *  # noqa: F403
 from tests.contracts.engine_contract import CONFIG, HF, MAX_MODEL_TOKENS, Lab, weights
 from tests.gpu import side
@@ -31,7 +31,7 @@ def lab(request, children):
 
     def inline(**options) -> Engine:
         engine = TorchEngine(HF, device=device, **(OPTIONS | options))
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         return engine
 
     def child(**options) -> Engine:
@@ -45,7 +45,7 @@ def lab(request, children):
         engine.wake(("weights", "kv_cache"))
         engine.resume()
         engine.poll(0.0)
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         return engine
 
     return Lab(make=inline if request.param == "inline" else child)

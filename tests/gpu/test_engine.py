@@ -11,7 +11,7 @@ from rlcore.hf.model import CausalLM, ForwardInputs
 from rlcore.records import Sample, Stats
 from rlcore.rollout.histospec import history_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from tests import kit
 from tests.contracts.engine_contract import (
     HF,
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_cpu(arch: str, dtype: torch.dtype) -> None:
 
 def engine(device: torch.device, dtype: str, **options: Any) -> TorchEngine:
     made = TorchEngine(HF, max_model_tokens=96, dtype=dtype, device=device, seed=7, **options)
-    push(made, weights(HF, 0).items(), 0)
+    load_weights(made, weights(HF, 0).items(), 0)
     return made
 
 

@@ -13,7 +13,7 @@ from rlcore.mcore.layout import layout_of
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.mcore.memory import BLOCK
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from rlcore.trainer import memory
 from tests import kit
 from tests.contracts.engine_contract import requests as some_requests
@@ -144,7 +144,7 @@ def engine() -> TorchEngine:
 
 def test_a_sleeping_engine_holds_no_memory_and_wakes_to_the_same_tokens() -> None:
     made, state = engine(), weights(large(), 0, 0.05)
-    push(made, state.items(), 0)
+    load_weights(made, state.items(), 0)
     todo = some_requests(16, group=4)
     first = {i: s.tokens.tolist() for i, s in run(made, todo).items()}
     weight_bytes = sum(2 * t.numel() for t in state.values())
@@ -156,7 +156,7 @@ def test_a_sleeping_engine_holds_no_memory_and_wakes_to_the_same_tokens() -> Non
     made.sleep(["weights"])
     assert allocated - torch.cuda.memory_allocated() > 0.99 * (cache_bytes + weight_bytes)
     made.wake(["weights", "kv_cache"])
-    push(made, state.items(), 1)
+    load_weights(made, state.items(), 1)
     again = run(made, todo)
     assert {i: s.tokens.tolist() for i, s in again.items()} == first
     assert all(set(s.versions.tolist()) == {1} for s in again.values())

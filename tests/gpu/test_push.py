@@ -73,13 +73,13 @@ def test_samples_have_the_learners_log_probs(
     mean_limit, max_limit = LIMITS[dtype]
     try:
         engine = engines(config, dtype)
-        assert channel.push(learner, engine, 5)["bytes"] > 3 * 8192
+        assert channel.update_weights(learner, engine, 5)["bytes"] > 3 * 8192
         mean, most = distance(learner, engine, "a", 5)
         assert mean < mean_limit and most < max_limit
         assert ranks.step(learner, 0)["actor/skipped"] == 0
         stale, _ = distance(learner, engine, "b", 5)
         assert stale > 3 * mean_limit  # the learner has moved on
-        channel.push(learner, engine, 6)
+        channel.update_weights(learner, engine, 6)
         mean, most = distance(learner, engine, "c", 6)
         assert mean < mean_limit and most < max_limit
     finally:
@@ -91,13 +91,13 @@ def test_an_engine_that_slept_takes_the_weights_again(place: str, engines: Any) 
     channel = ColocatedChannel(shared_memory=place == "child")
     with side.learner() as learner:
         engine = engines(config, "float32")
-        channel.push(learner, engine, 0)
+        channel.update_weights(learner, engine, 0)
         first = {i: s.tokens.tolist() for i, s in run(engine, requests(4)).items()}
         engine.sleep(["weights", "kv_cache"])
         learner.offload()
         learner.onload()
         engine.wake(["weights"])
-        channel.push(learner, engine, 0)
+        channel.update_weights(learner, engine, 0)
         learner.offload()
         engine.wake(["kv_cache"])
         assert {i: s.tokens.tolist() for i, s in run(engine, requests(4)).items()} == first
@@ -123,11 +123,11 @@ def test_a_bucket_stays_on_the_gpu_and_its_memory_comes_back(route: str) -> None
     with side.learner() as learner:
         engine = ChildEngine(FACTORY, {"config": config} | options)
         try:
-            channel.push(learner, engine, 0)
+            channel.update_weights(learner, engine, 0)
             largest = max(tensor.nbytes for _, tensor in learner.export())
             held = torch.cuda.memory_allocated()
             for version in range(1, 6):
-                figures = channel.push(learner, engine, version)
+                figures = channel.update_weights(learner, engine, version)
                 # Over a relay two buckets, of which one tensor may be the larger, and checksums; in
                 # gather a bucket, a bundle (here that is all) and what it is made of.
                 bucket = max(8192, largest)

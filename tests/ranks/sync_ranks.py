@@ -148,7 +148,7 @@ def colocated(rank: int) -> dict[str, Any]:
     )
     routes["nodes of two, in one exchange"]._relay.one_exchange = True  # as NCCL's
     for name, channel in routes.items():
-        figures = channel.push(learner, engine, 3)
+        figures = channel.update_weights(learner, engine, 3)
         found[name] = {
             "digest": digest(engine.came),
             "figures": figures,
@@ -159,7 +159,7 @@ def colocated(rank: int) -> dict[str, Any]:
         for parameter in learner._parameters():
             parameter.add_(1)
     for name, channel in routes.items():
-        channel.push(learner, engine, 4)
+        channel.update_weights(learner, engine, 4)
         found[f"{name} again"] = {"digest": digest(engine.came), "version": engine.version}
     learner.close()
     return found | {"engines of two ranks": of_two_ranks(rank)}
@@ -180,7 +180,7 @@ def of_two_ranks(rank: int) -> dict[str, Any]:
             peers=Peers(name=f"{name}, tp 2"),
         )
         engine = Keeper()
-        channel.push(learner, engine, 1)
+        channel.update_weights(learner, engine, 1)
         found[name] = [digest(engine.came), [len(p) for p in engine.payloads]]
     learner.close()
     return found
@@ -198,14 +198,14 @@ def disjoint(rank: int, folder: str) -> dict[str, Any]:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         learner = learner_of("qwen2", {"tp": 2})
         for version in (1, 2):
-            found["figures"] = channel.push(learner, None, version)
+            found["figures"] = channel.update_weights(learner, None, version)
         learner.close()
         dist.destroy_process_group()
     else:
         hf = HFConfig.from_dict(kit.tiny_config("qwen2"))
         engine = Recording(hf, dtype="float32", max_model_tokens=64)
         for version in (1, 2):
-            found["figures"] = channel.push(None, engine, version)
+            found["figures"] = channel.update_weights(None, engine, version)
         found |= {"digest": digest(engine.came), "version": engine.version}
     store = dist.FileStore(f"{folder}/again", 4)  # for the end of the gang
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
@@ -265,7 +265,7 @@ def outcome(channel: RelayChannel, learner: Any, engine: Keeper, version: int = 
     start = time.monotonic()
     error = ""
     try:
-        channel.push(learner, engine, version)
+        channel.update_weights(learner, engine, version)
     except (RuntimeError, ValueError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     same = bool(engine.came) and digest(engine.came) == digest(whole())
@@ -391,7 +391,7 @@ def mixed(rank: int) -> dict[str, Any]:
     learner = Slices(rank, 2) if rank < 2 else None
     engine = Keeper()
     channel = made("mixed", [[0, 1], [2, 3]], tp=2, transport="shm")
-    figures = channel.push(learner, engine, 1)
+    figures = channel.update_weights(learner, engine, 1)
     found["figures"] = figures
     found["came"] = digest(engine.came) == digest(whole()) if engine.came else "nothing"
     found["payloads"] = [len(p) for p in engine.payloads]
@@ -408,12 +408,12 @@ def mixed(rank: int) -> dict[str, Any]:
         engine = Keeper()
         if route == "relay":
             channel = made("handles", [[0, 1], [2, 3]], tp=2, transport="cuda_ipc")
-            channel.push(learner, engine, 1)
+            channel.update_weights(learner, engine, 1)
         else:
             channel = make_channel(
                 "gather", max_bytes=1024, tp=2, transport="cuda_ipc", peers=Peers(name="gather")
             )
-            channel.push(Exporting(), engine, 1)
+            channel.update_weights(Exporting(), engine, 1)
         found[f"{route} handles"] = engine.payloads
     return found
 

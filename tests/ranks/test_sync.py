@@ -169,7 +169,9 @@ def test_damage_on_the_way_is_named_on_every_rank_and_a_whole_push_repairs_it(
         assert found[f"damage {stage} before"][0] == found[f"damage {stage} after"][0] == ""
         error, _, usable, _ = found[f"damage {stage}"]
         assert error == trouble[0][f"damage {stage}"][0]
-        assert error.startswith("PushError: push 2: bucket 1 of 6 (w2 ...)") and who in error
+        assert (
+            error.startswith("WeightUpdateError: push 2: bucket 1 of 6 (w2 ...)") and who in error
+        )
         assert rank == 0 or not usable
         assert rank == 0 or found[f"damage {stage} after"][2:] == [True, True]
 
@@ -180,7 +182,7 @@ def test_a_rank_that_comes_late_is_named_and_leaves_no_engine_usable(
 ) -> None:
     for rank, found in enumerate(trouble):
         error, _, usable, _ = found["late"]
-        assert error.startswith("PushTimeoutError: push 2: rank ")
+        assert error.startswith("WeightUpdateTimeoutError: push 2: rank ")
         assert "waited 2 s for rank 2 to enter" in error
         assert error == trouble[0]["late"][0]
         assert rank == 0 or not usable
@@ -194,7 +196,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_the_bucket(
 ) -> None:
     for rank, found in enumerate(trouble):
         error, _, usable, _ = found["stuck"]
-        assert error.startswith("PushTimeoutError: push 2: bucket ")
+        assert error.startswith("WeightUpdateTimeoutError: push 2: bucket ")
         assert "waited 3 s for rank 1" in error and error == trouble[0]["stuck"][0]
         assert rank == 0 or not usable
         assert found["stuck after"][0] == ""
@@ -206,6 +208,6 @@ def test_a_rank_that_dies_in_the_middle_is_named(trouble: list[dict[str, Any]]) 
     one, two, three = [found["death"] for found in trouble]
     assert three == "died"
     for error, _, _, _ in (one, two):
-        assert error.startswith("PushError: push 2: bucket ") and "rank 2 is gone" in error
+        assert error.startswith("WeightUpdateError: push 2: bucket ") and "rank 2 is gone" in error
         assert error == one[0]
     assert not two[2]

@@ -35,7 +35,7 @@ from rlcore.sched.completion_order import ReplayMismatch
 from rlcore.sched.histopipe import HistoPipe
 from rlcore.sched.router import LeastLoaded
 from rlcore.sched.staleness import SampleBuffer
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from rlcore.utils.net import encode
 from tests import runs
 from tests.unit.test_rollout import Store, checked, torch_engine, weights
@@ -223,7 +223,7 @@ class World:
                 if self.engines[rank].failure:
                     self.workers[rank].restart_engine()
                 new = ((n, t.double()) for n, t in weights(self.model))
-                push(self.engines[rank], new, version + 1)
+                load_weights(self.engines[rank], new, version + 1)
             self.barrier.wait(60)
 
         self.everywhere(one)
@@ -341,7 +341,7 @@ def test_a_checkpoint_keeps_prefixes_and_finished_samples(
         assert len(held) == ALPHA * BATCH
         issued, version, done = before.issued, before.version, before.batches
     engine = torch_engine(model, 1)
-    push(engine, ((n, t.double()) for n, t in weights(model)), version)
+    load_weights(engine, ((n, t.double()) for n, t in weights(model)), version)
     with world(model, [engine]) as after:
         after.issued, after.version = issued, version
         after.everywhere(lambda rank: after.flows[rank].load(tmp_path))

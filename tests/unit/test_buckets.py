@@ -162,7 +162,7 @@ def test_a_channel_keeps_its_room_from_push_to_push_but_no_larger_one_than_a_buc
     rooms = []
     for count in (100, 1000, 7, 5000, 8):  # 5000 floats are more than a bucket
         learner = Weights(count)
-        channel.push(learner, engine, 1)
+        channel.update_weights(learner, engine, 1)
         assert torch.equal(engine.loaded, learner.tensor)
         room = channel._handover._room
         rooms.append((room, room.num_bytes if room else 0))
@@ -172,7 +172,7 @@ def test_a_channel_keeps_its_room_from_push_to_push_but_no_larger_one_than_a_buc
 
 def test_a_room_goes_with_its_channel():
     channel, engine = ColocatedChannel(shared_memory=True), Reader()
-    channel.push(Weights(10), engine, 1)
+    channel.update_weights(Weights(10), engine, 1)
     path = engine.payload.decode()
     held = os.stat(path).st_ino
     del channel

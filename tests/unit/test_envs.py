@@ -29,7 +29,7 @@ from rlcore.records import (
     Stats,
 )
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from rlcore.utils.children import Channel
 from tests.contracts.engine_contract import CONFIG, collect, ended, requests, weights
 
@@ -81,7 +81,7 @@ def make() -> Iterator[Make]:
             device="cpu",
             max_running=max_running,
         )
-        push(inner, weights(HF, 0).items(), 4)
+        load_weights(inner, weights(HF, 0).items(), 4)
         kind, tokenizer = registry.resolve(f"tests.odd_envs.{name}"), Numbers()
         made.append(
             EpisodeEngine(

@@ -26,7 +26,7 @@ from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.rollout.transport import ZmqHub
 from rlcore.sched.histospec import DraftGate
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from tests.contracts.engine_contract import (
     HF,
     STOP,
@@ -54,7 +54,7 @@ SAMPLINGS = (
 
 def make(draft="none", std=SHARP, settings=ALWAYS, **options):
     engine = TorchEngine(HF, draft=draft, draft_settings=settings, **(OPTIONS | options))
-    push(engine, weights(HF, 0, std).items(), 0)
+    load_weights(engine, weights(HF, 0, std).items(), 0)
     return engine
 
 

@@ -55,7 +55,7 @@ def test_ten_rounds_of_offload_onload_and_push_leave_host_memory_flat(
                 ranks.step(learner, number)
             learner.offload(["optimizer", "gradients"])
             engine.wake(["weights"])
-            channel.push(learner, engine, number)
+            channel.update_weights(learner, engine, number)
             learner.offload(["weights"])
             engine.wake(["kv_cache"])
             sizes.append(resident_bytes())

@@ -44,7 +44,7 @@ from rlcore.sched.router import LeastLoaded
 from rlcore.sched.stop import StopAtAll, StopAtFirst
 from rlcore.sched.stream import StreamWindow, cells
 from rlcore.sync.colocated import ColocatedChannel
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from tests import runs
 
 NUM_GROUPS, NUM_SAMPLES = 6, 3
@@ -107,7 +107,7 @@ def torch_engine(model: Path, rank: int, **more: float) -> TorchEngine:
     hf = HFConfig.from_folder(model)
     settings = {"dtype": "float64", "max_model_tokens": 96, "max_running": 4} | more
     engine = TorchEngine(hf, device="cpu", rank=rank, **settings)
-    push(engine, ((n, t.double()) for n, t in weights(model)), 5)
+    load_weights(engine, ((n, t.double()) for n, t in weights(model)), 5)
     return engine
 
 
@@ -487,7 +487,7 @@ def test_an_engine_that_dies_in_a_push_does_not_stop_the_export(
     """The export is collective: the other ranks wait for every tensor."""
     learner, engine = Exporter(model), make()
     try:
-        moved = ColocatedChannel(max_bucket_bytes=4096).push(learner, engine, 1)
+        moved = ColocatedChannel(max_bucket_bytes=4096).update_weights(learner, engine, 1)
         assert "signal 9" in engine.failure
     finally:
         engine.close()
@@ -498,7 +498,7 @@ def test_an_engine_that_dies_in_a_push_does_not_stop_the_export(
 def test_a_live_engine_that_refuses_weights_ends_the_run(model: Path) -> None:
     learner = Exporter(model)
     with pytest.raises(RuntimeError, match="no memory for this bucket"):
-        ColocatedChannel(max_bucket_bytes=4096).push(learner, Confused(), 1)
+        ColocatedChannel(max_bucket_bytes=4096).update_weights(learner, Confused(), 1)
     assert learner.taken == len(list(weights(model)))
 
 

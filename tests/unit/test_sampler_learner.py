@@ -11,7 +11,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.records import Finished, Request, Sample, Sampling
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from tests import kit
 
 
@@ -37,7 +37,7 @@ def sample(engine: TorchEngine, wanted: list[Request]) -> dict[str, Sample]:
 
 def engine_with(hf: HFConfig, weights, max_running: int) -> TorchEngine:
     engine = TorchEngine(hf, max_model_tokens=64, max_running=max_running, seed=3)
-    push(engine, iter(weights), 0)
+    load_weights(engine, iter(weights), 0)
     return engine
 
 

@@ -13,7 +13,7 @@ from rlcore.protocols import WeightChannel
 from rlcore.records import Bucket, Shard
 from rlcore.sync.channel import make_channel
 from rlcore.sync.host_cache import HostWeightCache
-from rlcore.sync.peers import Peers, PushError
+from rlcore.sync.peers import Peers, WeightUpdateError
 from rlcore.utils.buckets import as_tensor, cuda_handle, open_cuda, open_payload, unpack
 
 ROUTES = ("gather", "intranode")
@@ -82,7 +82,7 @@ def test_an_engine_gets_all_tensors_over_either_route(route: str, transport: str
     learner, engine = Weights(), Reader()
     sent = channel(route, transport=transport)
     for version in (1, 2):
-        figures = sent.push(learner, engine, version)
+        figures = sent.update_weights(learner, engine, version)
         assert not engine.open and engine.transports == {transport}
         want = dict(learner.export())
         assert engine.came.keys() == want.keys()
@@ -100,7 +100,7 @@ def test_a_shelf_keeps_the_last_push_for_an_engine_that_is_away(route: str) -> N
     sent = channel(route)
     for version in (1, 2):
         learner.tensors["a"] += 1
-        sent.push(learner, shelf, version)
+        sent.update_weights(learner, shelf, version)
     want = {name: tensor.clone() for name, tensor in learner.export()}
     learner.tensors["a"] += 1  # what comes later is not on the shelf
     for _ in range(2):
@@ -120,29 +120,29 @@ def test_a_shelf_keeps_the_last_push_for_an_engine_that_is_away(route: str) -> N
 def test_an_engine_that_refuses_fails_the_push_and_one_that_dies_does_not(route: str) -> None:
     sent, engine = channel(route), Confused()
     with pytest.raises(RuntimeError, match="no memory for this bucket"):
-        sent.push(Weights(), engine, 1)
+        sent.update_weights(Weights(), engine, 1)
     assert engine.open  # not usable
-    assert sent.push(Weights(), Dying(), 2)["bytes"] > 0
-    sent.push(Weights(), engine := Reader(), 3)
+    assert sent.update_weights(Weights(), Dying(), 2)["bytes"] > 0
+    sent.update_weights(Weights(), engine := Reader(), 3)
     assert not engine.open
 
 
 def test_a_push_over_a_relay_without_an_engine_moves_nothing() -> None:
-    figures = channel("intranode").push(Weights(), None, 1)
+    figures = channel("intranode").update_weights(Weights(), None, 1)
     assert figures["bytes"] == 12 * 4 + 8 * 2 * 4 and figures["transient_gb"] == 0
 
 
 def test_other_shards_than_before_are_planned_anew() -> None:
     sent, learner = channel("two_stage"), Weights()
-    sent.push(learner, Reader(), 1)
+    sent.update_weights(learner, Reader(), 1)
     learner.tensors["c"] = torch.ones(2, 2)
-    sent.push(learner, engine := Reader(), 2)
+    sent.update_weights(learner, engine := Reader(), 2)
     assert engine.came.keys() == {"a", "b", "c"}
 
 
 def test_a_rank_without_a_learner_needs_another_route() -> None:
-    with pytest.raises(PushError, match="sync.route gather: a rank without a learner"):
-        channel("gather").push(None, Reader(), 1)
+    with pytest.raises(WeightUpdateError, match="sync.route gather: a rank without a learner"):
+        channel("gather").update_weights(None, Reader(), 1)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

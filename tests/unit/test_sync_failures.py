@@ -17,7 +17,7 @@ from rlcore.records import Bucket, Shard
 from rlcore.sync import colocated, memory, peers, relay
 from rlcore.sync.channel import make_channel
 from rlcore.sync.memory import ExportMeter
-from rlcore.sync.peers import Failure, LinkError, Peers, PushError, PushTimeoutError
+from rlcore.sync.peers import Failure, LinkError, Peers, WeightUpdateError, WeightUpdateTimeoutError
 from rlcore.utils import buckets
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def ranks(n: int, work: Callable[[int, Any], Any]) -> list[Any]:
 
 def one_sentence(found: list[Any]) -> str:
     """That all ranks raised."""
-    assert {type(error) for error in found} <= {PushError, PushTimeoutError}, found
+    assert {type(error) for error in found} <= {WeightUpdateError, WeightUpdateTimeoutError}, found
     assert len({f"{type(error)} {error}" for error in found}) == 1, found
     return str(found[0])
 
@@ -138,11 +138,11 @@ def test_an_engine_that_refuses_fails_the_push_on_all_ranks_at_once_in_one_sente
     def work(rank: int, store: Any) -> Any:
         sent = channel(rank, 2, store, NEVER_S, route=route)
         learner = Weights(rank, 2) if route == "intranode" else Weights()
-        with pytest.raises(PushError) as raised:
-            sent.push(learner, engines[rank], 1)
+        with pytest.raises(WeightUpdateError) as raised:
+            sent.update_weights(learner, engines[rank], 1)
         refused = not engines[rank].usable
         engines[rank].where = ""
-        sent.push(learner, engines[rank], 2)
+        sent.update_weights(learner, engines[rank], 2)
         return refused and engines[rank].usable, raised.value
 
     found = ranks(2, work)
@@ -160,7 +160,7 @@ def test_a_learner_without_weights_is_told_before_anybody_waits_for_it(route: st
     def work(rank: int, store: Any) -> None:
         away = Away() if route == "intranode" else None
         learner = away if rank == 1 else Weights(rank, 2)
-        channel(rank, 2, store, NEVER_S, route=route).push(learner, Engine(), 1)
+        channel(rank, 2, store, NEVER_S, route=route).update_weights(learner, Engine(), 1)
 
     said = one_sentence(ranks(2, work))
     assert "rank 1: " in said and "answered" not in said
@@ -179,7 +179,7 @@ def test_an_agreement_that_failed_on_one_rank_is_made_anew_in_the_next_push(push
         sent = channel(rank, 2, store)
         learner = Weights(rank, 2)
         if push == 2:
-            sent.push(learner, Engine(), 1)
+            sent.update_weights(learner, Engine(), 1)
             learner = More(rank, 2) if rank == 0 else learner
         if rank == 1:
             plan = sent._relay._make_plan
@@ -190,9 +190,9 @@ def test_an_agreement_that_failed_on_one_rank_is_made_anew_in_the_next_push(push
                 raise MemoryError("no room for a plan")
 
             sent._relay._make_plan = broken
-        with pytest.raises(PushError, match="rank 1: MemoryError: no room for a plan"):
-            sent.push(learner, Engine(), 2)
-        sent.push(learner, engine := Engine(), 3)
+        with pytest.raises(WeightUpdateError, match="rank 1: MemoryError: no room for a plan"):
+            sent.update_weights(learner, Engine(), 2)
+        sent.update_weights(learner, engine := Engine(), 3)
         names = [meta.name for load in sent._relay.plan.loads for meta in load.tensors]
         assert names == [*learner.full, "more0"][: 3 + push]
         return engine.usable
@@ -203,11 +203,11 @@ def test_an_agreement_that_failed_on_one_rank_is_made_anew_in_the_next_push(push
 def test_shards_that_change_on_one_rank_are_planned_anew_on_all() -> None:
     def work(rank: int, store: Any) -> list[float]:
         sent = channel(rank, 3, store, sites=[[0, 1], [2]])
-        first = sent.push(Weights(rank, 2) if rank < 2 else None, Engine(), 1)
+        first = sent.update_weights(Weights(rank, 2) if rank < 2 else None, Engine(), 1)
         every = Weights(rank, 2) if rank < 2 else Weights()  # nothing has to cross now
         if rank == 2:
             every._rows = (0, 8)
-        second = sent.push(every, engine := Engine(), 2)
+        second = sent.update_weights(every, engine := Engine(), 2)
         assert engine.usable
         return [first["slow_bytes"], second["slow_bytes"]]
 
@@ -218,7 +218,7 @@ def test_two_channels_of_one_store_do_not_meet_each_other() -> None:
     def work(rank: int, store: Any) -> bool:
         first, second = channel(rank, 2, store), channel(rank, 2, store)
         for sent in (first, second, first):
-            sent.push(Weights(rank, 2), engine := Engine(), 1)
+            sent.update_weights(Weights(rank, 2), engine := Engine(), 1)
         return engine.usable
 
     assert ranks(2, work) == [True, True]
@@ -242,7 +242,7 @@ def test_a_leader_that_is_stuck_in_its_engine_is_named_with_the_bucket(
     def work(rank: int, store: Any) -> None:
         engine = Engine("load", wait_s=3) if rank == 0 else Engine()
         sent = channel(rank, 4, store, 1, route=route, tp=2, transport="cuda_ipc")
-        sent.push(Weights(rank, 4) if route == "intranode" else Weights(), engine, 1)
+        sent.update_weights(Weights(rank, 4) if route == "intranode" else Weights(), engine, 1)
 
     said = one_sentence(ranks(4, work))
     assert said.startswith("push 1: bucket 1 (w2 ...), between the ranks of an engine: rank 1 ")
@@ -272,7 +272,7 @@ def test_a_rank_that_enters_after_the_others_gave_up_says_the_same_and_leaves_it
     for each in (one, two):
         each.begin()
         each._groups["old"] = group = Closed()
-        with pytest.raises(PushTimeoutError) as raised:
+        with pytest.raises(WeightUpdateTimeoutError) as raised:
             each.vote("here")
         found.append(raised.value)
         assert group.closed and not each._groups
@@ -295,12 +295,12 @@ def test_a_verdict_is_one_for_all_also_for_who_comes_as_the_first_gives_up() -> 
 
     def comes() -> None:
         one._drop = lambda: None  # type: ignore[method-assign]
-        with pytest.raises(PushTimeoutError) as raised:
+        with pytest.raises(WeightUpdateTimeoutError) as raised:
             two.vote("done")
         found.append(raised.value)
 
     one._drop = comes  # type: ignore[method-assign]
-    with pytest.raises(PushTimeoutError) as raised:
+    with pytest.raises(WeightUpdateTimeoutError) as raised:
         one.vote("done")
     assert "waited 0.2 s for rank 1 to end its part" in one_sentence([*found, raised.value])
 
@@ -326,7 +326,7 @@ def test_a_rank_that_comes_in_the_last_moment_is_in_time_for_all() -> None:
 def test_only_a_rank_whose_link_broke_by_itself_is_gone(kind: Any, says: str) -> None:
     one = Peers(0, 2, dist.HashStore(), timeout_s=5)
     one.begin()
-    with pytest.raises(PushError, match=f"push 1: lost; {says}; no engine decodes"):
+    with pytest.raises(WeightUpdateError, match=f"push 1: lost; {says}; no engine decodes"):
         one.vote("done", Failure(kind, 0, 0, 0, "lost", (1,)))
 
 
@@ -413,9 +413,9 @@ def test_a_push_takes_two_buckets_at_most_and_says_what_it_takes(
             learner = Weights(names=f"from{rank}.", count=2)
         for version in (1, 2):
             figures = (
-                sent.push(learner, engine := Engine(), version)
+                sent.update_weights(learner, engine := Engine(), version)
                 if needs
-                else sent.push(learner, None, version)
+                else sent.update_weights(learner, None, version)
             )
         assert engine.usable if needs else True
         bucket = sent._relay.plan.bucket_bytes
@@ -473,7 +473,7 @@ def test_engines_may_have_another_size_from_one_push_to_the_next(route: str) -> 
         for version, tp in enumerate((1, 2, 1)):
             sent.resize(tp)
             engines[rank].count, engines[rank].payloads = 0, set()
-            sent.push(Weights(rank, 2), engines[rank], version)
+            sent.update_weights(Weights(rank, 2), engines[rank], version)
             found.append((engines[rank].count, engines[rank].payloads))
         return found
 

@@ -9,7 +9,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.records import Finished, LengthReport, Partial, Preempted, Request, Sampling, Stats
 from rlcore.rollout.torch_engine import engine as torch_engine
 from rlcore.rollout.torch_engine.engine import TorchEngine, _spans
-from rlcore.sync.pack import push
+from rlcore.sync.pack import load_weights
 from tests.contracts.engine_contract import (
     CONFIG,
     HF,
@@ -27,7 +27,7 @@ OPTIONS = {"max_model_tokens": 160, "dtype": "float64", "seed": 7, "device": "cp
 
 def make(**options):
     engine = TorchEngine(HF, **(OPTIONS | options))
-    push(engine, weights(HF, 0).items(), 0)
+    load_weights(engine, weights(HF, 0).items(), 0)
     return engine
 
 
@@ -236,7 +236,7 @@ def resident_bytes():
 def test_sleep_returns_the_memory_to_the_system():
     big = HFConfig.from_dict(CONFIG | {"hidden_size": 512, "intermediate_size": 8192})
     engine = TorchEngine(big, **(OPTIONS | {"dtype": "float32", "max_running": 256}))
-    push(engine, weights(big, 0).items(), 0)  # 112 MB
+    load_weights(engine, weights(big, 0).items(), 0)  # 112 MB
     prompt = np.arange(2, 22, dtype=np.int32)
     sampling = Sampling(max_tokens=100)
     engine.submit([Request(id=f"z.{k}", prompt=prompt, sampling=sampling) for k in range(256)])
@@ -299,7 +299,7 @@ def test_the_callers_number_of_threads_comes_back():
 def test_broken_weights_are_named_and_not_sampled_from():
     engine = TorchEngine(HF, **OPTIONS)
     bad = weights(HF, 0) | {"model.norm.weight": torch.full((32,), float("nan"))}
-    push(engine, bad.items(), 0)
+    load_weights(engine, bad.items(), 0)
     engine.submit(
         [Request(id="n.0", prompt=np.array([3], np.int32), sampling=Sampling(max_tokens=5))]
     )

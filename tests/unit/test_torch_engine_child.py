@@ -12,7 +12,7 @@ from rlcore.records import Down, Finished, LengthReport, Request, Sampling
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import pack, push
+from rlcore.sync.pack import load_weights, pack
 from rlcore.utils.buckets import shared
 from tests.contracts.engine_contract import (
     CONFIG,
@@ -58,7 +58,7 @@ def test_a_killed_child_is_a_down_event_with_its_requests_and_a_restart_goes_on(
     settings = {"config": CONFIG, "decode_floor_ms": 20.0} | OPTIONS
     engine = ChildEngine(BUILD, settings, rank=3)
     try:
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         short = Request(id="s.0", prompt=np.array([3], np.int32), sampling=Sampling(max_tokens=1))
         todo = endless(3, "k")
         engine.submit([short, *todo])
@@ -78,10 +78,10 @@ def test_a_killed_child_is_a_down_event_with_its_requests_and_a_restart_goes_on(
             engine.begin_load(1)
 
         engine.restart()
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         small = requests(2, group=2, max_tokens=4)
         inline = TorchEngine(HF, **OPTIONS)
-        push(inline, weights(HF, 0).items(), 0)
+        load_weights(inline, weights(HF, 0).items(), 0)
         want = run(inline, small)
         for i, sample in run(engine, small).items():
             assert sample.tokens.tobytes() == want[i].tokens.tobytes()
@@ -102,11 +102,11 @@ def test_the_tokens_of_a_killed_child_go_on_in_the_next_one():
     settings = {"config": CONFIG, "decode_floor_ms": 5.0, "progress_s": 0.01} | OPTIONS
     todo = requests(3, group=2, max_tokens=70, tag="kt")
     inline = TorchEngine(HF, **OPTIONS)
-    push(inline, weights(HF, 0).items(), 0)
+    load_weights(inline, weights(HF, 0).items(), 0)
     want = run(inline, todo)
     engine = ChildEngine(BUILD, settings)
     try:
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         engine.submit(todo)
         early = collect(engine, lambda es: any(isinstance(e, Finished) for e in es))
         assert not any(e.tails for e in early if isinstance(e, LengthReport))
@@ -124,7 +124,7 @@ def test_the_tokens_of_a_killed_child_go_on_in_the_next_one():
         ]
         assert all(len(p.tokens) > 2 for p in down.partials.values())
         engine.restart()
-        push(engine, weights(HF, 0).items(), 0)
+        load_weights(engine, weights(HF, 0).items(), 0)
         done |= run(engine, back)
     finally:
         engine.close()

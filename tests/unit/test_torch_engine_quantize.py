@@ -23,7 +23,7 @@ from rlcore.protocols import Engine
 from rlcore.records import Request, Sample, Sampling
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.sync.pack import pack, push
+from rlcore.sync.pack import load_weights, pack
 from tests import kit
 from tests.contracts.engine_contract import CONFIG, HF, load_oracle, requests, run, weights
 
@@ -34,7 +34,7 @@ BUILD = "rlcore.rollout.torch_engine.engine:build"
 
 def engine_with(state: dict[str, torch.Tensor], version: int = 0, **options) -> TorchEngine:
     engine = TorchEngine(HF, **OPTIONS | options)
-    push(engine, state.items(), version)
+    load_weights(engine, state.items(), version)
     return engine
 
 
@@ -233,13 +233,13 @@ def test_a_push_replaces_the_one_before_and_is_rounded_from_what_came():
     second = {n: t * (1.03 if is_quantized(n) else 1.0) + 0.01 for n, t in first.items()}
     fresh = {k: views(engine_with(s, quantize="int4")) for k, s in enumerate((first, second))}
     engine = engine_with(first, quantize="int4")
-    push(engine, second.items(), 1)
+    load_weights(engine, second.items(), 1)
     kit.assert_bitwise(views(engine), fresh[1])
     assert {int(v) for s in run(engine, requests(3, tag="v")).values() for v in s.versions} == {1}
     push_half(engine, first, 2)
-    push(engine, second.items(), 3)
+    load_weights(engine, second.items(), 3)
     kit.assert_bitwise(views(engine), fresh[1])
-    push(engine, first.items(), 4)
+    load_weights(engine, first.items(), 4)
     kit.assert_bitwise(views(engine), fresh[0])
 
 
@@ -258,7 +258,7 @@ def test_a_woken_engine_is_quantised_again():
     before = run(engine, requests(4))
     engine.sleep(("weights", "kv_cache"))
     engine.wake(("weights", "kv_cache"))
-    push(engine, state.items(), 1)
+    load_weights(engine, state.items(), 1)
     assert same_samples(run(engine, requests(4)), before)
 
 
@@ -269,10 +269,10 @@ def test_a_child_quantises_after_a_restart_too_and_refuses_an_unknown_format():
         ChildEngine(BUILD, {"config": CONFIG, "quantize": "int7"} | OPTIONS).submit(requests(1))
     engine = ChildEngine(BUILD, {"config": CONFIG, "quantize": "int8_w8a8"} | OPTIONS)
     try:
-        push(engine, state.items(), 0)
+        load_weights(engine, state.items(), 0)
         assert same_samples(run(engine, requests(4)), want)
         engine.restart()
-        push(engine, state.items(), 0)
+        load_weights(engine, state.items(), 0)
         assert same_samples(run(engine, requests(4)), want)
     finally:
         engine.close()

@@ -284,11 +284,11 @@ def samples(folder: Path, form: str, rows: Sequence[Any], per_prompt: int) -> li
     from rlcore.hf.weights import read_folder
     from rlcore.records import Finished, Request, Sampling
     from rlcore.rollout.torch_engine.engine import TorchEngine
-    from rlcore.sync.pack import push
+    from rlcore.sync.pack import load_weights
 
     hf = HFConfig.from_folder(folder)
     engine = TorchEngine(hf, max_model_tokens=min(512, hf.max_positions), quantize=form)
-    push(engine, read_folder(folder, hf), 0)
+    load_weights(engine, read_folder(folder, hf), 0)
     sampling = Sampling(max_tokens=144, stop_ids=hf.eos_ids)
     requests = [
         Request(id=f"{i}.{k}", prompt=row.tokens, sampling=sampling)
