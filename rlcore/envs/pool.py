@@ -96,7 +96,7 @@ class _Process(GuardedChild):
         """Whether it serves a single episode."""
         self.is_open = True
         """Whether it accepts more environments."""
-        self.is_dead = False
+        self.has_exited = False
         super().__init__(selector, start, sink, "rlcore.envs.child")
 
     def enter(self) -> None:
@@ -113,7 +113,7 @@ class _Process(GuardedChild):
 
     def end(self, exiting: bool = False) -> int | None:
         """See `Child.end`."""
-        self.is_dead, self.is_open = True, False
+        self.has_exited, self.is_open = True, False
         return super().end(exiting=exiting)
 
 
@@ -203,7 +203,7 @@ class EnvPool:
 
     async def ask(self, process: _Process, **what: Any) -> EnvReply:
         """Send a call and wait for its reply. Raises EnvError."""
-        if process.is_dead:
+        if process.has_exited:
             raise EnvError("crash", "its process had died", is_innocent=True)
         self._numbers += 1
         number = self._numbers
@@ -213,7 +213,7 @@ class EnvPool:
             async with asyncio.timeout(self._config.timeout_s):
                 reply = await future
         except TimeoutError as error:
-            if process.is_open and not process.is_dead:
+            if process.is_open and not process.has_exited:
                 process.retire()
                 process.print_stack()
             raise EnvError(
@@ -231,7 +231,7 @@ class EnvPool:
         process.leave()
         if process.is_own:
             self._own.release()
-        if process.is_dead:
+        if process.has_exited:
             return
         process.send(frame(EnvCall(number=0, key=key, what="close")))
         if not process.num_envs and (process.is_own or not process.is_open):
@@ -259,7 +259,7 @@ class EnvPool:
         return process
 
     def _serve(self, process: _Process, what: str, events: int) -> None:
-        if process.is_dead:  # it failed earlier in this iteration of the loop
+        if process.has_exited:  # it failed earlier in this iteration of the loop
             return
         if what == "output":
             process.read_output()
@@ -293,7 +293,7 @@ class EnvPool:
     def _end(self, process: _Process, reason: str, exiting: bool = False) -> None:
         """Stop a process and fail its pending calls. If `reason` is empty, the exit status is the
         reason."""
-        if process.is_dead:
+        if process.has_exited:
             return
         self._processes.remove(process)
         status = process.end(exiting=exiting)

@@ -38,10 +38,10 @@ def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
         else:
             so_far[name] = (old * n + value) / (n + 1)
     so_far[f"{model}/updates"] = n + 1
-    hear_of_skips(run, metrics, model)
+    count_skips(run, metrics, model)
 
 
-def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
+def count_skips(run: Run, metrics: dict[str, float], model: str) -> None:
     """Count consecutive updates of `model` whose loss or gradient was not finite.
 
     Raises:

@@ -150,7 +150,7 @@ class _Entry:
         """Mark the request as unsent: the process that had it has exited."""
         self.sent = False
 
-    def stand_alone(self) -> None:
+    def send_alone(self) -> None:
         """Send the request in a batch of its own from now on."""
         self.ask = msgspec.structs.replace(self.ask, alone=True)
 
@@ -265,7 +265,7 @@ class ProcessBackend:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.sent:
                 gone.append(key)
-        self._hear(is_new=False)  # if no sent request is left, no deadline applies
+        self._update_deadline(is_new=False)  # if no sent request is left, no deadline applies
         if gone and self._worker is not None:
             self._worker.send(frame(CancelRequests(tuple(gone))))
 
@@ -277,9 +277,9 @@ class ProcessBackend:
         for entry in self._entries.values():
             if not entry.sent:
                 entry.send(worker)
-                self._hear(is_new=not self._is_asked)
+                self._update_deadline(is_new=not self._is_asked)
 
-    def _hear(self, is_new: bool = True) -> None:
+    def _update_deadline(self, is_new: bool = True) -> None:
         """Update whether the judge has requests. If `is_new`, restart its time-out."""
         self._is_asked = any(entry.sent for entry in self._entries.values())
         if is_new:
@@ -325,7 +325,7 @@ class ProcessBackend:
             worker.become_ready()
             self._growth = message.growth_bytes
         elif isinstance(message, BatchStarted):
-            self._hear()
+            self._update_deadline()
             self._begin_growth = self._grown(worker)
             self._running = message.keys
             jobs = [self._entries[k].job for k in message.keys if k in self._entries]
@@ -336,7 +336,7 @@ class ProcessBackend:
             seconds, keys, self._running = time.monotonic() - self._since, self._running, ()
             for key, result in zip(keys, message.results, strict=True):
                 self._end_one(key, msgspec.structs.replace(result, latency_s=seconds))
-            self._hear()
+            self._update_deadline()
 
     def _check_deadline(self) -> None:
         worker, end = self._worker, self._end()
@@ -400,7 +400,7 @@ class ProcessBackend:
                 result = RewardResult(score=0.0, error=reason, latency_s=seconds)
                 self._end_one(key, result, printed)
             else:
-                entry.stand_alone()
+                entry.send_alone()
         log.warning("judge: %s; it starts again", reason)
 
     def _end_one(self, key: int, result: RewardResult, printed: str = "") -> None:
