@@ -201,17 +201,17 @@ def _data(cfg: Config) -> list[str]:
 
 
 def quotas(cfg: Config) -> dict[str, int]:
-    """Parse `--tail.dataset_quotas` into prompts by source.
+    """Parse `--tail.dataset_quotas` into prompts by dataset.
 
     Raises:
-        ConfigError: one of them is not `source=prompts`.
+        ConfigError: one of them is not `dataset=prompts`.
     """
     found = {}
     for text in cfg.tail.dataset_quotas:
         source, equals, number = text.rpartition("=")
         if not equals or not source or not number.isdigit() or source in found:
             raise ConfigError(
-                f"--tail.dataset_quotas {text}: must be `source=prompts`, each source once, such "
+                f"--tail.dataset_quotas {text}: must be `dataset=prompts`, each dataset once, such "
                 "as `math=96 code=32`"
             )
         found[source] = int(number)

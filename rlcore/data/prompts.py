@@ -219,7 +219,7 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
             len(rows),
             both[0].index,
             twin.index,
-            twin.source,
+            twin.dataset,
         )
     return total
 
@@ -403,7 +403,7 @@ def _prompt(row: Any, index: int, name: str, config: PromptSettings, tokenizer: 
     fields = {k: v for k, v in row.items() if k not in (config.prompt_field, config.answer_field)}
     prompt = Prompt(
         index=index,
-        source=name,
+        dataset=name,
         tokens=np.array(tokenizer.encode(rendered), np.int32),
         answer=_answer(row, config.answer_field),
         text=text,

@@ -416,7 +416,7 @@ class EpisodeEngine:
                 request.sampling,
                 EpisodeLimits(cfg.max_turns, cfg.max_turn_tokens),
                 prompt=episode.prompt,
-                seed=derive(self._seed, "env", episode.prompt.source, episode.prompt.index),
+                seed=derive(self._seed, "env", episode.prompt.dataset, episode.prompt.index),
                 name=f"{request.id}.again{attempt}" if attempt else request.id,
             )
         finally:

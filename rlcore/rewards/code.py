@@ -231,7 +231,7 @@ def checks_of(prompt: Prompt, config: CodeRewardConfig) -> Checks:
         ) from error
     if not len(checks):
         raise ValueError(
-            f"row {prompt.index} of {prompt.source} has no tests in {config.tests_field} or "
+            f"row {prompt.index} of {prompt.dataset} has no tests in {config.tests_field} or "
             f"{config.cases_field}; see --reward.tests_field and --reward.cases_field"
         )
     if config.max_tests:

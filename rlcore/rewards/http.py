@@ -1,6 +1,6 @@
 """HTTP reward: one POST per sample to `--reward http://host:port/path`.
 
-    request   {"id", "prompt", "response", "label", "source", "fields", "num_tokens", "finish"}
+    request   {"id", "prompt", "response", "label", "dataset", "fields", "num_tokens", "finish"}
     answer    a number, or {"score": number, ...further numbers, shown as reward/<name>}
 
 `label` is the row's answer, `fields` its other columns. At most `--reward.workers` requests are in
@@ -239,7 +239,7 @@ def _request(job: ScoreJob) -> bytes:
         "prompt": prompt.text,
         "response": job.text,
         "label": prompt.answer,
-        "source": prompt.source,
+        "dataset": prompt.dataset,
         "fields": prompt.fields,
         "num_tokens": sample.num_tokens,
         "finish": sample.finish,

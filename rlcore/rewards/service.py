@@ -134,7 +134,7 @@ class RewardService:
         except (TypeError, ValueError, OverflowError) as error:
             self.cancel([id])
             raise ConfigError(
-                f"row {prompt.index} of {prompt.source} cannot be sent to the reward: {error}"
+                f"row {prompt.index} of {prompt.dataset} cannot be sent to the reward: {error}"
             ) from error
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:

@@ -580,7 +580,7 @@ class Controller:
         return Group(
             id=state.work.id,
             prompt_index=state.work.prompt.index,
-            source=state.work.prompt.source,
+            dataset=state.work.prompt.dataset,
             refs=tuple(SampleRef(owner=r.rank, id=r.id) for r in requests),
             scores=tuple(r.score for r in results if r),
             lengths=tuple(r.num_tokens for r in requests),

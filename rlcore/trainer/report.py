@@ -163,7 +163,7 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
             prompt = worker.prompts[g.id]
             row: dict[str, object] = {
                 "id": ref.id,
-                "source": g.source,
+                "dataset": g.dataset,
                 "prompt": prompt.text,
                 "answer": prompt.answer,
                 "response": worker.texts[ref.id],

@@ -36,7 +36,7 @@ def work(num_groups: int, num_samples: int) -> list[Work]:
     return [
         Work(
             id=f"t{g}",
-            prompt=Prompt(index=g, source="s", tokens=np.arange(3, dtype=np.int32)),
+            prompt=Prompt(index=g, dataset="s", tokens=np.arange(3, dtype=np.int32)),
             num_samples=num_samples,
             sampling=Sampling(),
         )

@@ -59,7 +59,7 @@ def test_a_row_becomes_a_prompt_with_its_template_answer_and_other_columns(write
     (prompt,) = _train(file)
     assert TOKENIZER.decode(prompt.tokens) == "[user]How many?[assistant]"
     assert prompt.tokens.dtype == "int32"
-    assert (prompt.index, prompt.source, prompt.answer) == (0, "math", "7")
+    assert (prompt.index, prompt.dataset, prompt.answer) == (0, "math", "7")
     assert prompt.text == "How many?"
     assert prompt.fields == {"level": "easy", "tags": [1, 2]}
 
@@ -154,7 +154,7 @@ def test_several_files_are_one_training_set_and_each_keeps_its_name(write):
     one = write("a/train.jsonl", _row("1"), _row("2"))
     two = write("b/train.jsonl", _row("3"), _row("4"))
     rows = _train(one, two)
-    assert [(r.index, r.source, r.text) for r in rows] == [
+    assert [(r.index, r.dataset, r.text) for r in rows] == [
         (0, "a/train", "1"),
         (1, "a/train", "2"),
         (2, "b/train", "3"),
@@ -243,6 +243,6 @@ def test_real_rows_with_the_real_tokenizer():
         f"<|im_start|>user\n{first.text}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert first.text.startswith("Natalia sold clips") and first.text.endswith("Box it.")
-    assert (first.answer, first.source) == ("72", "gsm8k_train")
+    assert (first.answer, first.dataset) == ("72", "gsm8k_train")
     assert set(first.fields) == {"id", "solution"}
     assert max(len(r.tokens) for r in rows) <= 1024

@@ -62,7 +62,7 @@ class Spy(TorchEngine):
 
 
 def prompt_of(group: str) -> Prompt:
-    return Prompt(index=int(group[1:]), source="test", tokens=np.array([3, 4], np.int32))
+    return Prompt(index=int(group[1:]), dataset="test", tokens=np.array([3, 4], np.int32))
 
 
 Make = Callable[..., EpisodeEngine]

@@ -43,7 +43,7 @@ def source(dynamic: bool = False, num_prompts: int = 3, first: int = 0, **option
         return [(0, row) for row in range(at - n, at)]
 
     def prompt(row: int) -> Prompt:
-        return Prompt(index=row, source="s", tokens=np.array([row, 7], np.int32))
+        return Prompt(index=row, dataset="s", tokens=np.array([row, 7], np.int32))
 
     sizes = {"num_prompts": num_prompts, "num_samples": 2, "eta_prompts": 1.5, "eta_samples": 1.5}
     sizes["max_factor"] = 4.0

@@ -17,7 +17,7 @@ ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 
 def row(index: int = 0, **fields) -> Prompt:
-    return Prompt(index=index, source="test", tokens=np.ones(3, np.int32), fields=fields)
+    return Prompt(index=index, dataset="test", tokens=np.ones(3, np.int32), fields=fields)
 
 
 def scores(jobs: list[tuple[Prompt, str]], **settings) -> list:

@@ -126,7 +126,7 @@ def test_a_batch_fills_a_micro_batch_of_every_replica() -> None:
 
 
 def work(groups: int, samples: int) -> list[Work]:
-    prompt = Prompt(index=0, source="s", tokens=np.arange(3, dtype=np.int32))
+    prompt = Prompt(index=0, dataset="s", tokens=np.arange(3, dtype=np.int32))
     sampling = Sampling(max_tokens=50)
     return [Work(id=f"t{g}", prompt=prompt, num_samples=samples, sampling=sampling)
             for g in range(groups)]  # fmt: skip
