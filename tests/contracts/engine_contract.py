@@ -574,7 +574,7 @@ def test_a_bucket_that_changed_on_its_way_is_refused_until_all_weights_come_agai
 def test_unknown_names_and_wrong_shapes_are_refused(lab):
     engine = lab.make()
     for name, shape, word in (
-        ("model.layers.9.mlp.up_proj.weight", (2, 2), "none of that name"),
+        ("model.layers.9.mlp.up_proj.weight", (2, 2), "no tensor of this name"),
         ("model.norm.weight", (5,), "shape"),
     ):
         bucket, buffer = next(pack([(name, torch.zeros(shape))], 4096))
