@@ -78,9 +78,7 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
             the extra rows for padding.
     """
     if not (path / "metadata.json").is_file():
-        raise ConfigError(
-            f"{path}: holds no complete checkpoint; use another or --run.resume fresh"
-        )
+        raise ConfigError(f"{path}: holds no complete checkpoint; choose another or start anew")
     index.check(path)
     saved = dist_checkpointing.load_common_state_dict(str(path))["rlcore"].get("head", "lm")
     if saved != head:

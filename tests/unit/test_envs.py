@@ -323,7 +323,7 @@ def test_a_template_that_hides_earlier_turns_is_refused():
         def render_chat(self, messages: Sequence[Any]) -> str:
             return messages[-1]["content"]
 
-    with pytest.raises(ValueError, match="leaves out earlier turns"):
+    with pytest.raises(ValueError, match="drops earlier assistant turns"):
         Dialogue(Hides(), is_chat=True).observation("5", last=1)
 
 
@@ -357,7 +357,7 @@ def test_an_environment_that_is_closed_before_it_is_made_is_not_made():
     for close in (host._envs.clear, lambda: setattr(host._envs[5], "is_closed", True)):
         host._envs[5] = child._Slot()
         close()
-        with pytest.raises(RuntimeError, match="closed before it began"):
+        with pytest.raises(RuntimeError, match="closed before its reset"):
             host._do(reset)
     assert not made
 

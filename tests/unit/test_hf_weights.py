@@ -115,7 +115,7 @@ def test_a_missing_or_broken_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{shard.name}: not a whole safetensors file"):
         list(read_folder(tmp_path, hf))
     shard.unlink()
-    with pytest.raises(ValueError, match=f"shard {shard.name} is missing"):
+    with pytest.raises(ValueError, match=f"shard {shard.name} of .* is missing"):
         WeightReader(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path) -> None:
     save(hf, tmp_path)
     with pytest.raises(ValueError, match=r"tensor model\.layers\.2\.input_layernorm\.weight is"):
         list(read_folder(tmp_path, hf.with_(num_layers=3)))
-    with pytest.raises(ValueError, match=r"has shape \[20, 16\] config.json needs \[21, 16"):
+    with pytest.raises(ValueError, match=r"has shape \[20, 16\], config.json needs \[21, 16"):
         list(read_folder(tmp_path, hf.with_(vocab_size=21)))
 
 

@@ -491,7 +491,7 @@ REFUSED = {
 def test_an_objective_that_cannot_be_fused_says_which_setting(sentence: str) -> None:
     name, settings = REFUSED[sentence]
     objective = Objective(algos.module(name), algos.config_class(name)(**settings), max_tokens=10)
-    with pytest.raises(ValueError, match=f"--train.fused_loss: .*{sentence}.*leave"):
+    with pytest.raises(ValueError, match=f"--train.fused_loss: .*{sentence}.*turn"):
         objective.policy(rows(), old_is_own=False)
 
 

@@ -264,7 +264,7 @@ def test_a_resumed_run_replays_the_rest(found: Found) -> None:
     [
         ("long replay", 1, "has no round that starts with t29; it ends with step 6: take fewer"),
         ("other seed", 1, "of step 1 was sampled with --run.seed 0, not 1; replay with"),
-        ("no log", 2, "nothing.jsonl: there is no such file; give a run's rounds.jsonl"),
+        ("no log", 2, "nothing.jsonl: no such file; give a run's rounds.jsonl"),
         ("its own log", 2, "is the log that this run itself writes; set another --run.name"),
     ],
 )
