@@ -152,7 +152,7 @@ def test_a_daemon_that_does_not_obey_is_killed(stub, monkeypatch):
 @pytest.mark.parametrize(
     "variable, value, said",
     [
-        ("STUB_FAILS", "no permission for the GPU", "ended with status 1: no permission for"),
+        ("STUB_FAILS", "no permission for the GPU", "exited with status 1: no permission for"),
         ("STUB_DEAF", "1", "does not answer in time"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_run_says_why_there_is_no_mps_and_ends_only_if_it_was_asked_for(monkey
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv(mps.PIPES, raising=False)
     assert mps.of_run(run_config()) is None
-    assert "take turns on the GPU" in caplog.text and "on PATH" in caplog.text
+    assert "share the GPU by time slices" in caplog.text and "on PATH" in caplog.text
     with pytest.raises(ValueError, match="--reward.mps on: nvidia-cuda-mps-control"):
         mps.of_run(run_config(mps="on"))
 

@@ -151,7 +151,7 @@ def test_what_runs_is_announced_when_the_learner_is_built(caplog: pytest.LogCapt
     with caplog.at_level("INFO", logger="rlcore"):
         learner_ranks.make(WAYS["fused, chunks"]).close()
     said = caplog.text
-    assert "fused policy loss, output layer by 7 tokens" in said
+    assert "fused policy loss, output layer in chunks of 7 tokens" in said
     for op in ("token_logprob", "policy_loss"):
         assert f"{op}: native on cpu" in said or f"{op}: torch on cpu" in said
 
