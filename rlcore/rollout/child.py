@@ -53,7 +53,7 @@ class ChildEngine:
     Every call has a deadline and raises the error that the engine raised. If the child exits,
     `poll` returns one `Down` with the lost requests and their tokens from progress events.
     `restart` starts a new child, without weights. If the engine has failed, calls raise
-    EngineGoneError and `failure` has the reason. If the engine rejects its settings, every call
+    EngineFailedError and `failure` has the reason. If the engine rejects its settings, every call
     raises ConfigError.
 
     The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
@@ -348,7 +348,7 @@ class ChildEngine:
 
     def _lose(self, ids: Sequence[RequestId]) -> None:
         """Add requests that were submitted to a failed child to its pending `Down`. If `poll` has
-        already returned the `Down`, raise EngineGoneError."""
+        already returned the `Down`, raise EngineFailedError."""
         for at, event in enumerate(self._events):
             if isinstance(event, Down):
                 lost = event.lost + tuple(ids)

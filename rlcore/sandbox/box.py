@@ -97,7 +97,7 @@ class Sandbox:
     created it may use it."""
 
     def __init__(self, isolated: bool, packages: Sequence[str] = ()) -> None:
-        """Start the sandbox. `isolated` comes from `walls.grade`; programs may import from the
+        """Start the sandbox. `isolated` comes from `isolation.grade`; programs may import from the
         folders `packages`. Raises RuntimeError or TimeoutError if it does not start."""
         self._isolated, self._packages = isolated, tuple(packages)
         self._walls: SandboxProcess | None = SandboxProcess(isolated, self._packages)

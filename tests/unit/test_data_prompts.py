@@ -201,7 +201,7 @@ def test_a_validation_prompt_that_is_trained_on_is_told(write, caplog):
     train = _train(write("t.jsonl", _row("One, two?"), _row("three")))
     val = load(DataConfig(val=(write("v.jsonl", _row("x"), _row("one two")),)), "val", TOKENIZER, 0)
     assert overlap(train, val) == 1
-    assert "data.val v: 1 of 2 prompts also stand in data.train" in caplog.text
+    assert "data.val v: 1 of 2 prompts are also in data.train" in caplog.text
     caplog.clear()
     assert overlap(_train(write("u.jsonl", _row("other"))), val) == 0
     assert caplog.text == ""

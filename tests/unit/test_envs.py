@@ -197,7 +197,7 @@ def test_every_failure_costs_its_own_episode_and_is_counted_by_its_reason(make):
     assert [len(ends[f"t0.{k}"].sample.tokens) for k in range(4)] == [0, 0, 0, 13]
     assert "KeyError: 'no such door'" in engine.outcomes["t0.0"].error
     assert engine.outcomes["t0.1"].error == "timeout: no answer to step within 2 s"
-    assert engine.outcomes["t0.2"].error == "crash: its process ended: exit code 7"
+    assert engine.outcomes["t0.2"].error == "crash: its process exited: exit code 7"
     assert counters(events, "env_crashes") >= 3  # the third twice, and who was beside it
     assert counters(events, "env_errors") >= 1 and counters(events, "env_timeouts") >= 1
     assert counters(events, "env_lost_tokens") >= 3 * 6

@@ -371,7 +371,7 @@ class SGLangEngine(InProcess):
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
         """Return the events since the last call; wait up to `timeout_s` for the first one. Raises
-        EngineGoneError if SGLang has failed."""
+        EngineFailedError if SGLang has failed."""
         self._server.check()
         events: list[AnyEvent] = []
         try:

@@ -81,7 +81,7 @@ class Server:
 
         Raises:
             TimeoutError: the deadline is over.
-            EngineGoneError: a process of SGLang has exited.
+            EngineFailedError: a process of SGLang has exited.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -126,7 +126,7 @@ class Server:
         self._failed = self._failed or reason
 
     def check(self, now: bool = False) -> None:
-        """Raise EngineGoneError if SGLang has failed or one of its processes has exited. The
+        """Raise EngineFailedError if SGLang has failed or one of its processes has exited. The
         processes are checked at most every _WATCH_S, or at once with `now`."""
         if self._failed:
             raise EngineFailedError(self._failed)
