@@ -274,7 +274,7 @@ def test_sizes_that_engines_may_come_to_divide_the_ranks_too():
     assert line.startswith("--rollout.max_tp 4: must divide the 2 ranks")
     words = "--rollout.engine sglang --debug.rollout_tp 1 2 3"
     (line,) = rules.of_world(parse(words.split()), 4, 2)
-    assert line.startswith("--debug.rollout_tp 3: must divide the 4 ranks and the 2 ranks of a node")
+    assert line.startswith("--debug.rollout_tp 3: must divide the 4 ranks and the 2")
 
 
 @pytest.mark.parametrize(

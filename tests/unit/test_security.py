@@ -155,7 +155,7 @@ def test_a_tensor_of_a_checkpoint_cannot_be_declared_a_pickle(tmp_path):
     _index(tmp_path, BytesStorageMetadata(), STATE)
     metadata.check(tmp_path)
     _index(tmp_path, BytesStorageMetadata())
-    with pytest.raises(ValueError, match=r"not the index of a checkpoint \(weight is not a tensor\)"):
+    with pytest.raises(ValueError, match=r"not the index of a checkpoint \(weight is not a"):
         metadata.check(tmp_path)
 
 

@@ -50,7 +50,7 @@ import sgl_kernel
 try:
     sgl_kernel.top_k(1)
 except NotImplementedError as error:
-    assert "sgl_kernel.top_k: there is no CPU version" in str(error)
+    assert "sgl_kernel.top_k: has no CPU version" in str(error)
 else:
     raise AssertionError
 import torch
