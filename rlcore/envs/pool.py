@@ -204,7 +204,7 @@ class EnvPool:
     async def ask(self, process: _Process, **what: Any) -> EnvReply:
         """Send a call and wait for its reply. Raises EnvError."""
         if process.has_exited:
-            raise EnvError("crash", "its process had died", is_innocent=True)
+            raise EnvError("crash", "its process has exited", is_innocent=True)
         self._numbers += 1
         number = self._numbers
         future = process.calls[number] = asyncio.get_running_loop().create_future()
@@ -275,12 +275,12 @@ class EnvPool:
         except EOFError:
             self._end(process, "", exiting=True)
         except (ValueError, IndexError) as error:
-            self._end(process, f"wrote to its channel ({error})")
+            self._end(process, f"the environment wrote to its process's channel ({error})")
 
     def _answer(self, process: _Process, reply: EnvReply) -> None:
         if reply.number == READY and not process.ready.done():
             if reply.error:
-                self.failure = f"--env {self.name}: cannot start in a process: {reply.error}"
+                self.failure = f"--env {self.name}: cannot start in a child process: {reply.error}"
                 process.ready.set_exception(EnvError("crash", self.failure))
             else:
                 self._failed_starts = 0
@@ -297,7 +297,7 @@ class EnvPool:
             return
         self._processes.remove(process)
         status = process.end(exiting=exiting)
-        reason = reason or f"its process ended: {exit_text(status)}"
+        reason = reason or f"its process exited: {exit_text(status)}"
         if not process.ready.done():
             if self._closing:
                 process.ready.cancel()

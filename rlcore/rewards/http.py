@@ -216,7 +216,7 @@ class HttpReward:
             async for piece in answer.aiter_bytes():
                 text += piece
                 if len(text) > _LARGEST:
-                    raise _Refused(f"an answer of more than {_LARGEST} bytes", None)
+                    raise _Refused(f"the answer has more than {_LARGEST} bytes", None)
         if answer.status_code != 200:
             may_pass = answer.status_code >= 500 or answer.status_code in _AGAIN
             wait = answer.headers.get("retry-after", "")

@@ -111,7 +111,7 @@ class RewardService:
         if self._closed:
             raise RuntimeError(f"reward {self._reward}: the service is closed")
         if id in self._keys:
-            raise ValueError(f"reward: {id} is pending already")
+            raise ValueError(f"reward: sample {id} is already pending")
         if self.room <= 0:
             raise RuntimeError(f"reward: {self._max_pending} samples are pending; poll first")
         info = SampleInfo(

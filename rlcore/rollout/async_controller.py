@@ -320,7 +320,7 @@ class AsyncController(Controller):
     def save(self) -> Saved:
         """Return the complete state. Call this between a hold in mode `release` and the next
         `go`."""
-        assert self.done, "the controller runs"
+        assert self.done, "the controller is still running"
         groups = tuple(
             SavedGroup(
                 work=state.work,

@@ -328,7 +328,7 @@ def test_a_library_keeps_the_last_epochs_of_a_prompt_and_forgets_the_oldest_prom
     )
     assert other.num_tokens == 72
     (tmp_path / "bad.npz").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"bad.npz: holds no histories"):
+    with pytest.raises(ValueError, match=r"bad.npz: not a file of histories"):
         other.load(tmp_path / "bad.npz")
 
 

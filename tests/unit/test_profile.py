@@ -105,7 +105,7 @@ def test_as_many_steps_are_timed_as_the_cache_has_room_for() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--tp 2", "--tp 2: the torch engine is one rank"),
+        ("--tp 2", "--tp 2: a torch engine is one rank"),
         ("--batch 0", "--batch 0: must be at least 1"),
         ("--context 250", "--context 250 to 250: .* the model's 256 positions"),
         ("--rollout.tpp 2", "--rollout.tpp: there is no such key"),

@@ -305,7 +305,7 @@ def test_an_engine_that_leaves_is_ended_when_another_of_its_ranks_has_lost_its_p
     assert isinstance(release, Release) and release.rank == 2
     (drop,) = c.handle(Down(rank=3, reason="killed"), 1.0)
     assert isinstance(drop, DropEngine) and drop.rank == 2
-    (submit, *_) = c.handle(Down(rank=2, reason="was ended: killed"), 1.0)
+    (submit, *_) = c.handle(Down(rank=2, reason="was stopped: killed"), 1.0)
     assert isinstance(submit, Submit) and submit.rank == 0
 
 

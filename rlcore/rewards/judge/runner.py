@@ -220,7 +220,7 @@ class ProcessBackend:
         os.eventfd_write(self._wake, 1)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            log.error("judge: its process did not end within %g s", _CLOSE_S)
+            log.error("judge: its process did not exit within %g s", _CLOSE_S)
             return
         os.close(self._wake)
 
@@ -315,7 +315,7 @@ class ProcessBackend:
         except EOFError:
             self._ended("")
         except (ValueError, IndexError) as error:
-            self._ended(f"crash: wrote to the service's channel ({error})")
+            self._ended(f"crash: the judge wrote to the service's channel ({error})")
 
     def _obey(self, worker: RewardWorker, message: JudgeReady | BatchStarted | BatchDone) -> None:
         if isinstance(message, JudgeReady):
@@ -367,7 +367,7 @@ class ProcessBackend:
             return
         is_older = not self._running or self._begin_growth > limit / 2
         self._ended(
-            f"memory: the judge grew by {grown / 2**30:.3g} GiB besides its layers, "
+            f"memory: the judge grew by {grown / 2**30:.3g} GiB without its layers, but "
             f"--reward.memory_limit_gb is {self._cfg.memory_limit_gb:g}",
             is_older,
         )
@@ -390,7 +390,7 @@ class ProcessBackend:
         if not keys:
             self._failed_start(reason or f"exit status {status}", printed)
             return
-        reason = reason or f"crash: the judge ended with status {status}"
+        reason = reason or f"crash: the judge exited with status {status}"
         for key in keys:
             entry = self._entries.get(key)
             if entry is None:
@@ -401,7 +401,7 @@ class ProcessBackend:
                 self._end_one(key, result, printed)
             else:
                 entry.send_alone()
-        log.warning("judge: %s; it starts again", reason)
+        log.warning("judge: %s; restarting it", reason)
 
     def _end_one(self, key: int, result: RewardResult, printed: str = "") -> None:
         if self._entries.pop(key, None) is not None:
@@ -409,9 +409,9 @@ class ProcessBackend:
 
     def _failed_start(self, reason: str, printed: str) -> None:
         self._failed_starts += 1
-        log.warning("judge: its process ended, no batch is to blame: %s\n%s", reason, printed)
+        log.warning("judge: its process exited without a running batch: %s\n%s", reason, printed)
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            self._fail(f"its process fails before any batch: {reason}, {self._failed_starts} times")
+            self._fail(f"its process failed {self._failed_starts} times without a batch: {reason}")
 
     def _fail(self, sentence: str) -> None:
         self._failure = sentence
