@@ -130,8 +130,8 @@ class RolloutConfig:
     doubles if preemptions rise and is halved after rounds without any, separately for short and
     long rounds (rlcore/sched/planner.py)."""
     max_tp: Annotated[int, at_least(0)] = 0
-    """Maximum engine size with rollout.adaptive_tp; 0: the ranks of a node, as far as the model's
-    heads divide."""
+    """Maximum engine size with rollout.adaptive_tp; 0: the ranks of a node, as far as they divide
+    the model's heads."""
     sglang_args: tuple[str, ...] = ()
     """Further SGLang server arguments as `key=value`, such as `attention_backend=triton`."""
     gpu_memory_utilization: Annotated[float, above(0, below=1)] = 0.8
@@ -390,17 +390,17 @@ class EnvConfig:
     workers: Annotated[int, above(0)] = 2
     """Number of processes per rank that run environments, each environment in its own thread."""
     timeout_s: Annotated[float, above(0)] = 60.0
-    """Seconds after which a reset or step fails its episode. The process ends when its other
+    """Seconds after which a reset or step fails its episode. The process is ended when its other
     episodes are over."""
     retries: Annotated[int, at_least(0)] = 1
-    """Number of times that an episode is restarted, in a process of its own, after its environment
-    failed. If the last attempt fails, it scores 0 and is not trained."""
+    """Number of restarts of an episode whose environment failed, each in a process of its own.
+    After the last failure it scores 0 and is not trained."""
     num_groups: Annotated[int, at_least(0)] = 0
     """Number of groups started per step, of which the first data.prompts_per_step to complete are
-    trained; 0: only these. With --mode async use async.extra_prompts instead."""
+    trained; 0: start no more. With --mode async use async.extra_prompts instead."""
     group_size: Annotated[int, at_least(0)] = 0
     """Number of episodes started per group, of which the first rollout.samples_per_prompt to finish
-    are trained; 0: only these."""
+    are trained; 0: start no more."""
 
     def problems(self) -> list[str]:
         """What cannot work in the keys that an environment has besides these, one sentence each."""
@@ -632,8 +632,8 @@ class DebugConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration of a training run. `--algo`, `--reward` and `--env` choose the keys of their
-    sections."""
+    """Configuration of a training run; `--dry-run` only checks it and shows its plan. The selectors
+    `--algo`, `--reward` and `--env` choose the keys of their sections."""
 
     select: SelectConfig = field(default_factory=SelectConfig)
     run: RunConfig = field(default_factory=RunConfig)
