@@ -382,6 +382,7 @@ def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
         ("--env frozenlake --rollout.draft history", "--rollout.draft history: knows prompts"),
         ("--env latency --data.train label --env.turns 20", "--env.turns 20: must be at most"),
         ("--env latency --data.train label --env.fail_slow 2", "--env.fail_slow 2: must be from"),
+        ("--env swe --data.train x --env.tests_timeout_s 900", "--env.tests_timeout_s 900: must b"),
         (
             "--env frozenlake --env.num_groups 40 --mode async --cluster.rollout_ranks 1",
             "--env.num_groups 40: --mode async has no rounds",
