@@ -4,18 +4,18 @@ re-imports this module."""
 import sys
 
 COMMANDS = {
-    "train": "train a model; --dry-run shows what would run",
-    "sft": "make and warm-start the tiny model",
+    "train": "train a model; --dry-run only checks the run and shows its plan",
+    "sft": "make a tiny model and warm-start it",
     "judge": "make the tiny judge of recipes/judge_tiny.sh",
-    "plot": "draw runs: python -m rlcore plot RUN...",
-    "view": "a page of a run's rollouts, to read in a browser: python -m rlcore view RUN",
-    "trace": "what all ranks did when, for ui.perfetto.dev: python -m rlcore trace RUN",
-    "doctor": "why a run stands or ended, from its flight records: python -m rlcore doctor RUN",
-    "explain": "the arithmetic of a batch: python -m rlcore explain --data.prompts_per_step 64",
-    "sim": "what a cluster would do: python -m rlcore sim run --gpus 32",
-    "mux": "many jobs on the same nodes, phase by phase: mux up, add, status, down",
-    "profile": "measure the rollout engine here: the best --rollout.tp, and a table for sim",
-    "env": "what is installed here, to paste into a report",
+    "plot": "plot the metrics of runs: rlcore plot RUN...",
+    "view": "write a run's rollouts as an HTML page: rlcore view RUN",
+    "trace": "merge the traces of all ranks for ui.perfetto.dev: rlcore trace RUN",
+    "doctor": "tell why a run hangs or has exited: rlcore doctor RUN",
+    "explain": "show the batch arithmetic of a step: rlcore explain --data.prompts_per_step 64",
+    "sim": "simulate training on a cluster: rlcore sim run --gpus 32",
+    "mux": "share nodes between jobs: rlcore mux up, add, status, down",
+    "profile": "measure the rollout engine: the best --rollout.tp, and a table for sim",
+    "env": "show what is installed, for a bug report",
 }
 
 

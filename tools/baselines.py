@@ -362,11 +362,15 @@ def record_at(revision: str, names: list[str], folder: Path, into: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     """1 where a case differs, 2 where it has no baseline."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("command", choices=("record", "compare"))
-    p.add_argument("cases", nargs="*", help=f"default: all of {' '.join(CASES)}")
-    p.add_argument("--dir", type=Path, default=ROOT / "build" / "baselines", help="of the runs")
-    p.add_argument("--into", type=Path, default=BASELINES, help="of the baselines")
-    p.add_argument("--commit", metavar="REV", help="record: with the code of that commit")
+    p.add_argument(
+        "command", choices=("record", "compare"), help="record baselines, or compare with them"
+    )
+    p.add_argument("cases", nargs="*", help=f"cases; default: {' '.join(CASES)}")
+    p.add_argument(
+        "--dir", type=Path, default=ROOT / "build" / "baselines", help="folder of the runs"
+    )
+    p.add_argument("--into", type=Path, default=BASELINES, help="folder of the baselines")
+    p.add_argument("--commit", metavar="REV", help="with record: commit whose code is run")
     a = p.parse_args(argv)
     unknown = [name for name in a.cases if name not in CASES]
     if unknown:

@@ -1,4 +1,4 @@
-"""Asynchronous against synchronous training on the tiny task, for real.
+"""Compare asynchronous with synchronous training on the tiny task.
 
     python tools/bench_async.py --json tools/results/async.json
 
@@ -58,15 +58,26 @@ OLDEST = "training/off_policy/trajectory_staleness_worst/max"
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--alphas", type=float, nargs="+", default=[0, 1, 2, 4, 8])
-    p.add_argument("--update", choices=["recompute", "in_place"], default="recompute")
-    p.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0, 1])
-    p.add_argument("--steps", type=int, default=40)
-    p.add_argument("--decode-floor-ms", type=float, default=10.0)
-    p.add_argument("--dir", type=Path, default=ROOT / "runs")
-    p.add_argument("--json", type=Path, required=True)
-    p.add_argument("--picture", type=Path, help="default: beside the JSON file")
-    p.add_argument("rest", nargs="*", help="after --: further keys for every run")
+    p.add_argument(
+        "--alphas", type=float, nargs="+", default=[0, 1, 2, 4, 8], help="values of --async.alpha"
+    )
+    p.add_argument(
+        "--update",
+        choices=["recompute", "in_place"],
+        default="recompute",
+        help="value of --async.weight_update",
+    )
+    p.add_argument(
+        "--seeds", "--seed", type=int, nargs="+", default=[0, 1], help="seeds of the runs"
+    )
+    p.add_argument("--steps", type=int, default=40, help="steps per run")
+    p.add_argument(
+        "--decode-floor-ms", type=float, default=10.0, help="minimum milliseconds per decode step"
+    )
+    p.add_argument("--dir", type=Path, default=ROOT / "runs", help="folder of the runs")
+    p.add_argument("--json", type=Path, required=True, help="JSON file for the results")
+    p.add_argument("--picture", type=Path, help="PNG file; default: beside the JSON file")
+    p.add_argument("rest", nargs="*", help="further keys for every run, after --")
     return p.parse_args(argv)
 
 

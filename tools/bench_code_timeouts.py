@@ -1,4 +1,4 @@
-"""What adaptive time-outs save on real programs, and what they cost. RollPacker, arXiv:2509.21009.
+"""Measure what adaptive time-outs of rewards save and cost on real programs (arXiv:2509.21009).
 
     .venv/bin/python tools/bench_code_timeouts.py --data ../shared/data/code/mbpp.jsonl --json OUT
 
@@ -79,13 +79,13 @@ class Answer(NamedTuple):
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--data", type=Path, required=True, metavar="FILE", help="mbpp.jsonl")
-    p.add_argument("--rows", type=int, default=40)
-    p.add_argument("--samples", type=int, default=8)
-    p.add_argument("--epochs", type=int, default=2)
-    p.add_argument("--workers", type=int, default=16)
-    p.add_argument("--scale", type=float, default=1.0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", type=Path, metavar="FILE")
+    p.add_argument("--rows", type=int, default=40, help="number of rows")
+    p.add_argument("--samples", type=int, default=8, help="responses per prompt")
+    p.add_argument("--epochs", type=int, default=2, help="number of epochs")
+    p.add_argument("--workers", type=int, default=16, help="parallel workers")
+    p.add_argument("--scale", type=float, default=1.0, help="divisor of all times")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
     a = p.parse_args()
     rng = random.Random(a.seed)
     rows = [json.loads(line) for line in a.data.read_text(encoding="utf-8").splitlines()]

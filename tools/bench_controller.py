@@ -1,4 +1,4 @@
-"""Time of the controller per event, beside that of an empty event loop; its memory.
+"""Measure the controller's time per event, against an empty event loop, and its memory.
 
     python tools/bench_controller.py --seed 0 --json tools/results/controller.json
 
@@ -58,14 +58,21 @@ AIM_US = 20.0
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--replicas", type=int, default=128)
-    p.add_argument("--prompts", type=int, default=164, help="of a step; 1.25 times are started")
-    p.add_argument("--samples", type=int, default=8, help="of a prompt; 1.25 times are started")
-    p.add_argument("--median", type=int, default=600, help="tokens of a response")
+    p.add_argument("--replicas", type=int, default=128, help="number of engines")
+    p.add_argument(
+        "--prompts", type=int, default=164, help="prompts per step; 1.25 times as many are started"
+    )
+    p.add_argument(
+        "--samples",
+        type=int,
+        default=8,
+        help="responses per prompt; 1.25 times as many are started",
+    )
+    p.add_argument("--median", type=int, default=600, help="median tokens per response")
     p.add_argument("--interval", type=int, default=40, help="tokens between two reports")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", type=Path)
+    p.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
     return p.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second of the torch engine: the tiny model, or any Hugging Face folder's architecture.
+"""Measure tokens per second of the torch engine for the tiny model or a Hugging Face folder.
 
     python tools/bench_engine.py --json out.json
     python tools/bench_engine.py --model path/to/Qwen2.5-0.5B --dtype bfloat16 --prompts 8
@@ -48,19 +48,19 @@ def main() -> None:
     """Run the rounds and print one line each; the last line is the median."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="", help="folder with a config.json; default: tiny")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=12, help="median of the prompts")
-    parser.add_argument("--median", type=int, default=26, help="median response length")
-    parser.add_argument("--longest", type=int, default=140, help="longest response")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", action="store_true", help="engine in a child process")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", default="", help="write the figures to this file")
+    parser.add_argument("--dtype", default="float32", help="data type")
+    parser.add_argument("--device", default=None, help="torch device")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per round")
+    parser.add_argument("--group", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--max-running", type=int, default=256, help="maximum concurrent requests")
+    parser.add_argument("--prompt-tokens", type=int, default=12, help="median tokens per prompt")
+    parser.add_argument("--median", type=int, default=26, help="median tokens per response")
+    parser.add_argument("--longest", type=int, default=140, help="maximum tokens per response")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument("--child", action="store_true", help="run the engine in a child process")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument("--json", default="", help="JSON file for the results")
     a = parser.parse_args()
 
     config = json.loads((Path(a.model) / "config.json").read_text()) if a.model else TINY

@@ -1,4 +1,4 @@
-"""Environments that take their time: what env-level asynchrony and redundant episodes save.
+"""Measure what env-level asynchrony and redundant episodes save with slow environments.
 
     OMP_NUM_THREADS=1 .venv/bin/python tools/bench_env.py --json FILE        # about 12 minutes
 
@@ -66,15 +66,27 @@ Law = LatencyConfig
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--scale", type=float, default=0.05, help="seconds here for one of the paper's")
-    p.add_argument("--turns", type=int, default=23, help="of the asynchronous part")
-    p.add_argument("--slow", type=float, nargs="*", default=[0.0, 0.001, 0.002, 0.005, 0.01, 0.02])
-    p.add_argument("--rounds", type=int, default=3, help="of each; the median counts")
-    p.add_argument("--groups", type=int, default=GROUPS, help="fewer than 32: to try it out")
-    p.add_argument("--workers", type=int, default=2)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", type=Path, metavar="FILE")
-    p.add_argument("--plot", type=Path, metavar="FILE")
+    p.add_argument("--scale", type=float, default=0.05, help="seconds here per second in the paper")
+    p.add_argument(
+        "--turns", type=int, default=23, help="turns per episode in the asynchronous part"
+    )
+    p.add_argument(
+        "--slow",
+        type=float,
+        nargs="*",
+        default=[0.0, 0.001, 0.002, 0.005, 0.01, 0.02],
+        help="shares of slow steps",
+    )
+    p.add_argument(
+        "--rounds", type=int, default=3, help="rounds per row, of which the median counts"
+    )
+    p.add_argument(
+        "--groups", type=int, default=GROUPS, help="groups per round; fewer than 32 for a quick try"
+    )
+    p.add_argument("--workers", type=int, default=2, help="parallel workers")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="PNG file")
     return p.parse_args(argv)
 
 

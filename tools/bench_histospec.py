@@ -1,4 +1,4 @@
-"""Do drafts pay? `--rollout.draft` on the tiny task over several epochs, for real.
+"""Measure the speed of --rollout.draft on the tiny task over several epochs.
 
     python tools/bench_histospec.py --json tools/results/histospec.json
     python tools/bench_histospec.py --decode-floor-ms 5 --json tools/results/histospec_floor.json
@@ -85,17 +85,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    p.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0])
-    p.add_argument("--epochs", type=int, default=7)
-    p.add_argument("--prompts", type=int, default=64, help="of the task; 32 make a step")
-    p.add_argument("--paper", action="store_true", help="its settings instead of our defaults")
-    p.add_argument("--engine", choices=("torch", "sglang"), default="torch")
-    p.add_argument("--decode-floor-ms", type=float, default=0.0)
-    p.add_argument("--dir", type=Path, default=ROOT / "runs")
-    p.add_argument("--json", type=Path, required=True)
-    p.add_argument("--picture", type=Path, help="default: beside the JSON file")
-    p.add_argument("rest", nargs="*", help="after --: further keys for every run")
+    p.add_argument(
+        "--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="settings to compare"
+    )
+    p.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0], help="seeds of the runs")
+    p.add_argument("--epochs", type=int, default=7, help="number of epochs")
+    p.add_argument("--prompts", type=int, default=64, help="prompts of the task, 32 per step")
+    p.add_argument(
+        "--paper",
+        action="store_true",
+        help="use the paper's draft settings instead of the defaults",
+    )
+    p.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="rollout engine")
+    p.add_argument(
+        "--decode-floor-ms", type=float, default=0.0, help="minimum milliseconds per decode step"
+    )
+    p.add_argument("--dir", type=Path, default=ROOT / "runs", help="folder of the runs")
+    p.add_argument("--json", type=Path, required=True, help="JSON file for the results")
+    p.add_argument("--picture", type=Path, help="PNG file; default: beside the JSON file")
+    p.add_argument("rest", nargs="*", help="further keys for every run, after --")
     a = p.parse_args(argv)
     if a.prompts % 32 or a.prompts < 32:
         p.error(f"--prompts {a.prompts}: must be a multiple of the 32 of a step")

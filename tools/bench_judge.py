@@ -1,5 +1,6 @@
-"""The judge's layer pipeline on the CPU against a model that is here as a whole, against reading
-without overlap, and against Hugging Face accelerate's offloading: seconds and memory.
+"""Measure seconds and memory of the judge's layer pipeline on the CPU.
+
+The others are the whole model in memory, reading without overlap, and accelerate's offloading.
 
     bash tools/setup.sh --bench          # accelerate; --no-accelerate leaves its rows out
     python tools/bench_judge.py --seed 0 --json out.json
@@ -77,15 +78,21 @@ class Throttle:
 def main() -> None:
     """Run every row and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gbps", type=float, default=0.25, help="10^9 bytes read in a second")
-    parser.add_argument("--rows", type=int, default=2, help="responses in a batch")
-    parser.add_argument("--tokens", type=int, default=80, help="of each of them")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds in which all take turns")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
-    parser.add_argument("--no-accelerate", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument(
+        "--gbps", type=float, default=0.25, help="read speed in 10^9 bytes per second"
+    )
+    parser.add_argument("--rows", type=int, default=2, help="responses per batch")
+    parser.add_argument("--tokens", type=int, default=80, help="tokens per response")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of every row")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument(
+        "--layers", type=int, default=SIZES["num_hidden_layers"], help="number of layers"
+    )
+    parser.add_argument(
+        "--no-accelerate", action="store_true", help="leave out the rows of accelerate"
+    )
+    parser.add_argument("--json", type=Path, help="JSON file for the results")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The policy loss on given logits, forward and backward, ways side by side.
+"""Compare implementations of the policy loss on given logits, forward and backward.
 
     .venv/bin/python tools/bench_loss.py                           # [2048, 151936] bf16, minutes
     .venv/bin/python tools/bench_loss.py --device cuda --tokens 8192
@@ -490,18 +490,25 @@ def problem(a: argparse.Namespace) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--tokens", type=int, default=2048)
-    p.add_argument("--vocab", type=int, default=151936)
-    p.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    p.add_argument("--temperature", type=float, default=1.0)
-    p.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--timeout", type=float, default=1800, help="seconds per way")
-    p.add_argument("--peers", nargs="+", choices=tuple(WAYS), default=list(WAYS), metavar="NAME")
-    p.add_argument("--json", help="file for the rows")
-    p.add_argument("--plot", help="file for a picture")
+    p.add_argument("--tokens", type=int, default=2048, help="number of tokens")
+    p.add_argument("--vocab", type=int, default=151936, help="vocabulary size")
+    p.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="data type")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="torch device")
+    p.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
+    p.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
+    p.add_argument("--repeats", type=int, default=5, help="number of repetitions")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--timeout", type=float, default=1800, help="seconds per implementation")
+    p.add_argument(
+        "--peers",
+        nargs="+",
+        choices=tuple(WAYS),
+        default=list(WAYS),
+        metavar="NAME",
+        help="implementations to measure",
+    )
+    p.add_argument("--json", help="JSON file for the results")
+    p.add_argument("--plot", help="PNG file")
     p.add_argument("--child", choices=tuple(WAYS), help=argparse.SUPPRESS)
     return p.parse_args(argv)
 

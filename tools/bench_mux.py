@@ -1,4 +1,4 @@
-"""Jobs that share two pools against the same jobs alone, for real, on a machine of two cores.
+"""Compare jobs that share two pools with the same jobs alone, on a machine with two cores.
 
     python tools/bench_mux.py --seed 0 --json tools/results/mux.json       # about 10 minutes, idle
 
@@ -73,18 +73,30 @@ class Job:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--mixes", nargs="+", default=list(MIXES), choices=list(MIXES))
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--steps", type=int, default=10, help="of every job")
-    p.add_argument("--prompts", type=int, default=64, help="of a step: how long phases are")
-    p.add_argument("--slo", type=float, default=2.3)
     p.add_argument(
-        "--margin", type=float, default=1.3, help="of a profile, times what was measured"
+        "--mixes", nargs="+", default=list(MIXES), choices=list(MIXES), help="mixes of jobs"
     )
-    p.add_argument("--dir", type=Path, default=ROOT / "runs" / "bench_mux")
-    p.add_argument("--json", type=Path, required=True)
-    p.add_argument("--picture", type=Path, help="default: beside the JSON file")
-    p.add_argument("rest", nargs="*", help="after --: further keys for every run")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--steps", type=int, default=10, help="steps per job")
+    p.add_argument(
+        "--prompts",
+        type=int,
+        default=64,
+        help="prompts per step, which set the length of the phases",
+    )
+    p.add_argument("--slo", type=float, default=2.3, help="value of --mux.slo")
+    p.add_argument(
+        "--margin",
+        type=float,
+        default=1.3,
+        help="ratio of a profile's phase times to the measured ones",
+    )
+    p.add_argument(
+        "--dir", type=Path, default=ROOT / "runs" / "bench_mux", help="folder of the runs"
+    )
+    p.add_argument("--json", type=Path, required=True, help="JSON file for the results")
+    p.add_argument("--picture", type=Path, help="PNG file; default: beside the JSON file")
+    p.add_argument("rest", nargs="*", help="further keys for every run, after --")
     a = p.parse_args(argv)
     least = WARM_UP + 4  # all jobs are at work for two steps of each, wherever in a round it begins
     if a.steps < least:

@@ -1,4 +1,4 @@
-"""GB/s of packing tensors into a bucket and back, against what torch offers and a plain copy.
+"""Measure GB/s of packing tensors into a bucket and back, against torch's ways and a plain copy.
 
     python tools/bench_reshard.py --seed 0 --json out.json
     python tools/bench_reshard.py --gib 4 --device cuda --json out.json --plot out.png
@@ -42,17 +42,21 @@ CASES = {
 def main() -> None:
     """Run all cases, print one line each, write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gib", type=float, default=0.25, help="size of the bucket")
-    parser.add_argument("--state-gib", type=float, default=1.0, help="of the state that is pushed")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="0: as torch chooses")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument("--gib", type=float, default=0.25, help="size of the bucket in GiB")
     parser.add_argument(
-        "--cpu-time", action="store_true", help="of this process, on a busy machine; one thread"
+        "--state-gib", type=float, default=1.0, help="size of the weights to update in GiB"
     )
-    parser.add_argument("--json", default="", help="write the rows to this file")
-    parser.add_argument("--plot", default="", help="write a picture to this file")
+    parser.add_argument("--device", default="cpu", help="torch device")
+    parser.add_argument("--threads", type=int, default=0, help="threads; 0: torch's default")
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="measure CPU time instead, for a busy machine; one thread",
+    )
+    parser.add_argument("--json", default="", help="JSON file for the results")
+    parser.add_argument("--plot", default="", help="PNG file")
     a = parser.parse_args()
     if a.cpu_time and a.device != "cpu":
         parser.error(f"--cpu-time --device {a.device}: a GPU's work is no time of the CPU")

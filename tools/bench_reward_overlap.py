@@ -1,4 +1,4 @@
-"""What it saves that rewards run beside the rollout: step time with overlap against without.
+"""Measure the step time with rewards that overlap the rollout, against rewards after it.
 
     .venv/bin/python tools/bench_reward_overlap.py --json OUT       # eight idle minutes
 
@@ -35,11 +35,19 @@ DEADLINE_S = 900.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.5, 1.0, 2.0])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--floor-ms", type=float, default=20.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--ratios",
+        type=float,
+        nargs="+",
+        default=[0.2, 0.5, 1.0, 2.0],
+        help="ratios of reward time to rollout time",
+    )
+    parser.add_argument("--steps", type=int, default=5, help="steps per run")
+    parser.add_argument(
+        "--floor-ms", type=float, default=20.0, help="minimum milliseconds per decode step"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
     a = parser.parse_args()
     out = []
     with tempfile.TemporaryDirectory() as name:

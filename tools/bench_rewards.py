@@ -1,4 +1,4 @@
-"""The math reward against labelled answers, and its speed against plain math-verify.
+"""Compare the math reward with labelled answers, and its speed with plain math-verify.
 
     .venv/bin/python tools/bench_rewards.py --judge-set FILE --json OUT     # about two minutes
 
@@ -43,11 +43,20 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--judge-set", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--verdicts", type=Path, default=VERDICTS, metavar="FILE")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--speed-rows", type=int, default=200, help="of each class; 0: no speed")
+    parser.add_argument(
+        "--judge-set", type=Path, required=True, metavar="FILE", help="file of labelled answers"
+    )
+    parser.add_argument(
+        "--verdicts", type=Path, default=VERDICTS, metavar="FILE", help="file of recorded verdicts"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument(
+        "--speed-rows",
+        type=int,
+        default=200,
+        help="rows per class of the speed test; 0: no speed test",
+    )
     a = parser.parse_args()
     rows = [json.loads(line) for line in a.judge_set.read_text().splitlines()]
     verdicts = {v["id"]: v for v in map(json.loads, a.verdicts.read_text().splitlines())}

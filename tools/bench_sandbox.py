@@ -1,4 +1,4 @@
-"""What a program costs in the sandbox, against an interpreter of its own for each.
+"""Measure the time of a program in the sandbox, against one interpreter per program.
 
     .venv/bin/python tools/bench_sandbox.py --json OUT          # about a minute
 
@@ -38,9 +38,9 @@ BARE = ("--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("--programs", type=int, default=100)
-    p.add_argument("--seed", type=int, default=0, help="there is nothing random here")
-    p.add_argument("--json", type=Path, metavar="FILE")
+    p.add_argument("--programs", type=int, default=100, help="number of programs")
+    p.add_argument("--seed", type=int, default=0, help="unused: nothing is random here")
+    p.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
     a = p.parse_args()
     grade = isolation.grade()
     print(grade.sentence, file=sys.stderr)

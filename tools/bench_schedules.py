@@ -1,4 +1,4 @@
-"""When is a round over? `all` against tail batching on the tiny task, for real.
+"""Compare the schedules all and tail_batching on the tiny task.
 
     python tools/bench_schedules.py --seeds 0 1 2 --json tools/results/schedules.json
     python tools/bench_schedules.py --decode-floor-ms 5 --json tools/results/schedules_floor.json
@@ -50,14 +50,20 @@ if "stream" in get_args(get_type_hints(SelectConfig)["mode"]):
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    p.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0, 1, 2])
-    p.add_argument("--steps", type=int, default=100)
-    p.add_argument("--decode-floor-ms", type=float, default=0.0)
-    p.add_argument("--dir", type=Path, default=ROOT / "runs")
-    p.add_argument("--json", type=Path, required=True)
-    p.add_argument("--picture", type=Path, help="default: beside the JSON file")
-    p.add_argument("rest", nargs="*", help="after --: further keys for every run")
+    p.add_argument(
+        "--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="settings to compare"
+    )
+    p.add_argument(
+        "--seeds", "--seed", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs"
+    )
+    p.add_argument("--steps", type=int, default=100, help="steps per run")
+    p.add_argument(
+        "--decode-floor-ms", type=float, default=0.0, help="minimum milliseconds per decode step"
+    )
+    p.add_argument("--dir", type=Path, default=ROOT / "runs", help="folder of the runs")
+    p.add_argument("--json", type=Path, required=True, help="JSON file for the results")
+    p.add_argument("--picture", type=Path, help="PNG file; default: beside the JSON file")
+    p.add_argument("rest", nargs="*", help="further keys for every run, after --")
     return p.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Weights over a slow link and inside a node: flat against two-stage, gather against broadcast.
+"""Compare routes of weight updates over a slow link and inside a node.
 
     python tools/bench_sync.py --seed 0 --json out.json --plot out.png
     python tools/bench_sync.py --part link --pairs 8 --mib 32 --mbit 50
@@ -53,17 +53,19 @@ _DEATHSIG = 1  # PR_SET_PDEATHSIG
 def main() -> None:
     """Run, print one line a row, write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", choices=("all", "link", "node"), default="all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument(
+        "--part", choices=("all", "link", "node"), default="all", help="part to measure"
+    )
     parser.add_argument("--pairs", type=int, nargs="+", default=[8, 16], help="ranks on each side")
-    parser.add_argument("--mib", type=float, default=32, help="weights, in MiB")
-    parser.add_argument("--mbit", type=float, default=50, help="of the slow link, Mbit/s")
-    parser.add_argument("--bucket-mib", type=float, default=8)
-    parser.add_argument("--hidden", type=int, default=512, help="of the node's model")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", default="", help="write the rows to this file")
-    parser.add_argument("--plot", default="", help="write a picture to this file")
+    parser.add_argument("--mib", type=float, default=32, help="size of the weights in MiB")
+    parser.add_argument("--mbit", type=float, default=50, help="Mbit/s of the slow link")
+    parser.add_argument("--bucket-mib", type=float, default=8, help="bucket size in MiB")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the node's model")
+    parser.add_argument("--layers", type=int, default=8, help="number of layers")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rounds")
+    parser.add_argument("--json", default="", help="JSON file for the results")
+    parser.add_argument("--plot", default="", help="PNG file")
     parser.add_argument("--cluster", default="", help=argparse.SUPPRESS)  # a process of our own
     a = parser.parse_args()
     if a.cluster:

@@ -1,4 +1,4 @@
-"""Random configurations and broken data files: each is accepted, or refused in one sentence.
+"""Test that random configurations and broken data files are accepted or refused in one sentence.
 
     python tools/fuzz_configs.py                                     # 200, 20 and 200: a minute
     python tools/fuzz_configs.py --configs 10000 --data 10000 --runs 20 --json FILE
@@ -331,11 +331,11 @@ def fuzz(num_configs: int, num_runs: int, num_data: int, seed: int, folder: Path
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--configs", type=int, default=200)
-    p.add_argument("--runs", type=int, default=20)
-    p.add_argument("--data", type=int, default=200)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", type=Path, help="write counts and findings here")
+    p.add_argument("--configs", type=int, default=200, help="number of random configurations")
+    p.add_argument("--runs", type=int, default=20, help="number of accepted configurations to run")
+    p.add_argument("--data", type=int, default=200, help="number of random data files")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, help="JSON file for counts and findings")
     a = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = fuzz(a.configs, a.runs, a.data, a.seed, Path(folder))

@@ -55,21 +55,26 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bash tools/gpu_wheels.sh", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="folder for the wheels: a new one")
-    parser.add_argument("--python", default="3.12", metavar="X.Y", help="Python there (3.12)")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="new folder for the wheels")
+    parser.add_argument(
+        "--python",
+        default="3.12",
+        metavar="X.Y",
+        help="Python version of the GPU machine (default: 3.12)",
+    )
     parser.add_argument(
         "--have",
         type=Path,
         metavar="FILE",
-        help="what the machine has: the output of `python3 -m pip list --format=freeze` there, or "
-        "one name a line; default: torch, transformers and what usually stands beside them",
+        help="its installed packages: output of `python3 -m pip list --format=freeze` there, or "
+        "one name per line; default: torch, transformers and their usual dependencies",
     )
     parser.add_argument(
         "--also",
         action="append",
         default=[],
         metavar="NAME",
-        help="a further package, such as math-verify for --reward math; may be repeated",
+        help="further package, such as math-verify for --reward math; may be repeated",
     )
     args = parser.parse_args(argv)
     if not re.fullmatch(r"3\.\d+", args.python):

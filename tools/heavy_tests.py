@@ -1,4 +1,4 @@
-"""Which tests `tools/test.sh --fast` leaves out: the longest, until the others take a minute.
+"""List the longest tests, which `tools/test.sh --fast` leaves out so that the others take a minute.
 
     PYTEST_ADDOPTS=--junitxml=junit.xml bash tools/test.sh
     python tools/heavy_tests.py junit.xml > tests/heavy.txt
@@ -50,8 +50,10 @@ def longest_files(seconds: dict[str, float], count: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("junit", type=Path, help="what pytest --junitxml has written")
-    p.add_argument("--seconds", type=float, default=SECONDS, help="of the tests that are left")
+    p.add_argument("junit", type=Path, help="file written by pytest --junitxml")
+    p.add_argument(
+        "--seconds", type=float, default=SECONDS, help="maximum seconds of the remaining tests"
+    )
     p.add_argument("--files", type=int, metavar="N", help="print the N longest files instead")
     a = p.parse_args(argv)
     if a.files:

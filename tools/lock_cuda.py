@@ -182,8 +182,12 @@ def report(project: Mapping[str, object]) -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("--update", action="store_true", help="write the locks, keeping what still fits")
-    p.add_argument("--upgrade", action="store_true", help="write the locks with newest versions")
+    p.add_argument(
+        "--update", action="store_true", help="write the locks and keep versions that still fit"
+    )
+    p.add_argument(
+        "--upgrade", action="store_true", help="write the locks with the newest versions"
+    )
     a = p.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if not (a.update or a.upgrade):

@@ -1,4 +1,4 @@
-"""MBPP as the rows that recipes/code_14b.sh reads: train.jsonl and val.jsonl.
+"""Convert MBPP to train.jsonl and val.jsonl for recipes/code_14b.sh.
 
     .venv/bin/python tools/prepare_mbpp.py ../shared/data/code/mbpp.jsonl data/code
 
@@ -16,9 +16,11 @@ SPLITS = {"train": range(601, 975), "val": range(511, 601)}
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("source", type=Path, help="mbpp.jsonl")
-    p.add_argument("folder", type=Path)
-    p.add_argument("--shown-counts", action="store_true", help="the shown test scores too")
+    p.add_argument("source", type=Path, help="file mbpp.jsonl")
+    p.add_argument("folder", type=Path, help="output folder")
+    p.add_argument(
+        "--shown-counts", action="store_true", help="score also the test that the prompt shows"
+    )
     a = p.parse_args()
     a.folder.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in a.source.read_text(encoding="utf-8").splitlines()]

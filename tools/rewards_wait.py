@@ -9,8 +9,10 @@ from rlcore.config.schema import RewardConfig
 
 @dataclass(frozen=True, kw_only=True)
 class WaitConfig(RewardConfig):
+    """Keys of this reward."""
+
     wait_s: float = 0.0
-    """What every score takes."""
+    """Seconds that every score takes."""
 
 
 def score(sample: Any, prompt: Any, text: str, config: WaitConfig) -> float:

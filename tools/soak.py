@@ -1,4 +1,4 @@
-"""Long runs of the tiny task in every mode: do memory, file handles and speed stay where they are?
+"""Check that memory, file handles and speed stay constant in long runs of the tiny task.
 
     python tools/soak.py --steps 500 --json tools/results/soak.json      # half an hour, two cores
     python tools/soak.py --steps 20 --modes sync
@@ -155,11 +155,13 @@ def rows_of(mode: str, looks: Sequence[Look], steps: int, ratio: float) -> list[
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--steps", type=int, default=500)
-    p.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dir", type=Path, default=ROOT / "runs" / "soak")
-    p.add_argument("--json", type=Path, help="write the rows here")
+    p.add_argument("--steps", type=int, default=500, help="steps per run")
+    p.add_argument(
+        "--modes", nargs="+", default=list(MODES), choices=list(MODES), help="modes to test"
+    )
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--dir", type=Path, default=ROOT / "runs" / "soak", help="folder of the runs")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
     a = p.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for mode in a.modes:

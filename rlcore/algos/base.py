@@ -62,73 +62,84 @@ LOG_LIMIT = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
+    """Keys of every algorithm."""
+
     has_ratio: ClassVar[bool] = True
-    """The loss weighs tokens by p / p_old itself. With bypass_mode that ratio is the correction
-    already; a loss without one gets the weight p / p_sampler instead."""
+    """Whether the loss weighs tokens by p / p_old itself. With bypass_mode this ratio is the
+    correction already; a loss without a ratio gets the weight p / p_sampler instead."""
     uses_entropy: ClassVar[bool] = False
-    """The loss has a gradient through `x.entropy`, which is left out otherwise to save time."""
+    """Whether the loss has a gradient through `x.entropy`, which is omitted otherwise to save
+    time."""
     drops_tokens: ClassVar[bool] = False
-    """The loss takes tokens out of the denominators (`LossOutput.mask`)."""
+    """Whether the loss removes tokens from the denominators (`LossOutput.mask`)."""
 
     adv_estimator: Estimator = "grpo"
-    """How rewards become advantages: advantage.py and returns.py."""
+    """Advantage estimator, see rlcore/algos/advantage.py and returns.py; gae trains a critic."""
     norm_adv_by_std: bool = True
-    """Divide a group's advantages by its standard deviation (grpo, grpo_passk); off is Dr. GRPO."""
+    """Whether to divide the advantages by their group's standard deviation (grpo, grpo_passk); off
+    in Dr. GRPO."""
     whiten_advantages: bool = False
-    """Shift and scale the advantages of a step to mean 0 and variance 1 over all trained tokens.
-    reinforce_plus_plus, reinforce_plus_plus_baseline and gae always do."""
+    """Whether to shift and scale the advantages of a step to mean 0 and variance 1 over all trained
+    tokens. Always on for reinforce_plus_plus, reinforce_plus_plus_baseline and gae."""
     gamma: Share = 1.0
-    """Discount of reinforce_plus_plus and gae."""
+    """Discount factor of reinforce_plus_plus and gae."""
     lam: Share = 1.0
     """Lambda of gae."""
     loss_agg_mode: Aggregation = "token-mean"
-    """How per-token losses become one number; always over the global batch of an update."""
+    """Aggregation of per-token losses by verl's modes, always over the global batch of an update
+    (rlcore/algos/reduce.py)."""
     equal_reward_groups: Literal["keep", "drop"] = "keep"
-    """A group whose scores are all equal tells no answer from another. `keep` trains its rows as
-    the other frameworks do, `drop` takes them out of the batch and its denominators."""
+    """Handling of groups whose scores are all equal, so that no response is preferred. `keep`:
+    train them. `drop`: remove them from the batch and its denominators."""
     truncated_responses: Literal["keep", "drop"] = "keep"
-    """`drop` takes responses cut at rollout.max_tokens out of the batch and its denominators; they
-    still count in their group's baseline (DAPO's overlong filtering)."""
+    """Handling of responses cut at rollout.max_tokens. `keep`: train them. `drop`: remove them from
+    the batch and its denominators, but not from their group's baseline (DAPO's overlong
+    filtering)."""
     overlong_share: Share = 0.0
-    """The last part of rollout.max_tokens, as a share, in which a longer response costs reward,
-    linearly up to overlong_penalty (DAPO's soft overlong punishment). 0: off."""
+    """Share of rollout.max_tokens at its end in which longer responses lose reward, linearly up to
+    overlong_penalty (DAPO's soft overlong punishment); 0: off."""
     overlong_penalty: Annotated[float, at_least(0)] = 1.0
-    """Reward that a response of rollout.max_tokens loses."""
+    """Reward that a response of rollout.max_tokens loses, with overlong_share."""
 
     rollout_is: Literal["none", "token", "sequence"] = "token"
-    """Importance weight min(p_old / p_sampler, cap) on the policy loss, of each token or of the
-    whole sequence (the product)."""
+    """Importance weight min(p_old / p_sampler, threshold) on the policy loss. `token`: of each
+    token. `sequence`: of the whole response (product over tokens). `none`: no weight."""
     rollout_is_threshold: Cap = 2.0
-    """Cap of the weight; inf does not truncate."""
+    """Upper bound of the rollout_is weight; inf: no truncation."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the step."""
+    """Whether to divide the rollout_is weights by their mean over the step."""
     rollout_rs: tuple[Rejection, ...] = ()
-    """Leave out tokens or whole responses where sampler and learner differ too much, and out of the
-    denominators too. verl's names: <tokens>_<estimator>; all that are given must pass."""
+    """Rules (verl's names, <tokens>_<estimator>) that reject tokens or responses whose sampler and
+    learner differ too much. Rejected tokens leave the denominators too; a token must pass all
+    rules."""
     rollout_rs_threshold: tuple[str, ...] = ()
-    """One for each of rollout_rs. For k1 bounds of p_sampler / p_old as lower_upper, such as
-    0.5_2.0, or the upper one alone, whose inverse is the lower; an upper bound for k2 and k3.
-    Empty: 0.5_2.0 for k1, 0.999_1.001 for seq_mean_k1, 0.01 for seq_mean_k3."""
+    """Thresholds, one per rule of rollout_rs. k1 takes the bounds of p_sampler / p_old as
+    lower_upper, such as 0.5_2.0, or upper alone (lower is its inverse); k2 and k3 an upper bound.
+    Empty: 0.5_2.0 for token_k1 and seq_sum_k1, 0.999_1.001 for seq_mean_k1, 0.01 for
+    seq_mean_k3."""
     bypass_mode: bool = False
-    """Take the sampler's log-probs for the old ones. Nothing is recomputed, and the ratio of the
-    loss corrects sampler and staleness at once (PPO-IS); rollout_is then only works on losses
+    """Whether to use the sampler's log-probs as old ones and recompute none, so that the loss's
+    ratio corrects mismatch and staleness at once (PPO-IS). rollout_is then affects only losses
     without a ratio."""
 
     kl_coef: Annotated[float, at_least(0)] = 0.0
-    """Weight of the KL to the reference model in the loss; above 0 keeps the start weights."""
+    """Coefficient of the KL to the reference model in the loss; above 0, the initial weights are
+    kept as reference."""
     kl_type: KL = "k3"
-    """Estimator of the KL in the loss. k1 has a gradient of zero in expectation and k3 one of the
-    reverse KL: k1+ and k3+ have their values and k2's gradient."""
+    """Estimator of the KL in the loss. k1's gradient is zero in expectation and k3's is that of the
+    reverse KL; k1+ and k3+ have their values with k2's gradient."""
     kl_reward_coef: Annotated[float, at_least(0)] = 0.0
-    """Weight of the KL to the reference model taken off the reward, token by token."""
+    """Coefficient of the KL to the reference model that is subtracted from the reward of each
+    token."""
     kl_reward_type: KL = "k1"
-    """Estimator of the KL in the reward."""
+    """Estimator of the KL in the reward (rlcore/algos/kl.py)."""
     kl_target: Annotated[float, at_least(0)] = 0.0
-    """Above 0, both weights are scaled to hold the KL at this value (adaptive controller)."""
+    """Target KL of the adaptive controller, which scales kl_coef and kl_reward_coef; 0: fixed
+    coefficients."""
     kl_horizon: Annotated[int, above(0)] = 10000
-    """Samples over which the adaptive controller answers."""
+    """Number of samples over which the adaptive KL controller adapts."""
     entropy_coef: Annotated[float, finite()] = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
 
     @property
     def needs_reference(self) -> bool:

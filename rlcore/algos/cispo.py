@@ -21,12 +21,14 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOConfig(AlgoConfig):
+    """Keys of `--algo cispo`."""
+
     clip_low: Clip = 0.2
-    """The weight is held above 1 - clip_low; 1 or more is no bound."""
+    """Lower clip range; the weight p / p_old is clipped at 1 - clip_low, 1 or more: no bound."""
     clip_high: Clip = 0.2
-    """The weight is held below 1 + clip_high."""
+    """Upper clip range; the weight p / p_old is clipped at 1 + clip_high."""
     unified_mask: bool = False
-    """Silence the tokens that PPO's clip would silence."""
+    """Whether to remove the gradient of tokens that PPO's clip would remove."""
 
 
 def loss(x: LossInputs, cfg: CISPOConfig) -> LossOutput:

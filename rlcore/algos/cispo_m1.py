@@ -19,8 +19,10 @@ from rlcore.utils.bounds import above
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOM1Config(AlgoConfig):
-    clip_max: Annotated[float, above(0, unbounded=True, note=", or there is no gradient")] = 5.0
-    """The weight is held below this."""
+    """Keys of `--algo cispo_m1`."""
+
+    clip_max: Annotated[float, above(0, unbounded=True, note=", or no token has a gradient")] = 5.0
+    """Maximum weight p / p_old of a token; inf: no bound."""
 
 
 def loss(x: LossInputs, cfg: CISPOM1Config) -> LossOutput:

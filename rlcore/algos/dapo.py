@@ -23,16 +23,20 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class DAPOConfig(AlgoConfig):
+    """Keys of `--algo dapo`."""
+
     clip_low: Clip = 0.2
-    """The ratio is held above 1 - clip_low."""
+    """Lower clip range; the ratio p / p_old is clipped at 1 - clip_low."""
     clip_high: Clip = 0.28
-    """The ratio is held below 1 + clip_high (clip-higher)."""
+    """Upper clip range (clip-higher); the ratio p / p_old is clipped at 1 + clip_high."""
     clip_dual: DualClip = 10.0
-    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+    """Dual clip, the maximum ratio where the advantage is negative; 0: off."""
     equal_reward_groups: Literal["keep", "drop"] = "drop"
-    """Groups whose rewards are all equal; `drop` is the filter of dynamic sampling."""
+    """Handling of groups whose scores are all equal. `keep`: train them. `drop`: remove them from
+    the batch, the filter of dynamic sampling."""
     overlong_share: float = 0.2
-    """The last part of rollout.max_tokens in which a longer response costs reward."""
+    """Share of rollout.max_tokens at its end in which longer responses lose reward, linearly up to
+    overlong_penalty; 0: off."""
 
 
 def loss(x: LossInputs, cfg: DAPOConfig) -> LossOutput:

@@ -27,18 +27,22 @@ from rlcore.utils.bounds import above
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledPPOConfig(AlgoConfig):
+    """Keys of `--algo decoupled_ppo`."""
+
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance weight p_old / p_sampler of the objective; `behave` has it already."""
+    """Importance weight p_old / p_sampler of the objective; must be `none` unless algo.behave is
+    `none`, since that weighs already."""
     behave: Literal["token_mask", "truncate", "none"] = "token_mask"
-    """What happens to tokens whose weight p_prox / p_behave is above behave_cap."""
+    """Handling of tokens whose weight p_prox / p_behave exceeds behave_cap. `token_mask`: no loss.
+    `truncate`: the cap as weight. `none`: weight 1 for all tokens."""
     behave_cap: Annotated[float, above(0, unbounded=True, note="; inf is no cap")] = 5.0
-    """Largest weight; inf is no cap."""
+    """Maximum weight p_prox / p_behave; inf: no cap."""
     clip_low: Clip = 0.2
-    """The ratio is held above 1 - clip_low."""
+    """Lower clip range; the ratio p / p_prox is clipped at 1 - clip_low."""
     clip_high: Clip = 0.2
-    """The ratio is held below 1 + clip_high."""
+    """Upper clip range; the ratio p / p_prox is clipped at 1 + clip_high."""
     clip_dual: DualClip = 0.0
-    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+    """Dual clip, the maximum ratio where the advantage is negative; 0: off."""
 
     def problems(self) -> list[str]:
         out = super().problems()

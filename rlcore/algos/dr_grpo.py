@@ -22,16 +22,19 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class DrGRPOConfig(AlgoConfig):
+    """Keys of `--algo dr_grpo`."""
+
     norm_adv_by_std: bool = False
-    """Divide a group's advantages by its standard deviation; that is the bias of difficulty."""
+    """Whether to divide the advantages by their group's standard deviation, which causes the bias
+    of difficulty."""
     loss_agg_mode: Aggregation = "seq-mean-token-sum-norm"
-    """How per-token losses become one number; a mean over a response is the bias of length."""
+    """Aggregation of per-token losses; a mean over each response causes the bias of length."""
     clip_low: Clip = 0.2
-    """The ratio is held above 1 - clip_low."""
+    """Lower clip range; the ratio p / p_old is clipped at 1 - clip_low."""
     clip_high: Clip = 0.2
-    """The ratio is held below 1 + clip_high."""
+    """Upper clip range; the ratio p / p_old is clipped at 1 + clip_high."""
     clip_dual: DualClip = 3.0
-    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+    """Dual clip, the maximum ratio where the advantage is negative; 0: off."""
 
 
 def loss(x: LossInputs, cfg: DrGRPOConfig) -> LossOutput:

@@ -24,12 +24,14 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class GMPOConfig(AlgoConfig):
+    """Keys of `--algo gmpo`."""
+
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses."""
     clip_low: Clip = 0.4
-    """The log of a ratio is held above -clip_low."""
+    """Lower clip range; the log-ratio log(p / p_old) is clipped at -clip_low."""
     clip_high: Clip = 0.4
-    """The log of a ratio is held below clip_high."""
+    """Upper clip range; the log-ratio log(p / p_old) is clipped at clip_high."""
 
 
 def loss(x: LossInputs, cfg: GMPOConfig) -> LossOutput:

@@ -16,10 +16,12 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class GPGConfig(AlgoConfig):
+    """Keys of `--algo gpg`."""
+
     has_ratio: ClassVar[bool] = False
 
     adv_estimator: Estimator = "gpg"
-    """How rewards become advantages."""
+    """Advantage estimator."""
 
 
 def loss(x: LossInputs, cfg: GPGConfig) -> LossOutput:

@@ -21,12 +21,15 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(AlgoConfig):
+    """Keys of `--algo grpo`."""
+
     clip_low: Clip = 0.2
-    """The ratio is held above 1 - clip_low."""
+    """Lower clip range; the ratio p / p_old is clipped at 1 - clip_low."""
     clip_high: Clip = 0.28
-    """The ratio is held below 1 + clip_high; larger keeps more exploration."""
+    """Upper clip range; the ratio p / p_old is clipped at 1 + clip_high, and larger values keep
+    more exploration."""
     clip_dual: DualClip = 3.0
-    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+    """Dual clip, the maximum ratio where the advantage is negative; 0: off."""
 
 
 def loss(x: LossInputs, cfg: GRPOConfig) -> LossOutput:

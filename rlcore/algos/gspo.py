@@ -26,15 +26,17 @@ LOG_MAX = 10.0  # verl's bound of log s
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOConfig(AlgoConfig):
+    """Keys of `--algo gspo`."""
+
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses."""
     level: Literal["sequence", "token"] = "token"
-    """`sequence`: gradients flow through the sequence's ratio. `token`: through each token's own
-    log-prob, with the sequence's ratio as a constant (GSPO-token)."""
+    """Path of the gradient. `sequence`: the sequence's ratio. `token`: each token's log-prob, with
+    the sequence's ratio as a constant (GSPO-token)."""
     clip_low: Clip = 3e-4
-    """The sequence's ratio is held above 1 - clip_low."""
+    """Lower clip range; the sequence's ratio is clipped at 1 - clip_low."""
     clip_high: Clip = 4e-4
-    """The sequence's ratio is held below 1 + clip_high."""
+    """Upper clip range; the sequence's ratio is clipped at 1 + clip_high."""
 
 
 def loss(x: LossInputs, cfg: GSPOConfig) -> LossOutput:

@@ -18,12 +18,15 @@ from rlcore.utils.bounds import at_least
 
 @dataclass(frozen=True, kw_only=True)
 class Kimi15Config(AlgoConfig):
+    """Keys of `--algo kimi15`."""
+
     has_ratio: ClassVar[bool] = False
 
     norm_adv_by_std: bool = False
-    """Divide a group's advantages by its standard deviation; the paper takes the mean off only."""
+    """Whether to divide the advantages by their group's standard deviation; the paper only
+    subtracts the mean."""
     tau: Annotated[float, at_least(0)] = 0.1
-    """Strength of the pull to the old policy."""
+    """Coefficient of the squared log-ratio to the old policy."""
 
 
 def loss(x: LossInputs, cfg: Kimi15Config) -> LossOutput:

@@ -19,14 +19,16 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(AlgoConfig):
+    """Keys of `--algo ppo`."""
+
     adv_estimator: Estimator = "gae"
-    """How rewards become advantages; gae trains a critic."""
+    """Advantage estimator; gae trains a critic."""
     clip_low: Clip = 0.2
-    """The ratio is held above 1 - clip_low."""
+    """Lower clip range; the ratio p / p_old is clipped at 1 - clip_low."""
     clip_high: Clip = 0.2
-    """The ratio is held below 1 + clip_high."""
+    """Upper clip range; the ratio p / p_old is clipped at 1 + clip_high."""
     clip_dual: DualClip = 3.0
-    """Where the advantage is negative the ratio counts up to this; 0 turns it off."""
+    """Dual clip, the maximum ratio where the advantage is negative; 0: off."""
 
 
 def loss(x: LossInputs, cfg: PPOConfig) -> LossOutput:

@@ -20,12 +20,14 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforceConfig(AlgoConfig):
+    """Keys of `--algo reinforce`."""
+
     has_ratio: ClassVar[bool] = False
 
     adv_estimator: Estimator = "rloo"
-    """How rewards become advantages."""
+    """Advantage estimator."""
     loss_agg_mode: Aggregation = "seq-mean-token-sum"
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses."""
 
 
 def loss(x: LossInputs, cfg: ReinforceConfig) -> LossOutput:

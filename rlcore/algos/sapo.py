@@ -24,12 +24,14 @@ from rlcore.utils.bounds import above
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig(AlgoConfig):
+    """Keys of `--algo sapo`."""
+
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses."""
     tau_pos: Annotated[float, above(0, note="; the paper has 1.0 and 1.05")] = 1.0
     """Steepness of the gate where the advantage is positive."""
     tau_neg: Annotated[float, above(0, note="; the paper has 1.0 and 1.05")] = 1.05
-    """Steepness of the gate elsewhere."""
+    """Steepness of the gate where the advantage is zero or negative."""
 
 
 def loss(x: LossInputs, cfg: SAPOConfig) -> LossOutput:

@@ -16,10 +16,12 @@ from rlcore.tensors import LossInputs, LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class TISRatio01Config(AlgoConfig):
+    """Keys of `--algo tis_ratio01`."""
+
     clip_min: Clip = 0.0
-    """The weight is held above this."""
+    """Minimum weight p / p_old of a token."""
     clip_max: Clip = 1.0
-    """The weight is held below this."""
+    """Maximum weight p / p_old of a token; inf: no bound."""
 
     def problems(self) -> list[str]:
         out = super().problems()

@@ -25,12 +25,15 @@ from rlcore.utils.bounds import at_least
 
 @dataclass(frozen=True, kw_only=True)
 class TOPRConfig(AlgoConfig):
+    """Keys of `--algo topr`."""
+
     level: Literal["token", "sequence"] = "token"
-    """Taper each token by its own ratio (ROLL), or all of them by the sequence's (the paper)."""
+    """Ratio that tapers responses with a score of 0 or less. `token`: each token's own (ROLL).
+    `sequence`: the whole sequence's (paper)."""
     positive_weight: Annotated[float, at_least(0)] = 1.0
-    """Factor of responses with a score above 0."""
+    """Weight of responses with a score above 0."""
     negative_weight: Annotated[float, at_least(0)] = 1.0
-    """Factor of the others."""
+    """Weight of responses with a score of 0 or less."""
 
 
 def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:

@@ -1,4 +1,4 @@
-"""`python -m rlcore doctor RUN`: why a run stands or has ended, from what its ranks wrote."""
+"""`python -m rlcore doctor RUN`: tell why a run hangs or has exited, from its flight records."""
 
 import argparse
 import json
@@ -25,7 +25,9 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlcore doctor", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--stacks", action="store_true", help="all threads of all ranks")
+    parser.add_argument(
+        "--stacks", action="store_true", help="print the stacks of all threads of all ranks"
+    )
     args = parser.parse_args(argv)
     if not args.run.is_dir():
         print(f"rlcore doctor: there is no folder {args.run}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`python -m rlcore env`: what is installed here, to paste into a report."""
+"""`python -m rlcore env`: show what is installed here, for a bug report."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""`python -m rlcore explain`: the arithmetic of a batch, by unit, and how others call its parts."""
+"""`python -m rlcore explain`: show the batch arithmetic of a step, with other frameworks' names."""
 
 import math
 import os
@@ -23,7 +23,7 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.config import rules
 
     if "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\n\n  python -m rlcore explain [keys of train]")
+        print(f"{__doc__}\n\n  python -m rlcore explain [any key of rlcore train]")
         return 0
     cfg = settings.parse(list(argv))
     if found := rules.of_batch(cfg):

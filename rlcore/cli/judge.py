@@ -27,19 +27,20 @@ RUBRIC = (
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """Make the tiny judge."""
+    """Make a tiny judge model for the generated task `label`."""
 
     out: Path
-    """Folder of the model; `rubric.jinja` in it is the rubric."""
+    """Folder of the judge and its rubric, rubric.jinja."""
     seed: int = 0
+    """Seed of weights and training data."""
     steps: int = 600
-    """Of training; 0: none, the weights stay random."""
+    """Maximum number of training steps; 0: random weights."""
     rows: int = 256
-    """Of a step."""
+    """Number of training rows per step."""
     lr: float = 3e-3
+    """Learning rate after warm-up; it decays to a tenth."""
     target: float = 0.995
-    """Training ends when the verdicts of a fresh batch agree with the rule to this share, three
-    times in a row."""
+    """Share of correct verdicts, on three fresh batches in a row, that ends the training."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`python -m rlcore mux`: many jobs on the same nodes, phase by phase.
+"""`python -m rlcore mux`: share nodes between jobs that take turns by phase.
 
     python -m rlcore mux up --rollout-pool 4 --train-pool 2     # Redis and the arbiter, once
     python -m rlcore mux add JOB --profile runs/JOB/mux_profile.json    # an address for one job
@@ -48,25 +48,49 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="start Redis and the arbiter, or what of them is missing")
+    up = commands.add_parser("up", help="start Redis and the arbiter, unless they run")
     for pool in (arbiter.ROLLOUT, arbiter.TRAIN):
-        up.add_argument(f"--{pool}-pool", type=int, required=True, help="nodes")
-        up.add_argument(f"--{pool}-price", type=float, default=1.0, help="of a node for an hour")
-        up.add_argument(f"--{pool}-memory-gb", type=float, default=1500.0, help="of its host")
+        up.add_argument(f"--{pool}-pool", type=int, required=True, help=f"nodes of the {pool} pool")
         up.add_argument(
-            f"--{pool}-switch-s", type=float, default=6.0, help="to another job's phase"
+            f"--{pool}-price",
+            type=float,
+            default=1.0,
+            help="price of a node per hour (default: %(default)s)",
         )
-    up.add_argument("--host", default="127.0.0.1", help="where Redis listens")
-    up.add_argument("--port", type=int, default=6390)
-    add = commands.add_parser("add", help="a user of Redis that sees one job alone")
-    add.add_argument("job")
-    add.add_argument("--profile", type=Path, help="mux_profile.json of a run of it that was alone")
-    status = commands.add_parser("status", help="groups, permits, utilisation, slack")
-    status.add_argument("--json", action="store_true")
-    commands.add_parser("down", help="end both; what is known stays")
-    hidden = commands.add_parser("arbiter", help="the arbiter itself, in the foreground")
+        up.add_argument(
+            f"--{pool}-memory-gb",
+            type=float,
+            default=1500.0,
+            help="host memory of a node in GB (default: %(default)s)",
+        )
+        up.add_argument(
+            f"--{pool}-switch-s",
+            type=float,
+            default=6.0,
+            help="seconds of a switch to another job (default: %(default)s)",
+        )
+    up.add_argument(
+        "--host", default="127.0.0.1", help="address on which Redis listens (default: %(default)s)"
+    )
+    up.add_argument("--port", type=int, default=6390, help="port of Redis (default: %(default)s)")
+    add = commands.add_parser(
+        "add", help="create a Redis user for one job and print the value of --mux.url"
+    )
+    add.add_argument("job", help="name of the job")
+    add.add_argument(
+        "--profile", type=Path, help="mux_profile.json of a run of the job on unshared nodes"
+    )
+    status = commands.add_parser("status", help="show groups, permits, utilisation and slack")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser("down", help="stop Redis and the arbiter; their state is kept")
+    hidden = commands.add_parser("arbiter", help="run the arbiter in the foreground")
     for command in (up, add, status, commands.choices["down"], hidden):
-        command.add_argument("--dir", type=Path, default=Path("runs/mux"))
+        command.add_argument(
+            "--dir",
+            type=Path,
+            default=Path("runs/mux"),
+            help="folder of the state (default: %(default)s)",
+        )
     a = p.parse_args(argv)
     run = {"up": _up, "add": _add, "status": _status, "down": _down, "arbiter": _arbiter}
     return exits.guard(lambda: run[a.command](a))

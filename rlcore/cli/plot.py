@@ -1,5 +1,6 @@
-"""`python -m rlcore plot RUN...`: the pictures of one run, or several runs over each other."""
+"""`python -m rlcore plot RUN...`: plot the metrics of one run, or compare several runs."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,20 +19,15 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     from rlcore.metrics import plots
 
-    words = list(argv)
-    out = None
-    if "--out" in words:
-        i = words.index("--out")
-        if i + 1 == len(words):
-            print("--out: needs a file name", file=sys.stderr)
-            return 2
-        out = Path(words[i + 1])
-        del words[i : i + 2]
-    runs = [Path(w) for w in words]
-    missing = [str(r) for r in runs if not (r / "metrics.jsonl").is_file()]
-    if not runs or missing:
-        what = f"no metrics.jsonl in {', '.join(missing)}" if missing else "give run folders"
-        print(f"rlcore plot: {what}", file=sys.stderr)
+    parser = argparse.ArgumentParser(prog="rlcore plot", description=__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--out", type=Path, help="PNG file; default: <run>/curve.png, or compare.png beside the run"
+    )
+    args = parser.parse_args(argv)
+    runs, out = args.runs, args.out
+    if missing := [str(r) for r in runs if not (r / "metrics.jsonl").is_file()]:
+        print(f"rlcore plot: no metrics.jsonl in {', '.join(missing)}", file=sys.stderr)
         return 2
     if len(runs) == 1:
         print(plots.curve(runs[0], out))

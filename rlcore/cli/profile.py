@@ -1,4 +1,4 @@
-"""`python -m rlcore profile`: what the rollout engine costs on this machine, by its size.
+"""`python -m rlcore profile`: measure decode and prefill times of the engine by its size.
 
     python -m rlcore profile --model.path MODEL --rollout.engine sglang --tp 1 2 --out profile.json
 
@@ -60,16 +60,29 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    p.add_argument("--out", type=Path, default=Path("profile.json"))
-    p.add_argument("--tp", type=int, nargs="+", help="sizes; default: rollout.tp")
-    p.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences of a rank")
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=Path("profile.json"),
+        help="JSON file for the table (default: %(default)s)",
+    )
+    p.add_argument("--tp", type=int, nargs="+", help="tensor-parallel sizes; default: rollout.tp")
+    p.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        help="numbers of sequences per rank (default: %(default)s)",
+    )
     p.add_argument(
         "--context",
         type=int,
         nargs="+",
-        help="tokens of a sequence; default: 1/8 and 1/2 of the longest",
+        help="tokens per sequence; default: 1/8 and 1/2 of the longest",
     )
-    p.add_argument("--steps", type=int, default=512, help="most decode steps of a row")
+    p.add_argument(
+        "--steps", type=int, default=512, help="maximum decode steps per row (default: %(default)s)"
+    )
     a, rest = p.parse_known_args(list(argv))
     return exits.guard(lambda: run(a, rest))
 

@@ -24,30 +24,42 @@ if TYPE_CHECKING:  # importing torch would slow down the command line
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """Make and warm-start the tiny model."""
+    """Make a tiny Qwen3 model and warm-start it on a generated task by supervised fine-tuning."""
 
     out: Path
     """Folder of the model."""
     task: Literal["label", "oneline", "frozenlake"] = "label"
-    """The generated task that it begins to learn; its characters are the vocabulary."""
+    """Generated task to learn; its characters are the vocabulary."""
     seed: int = 0
+    """Seed of weights and training data."""
     steps: int = 500
-    """Most steps; the learning rate decays to a tenth over them."""
+    """Maximum number of steps, over which the learning rate decays to a tenth."""
     lr: float = 3e-3
+    """Initial learning rate."""
     rows_per_step: int = 32
+    """Number of training rows per step."""
     probe_every: int = 5
+    """Number of steps between two probes of the accuracy."""
     probe_from: int = 100
-    """First step that is probed."""
+    """First step with a probe."""
     probe_prompts: int = 512
+    """Number of prompts in the probe set."""
     target: float = 0.5
-    """The warm start ends when sampled accuracy on the probe set reaches this."""
+    """Sampled accuracy on the probe set that ends the warm start."""
     hidden: int = 128
+    """Hidden size of the model."""
     layers: int = 3
+    """Number of layers."""
     heads: int = 4
+    """Number of attention heads."""
     kv_heads: int = 2
+    """Number of key-value heads."""
     head_dim: int = 32
+    """Size of an attention head."""
     intermediate: int = 256
+    """Intermediate size of the MLP."""
     max_tokens: int = 144
+    """Maximum number of tokens in a response."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`python -m rlcore sim ...`: what a cluster would do, before one is booked.
+"""`python -m rlcore sim`: simulate training on a cluster, to compare settings before booking one.
 
 python -m rlcore sim run --gpus 32 --tp 2 --gpu h100 --model 14b --lengths 16k
 python -m rlcore sim splits --gpus 40 --tp 1 --gpu h800 --model 8b --alpha 2
@@ -36,12 +36,18 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     systems = p.add_subparsers(dest="system", required=True)
-    _add_run(systems.add_parser("run", help="your cluster, your lengths: seconds of a step"))
-    _add_splits(systems.add_parser("splits", help="--mode async: how many GPUs should sample?"))
-    _add_papers(systems.add_parser("rollpacker", help="RollPacker: published against simulated"))
-    _add_rollmux(systems.add_parser("rollmux", help="many jobs on two pools, against RollMux"))
-    _add_rhymerl(systems.add_parser("rhymerl", help="RhymeRL: what drafts and turns would save"))
-    _add_flash(systems.add_parser("roll_flash", help="ROLL Flash: published against simulated"))
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return systems.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+    _add_run(add("run", "simulate steps on your cluster with your response lengths"))
+    _add_splits(add("splits", "compare splits into sampling and training GPUs for --mode async"))
+    _add_papers(add("rollpacker", "compare published and simulated results of RollPacker"))
+    _add_rollmux(
+        add("rollmux", "compare published and simulated results of RollMux (job multiplexing)")
+    )
+    _add_rhymerl(add("rhymerl", "simulate the savings of RhymeRL (history drafts and routing)"))
+    _add_flash(add("roll_flash", "compare published and simulated results of ROLL Flash"))
     a = p.parse_args(argv)
     commands = {
         "run": _run,
@@ -59,34 +65,67 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_run(p: argparse.ArgumentParser) -> None:
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    p.add_argument("--gpus", type=int, default=32, help="that sample, then train")
-    p.add_argument("--tp", type=int, default=2, help="GPUs of a engine")
-    p.add_argument("--max-tp", type=int, default=0, help="the planner may go up to this; 0: fixed")
-    p.add_argument("--gpu", default="h100", help=f"data sheet: {', '.join(GPUS).lower()}")
-    p.add_argument("--model", default="14b", help=f"{', '.join(MODELS).lower()}, or a config.json")
-    p.add_argument("--profile", type=Path, help="measured costs of a engine instead (README)")
-    p.add_argument("--mfu", type=float, default=0.35, help="share of its arithmetic in training")
-    p.add_argument("--reference", action="store_true", help="log-probs of a reference model, too")
-    p.add_argument("--prompts", type=int, default=128, help="of a step")
-    p.add_argument("--samples", type=int, default=8, help="of a prompt")
-    p.add_argument("--lengths", default="16k", help="16k, 32k, or a file (README)")
+    p.add_argument("--gpus", type=int, default=32, help="number of GPUs")
+    p.add_argument("--tp", type=int, default=2, help="GPUs per engine")
     p.add_argument(
-        "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of the file"
+        "--max-tp", type=int, default=0, help="maximum engine size of the planner; 0: fixed size"
     )
-    p.add_argument("--schedule", choices=["all", "tail_batching"], default="tail_batching")
-    p.add_argument("--eta-prompts", type=float, default=TailConfig.eta_prompts)
-    p.add_argument("--eta-samples", type=float, default=TailConfig.eta_samples)
-    p.add_argument("--stream", action="store_true", help="half of the engines train early")
-    p.add_argument("--reward", choices=user.REWARDS, default="none")
-    p.add_argument("--judge", choices=user.JUDGES, default="shared", help="where a judge runs")
-    p.add_argument("--baseline", choices=user.BASELINES, default="verl")
-    p.add_argument("--steps", type=int, default=50)
-    p.add_argument("--max-running", type=int, default=1024, help="requests of a engine at a time")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", type=Path)
-    p.add_argument("--picture", type=Path, help="PNG: engines over time, the first steps")
-    p.add_argument("--picture-steps", type=int, default=5)
-    p.add_argument("--trace", type=Path, help="JSON for ui.perfetto.dev, the first steps")
+    p.add_argument("--gpu", default="h100", help=f"GPU: {', '.join(GPUS).lower()}")
+    p.add_argument(
+        "--model", default="14b", help=f"model: {', '.join(MODELS).lower()}, or a config.json"
+    )
+    p.add_argument(
+        "--profile",
+        type=Path,
+        help="JSON file of `rlcore profile` with measured engine costs, instead of the data sheet",
+    )
+    p.add_argument("--mfu", type=float, default=0.35, help="model FLOPs utilization in training")
+    p.add_argument(
+        "--reference", action="store_true", help="add the log-probs of a reference model"
+    )
+    p.add_argument("--prompts", type=int, default=128, help="prompts per step")
+    p.add_argument("--samples", type=int, default=8, help="responses per prompt")
+    p.add_argument(
+        "--lengths",
+        default="16k",
+        help="response lengths: 16k, 32k, or a file (rlcore/sim/README.md)",
+    )
+    p.add_argument(
+        "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of the --lengths file"
+    )
+    p.add_argument(
+        "--schedule",
+        choices=["all", "tail_batching"],
+        default="tail_batching",
+        help="policy that ends a rollout",
+    )
+    p.add_argument(
+        "--eta-prompts", type=float, default=TailConfig.eta_prompts, help="as --tail.eta_prompts"
+    )
+    p.add_argument(
+        "--eta-samples", type=float, default=TailConfig.eta_samples, help="as --tail.eta_samples"
+    )
+    p.add_argument(
+        "--stream",
+        action="store_true",
+        help="let half of the engines train early, as --mode stream",
+    )
+    p.add_argument("--reward", choices=user.REWARDS, default="none", help="kind of reward")
+    p.add_argument("--judge", choices=user.JUDGES, default="shared", help="placement of a judge")
+    p.add_argument(
+        "--baseline", choices=user.BASELINES, default="verl", help="system to compare with"
+    )
+    p.add_argument("--steps", type=int, default=50, help="number of simulated steps")
+    p.add_argument(
+        "--max-running", type=int, default=1024, help="maximum concurrent requests per engine"
+    )
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
+    p.add_argument(
+        "--picture", type=Path, help="PNG file with the engines' activity in the first steps"
+    )
+    p.add_argument("--picture-steps", type=int, default=5, help="steps in --picture and --trace")
+    p.add_argument("--trace", type=Path, help="trace file of the first steps for ui.perfetto.dev")
 
 
 def _run(a: argparse.Namespace) -> int:
@@ -146,7 +185,7 @@ def _facts(step) -> dict[str, object]:
 def _add_splits(p: argparse.ArgumentParser) -> None:
     _add_run(p)
     p.set_defaults(schedule="all", steps=4)
-    p.add_argument("--alpha", type=float, default=2.0, help="most versions that a sample is old")
+    p.add_argument("--alpha", type=float, default=2.0, help="maximum sample age in policy versions")
 
 
 def _splits(a: argparse.Namespace) -> int:
@@ -171,14 +210,21 @@ def _splits(a: argparse.Namespace) -> int:
 
 
 def _add_papers(p: argparse.ArgumentParser) -> None:
-    p.add_argument("what", nargs="?", choices=[w for w in rollpacker.TABLES if not w[0].isdigit()])
-    p.add_argument("--figure", choices=["11", "10c"])
-    p.add_argument("--table", choices=["1", "2"])
-    p.add_argument("--rounds", type=int, default=100, help="of every cell")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--picture", type=Path, help="PNG: published against simulated")
-    p.add_argument("--data", type=Path, default=DATA, help="folder with lengths/ (planner)")
-    p.add_argument("--json", type=Path)
+    p.add_argument(
+        "what",
+        nargs="?",
+        choices=[w for w in rollpacker.TABLES if not w[0].isdigit()],
+        help="experiment without a number in the paper",
+    )
+    p.add_argument("--figure", choices=["11", "10c"], help="figure of the paper")
+    p.add_argument("--table", choices=["1", "2"], help="table of the paper")
+    p.add_argument("--rounds", type=int, default=100, help="rounds per cell")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument(
+        "--picture", type=Path, help="PNG file that compares published and simulated values"
+    )
+    p.add_argument("--data", type=Path, default=DATA, help="folder with lengths/, for `planner`")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
 
 
 def _papers(a: argparse.Namespace) -> int:
@@ -208,12 +254,25 @@ def _show(made: table.TableResult, a: argparse.Namespace, begin: float) -> int:
 
 
 def _add_rollmux(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--experiment", choices=list(rollmux.EXPERIMENTS), required=True)
-    p.add_argument("--rounds", type=int, help="iterations, instances, traces or decisions (README)")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--picture", type=Path, help="PNG: published against simulated, or curves")
-    p.add_argument("--turns", type=Path, help="PNG: who has which GPU when (micro)")
-    p.add_argument("--json", type=Path)
+    p.add_argument(
+        "--experiment",
+        choices=list(rollmux.EXPERIMENTS),
+        required=True,
+        help="experiment of the paper",
+    )
+    p.add_argument(
+        "--rounds",
+        type=int,
+        help="number of iterations, instances, traces or decisions (rlcore/sim/README.md)",
+    )
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument(
+        "--picture",
+        type=Path,
+        help="PNG file that compares published and simulated values, or shows curves",
+    )
+    p.add_argument("--turns", type=Path, help="PNG file of the jobs on each GPU over time (micro)")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
 
 
 def _rollmux(a: argparse.Namespace) -> int:
@@ -248,9 +307,9 @@ def _rollmux(a: argparse.Namespace) -> int:
 
 
 def _add_rhymerl(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--steps", type=int, default=24, help="of every arm")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", type=Path)
+    p.add_argument("--steps", type=int, default=24, help="steps per arm")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
 
 
 def _rhymerl(a: argparse.Namespace) -> int:
@@ -265,11 +324,13 @@ def _rhymerl(a: argparse.Namespace) -> int:
 
 
 def _add_flash(p: argparse.ArgumentParser) -> None:
-    p.add_argument("what", nargs="+", choices=list(roll_flash.TABLES))
-    p.add_argument("--rounds", type=int, default=8, help="updates of every cell")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--picture", type=Path, help="PNG: of all tables that --json has then")
-    p.add_argument("--json", type=Path, help="tables that it has already stay in it")
+    p.add_argument("what", nargs="+", choices=list(roll_flash.TABLES), help="tables to simulate")
+    p.add_argument("--rounds", type=int, default=8, help="policy updates per cell")
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--picture", type=Path, help="PNG file of all tables in --json")
+    p.add_argument(
+        "--json", type=Path, help="JSON file for the tables; other tables in it are kept"
+    )
 
 
 def _flash(a: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`python -m rlcore trace RUN`: what all ranks did when, as one file for ui.perfetto.dev."""
+"""`python -m rlcore trace RUN`: merge the traces of all ranks into a file for ui.perfetto.dev."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ def _main(argv: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="rlcore trace", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--out", type=Path, help="file to write")
+    parser.add_argument("--out", type=Path, help="JSON file; default: <run>/trace.json")
     args = parser.parse_args(argv)
     try:
         path, ranks = trace.merge(args.run, args.out)

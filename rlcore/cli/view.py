@@ -1,4 +1,4 @@
-"""`python -m rlcore view RUN`: the rollouts of a run as one HTML page."""
+"""`python -m rlcore view RUN`: write the rollouts of a run as one HTML page."""
 
 import argparse
 import sys
@@ -19,8 +19,8 @@ def _main(argv: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="rlcore view", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--out", type=Path, help="file to write")
-    parser.add_argument("--last", type=int, default=0, help="only so many steps; 0: all")
+    parser.add_argument("--out", type=Path, help="HTML file; default: <run>/rollouts.html")
+    parser.add_argument("--last", type=int, default=0, help="number of last steps; 0: all")
     args = parser.parse_args(argv)
     try:
         if args.last < 0:

@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import io
 import json
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -304,4 +306,17 @@ def help_text(default: Config) -> str:
             use_underscores=True,
             config=(tyro.conf.AvoidSubcommands,),
         )
-    return out.getvalue().replace("async_", "async")
+    filled = re.sub(r"(?m)^ {8}\S.*\n(?: {8}\S.*\n)+", _fill, out.getvalue())
+    return filled.replace("async_", "async")
+
+
+def _fill(paragraph: re.Match[str]) -> str:
+    """Wrap a text again: tyro keeps the line breaks of an indented docstring."""
+    width, indent = max(map(len, paragraph[0].splitlines())), " " * 8
+    words = " ".join(paragraph[0].split())
+    return (
+        textwrap.fill(
+            words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        ).rstrip()
+        + "\n"
+    )

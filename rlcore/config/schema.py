@@ -1,7 +1,7 @@
-"""Every setting, its default and what it means. Two levels: a section and a key.
+"""Every setting, its default and its text in `--help`. Two levels: a section and a key.
 
-The configuration is read-only: what is computed at run time lives elsewhere. `resolve.py` reads the
-command line into it and refuses combinations that cannot work.
+The configuration is read-only: values computed at run time are kept elsewhere. `resolve.py` reads
+the command line into it. The field `async_` is the section `async`, a keyword of Python.
 """
 
 from dataclasses import dataclass, field, fields
@@ -14,287 +14,346 @@ Share = Annotated[float, at_least(0, at_most=1)]
 TopP = Annotated[float, above(0, at_most=1, note="; 1 turns it off")]
 Clip = Annotated[float, above(0, unbounded=True, note="; inf turns it off")]
 ParallelSize = Annotated[int, at_least(1, note="; 1 turns it off")]
-TimeoutFactor = Annotated[float, at_least(1, note=", what a right answer took is needed again")]
+TimeoutFactor = Annotated[float, at_least(1, note=", the time of a correct response")]
 Oversampling = Annotated[float, at_least(1, below=100, note="; 1 starts no more than is needed")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectConfig:
-    """The selectors `--algo --reward --env --mode --schedule`: they are read first and choose the
-    class behind the section of the same name, or the policy."""
+    """Selectors, also written `--algo`, `--reward`, `--env`, `--mode` and `--schedule`."""
 
     algo: str = "grpo"
-    """A name in `algos/`, or a dotted path to a module of yours with a config class and a loss."""
+    """Name of an algorithm in rlcore/algos, or dotted path of a module with a config class and a
+    loss."""
     reward: str = "exact"
-    """A name in `rewards/`, a dotted path or an http address; or a weighted sum of them, such as
+    """Name of a reward in rlcore/rewards, dotted path or HTTP address, or a weighted sum such as
     `math:1,judge:0.5`."""
     env: str = ""
-    """A name in `envs/`, or a dotted path: responses are episodes of several turns. Empty: none."""
+    """Name of an environment in rlcore/envs, or dotted path, whose multi-turn episodes replace
+    single responses; empty: none."""
     mode: Literal["sync", "stream", "async"] = "sync"
-    """The loop. `sync`: sample, then train, strictly on-policy. `stream`: the same, but half of the
-    ranks train what is complete while the others decode the last answers. `async`: ranks that only
-    sample never wait for the optimizer; samples are at most async.alpha policy versions old."""
+    """Training loop. `sync`: sample, then train, strictly on-policy. `stream`: on-policy, but half
+    of the ranks train complete groups while the others decode the last responses. `async`: separate
+    ranks sample without waiting for the optimizer, and samples are at most async.alpha policy
+    versions old."""
     schedule: Literal["all", "tail_batching"] = "all"
-    """When a round is over. `all`: every response is finished and rewarded. `tail_batching`: the
-    first of more prompts than are needed are; the others wait for a round of their own."""
+    """Policy that ends a rollout. `all`: wait for every response. `tail_batching`: start more
+    prompts than needed, train the first to complete, and defer the rest to a separate long
+    round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """Name, folder, length and start of the run."""
+
     name: str = ""
-    """Name of the run; empty takes the recipe's name."""
+    """Name of the run; empty: the recipe's name."""
     dir: str = "runs"
-    """Folder that holds the runs: `<dir>/<name>/`."""
+    """Folder of all runs; this run is written to `<dir>/<name>/`."""
     seed: int = 0
+    """Seed of all random choices."""
     steps: Annotated[int, at_least(0)] = 200
-    """Rollout-and-train rounds."""
+    """Number of training steps, each a rollout and its updates."""
     resume: str = "auto"
-    """`auto` goes on from the newest checkpoint of this run if there is one; `fresh` starts anew
-    and moves the older run aside; a path starts from that checkpoint. Where Slurm or torchrun has
-    started the run again, it goes on from what it has saved since, whatever is said here."""
+    """Start of the run. `auto`: from its newest checkpoint, if any. `fresh`: anew, with an older
+    run moved aside. A path: from that checkpoint. If Slurm or torchrun restarts the run, it always
+    continues from its own newest checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """Model, tokenizer and precision."""
+
     path: str = ""
-    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    """Hugging Face folder of the model (config.json, safetensors, tokenizer)."""
     tokenizer: str = ""
-    """Folder of the tokenizer; empty takes the model's."""
+    """Folder of the tokenizer; empty: model.path."""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    """Of the parameters in training; bfloat16 keeps fp32 main parameters in the optimizer."""
+    """Data type of the parameters in training; with bfloat16 the optimizer keeps fp32 main
+    parameters."""
     random_init: bool = False
-    """Random weights from the folder's config.json alone: for tests and dry runs."""
+    """Whether to start from random weights for tests and dry runs; only config.json of model.path
+    is needed."""
     num_layers: Annotated[int, at_least(0)] = 0
-    """Overrides the number of layers (with random_init); 0 keeps the folder's."""
+    """Number of layers, with model.random_init; 0: as in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
+    """Prompts for training and validation."""
+
     train: tuple[str, ...] = ()
-    """Prompt files (.jsonl, .parquet), or the name of a generated task: `label`, `oneline`,
-    `frozenlake`, `blackjack`."""
+    """Prompt files (.jsonl, .parquet), or one generated task: `label`, `oneline`, `frozenlake` or
+    `blackjack`."""
     val: tuple[str, ...] = ()
-    """Evaluated at the start, every `eval.every` steps and at the end; reported by file name."""
+    """Validation files or generated tasks, each reported by its name."""
     prompts_per_step: Annotated[int, above(0)] = 32
-    """Prompts that one step trains on."""
+    """Number of prompts trained in one step."""
     prompt_field: str = "question"
+    """Name of the column with the prompt."""
     answer_field: str = "answer"
+    """Name of the column with the reference answer."""
     template: Literal["auto", "chat", "none"] = "auto"
-    """`chat` renders the prompt as a user message with the tokenizer's chat template (ours, ChatML,
-    where it has none); `none` takes it as it is; `auto` is chat unless the task says otherwise."""
+    """Form of the prompt. `chat`: a user message in the tokenizer's chat template (ChatML if it has
+    none). `none`: plain text. `auto`: `none` for generated tasks, else `chat`."""
     system: str = ""
-    """System message of the chat template."""
+    """System message of the chat template; empty: none."""
     suffix: str = ""
     """Text appended to every prompt, such as "Put the answer in \\boxed{}."."""
     max_prompt_tokens: Annotated[int, above(0)] = 1024
-    """Longer prompts are left out, with a report."""
+    """Maximum number of tokens in a prompt; longer prompts are left out and reported."""
     bad_rows: Literal["skip", "refuse"] = "skip"
-    """Junk rows are named by line and counted; `refuse` ends the run instead."""
+    """Handling of invalid rows. `skip`: leave them out, and report their number and line. `refuse`:
+    end the run."""
     shuffle: bool = True
+    """Whether to shuffle the prompts in every epoch."""
     num_prompts: Annotated[int, at_least(0)] = 0
-    """Rows of a generated task, or a cap on the rows of files; 0: endless, or all."""
+    """Maximum number of rows per training file, or number of rows of a generated task; 0: all rows
+    of a file, an endless task."""
     num_val_prompts: Annotated[int, at_least(0)] = 0
-    """The same for `val`; 0 takes all rows, or 1,024 of a generated task."""
+    """Maximum number of rows per validation file or task; 0: all rows of a file, 1,024 rows of a
+    task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
+    """Rollout engines and sampling."""
+
     engine: Literal["torch", "sglang"] = "torch"
-    """`torch`: ours, one rank per engine. `sglang_args`: SGLang, over rollout.tp ranks."""
+    """Rollout engine. `torch`: built-in, one rank per engine. `sglang`: SGLang, rollout.tp ranks
+    per engine."""
     tp: Annotated[int, above(0)] = 1
-    """Ranks of one engine (tensor parallel): neighbours on one node. Above 1 only with sglang."""
+    """Tensor-parallel size of an engine, over neighbouring ranks of one node; above 1 only with
+    SGLang."""
     adaptive_tp: bool = False
-    """`tp` is where the engines start: preemptions double it for the next round of the same kind,
-    calm rounds halve it; sched/planner.py. Only with sglang."""
+    """Whether to adapt the engines' size between rounds, from rollout.tp on; only with SGLang. It
+    doubles if preemptions rise and is halved after rounds without any, separately for short and
+    long rounds (rlcore/sched/planner.py)."""
     max_tp: Annotated[int, at_least(0)] = 0
-    """Largest size with adaptive_tp; 0: the ranks of a node, as far as the model's heads divide."""
+    """Maximum engine size with rollout.adaptive_tp; 0: the ranks of a node, as far as they divide
+    the model's heads."""
     sglang_args: tuple[str, ...] = ()
-    """Further arguments of SGLang's server as key=value, such as attention_backend=triton."""
+    """Further SGLang server arguments as `key=value`, such as `attention_backend=triton`."""
     gpu_memory_utilization: Annotated[float, above(0, below=1)] = 0.8
-    """Share of a GPU's memory that SGLang takes for weights and KV cache (its mem_fraction_static)
-    where cache_tokens is 0."""
+    """Share of GPU memory for SGLang's weights and KV cache (its mem_fraction_static), if
+    rollout.kv_cache_tokens is 0."""
     process: Literal["auto", "inline", "child"] = "auto"
-    """Where the engine lives; `auto` is a child process as soon as the world is larger than one."""
+    """Process of the engine. `inline`: the rank's own. `child`: a child process. `auto`: `inline`
+    for one rank with the torch engine, else `child`."""
     samples_per_prompt: Annotated[int, above(0)] = 8
+    """Number of responses per prompt."""
     max_tokens: Annotated[int, above(0)] = 1024
-    """Most tokens in a response."""
+    """Maximum number of tokens in a response."""
     temperature: Annotated[float, at_least(0)] = 1.0
+    """Sampling temperature in training."""
     top_k: Annotated[int, at_least(0)] = 0
-    """0 keeps all tokens."""
+    """Number of most likely tokens to sample from; 0: all tokens."""
     top_p: TopP = 1.0
+    """Cumulative probability of the most likely tokens to sample from; 1: all tokens."""
     min_p: Annotated[float, at_least(0, below=1, note="; 0 turns it off")] = 0.0
+    """Minimum probability of a sampled token, relative to the most likely token; 0: none."""
     stop_ids: tuple[int, ...] = ()
-    """Further stop tokens; the tokenizer's end of sequence always stops."""
+    """Ids of stop tokens in addition to the tokenizer's end of sequence."""
     max_running_requests: Annotated[int, above(0)] = 256
-    """Requests that one engine decodes at a time."""
+    """Maximum number of requests that one engine decodes at a time."""
     routing: Literal["group", "response", "histopipe"] = "group"
-    """`group`: the responses to a prompt go to one engine, which prefills it once. `response`: each
-    goes to the engine that has the fewest, wherever the others are. `histopipe`, with --mode async:
-    by the prompt's longest response of the epoch before, such that an engine has long ones in one
-    step and short ones in the next."""
+    """Routing of requests to engines. `group`: all responses to a prompt on one engine, which
+    prefills it once. `response`: each on the engine with the fewest requests. `histopipe`, with
+    --mode async: by the prompt's longest response in the previous epoch, alternating long and short
+    steps on each engine."""
     queue: bool = False
-    """Requests wait at the controller for the first engine with a place free; else all go out at
-    once, those of an engine wait there, and who is decoded beside whom does not hang on the
-    clock."""
+    """Whether requests wait at the controller for the first engine with a free slot; batch
+    composition then depends on timing. Otherwise all requests are sent at once and wait inside
+    their engines."""
     kv_cache_tokens: Annotated[int, above(1, off=0, note="; 0: as many as fit")] = 0
-    """Tokens of KV cache per engine; 0 sizes it for max_running full-length requests, at most what
-    the memory allows. Where that is less, which rows share a forward hangs on the memory that is
-    free at the start: give a number, and a resumed run is the same bit by bit. Both are of an
-    engine of `tp` ranks: where sizes change, one of twice the ranks has twice as much."""
+    """Number of KV-cache tokens per engine of rollout.tp ranks; 0: sized by
+    rollout.max_running_requests (torch) or rollout.gpu_memory_utilization (SGLang). With 0, batch
+    composition can depend on free memory, so set it for bit-exact resumes. Engines that change
+    their size scale this and rollout.max_running_requests with it."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """`auto` takes model.dtype."""
+    """Data type of the engine; `auto`: model.dtype."""
     quantize: Literal[
         "none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "fp8", "fp4", "fp3"
     ] = "none"
-    """The torch engine's attention and MLP weights take the values of this format at every push;
-    products stay in rollout.dtype, so it changes the samples and not the speed."""
+    """Number format to which the torch engine rounds attention and MLP weights at every weight
+    update. Products stay in rollout.dtype, so it changes the samples and not the speed."""
     draft: Literal["none", "ngram", "history", "history_reward"] = "none"
-    """Guess the next tokens and verify the guesses in one forward; samples stay what they are.
-    `ngram`: from the request's own text. `history`: from earlier epochs' responses to the same
-    prompt, too, along the most frequent continuation. `history_reward`: along the one with the
-    largest sum of rewards."""
+    """Source of drafts for speculative decoding, which changes no sample. `ngram`: the request's
+    own text. `history`: also earlier epochs' responses to the prompt, by most frequent
+    continuation. `history_reward`: as `history`, but by largest sum of rewards."""
     fp32_lm_head: bool = False
-    """Logits in fp32, whatever rollout.dtype is: the engine's output layer, of the torch engine its
-    last norm too."""
+    """Whether the engine computes the output layer in fp32 whatever rollout.dtype is (the torch
+    engine also its last norm)."""
     threads: Annotated[int, above(0)] = 1
-    """CPU threads of one engine."""
+    """Number of CPU threads per engine."""
     progress_interval_s: Annotated[float, at_least(0)] = 0.5
-    """Interval of progress events."""
+    """Seconds between progress reports of an engine."""
     stall_timeout_s: Annotated[float, above(0)] = 1800.0
-    """A round in which nothing happens for this long is ended with a sentence naming who is
-    silent."""
+    """Seconds without progress after which a round fails with an error that names the silent
+    ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Of --rollout.draft; rlcore/rollout/RHYMERL.md."""
+    """Keys of --rollout.draft, see rlcore/rollout/RHYMERL.md."""
 
     max_length: Annotated[int, at_least(1, at_most=4096)] = 32
-    """Longest draft."""
+    """Maximum number of tokens in a draft."""
     verify_tokens: Annotated[int, at_least(2, at_most=256)] = 8
-    """With SGLang: tokens of a request in one forward, its last one and the draft, which is shorter
-    than this. On a GPU always as many, since CUDA graphs are captured for it."""
+    """Number of tokens per request in one SGLang verification: the last token and a draft, which is
+    shorter than this. On a GPU the number is fixed, since CUDA graphs are captured for it."""
     initial_length: Annotated[int, above(0)] = 2
-    """A request's first drafts are this long, and those after a wrong one; with the gate, in small
-    batches up to a quarter of the window."""
+    """Maximum length of a request's first draft, and of the next draft after a rejected one. With
+    draft.adaptive it is up to a quarter of draft.max_length in small batches."""
     length_growth: Annotated[int, at_least(0)] = 2
-    """They get this much longer whenever all of one was right. `initial_length` = `max_length`: of
-    fixed length."""
+    """Number of tokens by which the maximum length grows after a fully accepted draft. For a fixed
+    length set draft.initial_length to draft.max_length."""
     min_match: Annotated[int, at_least(1, at_most=64)] = 1
-    """Tokens at the end of a text that must have occurred before to draft what followed there; the
-    paper has 3."""
+    """Minimum number of last tokens that must occur in an earlier text to draft its continuation
+    (paper: 3)."""
     max_match: Annotated[int, at_least(0)] = 0
-    """Most that are looked at; 0: no limit. The paper has 7."""
+    """Maximum number of last tokens to match; 0: no limit (paper: 7)."""
     max_spec_factor: Annotated[float, at_least(0)] = 4.0
-    """A draft is at most this many times as long as what matched; 0: no limit, as in the paper."""
+    """Maximum length of a draft as a multiple of the match length; 0: no limit (as in the
+    paper)."""
     min_token_prob: Share = 0.3
-    """A draft ends before it is rarer than this among what followed; 0: it does not."""
+    """Minimum probability of a draft among the continuations found, at which it is cut; 0: no
+    limit."""
     adaptive: bool = True
-    """Measure what steps with and without drafts take, and draft only where it pays; drafts of a
-    large batch are cut. Without it drafts are always on."""
+    """Whether to measure decode steps with and without drafts, draft only if that is faster, and
+    shorten drafts in large batches. Otherwise drafts are always on."""
     history_epochs: Annotated[int, above(0)] = 3
-    """So many of a prompt's last epochs are drafted from; the paper has 1."""
+    """Number of past epochs used as draft source (paper: 1)."""
     max_history_tokens: Annotated[int, above(0)] = 64_000_000
-    """Of all histories, 4 bytes each in the memory of rank 0; the oldest go first."""
+    """Maximum number of tokens of all histories, at 4 bytes each in rank 0's memory; the oldest are
+    removed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
+    """Parallelism, optimizer and memory of the learner."""
+
     tp: ParallelSize = 1
     """Tensor parallel size."""
     sp: bool = True
-    """Sequence parallel: shard activations between the tensor-parallel parts; only with tp > 1."""
+    """Whether to use sequence parallelism, which shards activations over the tensor-parallel ranks;
+    only with train.tp above 1."""
     pp: ParallelSize = 1
     """Pipeline parallel size."""
     vpp: ParallelSize = 1
-    """Model chunks per pipeline stage; above 1 is the interleaved schedule."""
+    """Number of model chunks per pipeline stage; above 1: the interleaved schedule."""
     cp: ParallelSize = 1
     """Context parallel size."""
     ep: ParallelSize = 1
     """Expert parallel size."""
     distributed_optimizer: bool = True
-    """Shard optimizer states over the data-parallel ranks."""
+    """Whether to shard optimizer states over the data-parallel ranks."""
     transformer_impl: Literal["local", "te"] = "local"
-    """Layers: our own on torch, or Transformer Engine's."""
+    """Implementation of the transformer layers. `local`: built-in, on torch. `te`: Transformer
+    Engine."""
     apex: bool = False
-    """Apex' fused weight-gradient accumulation."""
+    """Whether to use Apex' fused weight-gradient accumulation."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation. `none`: off. `selective`: the attention core. `full`: every
+    layer."""
     tokens_per_micro_batch: Annotated[int, above(0)] = 16384
-    """Packed tokens of one forward and backward; a longer sequence is its own micro-batch."""
+    """Maximum number of packed tokens in a micro-batch; a longer sequence is a micro-batch of its
+    own."""
     samples_per_update: Annotated[int, at_least(0)] = 0
-    """Samples of one optimizer step; 0 takes all of the step."""
+    """Number of samples per optimizer step; 0: all samples of a step."""
     epochs: Annotated[int, above(0)] = 1
-    """Passes over the samples of a step."""
+    """Number of passes over the samples of a step."""
     lr: Annotated[float, above(0)] = 1e-6
+    """Learning rate of the actor after warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up. `constant`: train.lr. `linear`, `cosine`: decay to
+    train.min_lr."""
     lr_warmup_updates: Annotated[int, at_least(0)] = 0
+    """Number of updates in which the learning rate rises linearly; 0: no warm-up."""
     lr_decay_updates: Annotated[int, at_least(0)] = 0
-    """Updates until min_lr is reached; 0: the whole run."""
+    """Number of updates until train.min_lr is reached; 0: all updates of the run."""
     min_lr: Annotated[float, at_least(0)] = 0.0
+    """Final learning rate of `linear` and `cosine` decay."""
     weight_decay: Annotated[float, at_least(0)] = 0.0
+    """Weight decay of AdamW."""
     beta1: Annotated[float, at_least(0, below=1)] = 0.9
+    """Decay rate of Adam's first moment."""
     beta2: Annotated[float, at_least(0, below=1)] = 0.95
+    """Decay rate of Adam's second moment."""
     adam_eps: Annotated[float, above(0)] = 1e-8
+    """Epsilon of Adam."""
     clip_grad: Clip = 1.0
+    """Maximum gradient norm; inf: no clipping."""
     max_skipped_updates: Annotated[int, at_least(0)] = 10
-    """An update whose loss or gradient is not finite is left out and counted (actor/skipped); so
-    many in a row end the run. 0: never."""
+    """Number of consecutive updates with a non-finite loss or gradient that ends the run; 0: never.
+    Each such update is skipped and counted (actor/skipped)."""
     moe_aux_loss_coef: float = 0.0
-    """Load-balancing loss of MoE models."""
+    """Coefficient of the load-balancing loss of MoE models; must be 0, others are not supported
+    yet."""
     offload: bool = False
-    """Engine and learner take turns on the device: the learner waits in host memory while the
-    engine samples, the engine sleeps while the learner works. On the CPU only gradients go."""
+    """Whether engine and learner take turns on the device: the learner moves to host memory during
+    rollout, and the engine sleeps during training. On the CPU only the gradients are released."""
     deterministic: bool = True
-    """Deterministic kernels."""
+    """Whether to use deterministic kernels."""
     fused_loss: bool = False
-    """Policy loss and gradient in one sweep over the logits, for the clipped losses (ppo, grpo,
-    dapo, dr_grpo); every other loss has log-probs and gradients fused and its text in between."""
+    """Whether to compute policy loss and gradient in one pass over the logits (only ppo, grpo, dapo
+    and dr_grpo). Otherwise log-probs and their gradient are fused, and the loss itself runs in
+    torch."""
     head_chunk_tokens: Annotated[int, at_least(0)] = 0
-    """Logits of so many tokens exist at a time, for less memory; 0: of the whole micro-batch. Costs
-    the output layer's product a second time, unless fused_loss is on."""
+    """Maximum number of tokens whose logits exist at a time, to save memory; 0: the whole
+    micro-batch. Without train.fused_loss the output layer is then computed twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The value model of --algo.adv_estimator gae: the architecture of the start model with a value
-    head, in the layout and with the micro-batches of `train`."""
+    """Critic of `--algo.adv_estimator gae`: model.path's architecture with a value head, in
+    `train`'s layout."""
 
     path: str = ""
-    """Hugging Face folder of its start weights; empty takes model.path."""
+    """Hugging Face folder of the critic's initial weights; empty: model.path."""
     lr: Annotated[float, above(0)] = 1e-5
+    """Learning rate of the critic."""
     lr_warmup_updates: Annotated[int, at_least(0)] = 0
+    """Number of updates in which the critic's learning rate rises linearly; 0: no warm-up."""
     weight_decay: Annotated[float, at_least(0)] = 0.0
+    """Weight decay of the critic's optimizer."""
     clip_grad: Clip = 1.0
+    """Maximum gradient norm of the critic; inf: no clipping."""
     clip_value: Clip = 0.5
-    """A value moves at most this far from what it was before the step's first update, as far as
-    the loss can tell; inf: no clip."""
+    """Clip range of a value around its value before the step's first update, in the value loss;
+    inf: no clipping."""
     warmup_steps: Annotated[int, at_least(0)] = 0
-    """First steps, in which the critic learns alone."""
+    """Number of first steps in which only the critic is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Keys that every reward has. With a sum of rewards `--reward.KEY` is of all that have it, and
-    `--reward.math.KEY` of one."""
+    """Keys of every reward. In a sum, `--reward.KEY` sets the key of all and `--reward.math.KEY` of
+    one."""
 
     workers: Annotated[int, above(0)] = 1
-    """Samples scored at a time per rank: child processes, sandbox slots or requests."""
+    """Number of samples per rank that are scored at a time, in child processes, sandboxes or HTTP
+    requests."""
     timeout_s: Annotated[float, above(0, unbounded=True)] = 10.0
-    """A sample that takes longer scores `on_error`; its process group is killed."""
+    """Seconds after which a sample scores reward.on_error and its process group is killed."""
     on_error: Annotated[float, finite()] = 0.0
     """Score of a sample whose reward function failed."""
     memory_limit_gb: Annotated[float, at_least(0, unbounded=True)] = 8.0
-    """A child process that grows by more is killed; 0: it is not looked at."""
+    """Maximum memory growth of a child process in GiB, beyond which it is killed; 0: no limit."""
     max_pending: Annotated[int, above(0)] = 4096
-    """Responses of a rank that wait for their scores at a time; more wait at the engine."""
+    """Maximum number of responses per rank that wait for their scores; further ones wait at the
+    engine."""
     adaptive_timeout: bool = False
-    """Once an answer to a prompt was right, others have `timeout_factor` times as long as the
-    slowest right one took, in all epochs; timeout_s at most, `min_timeout_s` at least."""
+    """Whether a prompt with a correct response gets a shorter timeout: timeout_factor times the
+    slowest correct one in all epochs. It is at least min_timeout_s and at most timeout_s."""
     timeout_factor: TimeoutFactor = 1.5
+    """Ratio of the timeout to the scoring time of the slowest correct response, with
+    adaptive_timeout."""
     min_timeout_s: Annotated[float, above(0)] = 2.0
-    """Also what a new child process may need for its first score."""
+    """Minimum timeout in seconds with adaptive_timeout; it must suffice for the first score of a
+    new child process."""
     correct_score: float = 1.0
-    """An answer of at least this score is right."""
+    """Minimum score of a response that counts as correct, with adaptive_timeout."""
 
     def problems(self, key: str) -> list[str]:
         """What cannot work in the keys that a reward has besides these, one sentence each; `key` is
@@ -316,33 +375,32 @@ def reward_sections(reward: RewardConfig | RewardSum) -> dict[str, RewardConfig]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-    """Keys that every environment has; of `--env`, rlcore/envs/README.md. An episode takes the
-    place of a response: rollout.max_tokens is the limit of all its turns and observations."""
+    """Keys of every environment, see rlcore/envs/README.md; rollout.max_tokens limits a whole
+    episode."""
 
     TASK: ClassVar[str] = ""
-    """Of a kind of environment that makes its own prompts: the generated task that takes the place
-    of data.train and data.val."""
+    """Name of the generated task that replaces data.train and data.val; empty: none."""
     max_turns: Annotated[int, above(0)] = 16
-    """Turns of the policy in an episode; one that needs more is cut."""
+    """Maximum number of the policy's turns in an episode; a longer episode is cut."""
     max_turn_tokens: Annotated[int, at_least(0)] = 0
-    """Most tokens of a turn; 0: as many as are left of rollout.max_tokens."""
+    """Maximum number of tokens in a turn; 0: what is left of rollout.max_tokens."""
     max_running_episodes: Annotated[int, above(0)] = 256
-    """Episodes of a rank that have an environment at a time; others wait. Those that wait for their
-    environment take no place of rollout.max_running_requests."""
+    """Maximum number of episodes per rank that have an environment at a time; further ones wait. An
+    episode that waits for its environment does not count towards rollout.max_running_requests."""
     workers: Annotated[int, above(0)] = 2
-    """Processes of a rank that run environments, as many as they are in threads."""
+    """Number of processes per rank that run environments, each environment in its own thread."""
     timeout_s: Annotated[float, above(0)] = 60.0
-    """An environment that takes longer for a reset or a step fails its episode; its process is
-    ended when the other episodes there have."""
+    """Seconds after which a reset or step fails its episode. The process is ended when its other
+    episodes are over."""
     retries: Annotated[int, at_least(0)] = 1
-    """Times that an episode is begun anew when its environment failed, in a process of its own.
-    After the last it counts as failed, scores 0 and is not trained."""
+    """Number of restarts of an episode whose environment failed, each in a process of its own.
+    After the last failure it scores 0 and is not trained."""
     num_groups: Annotated[int, at_least(0)] = 0
-    """Groups of episodes that a step starts; it takes the first data.prompts_per_step that are
-    complete. 0: no more than these. With `--mode async` async.extra_prompts does this."""
+    """Number of groups started per step, of which the first data.prompts_per_step to complete are
+    trained; 0: start no more. With --mode async use async.extra_prompts instead."""
     group_size: Annotated[int, at_least(0)] = 0
-    """Episodes of a group that are started; the first rollout.samples_per_prompt count. 0: no more
-    than these."""
+    """Number of episodes started per group, of which the first rollout.samples_per_prompt to finish
+    are trained; 0: start no more."""
 
     def problems(self) -> list[str]:
         """What cannot work in the keys that an environment has besides these, one sentence each."""
@@ -351,204 +409,231 @@ class EnvConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TailConfig:
-    """Of `--schedule tail_batching`; sched/tail_batching.py."""
+    """Keys of `--schedule tail_batching`, see rlcore/sched/tail_batching.py."""
 
     eta_prompts: Oversampling = 1.25
-    """A short round starts this many times data.prompts_per_step prompts."""
+    """Ratio of prompts started in a short round to data.prompts_per_step."""
     eta_samples: Oversampling = 1.25
-    """It starts this many times rollout.samples_per_prompt responses of each, and keeps the first:
-    short answers are then more likely to be kept. 1: the groups are not biased."""
+    """Ratio of responses started per prompt to rollout.samples_per_prompt, of which the first to
+    finish are kept. Above 1, groups are biased towards short responses."""
     dataset_quotas: tuple[str, ...] = ()
-    """`source=prompts` of every source of the data, together data.prompts_per_step; empty: sources
-    come as the data have them."""
+    """Number of prompts per dataset in a step, as `dataset=prompts`, together
+    data.prompts_per_step; empty: no quotas."""
     dynamic_sampling: bool = False
-    """A group of equal rewards does not count: another prompt is started in its place (DAPO)."""
+    """Whether to replace groups of equal rewards by further prompts (DAPO's dynamic sampling)."""
     max_eta_prompts: Oversampling = 4.0
-    """With `dynamic_sampling`: at most this many times data.prompts_per_step prompts are started in
-    a round, which then ends with fewer groups."""
+    """Maximum ratio of prompts started in a round to data.prompts_per_step, with
+    tail.dynamic_sampling. At the limit the round ends with fewer groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """Of `--mode stream`; sched/stream.py."""
+    """Keys of `--mode stream`, see rlcore/sched/stream.py."""
 
     earliest: Share = 0.2
-    """Share of the responses that are done when half of the engines may stop decoding."""
+    """Share of finished responses from which half of the engines may stop decoding and start
+    training."""
     latest: Share = 0.5
-    """Share from which on they go on to the end instead."""
+    """Share of finished responses after which no engine stops early."""
     check_every: Annotated[float, above(0, at_most=1)] = 0.05
-    """Step between, at which it is asked whether what is left fits into the other caches."""
+    """Share of responses between two checks whether the remaining requests fit into the other
+    engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncConfig:
-    """Of `--mode async`; sched/staleness.py."""
+    """Keys of `--mode async`, see rlcore/sched/staleness.py."""
 
     alpha: Annotated[float, at_least(0)] = 2.0
-    """Most policy versions between the first token of a sample and its training. Fractions are
-    allowed; 0 is the synchronous mode. (1 + alpha) x data.prompts_per_step prompts are running or
-    finished at most."""
+    """Maximum policy versions between a sample's first token and its training; fractions are
+    allowed, 0: synchronous. At most (1 + alpha) x data.prompts_per_step prompts are running or
+    finished."""
     weight_update: Literal["recompute", "in_place"] = "recompute"
-    """Requests go on under new weights from the tokens that they have. `recompute`: their cache is
-    made anew; `in_place`: it stays as the old weights made it, which is faster."""
+    """KV cache of running requests, which continue with the new weights. `recompute`: compute it
+    anew. `in_place`: keep that of the old weights, which is faster."""
     extra_prompts: Annotated[int, at_least(0)] = 0
-    """So many prompts run besides, and the slowest are dropped when they are too old."""
+    """Number of additional running prompts; the slowest are dropped when they exceed
+    async.alpha."""
     dynamic_sampling: bool = False
-    """A group of equal rewards does not count: another prompt is started in its place (DAPO), for
-    one batch at most four times as many as it has; then such groups count."""
+    """Whether to replace groups of equal rewards by further prompts (DAPO's dynamic sampling). A
+    batch takes at most four times its number of prompts; then such groups are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
+    """Evaluation on data.val."""
+
     every: Annotated[int, at_least(0)] = 20
-    """Steps between evaluations; 0: only at the start and at the end."""
+    """Number of steps between evaluations; 0: only at the start and at the end."""
     at_start: bool = True
+    """Whether to evaluate before the first step."""
     at_end: bool = True
+    """Whether to evaluate after the last step."""
     samples_per_prompt: Annotated[int, above(0)] = 1
+    """Number of responses per validation prompt."""
     temperature: Annotated[float, at_least(0)] = 1.0
+    """Sampling temperature in evaluation."""
     top_p: TopP = 1.0
+    """Cumulative probability of the most likely tokens to sample from; 1: all tokens."""
     top_k: Annotated[int, at_least(0)] = 0
+    """Number of most likely tokens to sample from; 0: all tokens."""
     greedy: bool = False
-    """Evaluate a second time with the most likely token."""
+    """Whether to evaluate a second time with greedy decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """Checkpoints and the exported model."""
+
     every: Annotated[int, at_least(0)] = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Number of steps between checkpoints; 0: only at the end."""
     at_end: bool = True
+    """Whether to save a checkpoint after the last step."""
     keep: Annotated[int, at_least(0)] = 2
-    """Checkpoints kept; 0 keeps all."""
+    """Number of checkpoints kept; 0: all."""
     on_error: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written, such as to a full disk: `stop` ends the run in one
-    sentence, `continue` says it, counts it (training/failed_saves) and tries again at the next one.
-    Earlier checkpoints stay either way; after the last step it is `stop`."""
-    grace_s: Annotated[float, at_least(0, at_most=600, note=", as launchers wait no longer")] = 25.0
-    """A SIGTERM (Slurm's, before it kills) leaves so many seconds to finish the step, save and
-    leave with exit code 0; what takes longer ends with 143 and goes on from the checkpoint before.
-    0: it ends at once. Slurm gives KillWait, 30 s unless it is set, or its GraceTime."""
+    """Handling of a checkpoint that cannot be written, such as to a full disk. `stop`: end the run.
+    `continue`: report and count it (training/failed_saves), and try again at the next one; after
+    the last step it ends the run. Earlier checkpoints are kept."""
+    grace_s: Annotated[float, at_least(0, at_most=600, note=", since launchers wait no longer")] = (
+        25.0
+    )
+    """Seconds after SIGTERM to finish the step, save and exit with code 0; 0: exit at once. A
+    longer step exits with 143, and the run resumes from the previous checkpoint. Slurm allows
+    KillWait (30 s by default) or GraceTime."""
     export_hf: bool = True
-    """Write a Hugging Face folder at the end: `<run>/hf`."""
+    """Whether to write a Hugging Face folder at the end, `<run>/hf`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
+    """Weight updates from learner to engines."""
+
     route: Literal["auto", "gather", "intranode", "two_stage"] = "auto"
-    """How weights travel between ranks. `gather`: every rank gathers every tensor. `intranode`:
-    owners broadcast their shards inside their node. `two_stage`: one copy enters every site, then
-    it is broadcast inside; the same mechanism. `auto`: gather where every rank trains and samples,
-    two_stage where cluster.rollout_ranks only sample, which gather cannot reach."""
+    """Route of weights between ranks. `gather`: every rank gathers every tensor. `intranode`:
+    owners broadcast their shards inside their node. `two_stage`: one copy is sent to each site and
+    broadcast inside it. `auto`: `two_stage` with cluster.rollout_ranks, else `gather`."""
     bucket_mb: Annotated[int, above(0)] = 256
-    """Size of a bucket in MiB: the unit of a push, and what it holds at a time."""
+    """Size in MiB of a bucket, the unit in which weights are sent; a weight update holds one at a
+    time."""
     ranks_per_site: Annotated[int, at_least(0)] = 0
-    """Neighbouring ranks that share a fast network; 0: those of a node."""
+    """Number of neighbouring ranks that share a fast network; 0: the ranks of a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
+    """Roles of the ranks, network and devices."""
+
     rollout_ranks: Annotated[int, at_least(0)] = 0
-    """The last so many ranks sample and the others train. 0: every rank does both, in turn."""
-    gpu_memory_gb: Annotated[float | None, at_least(0, note=" GB; 0: not checked")] = None
-    """Memory of a GPU in GB (10^9 bytes) that `--dry-run` holds the plan against. None takes that
-    of the GPU here, or 80 where there is none; 0: not checked."""
+    """Number of last ranks that only sample, while the others train; 0: every rank does both in
+    turn."""
+    gpu_memory_gb: Annotated[float | None, at_least(0, note=" GB; 0: no check")] = None
+    """Memory of a GPU in GB (10^9 bytes) that `--dry-run` compares the plan with; 0: no check.
+    None: that of the local GPU, or 80 without one."""
     timeout_s: Annotated[float, above(0)] = 600.0
-    """Deadline of a collective and of every wait between ranks."""
+    """Seconds after which a collective or another wait between ranks fails."""
     interface: str = ""
     """Network interface to listen on between nodes, such as eth0; empty: the one that reaches the
     master."""
     rollout_cores: tuple[int, ...] = ()
-    """CPU cores of the ranks that only sample, of their engines and rewards; empty: any. Of a node,
-    as the system numbers them."""
+    """CPU cores, as the node numbers them, for ranks that only sample, with their engines and
+    rewards; empty: any."""
     train_cores: tuple[int, ...] = ()
-    """The same of the ranks that train."""
+    """CPU cores, as the node numbers them, for ranks that train; empty: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuxConfig:
-    """Of `--mux.url`: the run takes turns with other jobs on the same nodes; rlcore/mux."""
+    """Nodes shared with other jobs in turns, with `--mux.url`; see rlcore/mux."""
 
     url: str = ""
-    """The cluster's Redis server, as `rlcore mux add JOB` says it; empty: nobody else is here.
-    `env:NAME` takes it from the environment, so that no `ps` shows the job's password."""
+    """Address of the cluster's Redis server, as printed by `rlcore mux add JOB`; empty: disabled.
+    `env:NAME` reads it from the environment, so that `ps` does not show the job's password."""
     job: str = ""
-    """The job's name there; empty takes that of the run."""
+    """Name of the job at the server; empty: the name of the run."""
     profile: str = ""
-    """The mux_profile.json of a run that had its nodes alone; empty takes the one that `rlcore mux
-    add --profile` was given."""
-    slo: Annotated[float, at_least(1, note=", which is as fast as alone")] = 2.0
-    """An iteration may take this many times what it takes alone, at worst."""
+    """File mux_profile.json of a run that had its nodes alone; empty: the one given to `rlcore mux
+    add --profile`."""
+    slo: Annotated[float, at_least(1, note="; 1 is the speed on unshared nodes")] = 2.0
+    """Maximum time of an iteration as a multiple of its time on unshared nodes."""
     if_unavailable: Literal["wait", "solo"] = "wait"
-    """Without an answer of the server, or without a place: wait for it, or run as if alone."""
+    """Behaviour without a reply of the server or without a place. `wait`: wait for it. `solo`: run
+    as if alone."""
     tail_nodes: Annotated[int, at_least(0)] = 0
-    """When 80 % of the responses of a rollout are there and another job could use its nodes, the
-    rest goes on, from the tokens that there are, on the first so many of its rollout nodes, and the
-    others are the other job's; 0: it stays on all."""
-    lease_s: Annotated[float, at_least(1, note=", or a slow moment kills")] = 15.0
-    """A job that is silent for so long is dead, and its permits are another's."""
+    """Number of rollout nodes that keep the tail of a rollout when another job could use the
+    others; 0: all. The tail begins at 80 % of the responses, and moved requests continue from their
+    tokens."""
+    lease_s: Annotated[float, at_least(1, note=", or a short delay counts as a failure")] = 15.0
+    """Seconds without a sign of life after which a job counts as failed and loses its permits."""
     max_wait_s: Annotated[float, above(0)] = 86400.0
-    """At most so long is waited for a place, and for each turn."""
+    """Maximum seconds to wait for a place and for each permit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
+    """Logs, metrics and the terminal."""
+
     rollouts: Annotated[int, at_least(-1, note="; -1: all")] = 4
-    """Samples of rank 0's engine written to rollouts.jsonl per step; -1 writes all."""
+    """Number of samples of rank 0's engine written to rollouts.jsonl per step; -1: all."""
     rollout_tokens: Annotated[int, at_least(-1, note="; -1: all")] = 0
-    """Tokens of a step that these samples bring along for `rlcore view`, each with its text,
-    log-prob and version: about 20 bytes and 5 us a token. The first responses have theirs, the
-    last of them is cut; -1: all."""
+    """Number of tokens per step that rollouts.jsonl has with text, log-prob and version for `rlcore
+    view`, first responses first; -1: all. A token takes about 20 bytes and 5 us."""
     trace_steps: Annotated[int, at_least(-1, note="; -1: all")] = 0
-    """Steps from the start of the process of which every rank writes what it did when, for `rlcore
-    trace`: phases, responses, rewards, engine load; about 400 bytes a response. -1: all."""
+    """Number of steps from process start that every rank records for `rlcore trace`: phases,
+    responses, rewards and engine load; -1: all. A response takes about 400 bytes."""
     tensorboard: bool = True
+    """Whether to write TensorBoard logs."""
     wandb: str = ""
-    """Project of Weights & Biases; empty: none."""
+    """Weights & Biases project; empty: disabled."""
     prometheus_port: Annotated[int, at_least(0, at_most=65535, note="; 0: none")] = 0
-    """Rank 0 shows the last value of every metric at http://HOST:PORT/metrics; 0: it does not."""
+    """Port at which rank 0 serves the latest metrics, http://HOST:PORT/metrics; 0: disabled."""
     prometheus_host: str = "127.0.0.1"
-    """Address to listen on: whoever reaches it can read the metrics."""
+    """Address on which the metrics are served, to everyone who can reach it."""
     plot: bool = True
-    """Draw curve.png at the end; `python -m rlcore plot RUN` draws it at any time."""
+    """Whether to draw curve.png at the end; `rlcore plot RUN` draws it at any time."""
     progress: bool = True
-    """Progress bars on a terminal."""
+    """Whether to show progress bars on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
+    """Tests and experiments; not for training."""
+
     shuffle_rewards: bool = False
-    """Shuffle rewards over the samples of a step: the control that must not learn."""
+    """Whether to shuffle rewards over the samples of a step, as a control that must not learn."""
     kill_at_step: int = 0
-    """Kill rank 0 with SIGKILL when this step ends: for tests of resume."""
+    """Step at whose end rank 0 is killed with SIGKILL, for tests of resuming; 0: never."""
     deterministic_order: bool = False
-    """Of two responses the shorter came first, whatever the clock says, and all are waited for: a
-    run with `--schedule tail_batching` repeats itself bit by bit, and gains no time by it."""
+    """Whether the shorter of two responses counts as the first, after waiting for all of them. Runs
+    with `--schedule tail_batching` then repeat bit by bit, without its gain in time."""
     replay: str = ""
-    """The rounds.jsonl of an earlier run, or its folder: responses count in the order that it has,
-    whatever the clock says, so that every step makes the same batch. Its rounds are found by their
-    prompts' ids: a resumed run may replay the rest of a longer log. With --mode async the folder of
-    a run that had debug.record: its batches are trained again, in that order, tokens and all."""
+    """File rounds.jsonl of an earlier run, or its folder, whose order of responses is repeated so
+    that every step has the same batch. Rounds are found by their prompts' ids, so a resumed run may
+    replay the rest of a longer log. With --mode async: folder of a run with debug.record, whose
+    batches are trained again token by token."""
     record: bool = False
-    """Of --mode async: write what debug.replay needs, events and trained samples, 12 bytes a token,
-    to `<run>/record`."""
+    """Whether to write what debug.replay needs with --mode async (events and trained samples) to
+    `<run>/record`, 12 bytes per token."""
     rollout_tp: Annotated[tuple[int, ...], at_least(1)] = ()
-    """Size of the rollout engines in step 1, 2, ..., the last one in all others: with SGLang."""
+    """Tensor-parallel sizes of the SGLang engines in steps 1, 2, ...; the last one holds for all
+    further steps. Empty: rollout.tp."""
     env_barrier: bool = False
-    """All episodes of a rank take their turns together, and wait for the slowest environment: to
-    see what env-level asynchrony saves. The order of episodes in a batch is then fixed, too."""
+    """Whether all episodes of a rank wait for the slowest environment in every turn, to measure
+    env-level asynchrony. It also fixes the order of episodes in a batch."""
     reward_barrier: bool = False
-    """Rewards start when the rank's engine has nothing left to decode, not as responses end: to
-    see what the overlap saves."""
+    """Whether rewards start only after the rank's engine has decoded everything, to measure their
+    overlap with decoding."""
     decode_floor_ms: Annotated[float, at_least(0)] = 0.0
-    """Every decode step lasts at least this long, as on a memory-bound GPU."""
+    """Minimum milliseconds per decode step, to imitate a memory-bound GPU."""
     full_length: bool = False
-    """No token ends a response: all have rollout.max_tokens, the worst case of a step, to write a
+    """Whether all responses have rollout.max_tokens tokens, the worst case of a step, to write a
     job's mux_profile.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration. `algo`, `reward` and `env` hold the class that their selector
-    chose."""
+    """Configuration of a training run; `--dry-run` only checks it and shows its plan. The selectors
+    `--algo`, `--reward` and `--env` choose the keys of their sections."""
 
     select: SelectConfig = field(default_factory=SelectConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -562,7 +647,6 @@ class Config:
     tail: TailConfig = field(default_factory=TailConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
-    """On the command line `async`, which is no name in Python."""
     reward: Any = field(default_factory=RewardConfig)
     env: Any = field(default_factory=EnvConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

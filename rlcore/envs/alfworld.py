@@ -33,11 +33,11 @@ class Game(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AlfworldConfig(EnvConfig):
-    """Section of `--env alfworld`."""
+    """Keys of `--env alfworld`."""
 
     max_turns: int = 50
     show_commands: bool = True
-    """List the commands that can be given after every observation."""
+    """Whether to list the admissible commands after every observation."""
 
 
 class Alfworld(gymnasium.Env[str, str]):

@@ -21,7 +21,7 @@ _ACTION = re.compile(r"\b(hit|stick|stand|h|s)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class BlackjackConfig(EnvConfig):
-    """Section of `--env blackjack`."""
+    """Keys of `--env blackjack`."""
 
     TASK: ClassVar[str] = cards_task.NAME
 

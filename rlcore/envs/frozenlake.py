@@ -22,12 +22,12 @@ _EMPTY = ("SF", "FG")
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenLakeConfig(EnvConfig):
-    """Section of `--env frozenlake`."""
+    """Keys of `--env frozenlake`."""
 
     TASK: ClassVar[str] = lake_task.NAME
     max_turns: int = 10
     slippery: bool = False
-    """A move goes to either side of where it was meant to in two of three cases."""
+    """Whether a move slips to either side of its direction in two of three cases."""
 
 
 class FrozenLake(gymnasium.Env[str, str]):

@@ -22,19 +22,22 @@ _FOR_EVER_S = 1e7
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyConfig(EnvConfig):
-    """Section of `--env latency`."""
+    """Keys of `--env latency`."""
 
     turns: Annotated[int, at_least(1)] = 4
-    """Of an episode."""
+    """Number of turns in an episode."""
     mean_s: Annotated[float, at_least(0)] = 0.1
+    """Mean seconds of a step, normally distributed and at least 0."""
     std_s: Annotated[float, at_least(0)] = 0.1
+    """Standard deviation in seconds of a step."""
     fail_slow: Share = 0.0
-    """Share of the steps that last `slow_factor` times as long."""
+    """Share of the steps that take env.slow_factor times as long."""
     slow_factor: Annotated[float, at_least(0)] = 10.0
+    """Ratio of a slow step's duration to a normal one, with env.fail_slow."""
     fail_stop: Share = 0.0
     """Share of the steps that never end."""
     answer: str = ";"
-    """What a step shows."""
+    """Text of every observation."""
 
     def problems(self) -> list[str]:
         """See `EnvConfig.problems`."""

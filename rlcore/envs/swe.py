@@ -50,24 +50,24 @@ class Workspace(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SweConfig(EnvConfig):
-    """Section of `--env swe`."""
+    """Keys of `--env swe`."""
 
     max_turns: int = 40
     timeout_s: float = 900.0
     command_timeout_s: Annotated[float, above(0)] = 120.0
-    """A command that takes longer is killed, and its turn is told so."""
+    """Seconds after which a command is killed, as its observation then reports."""
     tests_timeout_s: Annotated[float, above(0)] = 600.0
-    """The tests that take longer have failed."""
+    """Seconds after which the tests count as failed."""
     max_output_chars: Annotated[int, at_least(100)] = 8000
-    """A longer output is cut in the middle."""
+    """Maximum number of characters of a command's output; a longer output is cut in the middle."""
     docker_args: tuple[str, ...] = ("--network=none", "--memory=4g", "--pids-limit=512")
-    """Of `docker run`."""
+    """Further arguments of `docker run`."""
 
     def problems(self) -> list[str]:
         """See `EnvConfig.problems`."""
         return [
             f"--env.{key} {getattr(self, key):g}: must be below env.timeout_s {self.timeout_s:g}"
-            for key in ("command_s", "tests_s")
+            for key in ("command_timeout_s", "tests_timeout_s")
             if not getattr(self, key) < self.timeout_s
         ]
 

@@ -60,17 +60,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolsConfig(EnvConfig):
-    """Section of `--env tools`."""
+    """Keys of `--env tools`."""
 
     max_turns: int = 8
     tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
-    """What may be called."""
+    """Tools that the policy may call. `calc`: a calculator. `python`: programs in a sandbox."""
     program_timeout_s: Annotated[float, above(0)] = 10.0
-    """A program that takes longer is killed, and its result says so."""
+    """Seconds after which a program is killed, as its result then reports."""
     max_result_chars: Annotated[int, at_least(20)] = 2000
-    """A longer result is cut in the middle."""
+    """Maximum number of characters of a tool's result; a longer result is cut in the middle."""
     require_isolation: bool = False
-    """Refuse to run programs where this machine has no namespaces for them."""
+    """Whether to refuse to run programs on a machine without namespaces for a sandbox."""
 
     def problems(self) -> list[str]:
         """See `EnvConfig.problems`."""

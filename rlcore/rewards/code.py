@@ -41,25 +41,28 @@ _SENTENCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CodeRewardConfig(RewardConfig):
+    """Keys of `--reward code`."""
+
     tests_field: str = "test_list"
-    """Column of the rows with Python tests, a list of statements or one text."""
+    """Name of the column with Python tests, a list of statements or one text."""
     setup_field: str = "test_setup_code"
-    """Column with code that runs before the tests, beside the program."""
+    """Name of the column with code that runs before the tests."""
     cases_field: str = "cases"
-    """Column with stdin/stdout cases: a list of {input, output}, or {inputs, outputs} of two
-    lists; JSON as text will do."""
+    """Name of the column with stdin/stdout cases: a list of {input, output}, or {inputs, outputs}
+    of two lists, also as JSON text."""
     partial_credit: bool = False
-    """The score is the share of tests that pass, instead of 1 where all do."""
+    """Whether the score is the share of passed tests; otherwise 1 only if all pass."""
     max_tests: int = 0
-    """Only the first tests of a row; 0: all of them."""
+    """Maximum number of tests per row, the first ones; 0: all."""
     program_memory_mb: int = 512
-    """Memory of a program with all it starts."""
+    """Maximum memory of a program and its child processes in MB."""
     program_processes: int = 32
-    """Processes and threads of a program."""
+    """Maximum number of processes and threads of a program."""
     allow_packages: bool = False
-    """Programs may import the packages of this environment, not the standard library alone."""
+    """Whether programs may import this environment's packages in addition to the standard
+    library."""
     require_isolation: bool = False
-    """Refuse to start where there are no namespaces, instead of saying so."""
+    """Whether to refuse to start on a machine without namespaces, instead of warning."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,13 @@ from rlcore.rewards.kind import RewardKind
 
 @dataclass(frozen=True, kw_only=True)
 class ExactRewardConfig(RewardConfig):
+    """Keys of `--reward exact`."""
+
     answer_marker: str = ""
-    """Compare only what follows this marker; a response without it scores 0. Empty: all of it."""
+    """Marker before the compared part of the response, which scores 0 without it; empty: compare
+    all of it."""
     occurrence: Literal["first", "last"] = "first"
-    """Which occurrence of the marker."""
+    """Occurrence of reward.answer_marker after which the answer begins."""
 
 
 class ExactReward:

@@ -39,13 +39,15 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class HttpRewardConfig(RewardConfig):
+    """Keys of `--reward http://host:port/path`."""
+
     workers: int = 32
-    """Requests under way at a time per rank."""
+    """Maximum number of concurrent requests per rank."""
     retries: Annotated[int, at_least(0)] = 4
-    """Further tries after the first one, within timeout_s."""
+    """Number of retries of a failed request, within reward.timeout_s."""
     backoff_s: Annotated[float, at_least(0)] = 0.25
-    """Pause before the second try; each further one is twice as long, less a random part. A
-    server's Retry-After is waited for instead."""
+    """Seconds before the first retry; each further pause doubles, less a random part. A server's
+    Retry-After replaces it."""
 
 
 class Requests(Protocol):

@@ -31,14 +31,16 @@ _FORMULA = ("$", "\\boxed", "\\[", "\\(")
 
 @dataclass(frozen=True, kw_only=True)
 class MathRewardConfig(RewardConfig):
+    """Keys of `--reward math`."""
+
     require_boxed: bool = False
-    """Score 0 without looking further where nothing marks the final answer: \\boxed{...}, ####,
-    or a last line `Answer: ...`."""
+    """Whether a response scores 0 unless it marks its final answer by \\boxed{...}, #### or a last
+    line `Answer: ...`."""
     decimals: int = 6
-    """Numbers with a decimal point are equal where they agree to so many places."""
+    """Number of decimal places in which numbers with a decimal point must agree."""
     algebra_timeout_s: float = 3.0
-    """Seconds of CPU time that one comparison by algebra may take; what takes longer is not equal.
-    0: no limit but timeout_s."""
+    """CPU seconds per algebraic comparison, after which the answers count as different; 0: only
+    reward.timeout_s."""
 
 
 class MathReward:

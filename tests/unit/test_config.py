@@ -1,15 +1,24 @@
 """Command line to configuration: selectors, overrides, one-sentence errors."""
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import math
 import re
+import textwrap
 
 import pytest
 
+from rlcore import algos
+from rlcore.cli.judge import JudgeConfig
 from rlcore.cli.settings import parse
-from rlcore.config import other_names, resolve, rules
+from rlcore.cli.sft import SFTConfig
+from rlcore.config import other_names, resolve, rules, schema
 from rlcore.config.schema import Config
+from rlcore.envs import registry as envs
+from rlcore.rewards import registry as rewards
 
 
 def test_the_last_occurrence_of_a_key_wins():
@@ -379,6 +388,7 @@ def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
         ("--env frozenlake --rollout.draft history", "--rollout.draft history: finds drafts"),
         ("--env latency --data.train label --env.turns 20", "--env.turns 20: must be at most"),
         ("--env latency --data.train label --env.fail_slow 2", "--env.fail_slow 2: must be from"),
+        ("--env swe --data.train x --env.tests_timeout_s 900", "--env.tests_timeout_s 900: must b"),
         (
             "--env frozenlake --env.num_groups 40 --mode async --cluster.rollout_ranks 1",
             "--env.num_groups 40: --mode async has no rounds",
@@ -416,8 +426,52 @@ def test_a_password_in_an_address_is_not_written_down():
     assert resolve.keys(cfg)["mux.url"] == "redis://job-a:***@host:6390"
 
 
-def test_every_key_has_a_meaning_or_a_plain_name():
-    assert len(resolve.keys(good())) > 80
+SECTIONS = (
+    *(s for s in vars(schema).values() if dataclasses.is_dataclass(s) and s is not Config),
+    *map(algos.config_class, algos.NAMES),
+    *map(rewards.config_class, (*rewards.REWARDS, "http://host/path")),
+    *map(envs.config_class, envs.ENVS),
+    JudgeConfig,
+    SFTConfig,
+)
+"""Every class of a section, and of the options of a subcommand."""
+
+
+def texts(section: type) -> dict[str, str]:
+    """Return the text of every key: the docstring below its field, which tyro reads."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__[:-1]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in itertools.pairwise([*tree.body, None]):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = inspect.cleandoc(text)
+    return {f.name: found.get(f.name, "") for f in dataclasses.fields(section)}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
+def test_every_key_and_section_has_a_text(section: type):
+    title = section.__doc__ or ""
+    assert not title.startswith(section.__name__), "no docstring, so no title in --help"
+    for key, text in {"": title, **texts(section)}.items():
+        name = f"{section.__name__}.{key}: {text!r}"
+        assert text, f"{name} has no text"
+        assert not text.startswith("Of ") and text.endswith("."), f"{name}: noun phrase or verb"
+        assert text[0] in "`" or text[0].isupper(), f"{name} begins in the middle of a sentence"
+        assert "\n\n" not in text, f"{name} has more than one paragraph"
+
+
+def test_texts_of_help_are_wrapped_once():
+    lines = resolve.help_text(good()).splitlines()
+    width, lines = max(map(len, lines[4:])), [line.rstrip() for line in lines]
+    for first, second in itertools.pairwise(lines):
+        if first.startswith(" " * 8) and second.startswith(" " * 8):
+            assert len(f"{first} {second.split()[0]}") > width, f"{first}\n{second}"
+    assert {"  --async.alpha FLOAT", "  --algo.clip_high FLOAT"} <= set(lines)
 
 
 def test_settings_without_effect_are_named_and_the_run_goes_on():

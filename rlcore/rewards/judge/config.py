@@ -9,65 +9,70 @@ from rlcore.utils.bounds import above, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRewardConfig(RewardConfig):
+    """Keys of `--reward judge`."""
+
     timeout_s: float = 60.0
-    """A batch of the judge that takes longer is given up: its samples score `on_error`, and the
-    judge starts again. With `url`, of a request."""
+    """Seconds after which a batch of the judge fails: its samples score reward.on_error, and the
+    judge restarts. With reward.url, seconds per request."""
     model: str = ""
-    """Hugging Face folder of the judge; with `url` the model's name at that server."""
+    """Hugging Face folder of the judge; with reward.url the model's name at that server."""
     url: str = ""
-    """An OpenAI-compatible server, such as http://judge0:8000/v1, instead of a model on our own
-    devices; `workers` is then how many requests are under way at a time."""
+    """OpenAI-compatible server of the judge, such as http://judge0:8000/v1; empty: a model on the
+    run's own devices. With it, reward.workers is the number of concurrent requests."""
     retries: Annotated[int, at_least(0)] = 4
-    """Further tries of a request to `url` after the first one, within timeout_s."""
+    """Number of retries of a failed request to reward.url, within reward.timeout_s."""
     backoff_s: Annotated[float, at_least(0)] = 0.25
-    """Pause before the second try; each further one is twice as long."""
+    """Seconds before the first retry; each further pause is twice as long."""
     api_key_env: str = ""
-    """Environment variable that holds the key for `url`; empty: none is sent."""
+    """Name of the environment variable with the API key for reward.url; empty: no key."""
     rubric: str = ""
-    """File with the judge's prompt, a Jinja template; empty: rewards/judge/rubric.jinja."""
+    """File with the judge's prompt as a Jinja template; empty:
+    rlcore/rewards/judge/rubric.jinja."""
     template: Literal["auto", "chat", "none"] = "auto"
-    """`chat` renders the rubric as a user message with the judge's chat template; `none` takes it
-    as it is; `auto` is chat where the tokenizer has a template."""
+    """Form of the judge's prompt. `chat`: a user message in the judge's chat template. `none`:
+    plain text. `auto`: `chat` if the tokenizer has a template."""
     method: Literal["prefill", "generate"] = "prefill"
-    """`prefill`: the score is the probability of a `good` token to come next, against that of a
-    `bad` one. `generate`: the judge writes up to `max_new_tokens`, and `pattern` finds the verdict.
-    """
+    """Source of the score. `prefill`: probability of a reward.good token against a reward.bad one
+    as the next token. `generate`: the verdict that reward.pattern finds in the judge's text."""
     good: tuple[str, ...] = ("Yes",)
-    """Verdicts that score 1. Each is one token of the judge, with `prefill`."""
+    """Verdicts that score 1; with `prefill` each must be one token of the judge."""
     bad: tuple[str, ...] = ("No",)
-    """Verdicts that score 0."""
+    """Verdicts that score 0; with `prefill` each must be one token of the judge."""
     pattern: str = r"Verdict:\s*(\S+)"
-    """Of `generate`: the last match's group is a word of `good` or `bad`, or a number of points."""
+    """Regular expression with one group, the verdict, with `generate`: a word of reward.good or
+    reward.bad, or points; the last match counts."""
     max_points: Annotated[float, above(0)] = 10.0
-    """Points that score 1."""
+    """Number of points that scores 1, with `generate`."""
     max_new_tokens: Annotated[int, at_least(1)] = 128
+    """Maximum number of tokens that the judge writes, with `generate`."""
     max_tokens: Annotated[int, at_least(1)] = 8192
-    """Longest prompt of the judge; a longer response loses its beginning."""
+    """Maximum number of tokens in the judge's prompt; a longer response loses its beginning."""
     batch_rows: Annotated[int, at_least(1)] = 32
-    """Most requests in a batch."""
+    """Maximum number of requests in a batch."""
     batch_tokens: Annotated[int, at_least(1)] = 32768
-    """Most tokens in a batch, padding included, unless a request alone has more."""
+    """Maximum number of tokens in a batch, with padding; a longer request is a batch of its own."""
     batch_wait_s: Annotated[float, at_least(0)] = 0.02
-    """A batch that is not full waits so long for more."""
+    """Seconds that a batch waits for further requests until it is full."""
     cache_entries: Annotated[int, at_least(0)] = 65536
-    """Verdicts that a rank remembers, by prompt and response; 0: none."""
+    """Number of verdicts that a rank caches by prompt and response; 0: none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the judge."""
     resident_ratio: Share = 0.5
-    """Share of the judge's layers that may stay on the device; the others stream through two
-    buffers. Embedding, last norm and head always stay. Fewer stay where memory is short."""
+    """Maximum share of the judge's layers that stay on the device; fewer stay if memory is short.
+    The others stream through two buffers; embedding, last norm and head always stay."""
     device_memory_gb: Annotated[float, at_least(0)] = 0.0
-    """What the judge may take of its device in GB (10^9 bytes); 0: what is free there."""
+    """Maximum device memory of the judge in GB (10^9 bytes); 0: the free memory."""
     threads: Annotated[int, at_least(1)] = 1
-    """CPU threads of the judge."""
+    """Number of CPU threads of the judge."""
     start_timeout_s: Annotated[float, above(0)] = 900.0
-    """How long the judge may take to load."""
+    """Maximum seconds for loading the judge."""
     mps: Literal["auto", "on", "off"] = "auto"
-    """CUDA MPS, which lets the judge and the engines compute at the same time on one GPU. `auto`
-    says where it cannot be; `on` then ends the run."""
+    """CUDA MPS, with which judge and engines compute on one GPU at the same time. `auto`: if
+    possible, else report why not. `on`: end the run if it is not possible. `off`: never."""
     mps_percent: Annotated[int, at_least(0, at_most=100, note="; 0: no limit")] = 0
-    """Share of a GPU's multiprocessors that the judge may use, in percent; 0: no limit."""
+    """Maximum share in percent of a GPU's multiprocessors for the judge, with MPS; 0: no limit."""
     mps_gb: Annotated[float, at_least(0)] = 0.0
-    """Device memory that MPS lets the judge take, in GB; 0: no limit."""
+    """Maximum device memory in GB for the judge, enforced by MPS; 0: no limit."""
 
     def problems(self, key: str) -> list[str]:
         """See `RewardConfig`."""
