@@ -74,7 +74,7 @@ class ModelConfig:
     random_init: bool = False
     """Whether to start from random weights for tests and dry runs; only config.json of model.path
     is needed."""
-    num_layers: Annotated[int, at_least(0)] = 0
+    num_layers: Annotated[int, at_least(0, at_most=1024)] = 0
     """Number of layers, with model.random_init; 0: as in config.json."""
 
 

@@ -151,6 +151,7 @@ def test_a_good_configuration_breaks_no_rule():
         ("train.min_lr", -1.0),
         ("train.adam_eps", 0.0),
         ("rollout.kv_cache_tokens", -5),
+        ("model.num_layers", 2_147_483_648),
         ("rollout.kv_cache_tokens", 1),
         ("rollout.progress_interval_s", -1.0),
         ("eval.top_k", -1),
