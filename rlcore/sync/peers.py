@@ -124,7 +124,7 @@ class Peers:
                 need different names; channels of one name are numbered.
         """
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s {timeout_s}: give a time above 0")
+            raise ValueError(f"timeout_s {timeout_s}: must be above 0")
         if store is None and dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             rank, world_size = dist.get_rank(), dist.get_world_size()
