@@ -23,14 +23,18 @@ def _main(argv: Sequence[str]) -> int:
     if "--out" in words:
         i = words.index("--out")
         if i + 1 == len(words):
-            print("--out: needs a file name", file=sys.stderr)
+            print("--out: give a file name", file=sys.stderr)
             return 2
         out = Path(words[i + 1])
         del words[i : i + 2]
     runs = [Path(w) for w in words]
     missing = [str(r) for r in runs if not (r / "metrics.jsonl").is_file()]
     if not runs or missing:
-        what = f"no metrics.jsonl in {', '.join(missing)}" if missing else "give run folders"
+        what = (
+            f"no metrics.jsonl in {', '.join(missing)}; give folders of runs"
+            if missing
+            else "no run folder given; name one or more"
+        )
         print(f"rlcore plot: {what}", file=sys.stderr)
         return 2
     if len(runs) == 1:

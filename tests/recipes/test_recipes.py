@@ -132,10 +132,10 @@ def test_a_dry_run_plans_its_full_world_without_the_model_and_fits_80_gb(
     rc, out = planned(bench, monkeypatch, capsys, recipe)
     assert rc == 0, out
     assert f"{WORLDS[recipe.stem]} ranks" in out
-    assert re.search(r"model +from recipes/models/\w+.json, not the folder", out)
+    assert re.search(r"model +read from recipes/models/\w+.json: no folder", out)
     assert "learner gradients" in out and "host memory of a node" in out
     assert "fits 80 GB" in out
-    assert f'"name": "{recipe.stem}"' in out
+    assert f"setting      --run.name {recipe.stem}" in out
     assert "note  " not in out  # no setting without an effect
 
 

@@ -168,7 +168,7 @@ def test_an_alarm_of_one_rank_is_answered_by_all_and_told_once(tmp_path: Path):
     told = json.loads((tmp_path / "flight" / "verdict.json").read_text())
     assert "rank 1: phase update_actor has made no progress for 6 s" in "\n".join(told["lines"])
     lines = "\n".join(doctor.examine(tmp_path))
-    assert "no step has been done" in lines and "rank 1 (process" in lines
+    assert "no step is complete" in lines and "rank 1 (process" in lines
     assert "phase update_actor" in lines
 
 
@@ -225,7 +225,7 @@ def test_doctor_of_a_run_without_records_says_how_far_it_is(tmp_path: Path, caps
     (tmp_path / "logs" / "rank1.log").write_text("2026 INFO x\n2026 ERROR the disk is full\n")
     assert doctor.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "step 7 was the last" in said and "not finished" in said
+    assert "last step 7," in said and "not finished" in said
     assert "no flight record" in said and "rank1: 2026 ERROR the disk is full" in said
     assert doctor.main([str(tmp_path / "nothing")]) == 2
 

@@ -463,7 +463,7 @@ def test_a_job_that_takes_longer_than_its_profile_joins_again_as_what_it_is(up: 
     _until(lambda: not up.status(capsys)["others"])  # who gave up is not placed later
     a.close()
     assert cli.main([*up.argv, "--rollout-pool", "2"]) == 2
-    assert "an arbiter in" in capsys.readouterr().err
+    assert "the arbiter of" in capsys.readouterr().err
 
 
 @needs_redis

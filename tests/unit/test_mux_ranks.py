@@ -163,7 +163,7 @@ def test_a_phase_that_fails_keeps_its_permit_and_stores_nothing(tmp_path: Path):
 
 def test_cores_that_are_not_there_are_refused_on_every_rank():
     before = os.sched_getaffinity(0)
-    with pytest.raises(ValueError, match="--cluster.rollout_cores 4096: this process may use"):
+    with pytest.raises(ValueError, match="--cluster.rollout_cores 4096: this process may only use"):
         world.pin(1, (4096,), ())
     world.pin(0, (), ())
     assert os.sched_getaffinity(0) == before
