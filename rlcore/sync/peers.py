@@ -421,15 +421,14 @@ def _missing_text(failures: Sequence[Failure], missing: Sequence[int]) -> str:
     seen = {peer for failure in failures for peer in failure.peers} if broken else set()
     gone = [rank for rank in missing if rank in seen]
     slow = [rank for rank in missing if rank not in seen]
-    text = f"; {ranks_text(gone)} {_be(gone)} gone" if gone else ""
+    text = f"; {ranks_text(gone)} {_have(gone)} exited" if gone else ""
     if slow:
-        have = "has" if len(slow) == 1 else "have"
-        text += f"; {ranks_text(slow)} {have} not answered within {_GRACE_S:g} s"
+        text += f"; {ranks_text(slow)} {_have(slow)} not answered within {_GRACE_S:g} s"
     return text
 
 
-def _be(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 class ExchangeGroup:

@@ -165,7 +165,7 @@ def test_a_plan_for_another_machine_names_what_it_has_not_seen(
 @pytest.mark.parametrize(
     ("more", "refusal"),
     [
-        (("--rollout.max_tokens", "8192"), "share the model's 256 positions"),
+        (("--rollout.max_tokens", "8192"), "in the model's 256 positions"),
         (("--data.val", "empty.jsonl"), "empty.jsonl: has no rows"),
         (("--model.tokenizer", "mute"), "--model.tokenizer mute: no tokenizer.json in it"),
     ],

@@ -38,7 +38,7 @@ def test_the_arithmetic_of_a_batch_by_hand(monkeypatch, capsys):
     assert "32 prompts x 8 responses = 256 samples" in lines["step"]
     assert "4 of 64 samples, 1 epoch(s): 4 optimizer steps" in lines["update"]
     assert "16 samples per update on each of 4 data-parallel ranks" in lines["rank"]
-    assert "24 + 1000 = 1024 a sample, 262 k a step, 16 k a rank's" in lines["tokens"]
+    assert "24 + 1000 = 1024 per sample, 262 k per step, 16 k per update" in lines["tokens"]
     assert "8 engine(s) of 1 rank(s)" in lines["decoding"] and "2 wave(s)" in lines["decoding"]
     assert "actor.ppo_mini_batch_size 8" in out
 
@@ -55,7 +55,12 @@ def test_ranks_that_only_sample_have_the_engines_and_no_share_of_an_update(monke
 @pytest.mark.parametrize(
     ("keys", "train_ranks", "world", "said"),
     [
-        ("--train.tp 4 --train.cp 2", 32, 32, "tp + 4 x cp + 8 x dp, counted from 0; an engine"),
+        (
+            "--train.tp 4 --train.cp 2",
+            32,
+            32,
+            "tp + 4 x cp + 8 x dp, counted from 0; first rank of an engine",
+        ),
         ("--train.pp 2", 8, 8, "dp + 4 x pp, counted from 0; first rank of an engine = 2 x engine"),
         ("--train.tp 2", 4, 16, "tp + 2 x dp, counted from 0; first rank of an engine = 4 + 2 x"),
         (
