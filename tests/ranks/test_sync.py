@@ -208,6 +208,8 @@ def test_a_rank_that_dies_in_the_middle_is_named(trouble: list[dict[str, Any]]) 
     one, two, three = [found["death"] for found in trouble]
     assert three == "died"
     for error, _, _, _ in (one, two):
-        assert error.startswith("WeightUpdateError: push 2: bucket ") and "rank 2 has exited" in error
+        assert (
+            error.startswith("WeightUpdateError: push 2: bucket ") and "rank 2 has exited" in error
+        )
         assert error == one[0]
     assert not two[2]

@@ -321,7 +321,8 @@ def test_a_rank_that_comes_in_the_last_moment_is_in_time_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("link", "rank 1 has exited"), ("data", "rank 1 has not answered within 1 s")]
+    ("kind", "says"),
+    [("link", "rank 1 has exited"), ("data", "rank 1 has not answered within 1 s")],
 )
 def test_only_a_rank_whose_link_broke_by_itself_is_gone(kind: Any, says: str) -> None:
     one = Peers(0, 2, dist.HashStore(), timeout_s=5)

@@ -167,7 +167,7 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_replaced(found: Found
         ("no least", "--reward.min_timeout_s 9: must be at most reward.timeout_s 2"),
         (
             "lost queue",
-            "queue of prompts names row 77 of data.train, which has 12 rows: use the same",
+            "queue of prompts names row 77 of data.train, which has 12 rows; resume with the same",
         ),
         ("quotas", "together they must be data.prompts_per_step 4"),
     ],
