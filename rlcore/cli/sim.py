@@ -60,11 +60,11 @@ def main(argv: Sequence[str]) -> int:
 def _add_run(p: argparse.ArgumentParser) -> None:
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("--gpus", type=int, default=32, help="that sample, then train")
-    p.add_argument("--tp", type=int, default=2, help="GPUs of a engine")
+    p.add_argument("--tp", type=int, default=2, help="GPUs of an engine")
     p.add_argument("--max-tp", type=int, default=0, help="the planner may go up to this; 0: fixed")
     p.add_argument("--gpu", default="h100", help=f"data sheet: {', '.join(GPUS).lower()}")
     p.add_argument("--model", default="14b", help=f"{', '.join(MODELS).lower()}, or a config.json")
-    p.add_argument("--profile", type=Path, help="measured costs of a engine instead (README)")
+    p.add_argument("--profile", type=Path, help="measured costs of an engine instead (README)")
     p.add_argument("--mfu", type=float, default=0.35, help="share of its arithmetic in training")
     p.add_argument("--reference", action="store_true", help="log-probs of a reference model, too")
     p.add_argument("--prompts", type=int, default=128, help="of a step")
@@ -81,7 +81,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--judge", choices=user.JUDGES, default="shared", help="where a judge runs")
     p.add_argument("--baseline", choices=user.BASELINES, default="verl")
     p.add_argument("--steps", type=int, default=50)
-    p.add_argument("--max-running", type=int, default=1024, help="requests of a engine at a time")
+    p.add_argument("--max-running", type=int, default=1024, help="requests of an engine at a time")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--json", type=Path)
     p.add_argument("--picture", type=Path, help="PNG: engines over time, the first steps")

@@ -160,7 +160,8 @@ def trouble() -> list[dict[str, Any]]:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
-    ("stage", "who"), [(0, "what rank 1 got from rank 0"), (1, "what rank 2 got from rank 1")]
+    ("stage", "who"),
+    [(0, "data received by rank 1 from rank 0"), (1, "data received by rank 2 from rank 1")],
 )
 def test_damage_on_the_way_is_named_on_every_rank_and_a_whole_push_repairs_it(
     trouble: list[dict[str, Any]], stage: int, who: str

@@ -110,7 +110,7 @@ def test_a_shelf_keeps_the_last_push_for_an_engine_that_is_away(route: str) -> N
         assert all(torch.equal(engine.came[name], want[name]) for name in want)
     assert shelf.num_bytes == 12 * 4 + 8 * 2 * 4
     shelf.begin_load(3)
-    with pytest.raises(RuntimeError, match="the last push has failed"):
+    with pytest.raises(RuntimeError, match="the last weight update failed"):
         shelf.fill(engine)
     shelf.close()
     assert shelf.num_bytes == 0
@@ -148,7 +148,7 @@ def test_a_rank_without_a_learner_needs_another_route() -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="timeout_s 0: must be above 0"):
         Peers(timeout_s=0)
-    with pytest.raises(ValueError, match="world_size 2: needs the store"):
+    with pytest.raises(ValueError, match="world_size 2: several ranks need a store"):
         Peers(0, 2)
     with pytest.raises(ValueError, match="tp 2: must divide the 1 ranks"):
         channel("intranode", tp=2)
