@@ -117,7 +117,7 @@ class Prompt(Record):
 
     index: int
     """Row number in its data set, after filtering: stable over epochs and restarts."""
-    source: str
+    dataset: str
     """Name of the data set; metrics are reported per data set."""
     tokens: IntArray  # [P]
     answer: str = ""
@@ -211,7 +211,7 @@ class Group(Record):
 
     id: GroupId
     prompt_index: int
-    source: str
+    dataset: str
     refs: tuple[SampleRef, ...]
     scores: tuple[float, ...]
     lengths: tuple[int, ...]

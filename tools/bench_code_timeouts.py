@@ -170,7 +170,7 @@ def sample(id: str) -> Sample:
 
 def prompt(rows: list[dict[str, Any]], index: int) -> Prompt:
     """A row of MBPP."""
-    return Prompt(index=index, source="mbpp", tokens=np.ones(1, np.int32), fields=rows[index])
+    return Prompt(index=index, dataset="mbpp", tokens=np.ones(1, np.int32), fields=rows[index])
 
 
 def measured(
@@ -211,7 +211,7 @@ def replayed(
             after, lost = 0.0, 0
             for a in answers:
                 result = fixed[a.id]
-                key = key_of(Prompt(index=a.row, source="mbpp", tokens=np.ones(1, np.int32)))
+                key = key_of(Prompt(index=a.row, dataset="mbpp", tokens=np.ones(1, np.int32)))
                 limit = policy.timeout_s(key)
                 is_right = result.score == 1 and result.latency_s <= limit
                 lost += result.score == 1 and not is_right

@@ -92,7 +92,7 @@ def source(a: argparse.Namespace) -> TailBatching:
     tokens = np.arange(64, dtype=np.int32)
     return TailBatching(
         lambda n: [(0, next(numbers)) for _ in range(n)],
-        lambda row: Prompt(index=row, source="bench", tokens=tokens),
+        lambda row: Prompt(index=row, dataset="bench", tokens=tokens),
         num_prompts=a.prompts,
         num_samples=a.samples,
         eta_prompts=TailConfig.eta_prompts,

@@ -147,7 +147,7 @@ class Bench:
         """[groups, episodes, turns] unscaled seconds that the environments of a round draw."""
         out = []
         for w in work:
-            seed = derive(self.seed, "env", w.prompt.source, w.prompt.index)
+            seed = derive(self.seed, "env", w.prompt.dataset, w.prompt.index)
             row = []
             for k in range(w.num_samples):
                 env = Latency(self.law)

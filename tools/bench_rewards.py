@@ -121,7 +121,7 @@ def scorer() -> Callable[[Row], int]:
 
 
 def _prompt(gold: str) -> Prompt:
-    return Prompt(index=0, source="judge", tokens=np.zeros(0, np.int32), answer=gold)
+    return Prompt(index=0, dataset="judge", tokens=np.zeros(0, np.int32), answer=gold)
 
 
 # ---- speed

@@ -43,7 +43,7 @@ def module(name: str) -> ModuleType:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         if name in get_args(Estimator):
-            hint = f"; {name} is an advantage: --algo grpo --algo.adv_estimator {name}"
+            hint = f"; {name} is an advantage estimator: --algo grpo --algo.adv_estimator {name}"
         raise ConfigError(f"--algo {name}: allowed are {', '.join(NAMES)}, or a dotted path{hint}")
     path = name if "." in name else f"rlcore.algos.{name}"
     try:

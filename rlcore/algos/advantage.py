@@ -100,7 +100,7 @@ def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     for i, g in enumerate(groups):
         if len(g.rewards) < 2:
             raise ConfigError(
-                f"--algo.adv_estimator grpo_passk: group {i} has one response, it needs two or "
+                f"--algo.adv_estimator grpo_passk: group {i} has one response, but needs two or "
                 "more; raise --rollout.samples_per_prompt"
             )
         second, first = sorted(g.rewards)[-2:]
@@ -160,14 +160,14 @@ def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     groups."""
     if cfg.adv_estimator not in OUTCOME:
         raise ConfigError(
-            f"--algo.adv_estimator {cfg.adv_estimator}: has no single number per response; take "
+            f"--algo.adv_estimator {cfg.adv_estimator}: has no single advantage per response; use "
             f"one of {', '.join(OUTCOME)}"
         )
     for i, g in enumerate(groups):
         for j, r in enumerate(g.rewards):
             if not math.isfinite(r):
                 raise ValueError(
-                    f"reward {r} of response {j} of group {i}: must be finite; mend the reward "
+                    f"reward {r} of response {j} of group {i}: must be finite; fix the reward "
                     "function"
                 )
     out = OUTCOME[cfg.adv_estimator](groups, cfg)

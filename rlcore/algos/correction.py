@@ -114,7 +114,7 @@ def thresholds(cfg: AlgoConfig) -> list[Rule]:
     given = cfg.rollout_rs_threshold
     if given and len(given) != len(cfg.rollout_rs):
         raise ConfigError(
-            f"--algo.rollout_rs_threshold {','.join(given)}: {len(given)} for "
+            f"--algo.rollout_rs_threshold {','.join(given)}: {len(given)} values for the "
             f"{len(cfg.rollout_rs)} of rollout_rs; give one for each, in order"
         )
     if given:
@@ -122,8 +122,8 @@ def thresholds(cfg: AlgoConfig) -> list[Rule]:
     for name in cfg.rollout_rs:
         if name not in DEFAULTS:
             raise ConfigError(
-                f"--algo.rollout_rs {name}: has no default threshold; give "
-                "--algo.rollout_rs_threshold, one for each of rollout_rs"
+                f"--algo.rollout_rs {name}: has no default; set --algo.rollout_rs_threshold, one "
+                "value for each of rollout_rs"
             )
     return [_parsed(name, DEFAULTS[name]) for name in cfg.rollout_rs]
 

@@ -29,25 +29,25 @@ def problems(name: str, cfg: AlgoConfig) -> list[str]:
     """Return one error message for each setting of algorithm `name` that cannot be fused."""
     if name not in NAMES:
         return [
-            f"--train.fused_loss: {name} is not among the losses that can be fused "
-            f"({', '.join(NAMES)}); leave it off, log-probs and gradients run fused all the same"
+            f"--train.fused_loss: loss {name} cannot be fused, only {', '.join(NAMES)}; turn it "
+            "off, log-probs and gradients stay fused"
         ]
     out = []
     if cfg.rollout_is == "sequence" and not cfg.bypass_mode:
         out.append(
-            "--train.fused_loss: --algo.rollout_is sequence weighs a token by all tokens of its "
-            "response; take token or none, or leave fused_loss off"
+            "--train.fused_loss: --algo.rollout_is sequence weights each token by all tokens of "
+            "its response; use token or none, or turn fused_loss off"
         )
     given = ",".join(cfg.rollout_rs)
     if cfg.rollout_rs and (cfg.rollout_rs != ("token_k1",) or cfg.bypass_mode):
         out.append(
-            f"--train.fused_loss: --algo.rollout_rs {given}"
-            f"{' with bypass_mode' if cfg.bypass_mode else ''} cannot be fused; take token_k1 "
-            "without bypass_mode or none, or leave fused_loss off"
+            "--train.fused_loss: --algo.rollout_rs "
+            f"{given}{' with bypass_mode' if cfg.bypass_mode else ''} cannot be fused; use "
+            "token_k1 without bypass_mode or none, or turn fused_loss off"
         )
     elif cfg.rollout_rs and cfg.loss_agg_mode == "seq-mean-token-mean":
         out.append(
-            f"--train.fused_loss: --algo.loss_agg_mode seq-mean-token-mean with rollout_rs {given} "
-            "counts a response's tokens after rejection; take another mode, or leave fused_loss off"
+            "--train.fused_loss: --algo.loss_agg_mode seq-mean-token-mean with rollout_rs "
+            f"{given} counts tokens after rejection; use another mode, or turn fused_loss off"
         )
     return out

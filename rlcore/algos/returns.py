@@ -83,8 +83,8 @@ def advantages(
         found = gains - base[sequence]
     else:
         raise ConfigError(
-            f"--algo.adv_estimator {cfg.adv_estimator}: has one number per response; take one of "
-            f"{', '.join(TOKEN)}"
+            f"--algo.adv_estimator {cfg.adv_estimator}: has one advantage per response; use one "
+            f"of {', '.join(TOKEN)}"
         )
     zeros = torch.zeros_like(reward)
     return (

@@ -135,5 +135,5 @@ def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -
         if first:
             here.health.alarm(f"failed: {reason}")
         else:
-            here.health.hear()
+            here.health.wait_for_alarm()
     return 2 if refused else 1

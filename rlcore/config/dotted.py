@@ -57,7 +57,7 @@ def _import(option: str, name: str, path: str) -> ModuleType | None:
         if error.name is not None and (path + ".").startswith(error.name + "."):
             return None
         raise ConfigError(
-            f"{option} {name}: {path} needs {error.name}, which is missing"
+            f"{option} {name}: {path} imports {error.name}, which is not installed"
         ) from error
     except Exception as error:
         raise ConfigError(

@@ -210,7 +210,7 @@ def _key(option: str, known: dict[str, Any]) -> str:
         raise ConfigError(f"{option}: there is no such key; did you mean --{near[0]}?")
     section = name.partition(".")[0]
     own = ", ".join(k.partition(".")[2] for k in known if k.startswith(f"{section}."))
-    hint = f"--{section}.* has {own}" if own else "see --help"
+    hint = f"the keys of --{section} are {own}" if own else "see --help"
     raise ConfigError(f"{option}: there is no such key; {hint}")
 
 
@@ -274,7 +274,7 @@ def _wanted(kind: Any) -> str:
         return "one of " + ", ".join(map(str, args))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_wanted, args))
-    return _WANTED.get(kind, f"a {kind}, which no command line can spell")
+    return _WANTED.get(kind, f"a {kind}, which cannot be given on the command line")
 
 
 def _with(section: Any, values: dict[str, Any]) -> Any:

@@ -54,8 +54,8 @@ def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
     for key, tp in [*sizes, *(("debug.rollout_tp", tp) for tp in cfg.debug.rollout_tp)]:
         if tp > 1 and (world_size % tp or ranks_per_node % tp):
             out.append(
-                f"--{key} {tp}: must divide the {world_size} ranks and the {ranks_per_node} of a "
-                "node, since the ranks of an engine are neighbours on one node; take a smaller one"
+                f"--{key} {tp}: must divide the {world_size} ranks and the {ranks_per_node} ranks "
+                "of a node, since an engine is within one node; use a smaller size"
             )
     if problem := of_roles(cfg.cluster.rollout_ranks, world_size):
         return [problem]
@@ -63,17 +63,17 @@ def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
     if apart and (apart % tp or (world_size - apart) % tp):
         out.append(
             f"--rollout.tp {tp}: must divide the {apart} rollout ranks and the "
-            f"{world_size - apart} train ranks before them, since an engine begins at a multiple "
-            "of its size; take a divisor of both"
+            f"{world_size - apart} train ranks before them, since the first rank of an engine "
+            "must be a multiple of its size; use a divisor of both"
         )
     if cfg.rollout.routing == "histopipe" and apart < 2 * tp:
         out.append(
-            f"--rollout.routing histopipe: needs two engines, and {apart} rollout ranks make one; "
-            "take more, or --rollout.routing group"
+            f"--rollout.routing histopipe: needs two engines, and {apart} rollout ranks make only "
+            "one; raise --cluster.rollout_ranks, or use --rollout.routing group"
         )
     if site and world_size % site:
         out.append(
-            f"--sync.ranks_per_site {site}: must divide the {world_size} ranks; take a divisor, or "
+            f"--sync.ranks_per_site {site}: must divide the {world_size} ranks; use a divisor, or "
             "0 for the ranks of a node"
         )
     return out
@@ -84,8 +84,8 @@ def of_roles(rollout_ranks: int, world_size: int) -> str:
     if not rollout_ranks or rollout_ranks < world_size:
         return ""
     return (
-        f"--cluster.rollout_ranks {rollout_ranks}: leaves nobody of {world_size} ranks to train; "
-        f"start more, or take at most {world_size - 1}, or 0 where every rank does both"
+        f"--cluster.rollout_ranks {rollout_ranks}: leaves none of the {world_size} ranks to train; "
+        f"start more ranks, or set at most {world_size - 1}, or 0 to sample and train on every rank"
     )
 
 
@@ -103,9 +103,9 @@ def warnings(cfg: Config) -> list[str]:
     cut = [k for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(r, k) != off]
     if cut and (a.rollout_is != "none" or a.rollout_rs or a.bypass_mode):
         out.append(
-            f"--rollout.{cut[0]} {getattr(r, cut[0])}: the sampler's log-probs are of what is left "
-            "of the vocabulary, the learner's of all of it, so every weight p_old / p_sampler is "
-            "too small; sample from all of it, or set --algo.rollout_is none"
+            f"--rollout.{cut[0]} {getattr(r, cut[0])}: the sampler's log-probs are normalised "
+            "over the kept tokens, the learner's over all, so every weight p_old / p_sampler is "
+            "too small; unset it, or set --algo.rollout_is none"
         )
     default = type(a)()
     idle = {
@@ -125,13 +125,13 @@ def warnings(cfg: Config) -> list[str]:
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
     if r.draft in FROM_HISTORY and "label" in cfg.data.train and not cfg.data.num_prompts:
         out.append(
-            f"--rollout.draft {r.draft}: the task label is endless, so no prompt comes twice and "
-            "drafts come from a request's own text alone; give --data.num_prompts"
+            f"--rollout.draft {r.draft}: the task label is endless and repeats no prompt, so "
+            "drafts come only from a request's own text; set --data.num_prompts"
         )
     if r.routing == "histopipe" and "label" in cfg.data.train and not cfg.data.num_prompts:
         out.append(
-            "--rollout.routing histopipe: the task label is endless, so no prompt comes twice and "
-            "lengths are never known; give --data.num_prompts"
+            "--rollout.routing histopipe: the task label is endless and repeats no prompt, so no "
+            "lengths of earlier epochs are known; set --data.num_prompts"
         )
     if r.sglang_args and r.engine != "sglang":
         out.append(
@@ -153,13 +153,13 @@ def warnings(cfg: Config) -> list[str]:
     weighs = a.bypass_mode or a.rollout_rs or getattr(a, "behave", "none") != "none"
     if stale and a.rollout_is == "none" and not weighs:
         out.append(
-            "--algo.rollout_is none: samples of --mode async are of earlier versions, and nothing "
-            "weighs that; take --algo.rollout_is token, or --algo.bypass_mode"
+            "--algo.rollout_is none: with --mode async samples are of earlier policy versions, "
+            "and nothing corrects for that; set --algo.rollout_is token, or --algo.bypass_mode"
         )
     if cfg.train.offload and cfg.cluster.rollout_ranks:
         out.append(
-            "--train.offload: has no effect with cluster.rollout_ranks, engine and learner are on "
-            "devices of their own"
+            "--train.offload: has no effect with cluster.rollout_ranks, where engine and learner "
+            "use different devices"
         )
     if r.fp32_lm_head and (cfg.model.dtype if r.dtype == "auto" else r.dtype) != "bfloat16":
         out.append("--rollout.fp32_lm_head: has no effect, the engine computes in full precision")
@@ -201,17 +201,17 @@ def _data(cfg: Config) -> list[str]:
 
 
 def quotas(cfg: Config) -> dict[str, int]:
-    """Parse `--tail.dataset_quotas` into prompts by source.
+    """Parse `--tail.dataset_quotas` into prompts by dataset.
 
     Raises:
-        ConfigError: one of them is not `source=prompts`.
+        ConfigError: one of them is not `dataset=prompts`.
     """
     found = {}
     for text in cfg.tail.dataset_quotas:
         source, equals, number = text.rpartition("=")
         if not equals or not source or not number.isdigit() or source in found:
             raise ConfigError(
-                f"--tail.dataset_quotas {text}: must be `source=prompts`, each source once, such "
+                f"--tail.dataset_quotas {text}: must be `dataset=prompts`, each dataset once, such "
                 "as `math=96 code=32`"
             )
         found[source] = int(number)
@@ -230,13 +230,13 @@ def _schedule(cfg: Config) -> list[str]:
     total = cfg.data.prompts_per_step
     if wanted and (min(wanted.values()) < 1 or sum(wanted.values()) != total):
         out.append(
-            f"--tail.dataset_quotas {' '.join(tail.dataset_quotas)}: each must be at least 1, "
-            f"together they must be data.prompts_per_step {total}"
+            f"--tail.dataset_quotas {' '.join(tail.dataset_quotas)}: each must be at least 1, and "
+            f"their sum must be data.prompts_per_step {total}"
         )
     if cfg.algo.adv_estimator == "remax":
         out.append(
-            "--algo.adv_estimator remax: its greedy answers are no part of --schedule "
-            "tail_batching; take --schedule all, or grpo"
+            "--algo.adv_estimator remax: --schedule tail_batching does not sample its greedy "
+            "baseline; use --schedule all, or grpo"
         )
     return out
 
@@ -254,7 +254,7 @@ def _reward(cfg: Config) -> list[str]:
     if len(adaptive) > 1:
         out.append(
             f"--{adaptive[1]}.adaptive_timeout: only one reward of a sum may have it, and "
-            f"{adaptive[0]} does; turn it off in the other"
+            f"{adaptive[0]} has it already; turn one of them off"
         )
     return out
 
@@ -266,7 +266,7 @@ def _replay(cfg: Config) -> list[str]:
     path = Path(cfg.debug.replay).resolve()
     if path == own or path.parent == own:
         return [
-            f"--debug.replay {cfg.debug.replay}: is the log that this run writes; give this run "
+            f"--debug.replay {cfg.debug.replay}: is the log that this run itself writes; set "
             "another --run.name"
         ]
     return []
@@ -291,9 +291,9 @@ def _stream(cfg: Config) -> list[str]:
     ):
         if not is_one:
             out.append(
-                f"--train.{key} {getattr(cfg.train, key)}: --mode stream adds up the gradient of "
-                "one update over the whole step; set train.samples_per_update 0 and train.epochs 1,"
-                " or take --mode sync"
+                f"--train.{key} {getattr(cfg.train, key)}: --mode stream accumulates one update "
+                "over the whole step; set train.samples_per_update 0 and train.epochs 1, or use "
+                "--mode sync"
             )
     estimator = algos.estimator(algos.module(cfg.select.algo), a)
     whole = {
@@ -304,22 +304,22 @@ def _stream(cfg: Config) -> list[str]:
         "--debug.shuffle_rewards": cfg.debug.shuffle_rewards,
     }
     out += [
-        f"{key}: needs all samples of a step before the first gradient, and --mode stream trains "
-        f"some while others are decoded; take --mode sync, or do without "
-        f"(advantages: {', '.join(STREAMABLE)})"
+        f"{key}: needs all samples of a step before the first gradient, but --mode stream trains "
+        "on some while others are decoded; use --mode sync, or unset it (allowed estimators: "
+        f"{', '.join(STREAMABLE)})"
         for key, is_on in whole.items()
         if is_on
     ]
     for key in ("deterministic_order", "replay"):
         if getattr(cfg.debug, key):
             out.append(
-                f"--debug.{key}: with --mode stream the clock decides which ranks train what; take "
-                "--mode sync, which has the same samples"
+                f"--debug.{key}: with --mode stream timing decides which ranks train on which "
+                "samples; use --mode sync, which samples the same responses"
             )
     if cfg.rollout.engine == "sglang" and not cfg.rollout.kv_cache_tokens:
         out.append(
-            "--rollout.kv_cache_tokens 0: --mode stream asks whether what is left fits into half "
-            "of the caches; say how many tokens an engine's holds"
+            "--rollout.kv_cache_tokens 0: --mode stream needs the size of the KV caches to "
+            "decide when ranks start to train; set the tokens that an engine's cache holds"
         )
     return out
 
@@ -331,7 +331,7 @@ def _batch(cfg: Config) -> list[str]:
         return [
             f"--train.samples_per_update {per_update}: must divide the {total} samples of a step "
             f"(data.prompts_per_step {cfg.data.prompts_per_step} x rollout.samples_per_prompt "
-            f"{cfg.rollout.samples_per_prompt}); 0 takes them all"
+            f"{cfg.rollout.samples_per_prompt}); 0 uses all of them"
         ]
     return []
 
@@ -347,37 +347,37 @@ def _algo(cfg: Config) -> list[str]:
     out = [*algo.problems(), *correction.problems(algo)]
     if algo.adv_estimator in BY_GROUP and cfg.rollout.samples_per_prompt < 2:
         out.append(
-            f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: "
-            f"{algo.adv_estimator} needs at least 2, a group of one has no baseline; take more, or "
+            f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: {algo.adv_estimator} "
+            "needs at least 2, since a group of one has no baseline; raise it, or use "
             "--algo.adv_estimator reinforce_plus_plus"
         )
     if cfg.rollout.temperature == 0:
-        out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; take 1")
+        out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; set 1")
     if algo.equal_reward_groups == "drop" and algo.adv_estimator not in (*BY_GROUP, "gpg"):
         out.append(
-            f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} such a "
-            "group has advantages; set it to keep"
+            f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} groups of "
+            "equal rewards have advantages other than 0; set it to keep"
         )
     for key in ("equal_reward_groups", "truncated_responses"):
         if getattr(algo, key) == "drop" and algo.needs_reference:
             out.append(
-                f"--algo.{key} drop: leaves out rows that algo.kl_coef and algo.kl_reward_coef "
-                "would hold to the reference; set it to keep, or the coefficients to 0"
+                f"--algo.{key} drop: drops samples that algo.kl_coef and algo.kl_reward_coef keep "
+                "close to the reference; set it to keep, or both coefficients to 0"
             )
     if algo.equal_reward_groups == "drop" and algo.entropy_coef:
         out.append(
-            "--algo.equal_reward_groups drop: leaves out rows that algo.entropy_coef would train; "
+            "--algo.equal_reward_groups drop: drops samples that algo.entropy_coef trains on; "
             "set it to keep, or the coefficient to 0"
         )
     if algo.bypass_mode and algo.rollout_is_batch_normalize:
         out.append(
-            "--algo.rollout_is_batch_normalize: needs weights before the first update, and "
-            "algo.bypass_mode makes them during it; leave one of them out"
+            "--algo.rollout_is_batch_normalize: needs the weights before the first update, but "
+            "algo.bypass_mode computes them during it; unset one of the two keys"
         )
     if algo.kl_target and not algo.needs_reference:
         out.append(
-            f"--algo.kl_target {algo.kl_target}: has nothing to steer; set algo.kl_coef or "
-            "algo.kl_reward_coef above 0"
+            f"--algo.kl_target {algo.kl_target}: has no KL coefficient to adapt; set algo.kl_coef "
+            "or algo.kl_reward_coef above 0"
         )
     return out
 
@@ -392,12 +392,13 @@ def _rollout(cfg: Config) -> list[str]:
             )
         if argument.startswith("speculative_"):
             out.append(
-                f"--rollout.sglang_args {argument}: SGLang's own check of drafts samples "
-                "otherwise than its log-probs say; use --rollout.draft and --draft.verify_tokens"
+                f"--rollout.sglang_args {argument}: SGLang's own drafts change the distribution "
+                "that is sampled; use --rollout.draft and --draft.verify_tokens"
             )
     if r.engine == "torch" and r.tp > 1:
         out.append(
-            f"--rollout.tp {r.tp}: the torch engine is one rank; use --rollout.engine sglang, or 1"
+            f"--rollout.tp {r.tp}: a torch engine is one rank; set 1, or use --rollout.engine "
+            "sglang"
         )
     if r.routing == "histopipe":
         out += _histopipe(cfg)
@@ -405,18 +406,18 @@ def _rollout(cfg: Config) -> list[str]:
     if r.engine == "sglang":
         if r.process == "inline":
             out.append(
-                "--rollout.process inline: SGLang ends the process that it lives in when it dies; "
-                "set it to auto"
+                "--rollout.process inline: if SGLang fails, it kills the process that it runs "
+                "in; set it to auto"
             )
         if r.quantize != "none":
             out.append(
-                f"--rollout.quantize {r.quantize}: is the torch engine's; use --rollout.engine "
-                "torch, or none"
+                f"--rollout.quantize {r.quantize}: only the torch engine has it; use "
+                "--rollout.engine torch, or set none"
             )
         if (cfg.model.dtype if r.dtype == "auto" else r.dtype) == "float64":
             out.append(
-                "--rollout.dtype float64: SGLang has float32 and bfloat16; set one of them, or "
-                "--rollout.engine torch"
+                "--rollout.dtype float64: SGLang has only float32 and bfloat16; set one of them, "
+                "or use --rollout.engine torch"
             )
     return out
 
@@ -425,13 +426,13 @@ def _histopipe(cfg: Config) -> list[str]:
     key, out = "--rollout.routing histopipe", []
     if cfg.select.mode != "async" or cfg.async_.alpha < 1:
         out.append(
-            f"{key}: engines begin the next step while others end this one; set --mode async, with "
-            "--async.alpha 1 or more"
+            f"{key}: some engines start the next step while others finish this one; set --mode "
+            "async and --async.alpha 1 or more"
         )
     if cfg.select.env:
-        out.append(f"{key}: with --env an episode under way cannot go on elsewhere; leave one out")
+        out.append(f"{key}: an episode of --env cannot move to another engine; unset one of them")
     if cfg.rollout.queue:
-        out.append(f"{key}: says itself which engine a request waits at; leave out --rollout.queue")
+        out.append(f"{key}: assigns every request to an engine at once; unset --rollout.queue")
     return out
 
 
@@ -445,14 +446,14 @@ def _draft(cfg: Config) -> list[str]:
         return _idle(d, DraftConfig(), "draft", "--rollout.draft")
     if cfg.rollout.engine != "sglang" and d.verify_tokens != DraftConfig().verify_tokens:
         out.append(
-            f"--draft.verify_tokens {d.verify_tokens}: is SGLang's; leave it, or set "
+            f"--draft.verify_tokens {d.verify_tokens}: only SGLang uses it; unset it, or set "
             "--draft.max_length"
         )
     is_set = d.max_length != DraftConfig().max_length
     if cfg.rollout.engine == "sglang" and is_set and d.max_length >= d.verify_tokens:
         out.append(
             f"--draft.max_length {d.max_length}: must be below draft.verify_tokens "
-            f"{d.verify_tokens}, as SGLang checks a draft beside the last token; set both"
+            f"{d.verify_tokens}, since SGLang verifies it with the last token; set both"
         )
     if d.initial_length > d.max_length:
         out.append(
@@ -484,15 +485,17 @@ def _sizes(cfg: Config) -> list[str]:
         return out
     key = f"--debug.rollout_tp {' '.join(map(str, listed))}" if listed else "--rollout.adaptive_tp"
     if listed and r.adaptive_tp:
-        out.append(f"{key}: gives the sizes that rollout.adaptive_tp would choose; leave one out")
+        out.append(
+            f"{key}: sets the sizes that rollout.adaptive_tp would choose; unset one of them"
+        )
     if r.engine != "sglang":
         out.append(
             f"{key}: an engine of the kind {r.engine} is one rank; use --rollout.engine sglang"
         )
     if r.adaptive_tp and (r.tp & (r.tp - 1) or r.max_tp & (r.max_tp - 1)):
         out.append(
-            f"--rollout.tp {r.tp} --rollout.max_tp {r.max_tp}: with rollout.adaptive_tp sizes are "
-            "powers of two"
+            f"--rollout.tp {r.tp} --rollout.max_tp {r.max_tp}: with rollout.adaptive_tp both must "
+            "be powers of two"
         )
     if r.adaptive_tp and 0 < r.max_tp < r.tp:
         out.append(f"--rollout.max_tp {r.max_tp}: must be at least rollout.tp {r.tp}")
@@ -506,18 +509,18 @@ def _roles(cfg: Config) -> list[str]:
     key, out = f"--cluster.rollout_ranks {cfg.cluster.rollout_ranks}", []
     if cfg.select.mode == "stream":
         out.append(
-            f"{key}: --mode stream has ranks that sample train before the round is over, and these "
-            "never train; take --mode sync"
+            f"{key}: --mode stream lets sampling ranks train before the round ends, but these "
+            "ranks never train; use --mode sync"
         )
     if cfg.sync.route == "gather":
         out.append(
-            "--sync.route gather: reaches only ranks that train, and cluster.rollout_ranks sample; "
-            "take two_stage, or auto"
+            "--sync.route gather: updates only engines on train ranks, not those on "
+            "cluster.rollout_ranks; use two_stage, or auto"
         )
     if changes_size(cfg):
         out.append(
-            f"{key}: engines of a changing size share their ranks with the learner; leave out "
-            "rollout.adaptive_tp and debug.rollout_tp"
+            f"{key}: engines that change their size must share their ranks with the learner; "
+            "unset rollout.adaptive_tp and debug.rollout_tp"
         )
     return out
 
@@ -534,33 +537,31 @@ def _async(cfg: Config) -> list[str]:
         return out
     out = []
     if cfg.debug.record and cfg.debug.replay:
-        out.append(
-            "--debug.record: a replay is the recorded run; leave out one of it and debug.replay"
-        )
+        out.append("--debug.record: a replay has nothing new to record; unset it or debug.replay")
     if not cfg.cluster.rollout_ranks:
         out.append(
-            "--cluster.rollout_ranks 0: --mode async needs ranks that only sample; say how many, "
-            "such as half of them"
+            "--cluster.rollout_ranks 0: --mode async needs ranks that only sample; set their "
+            "number, such as half of all ranks"
         )
     if cfg.select.schedule != "all":
         out.append(
-            f"--schedule {cfg.select.schedule}: --mode async has no rounds that prompts could be "
-            "late for, slow ones simply go on; take --schedule all"
+            f"--schedule {cfg.select.schedule}: --mode async has no rounds, so long responses "
+            "delay no other prompt; use --schedule all"
         )
     if cfg.algo.adv_estimator == "remax":
         out.append(
-            "--algo.adv_estimator remax: its greedy answers would be of other versions than the "
-            "samples; take grpo, or --mode sync"
+            "--algo.adv_estimator remax: its greedy responses would be of other policy versions "
+            "than the samples; use grpo, or --mode sync"
         )
     if cfg.rollout.draft in FROM_HISTORY:
         out.append(
             f"--rollout.draft {cfg.rollout.draft}: learns from whole rounds, and --mode async has "
-            "no rounds; take ngram, or none"
+            "no rounds; use ngram, or none"
         )
     if cfg.debug.deterministic_order:
         out.append(
-            "--debug.deterministic_order: is for --mode sync, where a step's samples are from one "
-            "version; --async.alpha 0 is that mode"
+            "--debug.deterministic_order: needs --mode sync, where all samples of a step are of "
+            "one policy version; use --mode sync, which is the same as --async.alpha 0"
         )
     return out
 
@@ -573,41 +574,41 @@ def _mux(cfg: Config) -> list[str]:
         if cores and not cfg.cluster.rollout_ranks:
             out.append(
                 f"--cluster.{key} {' '.join(map(str, cores))}: has no effect without "
-                "cluster.rollout_ranks, where every rank does both"
+                "cluster.rollout_ranks, since every rank samples and trains"
             )
     if not found.url:
         return out + _idle(found, MuxConfig(), "mux", "--mux.url")
     if cfg.select.mode != "sync":
         out.append(
-            f"--mode {cfg.select.mode}: with --mux.url rollout and training take turns with those "
-            "of other jobs, one after the other; take --mode sync"
+            f"--mode {cfg.select.mode}: with --mux.url rollout and training alternate with those "
+            "of other jobs and cannot overlap; use --mode sync"
         )
     if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else `_roles` refuses it
         out.append(
-            "--mux.url: engines of a changing size are started between the turns of a job, where "
-            "others have its nodes; leave out rollout.adaptive_tp and debug.rollout_tp"
+            "--mux.url: engines change their size between the phases of a job, while other jobs "
+            "use its nodes; unset rollout.adaptive_tp and debug.rollout_tp"
         )
     if found.tail_nodes and not cfg.cluster.rollout_ranks:
         out.append(
-            f"--mux.tail_nodes {found.tail_nodes}: only nodes that sample alone are left early; "
-            "set cluster.rollout_ranks"
+            f"--mux.tail_nodes {found.tail_nodes}: only nodes that never train can be released "
+            "early; set cluster.rollout_ranks"
         )
     if found.tail_nodes and cfg.rollout.tp > 1:
         out.append(
-            f"--mux.tail_nodes {found.tail_nodes}: engines of several ranks do not leave a node in "
-            "the middle of a round; take --rollout.tp 1"
+            f"--mux.tail_nodes {found.tail_nodes}: engines of several ranks cannot release a node "
+            "during a round; use --rollout.tp 1"
         )
     for key, is_on, why in (
-        ("env", bool(cfg.select.env), "an episode under way cannot go on elsewhere"),
+        ("env", bool(cfg.select.env), "an episode cannot move to another engine"),
         (
             "debug.deterministic_order",
             cfg.debug.deterministic_order,
-            "the end alone says what counts",
+            "responses count only at a round's end",
         ),
-        ("debug.replay", bool(cfg.debug.replay), "the end alone says what counts"),
+        ("debug.replay", bool(cfg.debug.replay), "responses count only at a round's end"),
     ):
         if found.tail_nodes and is_on:
-            out.append(f"--mux.tail_nodes {found.tail_nodes}: with --{key} {why}; leave one out")
+            out.append(f"--mux.tail_nodes {found.tail_nodes}: with --{key} {why}; unset either")
     return out
 
 
@@ -621,7 +622,7 @@ def _env(cfg: Config) -> list[str]:
     if not env.timeout_s < cfg.rollout.stall_timeout_s:
         out.append(
             f"--env.timeout_s {env.timeout_s:g}: must be below rollout.stall_timeout_s "
-            f"{cfg.rollout.stall_timeout_s:g}, after which a round without a new token is given up"
+            f"{cfg.rollout.stall_timeout_s:g}, after which a round without a new token fails"
         )
     least = {
         "num_groups": ("data.prompts_per_step", cfg.data.prompts_per_step),
@@ -631,29 +632,29 @@ def _env(cfg: Config) -> list[str]:
         if 0 < getattr(env, key) < number:
             out.append(
                 f"--env.{key} {getattr(env, key)}: must be at least {name} {number}, which count; "
-                "0 starts no more than these"
+                "0 starts exactly that many"
             )
     if env.num_groups and cfg.select.mode == "async":
         out.append(
-            f"--env.num_groups {env.num_groups}: --mode async has no rounds; take "
+            f"--env.num_groups {env.num_groups}: --mode async has no rounds; use "
             "async.extra_prompts"
         )
     if cfg.select.mode == "stream":
         out.append(
-            "--mode stream: moves responses to other ranks, and environments cannot move; take "
-            "--mode sync or async"
+            "--mode stream: moves running responses to other ranks, and episodes of --env cannot "
+            "move; use --mode sync or async"
         )
     if cfg.select.schedule != "all":
         out.append(
-            f"--schedule {cfg.select.schedule}: is not for environments; take --schedule all with "
+            f"--schedule {cfg.select.schedule}: does not work with --env; use --schedule all with "
             "env.num_groups and env.group_size"
         )
     if cfg.algo.adv_estimator == "remax":
-        out.append("--algo.adv_estimator remax: has no place beside --env; take grpo")
+        out.append("--algo.adv_estimator remax: does not work with --env; use grpo")
     if cfg.rollout.draft in FROM_HISTORY:
         out.append(
-            f"--rollout.draft {cfg.rollout.draft}: knows prompts, and turns of episodes have none "
-            "of their own; take ngram, or none"
+            f"--rollout.draft {cfg.rollout.draft}: finds drafts by prompt, and the turns of an "
+            "episode have no prompts of their own; use ngram, or none"
         )
     return out + env.problems()
 
@@ -666,7 +667,7 @@ def _train(cfg: Config) -> list[str]:
         out += fused.problems(cfg.select.algo, cfg.algo)
     if cfg.rollout.process == "inline" and cfg.train.tp * cfg.train.pp > 1:
         out.append(
-            "--rollout.process inline: with several ranks the engine lives in a child process; "
-            "set it to auto"
+            "--rollout.process inline: with train.tp or train.pp above 1 the engine must run in "
+            "a child process; set it to auto"
         )
     return out

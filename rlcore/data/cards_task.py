@@ -40,7 +40,7 @@ def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) 
     """Convert a row to prompt number `index`, with the field `game` for `--env blackjack`."""
     tokens = np.array(encode(row.prompt), np.int32)
     return Prompt(
-        index=index, source=NAME, tokens=tokens, text=row.prompt, fields={"game": int(row.answer)}
+        index=index, dataset=NAME, tokens=tokens, text=row.prompt, fields={"game": int(row.answer)}
     )
 
 

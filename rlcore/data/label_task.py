@@ -43,7 +43,7 @@ def make(split: Split, seed: int, index: int) -> TaskRow:
 def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
     """Convert a row to prompt number `index`."""
     tokens = np.array(encode(row.prompt), np.int32)
-    return Prompt(index=index, source=NAME, tokens=tokens, answer=row.answer, text=row.prompt)
+    return Prompt(index=index, dataset=NAME, tokens=tokens, answer=row.answer, text=row.prompt)
 
 
 def _draw_num_terms(random: random.Random) -> int:

@@ -49,7 +49,7 @@ def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) 
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"desc": [line.translate(_TO_DESC) for line in row.prompt.split()]}
     return Prompt(
-        index=index, source=NAME, tokens=tokens, answer=row.answer, text=row.prompt, fields=fields
+        index=index, dataset=NAME, tokens=tokens, answer=row.answer, text=row.prompt, fields=fields
     )
 
 

@@ -45,7 +45,7 @@ def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) 
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"test_list": list(row.tests)}
     return Prompt(
-        index=index, source=NAME, tokens=tokens, answer=row.answer, text=row.prompt, fields=fields
+        index=index, dataset=NAME, tokens=tokens, answer=row.answer, text=row.prompt, fields=fields
     )
 
 

@@ -127,7 +127,7 @@ class TaskSet:
 
     def __len__(self) -> int:
         if not self.num_rows:
-            raise TypeError("an endless task has no length; ask is_finite first")
+            raise TypeError("an endless task has no length; check is_finite first")
         return self.num_rows
 
     def __getitem__(self, index: int) -> Prompt:
@@ -212,14 +212,14 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
         total += len(both)
         twin = known[_fingerprint(both[0].text)]
         log.warning(
-            "data.val %s: %d of %d prompts also stand in data.train, such as row %d (row %d of %s "
-            "there): accuracy on them is not held out",
+            "data.val %s: %d of %d prompts are also in data.train, such as row %d (row %d of %s "
+            "there), so accuracy is not held out",
             name,
             len(both),
             len(rows),
             both[0].index,
             twin.index,
-            twin.source,
+            twin.dataset,
         )
     return total
 
@@ -240,7 +240,7 @@ def read_file(
         except (ValueError, RecursionError) as error:
             if config.bad_rows == "refuse":
                 raise ConfigError(
-                    f"{place}: {error}; repair it, or skip such rows with --data.bad_rows skip"
+                    f"{place}: {error}; fix the row, or skip such rows with --data.bad_rows skip"
                 ) from error
             report.junk(place, error, row)
             continue
@@ -277,10 +277,10 @@ class _Report:
 
     def tell(self, num_kept: int, config: PromptSettings) -> None:
         if self._num_junk > _SHOWN:
-            log.warning("%s: %d junk rows skipped in all", self._path, self._num_junk)
+            log.warning("%s: skipped %d bad rows in total", self._path, self._num_junk)
         if self._num_long:
             log.warning(
-                "%s: %d prompts of more than --data.max_prompt_tokens %d left out; the longest has "
+                "%s: dropped %d prompts longer than --data.max_prompt_tokens %d; the longest has "
                 "%d tokens (%s)",
                 self._path,
                 self._num_long,
@@ -294,8 +294,8 @@ class _Report:
             columns = ", ".join(_shown(c) for c, _ in self._columns.most_common(10)) or "none"
             reason, count = self._reasons.most_common(1)[0]
             raise ConfigError(
-                f"{self._path}: no usable row; {count} of {self._num_junk}: {reason}. The rows "
-                f"have the fields: {columns}; see --data.prompt_field and --data.answer_field"
+                f"{self._path}: no usable row; {count} of {self._num_junk}: {reason}. The fields "
+                f"of the rows are {columns}; set --data.prompt_field and --data.answer_field"
             )
         if self._num_long:
             raise ConfigError(
@@ -315,7 +315,7 @@ def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet
     if len(config.train) > 1:
         name = next(source for source in config.train if source in TASKS)
         raise ConfigError(
-            f"--data.train {' '.join(config.train)}: the generated task {name} stands alone; give "
+            f"--data.train {' '.join(config.train)}: a generated task cannot be combined; give "
             f"either {name} or files"
         )
     task = TASKS[config.train[0]]
@@ -338,7 +338,7 @@ def _names(sources: Sequence[str]) -> list[str]:
     ]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ConfigError(f"data files {twice[0]}: two have this name; rename one")
+        raise ConfigError(f"data files {twice[0]}: two files have this name; rename one")
     return names
 
 
@@ -390,7 +390,7 @@ def _first(error: Exception) -> str:
 def _prompt(row: Any, index: int, name: str, config: PromptSettings, tokenizer: Tokens) -> Prompt:
     """Convert a row to a prompt. Raise ValueError if the row is invalid."""
     if not isinstance(row, dict):
-        raise ValueError(f"not an object but a {type(row).__name__}")
+        raise ValueError(f"the row is a {type(row).__name__}, not a JSON object")
     asked = _field(row, config.prompt_field)
     messages = _messages(asked, config)
     text = "\n\n".join(str(m["content"]) for m in messages if m["role"] != "system")
@@ -403,7 +403,7 @@ def _prompt(row: Any, index: int, name: str, config: PromptSettings, tokenizer: 
     fields = {k: v for k, v in row.items() if k not in (config.prompt_field, config.answer_field)}
     prompt = Prompt(
         index=index,
-        source=name,
+        dataset=name,
         tokens=np.array(tokenizer.encode(rendered), np.int32),
         answer=_answer(row, config.answer_field),
         text=text,
@@ -412,7 +412,7 @@ def _prompt(row: Any, index: int, name: str, config: PromptSettings, tokenizer: 
     try:
         net.encode(prompt)
     except (TypeError, OverflowError, ValueError) as error:
-        raise ValueError(f"holds a value that cannot travel ({_first(error)})") from error
+        raise ValueError(f"holds a value that cannot be sent ({_first(error)})") from error
     return prompt
 
 

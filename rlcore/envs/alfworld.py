@@ -64,7 +64,7 @@ class Alfworld(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Run one command; the game itself answers an unknown one."""
-        assert self._game is not None, "reset comes first"
+        assert self._game is not None, "call reset first"
         seen, over, won, commands = self._game.step(command_of(action))
         return self._shown(seen, commands), float(won), over, False, {"success": float(won)}
 

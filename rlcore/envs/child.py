@@ -44,7 +44,7 @@ class _Slot:
         before."""
         with self.lock:
             if self.is_closed:
-                raise RuntimeError("it was closed before it began")
+                raise RuntimeError("closed before its reset")
             self.env = make()
             return self.env.reset(seed=seed, options=options)
 
@@ -109,7 +109,7 @@ class EnvHost:
             return EnvReply(number=call.number, seen=seen, numbers=numbers)
         place = self._envs[call.key]
         env = place.env
-        assert env is not None, "a turn before the beginning"
+        assert env is not None, "step() before reset()"
         action = list(call.tokens) if getattr(env, "wants_tokens", False) else call.text
         with place.lock:
             seen, reward, ended, cut, info = env.step(action)

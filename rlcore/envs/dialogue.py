@@ -45,7 +45,7 @@ class Dialogue:
         if not isinstance(seen, str):
             if strange := [i for i in seen if not 0 <= i < self._num_tokens]:
                 raise EnvError(
-                    "error", f"shows token {strange[0]}, and the model has {self._num_tokens}"
+                    "error", f"shows token {strange[0]}, but the model has only {self._num_tokens}"
                 )
             return list(seen)
         if not seen:
@@ -60,8 +60,8 @@ class Dialogue:
         before, found, after = self._tokenizer.render_chat(messages).partition(_TURN)
         if not found:
             raise ConfigError(
-                "--env: the chat template leaves out earlier turns of the assistant, so nothing "
-                "can be appended to a conversation; take --data.template none, or another model"
+                "--env: the chat template drops earlier assistant turns, so a conversation "
+                "cannot grow turn by turn; use --data.template none, or another model"
             )
         ids = self._tokenizer.encode(after)
         return ids[1:] if ids and ids[0] == last else ids

@@ -178,7 +178,7 @@ class EpisodeEngine:
         """Start episodes. Partial responses from other engines (`Request.resume`) are ignored."""
         for request in requests:
             if request.id in self._episodes:
-                raise ValueError(f"request {request.id}: is already here; ids are used once")
+                raise ValueError(f"request {request.id}: is already running; use each id once")
         for request in requests:
             episode = _Episode(
                 request,
@@ -364,7 +364,7 @@ class EpisodeEngine:
         """Report an unexpected error of an episode's task, so that poll raises it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("an episode failed", exc_info=error)
-            self._fail(f"--env {self._name}: an episode failed: {error!r}")
+            self._fail(f"--env {self._name}: an episode's task failed: {error!r}")
 
     def _fail(self, sentence: str) -> None:
         with self._changed:
@@ -416,7 +416,7 @@ class EpisodeEngine:
                 request.sampling,
                 EpisodeLimits(cfg.max_turns, cfg.max_turn_tokens),
                 prompt=episode.prompt,
-                seed=derive(self._seed, "env", episode.prompt.source, episode.prompt.index),
+                seed=derive(self._seed, "env", episode.prompt.dataset, episode.prompt.index),
                 name=f"{request.id}.again{attempt}" if attempt else request.id,
             )
         finally:
@@ -455,7 +455,7 @@ class EpisodeEngine:
         self._errors[error.reason] += 1
         count = self._errors[error.reason]
         if count <= _FULL_ERRORS or not count & (count - 1):
-            nth = f" ({count} of this kind so far)" if count > _FULL_ERRORS else ""
+            nth = f" ({count} such errors so far)" if count > _FULL_ERRORS else ""
             log.warning("env %s: episode %s: %s%s", self._name, episode.request.id, error, nth)
         if self._pool.failure:
             self._fail(self._pool.failure)

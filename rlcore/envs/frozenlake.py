@@ -52,7 +52,7 @@ class FrozenLake(gymnasium.Env[str, str]):
         given = (options or {}).get("desc")
         self._desc = list(given or _EMPTY)
         if {"S", "G"} - set("".join(self._desc)) or len({len(line) for line in self._desc}) > 1:
-            raise ValueError(f"desc {self._desc}: rows of one length with an S and a G")
+            raise ValueError(f"desc {self._desc}: must be rows of one length with an S and a G")
         self._lake = FrozenLakeEnv(desc=self._desc, is_slippery=self._slippery)
         self._lake.reset(seed=seed)
         return "" if given else self._board(), {}
@@ -60,7 +60,7 @@ class FrozenLake(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Make one move. The info says whether the turn had one (`valid`), and `success` at the
         end."""
-        assert self._lake is not None, "reset comes first"
+        assert self._lake is not None, "call reset first"
         found = _ACTION.findall(action)
         if not found:
             return self._board(), 0.0, False, False, {"valid": 0.0, "success": 0.0}

@@ -96,7 +96,7 @@ class _Process(GuardedChild):
         """Whether it serves a single episode."""
         self.is_open = True
         """Whether it accepts more environments."""
-        self.is_dead = False
+        self.has_exited = False
         super().__init__(selector, start, sink, "rlcore.envs.child")
 
     def enter(self) -> None:
@@ -113,7 +113,7 @@ class _Process(GuardedChild):
 
     def end(self, exiting: bool = False) -> int | None:
         """See `Child.end`."""
-        self.is_dead, self.is_open = True, False
+        self.has_exited, self.is_open = True, False
         return super().end(exiting=exiting)
 
 
@@ -203,8 +203,8 @@ class EnvPool:
 
     async def ask(self, process: _Process, **what: Any) -> EnvReply:
         """Send a call and wait for its reply. Raises EnvError."""
-        if process.is_dead:
-            raise EnvError("crash", "its process had died", is_innocent=True)
+        if process.has_exited:
+            raise EnvError("crash", "its process has exited", is_innocent=True)
         self._numbers += 1
         number = self._numbers
         future = process.calls[number] = asyncio.get_running_loop().create_future()
@@ -213,7 +213,7 @@ class EnvPool:
             async with asyncio.timeout(self._config.timeout_s):
                 reply = await future
         except TimeoutError as error:
-            if process.is_open and not process.is_dead:
+            if process.is_open and not process.has_exited:
                 process.retire()
                 process.print_stack()
             raise EnvError(
@@ -231,7 +231,7 @@ class EnvPool:
         process.leave()
         if process.is_own:
             self._own.release()
-        if process.is_dead:
+        if process.has_exited:
             return
         process.send(frame(EnvCall(number=0, key=key, what="close")))
         if not process.num_envs and (process.is_own or not process.is_open):
@@ -259,7 +259,7 @@ class EnvPool:
         return process
 
     def _serve(self, process: _Process, what: str, events: int) -> None:
-        if process.is_dead:  # it failed earlier in this iteration of the loop
+        if process.has_exited:  # it failed earlier in this iteration of the loop
             return
         if what == "output":
             process.read_output()
@@ -275,12 +275,12 @@ class EnvPool:
         except EOFError:
             self._end(process, "", exiting=True)
         except (ValueError, IndexError) as error:
-            self._end(process, f"wrote to its channel ({error})")
+            self._end(process, f"the environment wrote to its process's channel ({error})")
 
     def _answer(self, process: _Process, reply: EnvReply) -> None:
         if reply.number == READY and not process.ready.done():
             if reply.error:
-                self.failure = f"--env {self.name}: cannot start in a process: {reply.error}"
+                self.failure = f"--env {self.name}: cannot start in a child process: {reply.error}"
                 process.ready.set_exception(EnvError("crash", self.failure))
             else:
                 self._failed_starts = 0
@@ -293,11 +293,11 @@ class EnvPool:
     def _end(self, process: _Process, reason: str, exiting: bool = False) -> None:
         """Stop a process and fail its pending calls. If `reason` is empty, the exit status is the
         reason."""
-        if process.is_dead:
+        if process.has_exited:
             return
         self._processes.remove(process)
         status = process.end(exiting=exiting)
-        reason = reason or f"its process ended: {exit_text(status)}"
+        reason = reason or f"its process exited: {exit_text(status)}"
         if not process.ready.done():
             if self._closing:
                 process.ready.cancel()

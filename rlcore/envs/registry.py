@@ -30,8 +30,8 @@ def resolve(name: str) -> EnvKind:
         return importlib.import_module(ENVS[name]).KIND
     if "." not in name:
         raise ConfigError(
-            f"--env {name}: allowed are {', '.join(ENVS)}, and a dotted path to a class with "
-            "gymnasium's interface, or to a module with a KIND"
+            f"--env {name}: allowed are {', '.join(ENVS)}, a dotted path to a class with "
+            "gymnasium's interface, or one to a module with a KIND"
         )
     module, found = dotted.find("--env", name)
     if inspect.ismodule(found):

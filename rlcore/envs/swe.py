@@ -99,7 +99,7 @@ class Swe(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Run the turn's command and return its output, or run the tests."""
-        assert self._workspace is not None, "reset comes first"
+        assert self._workspace is not None, "call reset first"
         blocks = _BLOCK.findall(action)
         if blocks:
             code, printed = self._workspace.run(blocks[-1], self._config.command_timeout_s)
@@ -166,7 +166,7 @@ class Container:
 
 def _make(config: SweConfig) -> Swe:
     if shutil.which("docker") is None:
-        raise RuntimeError("there is no docker on PATH; install it, or take another --env")
+        raise RuntimeError("docker is not on PATH; install it, or use another --env")
     return Swe(config, lambda task: Container(task, config.docker_args))
 
 

@@ -145,7 +145,7 @@ class Tools(gymnasium.Env[str, str]):
             outcome = self._box.run(source, lambda: end)
         except Broken as error:
             self.close()
-            raise ValueError(f"the sandbox broke: {error}") from error
+            raise ValueError(f"the sandbox failed: {error}") from error
         printed = outcome.stdout.decode("utf-8", "replace").strip()
         if outcome.why or outcome.code:
             said = outcome.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]

@@ -82,7 +82,7 @@ class Cache:
             if slots * capacity <= self.budget:
                 break
         else:
-            raise ValueError(f"cache of {self.budget} tokens: {rows} x {longest} do not fit")
+            raise ValueError(f"cache of {self.budget} tokens: {rows} rows of {longest} do not fit")
         keep = min(capacity, self.capacity)
         num_slabs = 1 if self.shared else self.num_layers
         old = self.layers[:num_slabs]

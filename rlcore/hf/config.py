@@ -164,7 +164,7 @@ class HFConfig:
         Raise ConfigError for a field that `to_dict` cannot express."""
         unknown = sorted(set(changes) - set(_KEYS))
         if unknown:
-            raise ConfigError(f"model config: cannot change {unknown[0]}; can {', '.join(_KEYS)}")
+            raise ConfigError(f"model config: cannot change {unknown[0]}, only {', '.join(_KEYS)}")
         config = replace(self, **changes)
         config._check("model config")
         return config
@@ -254,15 +254,15 @@ def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | No
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError(f"{where}: `partial_rotary_factor` is not supported; use a model without")
+        raise ConfigError(f"{where}: `partial_rotary_factor` is not supported; use another model")
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ConfigError(
-            f"{where}: RoPE scaling {kind!r} is not supported; only llama3's is -"
-            " take `rope_scaling` out of config.json to use the model's original context length"
+            f"{where}: RoPE scaling {kind!r} is not supported, only llama3; remove `rope_scaling` "
+            "from config.json to use the model's original context length"
         )
     missing = [key for key in _LLAMA3_KEYS if rope.get(key) is None]
     if missing:
-        raise ConfigError(f"{where}: RoPE scaling llama3 lacks `{missing[0]}`")
+        raise ConfigError(f"{where}: RoPE scaling llama3 needs `{missing[0]}`; add it")
     return theta, {key: float(rope[key]) for key in _LLAMA3_KEYS}

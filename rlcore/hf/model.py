@@ -82,7 +82,7 @@ class ForwardInputs:
         self.tokens = tokens
         self.positions += 1
         self.spans = [(a, b, length + 1) for a, b, length in self.spans]
-        assert self.index is not None, "a forward pass has made it"
+        assert self.index is not None, "advance() before the first forward pass"
         self.index += 1
 
 
@@ -271,7 +271,7 @@ class CausalLM:
         """Copy one tensor to its place, converted to the dtype there and quantised if configured.
         Raise ValueError for an unknown name or a wrong shape."""
         if name not in self.shapes:
-            raise ValueError(f"tensor {name}: the model has none of that name")
+            raise ValueError(f"tensor {name}: the model has no tensor of this name")
         if tuple(tensor.shape) != self.shapes[name]:
             want = list(self.shapes[name])
             raise ValueError(f"tensor {name}: shape {list(tensor.shape)}, the model has {want}")
@@ -285,7 +285,7 @@ class CausalLM:
 
     @property
     def _here(self) -> _Weights:
-        assert self._weights is not None, "the weights were given back"
+        assert self._weights is not None, "the weights are freed"
         return self._weights
 
     def forward(self, step: ForwardInputs, cache: Cache) -> Tensor:

@@ -74,7 +74,7 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises nothing more precise
             raise ConfigError(
-                f"{self._name}: cannot encode {text[:40]!r} ({error}); use text of its vocabulary"
+                f"{self._name}: cannot encode {text[:40]!r} ({error}); use another tokenizer"
             ) from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -142,7 +142,7 @@ class Tokenizer:
     @cached_property
     def _compiled(self) -> Any:
         if self._template is None:
-            announce("chat template", f"{self._name} has none, using ours (ChatML)")
+            announce("chat template", f"{self._name} has none, using ChatML")
         return _compile(self._template or CHATML)
 
 

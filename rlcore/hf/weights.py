@@ -89,8 +89,8 @@ class WeightReader:
             found = self.shape(name)
             if found != tuple(shape):
                 raise ConfigError(
-                    f"{self.folder}: tensor {name} has shape {list(found)} and config.json asks for"
-                    f" {list(shape)}; config.json and weights are of different models"
+                    f"{self.folder}: tensor {name} has shape {list(found)}, config.json needs "
+                    f"{list(shape)}; use config.json and weights of one model"
                 )
 
     def _find(self) -> dict[str, str]:
@@ -100,15 +100,14 @@ class WeightReader:
             for file in sorted(set(file_of.values())):
                 if not (self.folder / file).is_file():
                     raise ConfigError(
-                        f"{self.folder}: shard {file} is missing, which {INDEX} names;"
-                        " fetch the model again"
+                        f"{self.folder}: shard {file} of {INDEX} is missing; fetch the model again"
                     )
             return file_of
         if single.is_file():
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
         raise ConfigError(
-            f"{self.folder}: neither {SINGLE} nor {INDEX} in it; give a folder with safetensors"
-            " weights, or start from random ones with --model.random_init"
+            f"{self.folder}: has neither {SINGLE} nor {INDEX}; give a folder with safetensors "
+            "weights, or use random weights with --model.random_init"
         )
 
     def _stacks(self) -> set[str]:
@@ -148,8 +147,8 @@ class WeightReader:
     def _file(self, name: str) -> Any:
         if name not in self._file_of:
             raise ConfigError(
-                f"{self.folder}: tensor {name} is missing; config.json and weights are of"
-                " different models, or the download is incomplete"
+                f"{self.folder}: tensor {name} is missing; use config.json and weights of one "
+                "model, or fetch the model again"
             )
         return self._shard(self._file_of[name])
 
@@ -159,8 +158,8 @@ class WeightReader:
             return file.get_slice(name)
         except SafetensorError as error:
             raise ConfigError(
-                f"{self.folder}: tensor {name} is not in {self._file_of[name]}, where {INDEX} has"
-                " it; fetch the model again"
+                f"{self.folder}: {self._file_of[name]} lacks tensor {name}, which {INDEX} lists; "
+                "fetch the model again"
             ) from error
 
 
@@ -213,7 +212,7 @@ def _write(
         _replace(part, path)
     except (OSError, SafetensorError) as error:
         raise OSError(
-            f"{path}: could not be written ({error}); make room or give another folder"
+            f"{path}: could not be written ({error}); free some space or give another folder"
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -236,8 +235,8 @@ def _write_shards(
     for name, tensor in tensors:
         if missing.pop(name, None) != tuple(tensor.shape):
             raise ValueError(
-                f"tensor {name} {list(tensor.shape)}: config.json asks for"
-                f" {list(shapes[name]) if name in shapes else 'no tensor of that name'}"
+                f"tensor {name} {list(tensor.shape)}: config.json needs "
+                f"{list(shapes[name]) if name in shapes else 'no tensor of this name'}"
             )
         if shard and size + tensor.nbytes > limit:
             flush()
@@ -247,7 +246,7 @@ def _write_shards(
         total += tensor.nbytes
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
     if missing:
-        raise ValueError(f"tensor {next(iter(missing))} was not given, so the folder is incomplete")
+        raise ValueError(f"tensor {next(iter(missing))} is missing; give all of the model")
     flush()
     if len(shards) == 1:
         (part / "0.safetensors").rename(part / SINGLE)

@@ -230,7 +230,7 @@ def _fill(
     if hf.tie_word_embeddings and output in params:  # the last stage has its own copy
         todo.append(ParamPiece(output, (EMBED,), "vocab", hf.num_layers))
     unknown = sorted(params.keys() - {piece.name for piece in todo})
-    assert not unknown, f"the bridge does not know the parameters {unknown[:3]}"
+    assert not unknown, f"the bridge does not map the parameters {unknown[:3]}"
     with torch.no_grad():
         for piece in todo:
             param = params[piece.name]

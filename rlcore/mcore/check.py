@@ -28,8 +28,8 @@ def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
         )
     if train.moe_aux_loss_coef:
         raise ConfigError(
-            f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: the load-balancing loss has no "
-            "divisor of its own yet; leave it at 0"
+            f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: normalisation of the "
+            "load-balancing loss is not implemented; set it to 0"
         )
     if train.transformer_impl == "te":
         if not cuda or importlib.util.find_spec("transformer_engine") is None:
@@ -40,7 +40,7 @@ def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
         if hf.rope_scaling and not _megatron_scales(hf):
             raise ConfigError(
                 "--train.transformer_impl te: Megatron's RoPE scaling has fixed frequency "
-                "factors that are not this model's; use --train.transformer_impl local"
+                "factors, which differ from this model's; use --train.transformer_impl local"
             )
     if train.apex and (
         not cuda or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None

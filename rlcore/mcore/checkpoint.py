@@ -78,13 +78,13 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
             the extra rows for padding.
     """
     if not (path / "metadata.json").is_file():
-        raise ConfigError(f"{path}: holds no complete checkpoint; choose another or start afresh")
+        raise ConfigError(f"{path}: holds no complete checkpoint; choose another or start anew")
     index.check(path)
     saved = dist_checkpointing.load_common_state_dict(str(path))["rlcore"].get("head", "lm")
     if saved != head:
         raise ConfigError(
-            f"{path}: is of a model with the head {saved} and this one has {head}; an actor loads "
-            "what an actor saved and a critic what a critic saved"
+            f"{path}: was saved by a model with head {saved}, but this model has head {head}; "
+            "load an actor from an actor's checkpoint and a critic from a critic's"
         )
     _patch_loading()
     found = dist_checkpointing.load(_sharded(models, optimizer, loading=True), str(path))
@@ -234,7 +234,7 @@ def _agree(problem: BaseException | None, folder: Path) -> None:
         reason = "the disk is full; free some space or choose another --run.dir"
     else:
         reason = (
-            str(problem) if problem is not None else "another rank could not write, see its log"
+            str(problem) if problem is not None else "another rank could not write; see its log"
         )
     raise OSError(number, f"checkpoint not written to {folder}: {reason}") from problem
 
@@ -259,7 +259,7 @@ def _check_space(folder: Path, models: Sequence[Any], optimizer: Any) -> None:
         free = os.statvfs(folder)
         have = free.f_bavail * free.f_frsize
         if have < int(total):
-            problem = OSError(errno.ENOSPC, f"{int(total)} bytes needed, {have} free")
+            problem = OSError(errno.ENOSPC, f"needs {int(total)} bytes, {have} are free")
     _agree(problem, folder)
 
 

@@ -32,7 +32,7 @@ def varlen_attention(
 
     asked: _Asked = {"enable_gqa": q.size(1) != k.size(1)} if _wants_to_be_asked() else {}
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), **asked)
-    assert isinstance(out, Tensor), "no logsumexp was asked for"
+    assert isinstance(out, Tensor), "varlen_attn returned a logsumexp, too"
     return out
 
 

@@ -90,8 +90,8 @@ class MegatronLearner:
         learning_rate(train, train.lr_warmup_updates, total_updates)
         if head == "value" and keep_reference:
             raise ValueError(
-                "keep_reference True: a critic has no log-probs to ask its start weights for; keep "
-                "the actor's"
+                "keep_reference True: a critic computes no log-probs and needs no reference; set "
+                "it for the actor only"
             )
         self.device = torch.device(device) if device is not None else parallel.device()
         self.hf, self.head, self.temperature = hf, head, temperature
@@ -197,7 +197,7 @@ class MegatronLearner:
         text += ", distributed optimizer" if train.distributed_optimizer else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0
-        return text + (f", output layer by {chunk} tokens" if chunk else "")
+        return text + (f", output layer in chunks of {chunk} tokens" if chunk else "")
 
     def _parameters(self) -> Iterator[Tensor]:
         for model in self._models:
@@ -221,7 +221,7 @@ class MegatronLearner:
         `logprobs(batch, "reference")` over many batches loads them once."""
         self._must_be_here("reference", "weights")
         if self._reference is None:
-            raise RuntimeError("reference: there is none; build the learner with keep_reference")
+            raise RuntimeError("no reference weights; build the learner with keep_reference")
         with self._reference.in_place():
             yield
 
@@ -246,7 +246,7 @@ class MegatronLearner:
         """
         self._must_be_here("accumulate", "weights", "gradients")
         if self.head == "value" and batch.num_tokens and batch.returns is None:
-            raise ValueError("accumulate on a critic: the batch has no returns to learn; set them")
+            raise ValueError("accumulate on a critic: the batch has no returns; set them")
         fused = self.head == "lm" and self._train.fused_loss
         if fused:
             self._must_be_fusible(batch, loss)
@@ -274,9 +274,9 @@ class MegatronLearner:
         """
         self._must_be_here("apply", *PARTS)
         if not self._accumulated:
-            raise RuntimeError("apply without accumulate: every rank accumulates, be it nothing")
+            raise RuntimeError("apply without accumulate: every rank must call accumulate first")
         if not normaliser > 0:
-            raise ValueError(f"normaliser {normaliser}: must be above 0; leave empty updates out")
+            raise ValueError(f"normaliser {normaliser}: must be above 0; skip empty updates")
         finalize_model_grads(self._models)
         for model in self._models:
             model.scale_gradients(1.0 / normaliser)
@@ -293,7 +293,7 @@ class MegatronLearner:
             self.version += 1
         else:
             log.warning(
-                "%s: update %d is left out, its loss is %g and its gradient norm %g",
+                "%s: update %d is skipped; its loss is %g, its gradient norm %g",
                 self._role,
                 self.updates,
                 loss,
@@ -342,7 +342,7 @@ class MegatronLearner:
             )
         if self.device.type == "cpu" and not self._has_told:
             self._has_told = True
-            announce("offload", "of the gradients alone, the learner is on the CPU")
+            announce("offload", "frees only the gradients, since the learner is on the CPU")
         for part in parts:
             self._parts[part].park()
 
@@ -383,13 +383,13 @@ class MegatronLearner:
         if self.head == head:
             return
         if head == "value":
-            raise RuntimeError(f"{what} of an actor: it has no value head; ask the critic")
-        raise RuntimeError(f"{what} of a critic: it has values and no logits; ask the actor")
+            raise RuntimeError(f"{what} of an actor: it has no value head; use the critic")
+        raise RuntimeError(f"{what} of a critic: it has no logits; use the actor")
 
     def _must_be_fusible(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         if not hasattr(loss, "policy"):
             raise ConfigError(
-                "--train.fused_loss: this loss has no `policy` that says what to fuse; turn it off"
+                "--train.fused_loss: this loss has no `policy` and cannot be fused; turn it off"
             )
         if batch.num_tokens and batch.rollout_log_probs is None:
             raise ConfigError(
@@ -407,12 +407,12 @@ class MegatronLearner:
         would access address 0."""
         for part in parts:
             if self._parts[part].is_away:
-                raise RuntimeError(f"{what} between offload and onload: the {part} are not here")
+                raise RuntimeError(f"{what}: the {part} are offloaded; call onload first")
         self._must_be_itself(what)
 
     def _must_be_itself(self, what: str) -> None:
         if self._reference is not None and self._reference.is_in_place:
-            raise RuntimeError(f"{what} inside reference(): the weights are the reference's")
+            raise RuntimeError(f"{what} inside reference(): call it after the block")
 
     # ---- forward and backward
 
@@ -587,9 +587,9 @@ class MegatronLearner:
             if count > trained // 1000:
                 t = int(apart.nonzero()[0])
                 raise ConfigError(
-                    f"--train.fused_loss: what the fused op computes is not this loss: the {what} "
-                    f"of a token is {float(found[t]):.6g}, by the loss's own text "
-                    f"{float(want[t]):.6g} ({count} of {trained} tokens); turn fused_loss off"
+                    f"--train.fused_loss: the fused op computes another loss: the {what} of a "
+                    f"token is {float(found[t]):.6g}, by the loss itself {float(want[t]):.6g} "
+                    f"({count} of {trained} tokens); turn fused_loss off"
                 )
 
     def _policy(self, loss: Any, micro: MicroBatch) -> tuple[PolicyInputs, PolicySpec]:

@@ -64,8 +64,8 @@ def check(folder: Path) -> None:
         raise
     except Exception as error:  # a file that is no pickle may raise any exception
         raise ConfigError(
-            f"{path}: is not the index of a checkpoint ({error}); it is not read, since it may run "
-            "a program"
+            f"{path}: is not the index of a checkpoint ({error}); it was not loaded, since a "
+            "pickle can run code"
         ) from error
 
 
@@ -74,7 +74,7 @@ def _check(index: Any) -> None:
         if type(entry) is not TensorStorageMetadata and not (
             type(entry) is BytesStorageMetadata and EXTRA_STATE in key
         ):
-            raise ValueError(f"{key} is no tensor")
+            raise ValueError(f"{key} is not a tensor")
     for place in index.storage_data.values():
         path = PurePath(place.relative_path)
         if path.is_absolute() or ".." in path.parts:
@@ -89,8 +89,8 @@ def load_bytes(planner: DefaultLoadPlanner, item: Any, value: io.BytesIO) -> Non
         state is None or (isinstance(state, Tensor) and state.numel() == 0) for state in found
     ):
         raise ConfigError(
-            f"{item.dest_index.fqn}: an extra state that is not empty; it is not read, since it "
-            "may run a program"
+            f"{item.dest_index.fqn}: the extra state is not empty; it was not loaded, since a "
+            "pickle can run code"
         )
     safe = io.BytesIO()
     torch.save(found, safe)

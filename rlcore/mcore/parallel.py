@@ -111,8 +111,8 @@ def _check_same(wanted: ParallelLayout, found: ParallelLayout) -> None:
         ours, theirs = getattr(wanted, name), getattr(found, name)
         if ours != theirs:
             raise ValueError(
-                f"--train.{name} {ours}: a learner of this process has {theirs}, and learners of "
-                "one process share their process groups; give both the same layout or close it"
+                f"--train.{name} {ours}: another learner of this process has {theirs}, and both "
+                "share their process groups; use one layout for both, or close it"
             )
 
 
@@ -153,7 +153,7 @@ def _check(layout: ParallelLayout) -> None:
         layout.dp_rank,
         layout.dp,
     )
-    assert real == ours, f"rank {layout.rank}: Megatron says {real}, the layout {ours}"
+    assert real == ours, f"rank {layout.rank}: Megatron has {real}, the layout {ours}"
 
 
 def destroy() -> None:

@@ -23,8 +23,7 @@ def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> fl
     end = train.lr_decay_updates or total_updates
     if end <= 0:
         raise ConfigError(
-            f"--train.lr_schedule {train.lr_schedule}: needs to know when it ends; "
-            "set --train.lr_decay_updates"
+            f"--train.lr_schedule {train.lr_schedule}: needs an end; set --train.lr_decay_updates"
         )
     done = min(1.0, (update - warmup) / max(1, end - warmup))
     if train.lr_schedule == "cosine":

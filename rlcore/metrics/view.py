@@ -66,7 +66,7 @@ def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
     scores: dict[int, list[float | None]] = {step: [] for step in steps}
     for row in rows:
         scores[row["step"]].append(_number(row["score"]))
-    sources, source = _coded(str(row.get("source", "")) for row in rows)
+    datasets, dataset = _coded(str(row.get("dataset", "")) for row in rows)
     finishes, finish = _coded(str(row.get("finish", "")) for row in rows)
     errors, error = _coded(str(row.get("error", "")) for row in rows)
     groups, group = _coded(group_of(str(row["id"])) for row in rows)
@@ -84,13 +84,13 @@ def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
         "steps": steps,
         "means": [_mean(scores[step]) for step in steps],
         "scores": [min(finite, default=0.0), max(finite, default=0.0)],
-        "sources": sources,
+        "datasets": datasets,
         "finishes": finishes,
         "errors": errors,
         "ids": [str(row["id"]) for row in rows],
         "groups": group,
         "step": [row["step"] for row in rows],
-        "source": source,
+        "dataset": dataset,
         "score": [_number(row["score"]) for row in rows],
         "tokens": [row.get("num_tokens", 0) for row in rows],
         "finish": finish,

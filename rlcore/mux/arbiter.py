@@ -100,7 +100,7 @@ class Known:
         else:
             self.status, self.nodes = "placed", nodes
 
-    def hear(self, number: int) -> None:
+    def record_message(self, number: int) -> None:
         """Record the number of the job's last message."""
         self.seen = number
 
@@ -326,7 +326,7 @@ class Arbiter:
             return
         if number <= known.seen:
             return  # the job sent it twice
-        known.hear(number)
+        known.record_message(number)
         self._note(name)
         try:
             self._do(name, known, what, said, now)
@@ -441,11 +441,11 @@ class Arbiter:
         runs_on = (len(known.hosts[ROLLOUT]), len(known.hosts[TRAIN])) if known.hosts else None
         nodes: dict[str, list[int]] = {}
         if why := self._cluster.never(job, runs_on):
-            made = Decision.away(job.id, "refused", why)
+            made = Decision.without_nodes(job.id, "refused", why)
         elif why := self._meets(job, known):
-            made = Decision.away(job.id, "queued", why)
+            made = Decision.without_nodes(job.id, "queued", why)
         elif isinstance(numbered := self._number(known), str):
-            made = Decision.away(job.id, "queued", numbered)
+            made = Decision.without_nodes(job.id, "queued", numbered)
         else:
             nodes = numbered
             on = {pool: tuple(numbers) for pool, numbers in nodes.items()}

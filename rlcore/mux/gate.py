@@ -360,7 +360,7 @@ class PermitGate:
                     self._on_lost(reason)
                     return
             except redis.RedisError as error:
-                if _is_gone(error):
+                if _refuses_connections(error):
                     renewed = begin  # without a server no job gets our nodes
             # One more pause, connection and answer still fit into the lease.
             if time.monotonic() - renewed > self._lease_s * 2 / 3 and not self._closed.is_set():
@@ -372,7 +372,7 @@ class PermitGate:
         os._exit(EXIT_LOST)
 
 
-def _is_gone(error: redis.RedisError) -> bool:
+def _refuses_connections(error: redis.RedisError) -> bool:
     """Tell whether no process listens at the server's port."""
     cause: BaseException | None = error
     while cause is not None:

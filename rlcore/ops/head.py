@@ -234,7 +234,7 @@ class _HeadPolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
         made = ctx.made
         if made is None:
-            raise RuntimeError("policy_loss: a second backward, and the gradient was given away")
+            raise RuntimeError("policy_loss: a second backward; only one is possible")
         ctx.made = None
         hidden = made.hidden
         if hidden is not None:

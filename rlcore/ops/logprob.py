@@ -107,8 +107,8 @@ def check(
         )
     if in_place and logits.size(0) > 1 and logits.stride(0) < logits.size(1):
         raise ValueError(
-            f"logits: rows of {logits.size(1)} columns have stride {logits.stride(0)} and overlap, "
-            "so nothing can be written over them; leave in_place off or pass logits.contiguous()"
+            f"logits: rows of {logits.size(1)} columns have stride {logits.stride(0)} and "
+            "overlap; set in_place False or pass logits.contiguous()"
         )
     check_row(tokens, "tokens", logits.size(0), logits.device, torch.int64)
     return check_shard(logits.size(1), vocab_size, temperature, group)
@@ -248,14 +248,14 @@ class _LogProb(torch.autograd.Function):
             return row_grad(logits, *rest, empty_like(logits)), None, None, None, None, None
         if ctx.logits is None:
             raise RuntimeError(
-                "log_probs with in_place: a second backward, and the logits are gone; keep them "
-                "with in_place False"
+                "log_probs with in_place: a second backward; the first one has overwritten the "
+                "logits; set in_place False"
             )
         logits, ctx.logits = ctx.logits, None
         if version(logits) != ctx.version:
             raise RuntimeError(
-                "log_probs with in_place: the logits were written over since the forward, as by "
-                "another backward with in_place; let the last one alone have it"
+                "log_probs with in_place: the logits were overwritten since the forward, such as "
+                "by another backward; set in_place for the last one only"
             )
         return row_grad(logits, *rest, logits), None, None, None, None, None
 

@@ -181,7 +181,7 @@ def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
             f"is_threshold {spec.is_threshold}: must be above 0; None leaves the weight out"
         )
     if spec.bounds is not None and not spec.bounds[0] <= spec.bounds[1]:
-        raise ValueError(f"bounds {spec.bounds}: must be a lower and an upper one; None keeps all")
+        raise ValueError(f"bounds {spec.bounds}: must be a lower and an upper bound, or None")
     for name in ("is_mean", "log_limit"):
         value = getattr(spec, name)
         if not 0 < value < float("inf"):
@@ -322,13 +322,11 @@ class _PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple:
         grad = ctx.grad
         if grad is None:
-            raise RuntimeError(
-                "policy_loss with in_place: a second backward, and the gradient was given away"
-            )
+            raise RuntimeError("policy_loss with in_place: a second backward; only one is possible")
         if logprob.version(grad) != ctx.version:
             raise RuntimeError(
-                "policy_loss with in_place: the gradient, where the logits were, was written over "
-                "since the forward; nobody else may write there"
+                "policy_loss with in_place: the memory of the logits, which holds the gradient, "
+                "was overwritten since the forward; do not write to the logits"
             )
         if not ctx.in_place:
             return (scaled_(grad.clone(), upstream, False), *(None,) * 8)
@@ -339,7 +337,7 @@ class _PolicyLoss(torch.autograd.Function):
 def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
     """Multiply `grad` by `upstream` in place. With `unit`, only assert that `upstream` is 1."""
     if unit:
-        torch._assert_async(upstream == 1, "unit_upstream: the loss was multiplied after all")
+        torch._assert_async(upstream == 1, "unit_upstream: the loss must not be multiplied")
         return grad
     if grad.dtype is upstream.dtype:
         return grad.mul_(upstream)

@@ -128,8 +128,8 @@ class DeviceForest:
         suffix.check_array("keys", keys, np.int64)
         if len(keys) > len(self._free):
             raise ValueError(
-                f"keys: {len(keys)} requests, room for {len(self._free)} more; "
-                "DeviceForest(requests=...) says how many"
+                f"keys: {len(keys)} requests, but only {len(self._free)} are free; raise "
+                "DeviceForest(requests=...)"
             )
         indices = np.array(self._free[len(self._free) - len(keys) :][::-1], np.int64)
         records = np.zeros((len(keys), 8), np.int64)

@@ -47,7 +47,7 @@ def _start(start: RewardStart, channel: Channel) -> Any:
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.reward)
-        assert kind.score is not None, f"{start.reward} does not run in children"
+        assert kind.score is not None, f"{start.reward} has no score() for child processes"
         reward = kind.score(msgspec.convert(start.config, kind.config))
     except BaseException as error:
         traceback.print_exc()

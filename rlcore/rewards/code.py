@@ -112,7 +112,7 @@ class CodeRunner:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
-                log.error("reward code: a sandbox did not end within %g s", _CLOSE_S)
+                log.error("reward code: a sandbox did not exit within %g s", _CLOSE_S)
 
     # ---- a slot's thread
 
@@ -227,12 +227,12 @@ def checks_of(prompt: Prompt, config: CodeRewardConfig) -> Checks:
         )
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"row: its tests cannot be read ({type(error).__name__}: {error})"
+            f"row: the tests cannot be read ({type(error).__name__}: {error})"
         ) from error
     if not len(checks):
         raise ValueError(
-            f"row {prompt.index} of {prompt.source} has no tests in {config.tests_field} or "
-            f"{config.cases_field}; see --reward.tests_field and --reward.cases_field"
+            f"row {prompt.index} of {prompt.dataset} has no tests in {config.tests_field} or "
+            f"{config.cases_field}; set --reward.tests_field or --reward.cases_field"
         )
     if config.max_tests:
         kept = checks.statements[: config.max_tests]
@@ -258,7 +258,7 @@ def _cases(found: Any) -> list[tuple[str, str]]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} where text is wanted")
+        raise TypeError(f"a {type(value).__name__} instead of text")
     return value
 
 

@@ -1,6 +1,6 @@
 """HTTP reward: one POST per sample to `--reward http://host:port/path`.
 
-    request   {"id", "prompt", "response", "label", "source", "fields", "num_tokens", "finish"}
+    request   {"id", "prompt", "response", "label", "dataset", "fields", "num_tokens", "finish"}
     answer    a number, or {"score": number, ...further numbers, shown as reward/<name>}
 
 `label` is the row's answer, `fields` its other columns. At most `--reward.workers` requests are in
@@ -216,7 +216,7 @@ class HttpReward:
             async for piece in answer.aiter_bytes():
                 text += piece
                 if len(text) > _LARGEST:
-                    raise _Refused(f"an answer of more than {_LARGEST} bytes", None)
+                    raise _Refused(f"the answer has more than {_LARGEST} bytes", None)
         if answer.status_code != 200:
             may_pass = answer.status_code >= 500 or answer.status_code in _AGAIN
             wait = answer.headers.get("retry-after", "")
@@ -239,7 +239,7 @@ def _request(job: ScoreJob) -> bytes:
         "prompt": prompt.text,
         "response": job.text,
         "label": prompt.answer,
-        "source": prompt.source,
+        "dataset": prompt.dataset,
         "fields": prompt.fields,
         "num_tokens": sample.num_tokens,
         "finish": sample.finish,

@@ -101,7 +101,7 @@ class RewardPool:
         os.eventfd_write(self._wake, 1)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            log.error("reward %s: children did not end within %g s", self._host.name, _CLOSE_S)
+            log.error("reward %s: children did not exit within %g s", self._host.name, _CLOSE_S)
             return
         os.close(self._wake)
 
@@ -112,7 +112,7 @@ class RewardPool:
             while not self._closing and not self._failure:
                 self._step()
         except Exception as error:  # a failed thread must not be silent: poll raises the error
-            log.exception("reward %s: its pool's thread failed", self._host.name)
+            log.exception("reward %s: the thread of its pool failed", self._host.name)
             self._fail(
                 f"reward {self._host.name}: its pool failed: {type(error).__name__}: {error}"
             )
@@ -195,7 +195,7 @@ class RewardPool:
             self._replace(worker)
             return False
         except (ValueError, IndexError) as error:
-            self._replace(worker, f"crash: wrote to the service's channel ({error})")
+            self._replace(worker, f"crash: the reward wrote to the service's channel ({error})")
             return False
         if worker.retiring and not worker.inflight:
             self._replace(worker, "memory")
@@ -208,7 +208,7 @@ class RewardPool:
             return
         entry = worker.inflight[0]
         if entry.job.key != reply.key:
-            raise ValueError(f"reply {reply.key} to sample {entry.job.key}")
+            raise ValueError(f"reply for sample {reply.key} instead of {entry.job.key}")
         worker.end_first()
         self._failed_starts = 0
         self._latency_s += 0.1 * (reply.result.latency_s - self._latency_s)

@@ -111,7 +111,7 @@ class RewardService:
         if self._closed:
             raise RuntimeError(f"reward {self._reward}: the service is closed")
         if id in self._keys:
-            raise ValueError(f"reward: {id} is pending already")
+            raise ValueError(f"reward: sample {id} is already pending")
         if self.room <= 0:
             raise RuntimeError(f"reward: {self._max_pending} samples are pending; poll first")
         info = SampleInfo(
@@ -134,7 +134,7 @@ class RewardService:
         except (TypeError, ValueError, OverflowError) as error:
             self.cancel([id])
             raise ConfigError(
-                f"row {prompt.index} of {prompt.source} cannot be sent to the reward: {error}"
+                f"row {prompt.index} of {prompt.dataset} cannot be sent to the reward: {error}"
             ) from error
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:

@@ -155,7 +155,7 @@ class AsyncController(Controller):
         self._heard[event.rank] = now
         if isinstance(event, Wanted | Holding | Held):
             self._seen[event.rank] = now
-            return self._told(event, now)
+            return self._on_request(event, now)
         if isinstance(event, Moved):
             self._seen[event.rank] = now
             return self._moved(event)
@@ -183,7 +183,7 @@ class AsyncController(Controller):
 
     # ---- requests of the learner
 
-    def _told(self, event: Wanted | Holding | Held, now: float) -> list[AnyCommand]:
+    def _on_request(self, event: Wanted | Holding | Held, now: float) -> list[AnyCommand]:
         if self.done:
             return []
         if isinstance(event, Holding):
@@ -320,7 +320,7 @@ class AsyncController(Controller):
     def save(self) -> Saved:
         """Return the complete state. Call this between a hold in mode `release` and the next
         `go`."""
-        assert self.done, "the controller runs"
+        assert self.done, "the controller is still running"
         groups = tuple(
             SavedGroup(
                 work=state.work,

@@ -120,8 +120,8 @@ class AsyncRollout:
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"--rollout.stall_timeout_s {self._deadline_s:g} is over: the controller did not "
-                "stop"
+                f"--rollout.stall_timeout_s {self._deadline_s:g} is over: the controller is still "
+                "running"
             )
         self._thread = None
         if self._error:
@@ -165,7 +165,7 @@ class AsyncRollout:
                 if event.round:  # sent in an evaluation round
                     continue
                 if isinstance(event, Down):
-                    log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
+                    log.warning("rank %d: %s; its requests are re-routed", event.rank, event.reason)
                 answer = controller.handle(event, now)
                 if self._record is not None:
                     self._record.handled(event, answer, controller.prompts, now)
@@ -207,8 +207,8 @@ class AsyncRollout:
             file = folder / "controller.msgpack"
             if not file.is_file():
                 raise ConfigError(
-                    f"--run.resume {folder.parent}: was written by a replay, which has no samples "
-                    "under way; resume from the run that it replayed, or take --run.resume fresh"
+                    f"--run.resume {folder.parent}: was written by a replay, which saves no "
+                    "running requests; resume the replayed run, or use --run.resume fresh"
                 )
             saved, owner_now = decode(file.read_bytes(), Saved), self._owner_now(folder)
             self.controller.restore(saved, owner_now)

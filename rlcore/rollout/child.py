@@ -106,7 +106,7 @@ class ChildEngine:
         """Kill the child, because something that it depends on has failed. `poll` then returns its
         `Down`."""
         if not self._down and not self._closed:
-            self._die(f"was ended: {reason}")
+            self._die(f"was stopped: {reason}")
 
     def restart(self) -> None:
         """End the child if it is running, and start a new one without requests and weights. The
@@ -248,7 +248,7 @@ class ChildEngine:
         try:
             self._child.channel.send(frame(call), self._deadline_s)
         except TimeoutError as error:
-            raise TimeoutError(f"{self._name} does not read its calls: {method}") from error
+            raise TimeoutError(f"{method}: {self._name} does not read its calls") from error
         except OSError:
             self._pump(0.0)
             if not self._down:
@@ -301,7 +301,7 @@ class ChildEngine:
                     self._replies[item.number] = item
                 elif isinstance(item, Fatal):
                     reason, _, trace = item.reason.partition("\n")
-                    log.debug("%s: where it was raised\n%s", self._name, trace)
+                    log.debug("%s: traceback\n%s", self._name, trace)
                     self._refused = item.refused
                     self._die(f"failed: {reason}")
                     return
@@ -310,7 +310,7 @@ class ChildEngine:
         except EOFError:
             self._die("")
         except (ValueError, IndexError) as error:
-            self._die(f"wrote to its channel ({error})")
+            self._die(f"sent invalid data ({error})")
 
     def _note(self, event: AnyEvent) -> AnyEvent:
         """Store the tokens that an event carries for live requests, and forget ended requests.
@@ -331,9 +331,9 @@ class ChildEngine:
         code = self._child.end(exiting=not reason)
         if code is None:
             reason = reason or "does not end"
-            log.error("%s does not end after SIGKILL", self._name)
+            log.error("%s is still running after SIGKILL", self._name)
         elif not reason:
-            reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         self._down = reason
         live, self._live = self._live, {}
         self._events.append(

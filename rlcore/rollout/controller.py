@@ -351,7 +351,7 @@ class Controller:
         if self._repairs == MAX_REPAIRS:
             reasons = "; ".join(f"rank {r}: {why}" for r, why in sorted(self._reasons.items()))
             return self._fail(
-                f"no engine is left in this round, {MAX_REPAIRS} times all were started again "
+                f"no engine is left in this round after {MAX_REPAIRS} restarts of all engines "
                 f"({reasons})"
             )
         self._repairs += 1
@@ -580,7 +580,7 @@ class Controller:
         return Group(
             id=state.work.id,
             prompt_index=state.work.prompt.index,
-            source=state.work.prompt.source,
+            dataset=state.work.prompt.dataset,
             refs=tuple(SampleRef(owner=r.rank, id=r.id) for r in requests),
             scores=tuple(r.score for r in results if r),
             lengths=tuple(r.num_tokens for r in requests),
@@ -611,14 +611,14 @@ class Controller:
     def _verdict(self, silent: Sequence[int], now: float) -> str:
         parts = []
         for rank in silent[:4]:
-            quiet = f"rank {rank}: nothing heard for {now - self._heard[rank]:.0f} s"
+            quiet = f"rank {rank}: no message for {now - self._heard[rank]:.0f} s"
             if now - self._heard[rank] <= self._deadline_s:  # only its periodic reports arrive
                 quiet = f"rank {rank}: no new token for {now - self._seen[rank]:.0f} s"
             if rank not in self._ready:
-                parts.append(f"{quiet}, it never entered the rollout phase")
+                parts.append(f"{quiet}, it never entered phase gen")
                 continue
             owed = self._owed_by(rank)
-            parts.append(f"{quiet} in phase rollout, {len(owed)} open requests such as {owed[0]}")
+            parts.append(f"{quiet} in phase gen, with {len(owed)} open requests such as {owed[0]}")
         return f"--rollout.stall_timeout_s {self._deadline_s:g} is over. " + "; ".join(parts)
 
     def _fail(self, reason: str) -> list[AnyCommand]:

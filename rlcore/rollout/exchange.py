@@ -62,9 +62,9 @@ class SampleExchange:
             if batch is None:
                 owing = sorted({owners[i] for i in missing})
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} waits "
-                    f"in phase route for {len(missing)} samples such as {min(missing)} from ranks "
-                    f"{owing}"
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} "
+                    f"waits in phase exchange for {len(missing)} samples such as {min(missing)} "
+                    f"from ranks {owing}"
                 )
             for sample in batch:
                 kept = found if sample.id in missing else self._arrived

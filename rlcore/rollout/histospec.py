@@ -136,7 +136,7 @@ class HistoryStore:
                 first += size
                 prompts.setdefault(key, []).append(group)
         except (KeyError, ValueError, IndexError, EOFError) as error:
-            raise ConfigError(f"{path}: holds no histories ({error})") from error
+            raise ConfigError(f"{path}: not a file of histories ({error})") from error
         self._prompts, self._tokens = prompts, int(parts["lengths"].sum())
         self.add(())  # apply max_tokens, which may be smaller than in the saved run
 
@@ -276,8 +276,8 @@ class Index:
             )
         except MemoryError:
             log.warning(
-                "no memory for an index of %d tokens of history: drafts come from what there was "
-                "before; lower --draft.max_history_tokens or --draft.history_epochs",
+                "no memory for an index of %d tokens of history, so drafts use the previous "
+                "index; lower --draft.max_history_tokens or --draft.history_epochs",
                 _count(flat),
             )
             return False

@@ -136,8 +136,8 @@ class EventLog:
         self._seed = seed
         if not self._have:
             raise ConfigError(
-                f"--debug.replay {path}: has no events of a run with --mode async; give the folder "
-                "of one that ran with --debug.record"
+                f"--debug.replay {path}: has no events of a run with --mode async; give the "
+                "folder of a run with --debug.record"
             )
 
     @property
@@ -206,8 +206,8 @@ class Replayed(AsyncController):
             self.restore(step.restored.saved, lambda rank: owners.get(rank, rank))
         elif self.buffer.version < 0 and not self._log.begins_at(version):
             raise ReplayMismatch(
-                f"--debug.replay {self._log.path}: what was under way at step {version + 1} is in "
-                "no file; replay from the first step, with --run.resume fresh"
+                f"--debug.replay {self._log.path}: has no requests that were running at step "
+                f"{version + 1}; replay from the first step, with --run.resume fresh"
             )
         super().go(version, now)
         at = next(
@@ -222,8 +222,8 @@ class Replayed(AsyncController):
             )
             raise ReplayMismatch(
                 f"--debug.replay {self._log.path}: its batch of step {version + 1} has the groups "
-                f"{there} ..., here they would be {here}, or have other prompts; replay with the "
-                "settings and --data of the run that wrote it"
+                f"{there} ..., this run's has {here}, or other prompts; replay with the settings "
+                "and --data of the run that wrote it"
             )
         return []
 

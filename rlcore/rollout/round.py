@@ -151,8 +151,8 @@ class Rollout:
             got = hub.receive("histories", Histories, max(0.0, deadline - time.monotonic()))
             if got is None:
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank 0 waits in phase route "
-                    f"for the histories of ranks {sorted(owing)}"
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank 0 waits in phase "
+                    f"exchange for the histories of ranks {sorted(owing)}"
                 )
             owing.discard(got.rank)
             mine += got.histories
@@ -235,7 +235,7 @@ def _serve(
         for event in events or []:
             if event.round == round_:
                 if isinstance(event, Down):
-                    log.warning("rank %d: %s; its requests go elsewhere", event.rank, event.reason)
+                    log.warning("rank %d: %s; its requests are re-routed", event.rank, event.reason)
                     if teacher is not None:
                         teacher.lost(event.rank)
                 commands += controller.handle(event, now)
@@ -243,4 +243,4 @@ def _serve(
             on_progress(controller.num_done, controller.num_requests)
         commands += controller.tick(now)
     for rank in range(1, hub.world_size):
-        hub.send(rank, "worker", Fail(rank=rank, reason="rank 0 has failed, see what it says"))
+        hub.send(rank, "worker", Fail(rank=rank, reason="rank 0 has failed; see its log"))

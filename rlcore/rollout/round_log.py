@@ -59,7 +59,7 @@ class Log:
         self.path = path / FILE if path.is_dir() else path
         if not self.path.is_file():
             raise ConfigError(
-                f"--debug.replay {path}: there is no such file; give a run's {FILE}, or its folder"
+                f"--debug.replay {path}: no such file; give a run's {FILE}, or its folder"
             )
         self._rounds: dict[GroupId, LoggedRound] = {}
         try:
@@ -68,7 +68,7 @@ class Log:
                 self._rounds[found.started[0].id] = found
         except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
             raise ConfigError(
-                f"--debug.replay {path}: is no log of rounds ({error}); give a run's {FILE}"
+                f"--debug.replay {path}: is not a log of rounds ({error}); give a run's {FILE}"
             ) from error
         if not self._rounds:
             raise ConfigError(
@@ -188,21 +188,21 @@ class Rounds:
         if self._replay is not None and self._round is not None:
             self._compare(self._replay, self._round, done)
         row = msgspec.to_builtins(done)
-        assert self._lines is not None, "begin() comes first"
+        assert self._lines is not None, "call begin() first"
         self._lines.append(row.pop("step"), [row])
 
     def _compare(self, log_: Log, there: LoggedRound, here: LoggedRound) -> None:
         if there.kept != here.kept or len(there.counted) != len(here.counted):
             raise log_.misfit(
                 there,
-                f"ended with {len(there.kept)} groups of {len(there.counted)} responses, this one "
-                f"with {len(here.kept)} of {len(here.counted)}, or with others",
+                f"ended with {len(there.kept)} groups of {len(there.counted)} responses, this "
+                f"run's with {len(here.kept)} of {len(here.counted)}, or with others",
                 "--data.prompts_per_step, --rollout.samples_per_prompt and --tail",
             )
         if self._race is not None and self._race.others:
             log.warning(
                 "--debug.replay: %d of the %d responses of step %d have another length or score "
-                "than in the log, such as %s: other weights, another reward or another machine",
+                "than in the log, such as %s; weights, reward or machine differ",
                 len(self._race.others),
                 len(here.counted),
                 here.step,

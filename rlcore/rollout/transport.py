@@ -176,8 +176,8 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
         address = socket.gethostbyname(master)
         if several_nodes and address.startswith("127."):
             raise ConfigError(
-                f"--cluster.interface: the master's name {master} is {address} on this node, where "
-                "other nodes cannot reach it; name the interface, or give HEAD_ADDR an address"
+                f"--cluster.interface: the master's name {master} is {address} on this node, "
+                "which other nodes cannot reach; name the interface, or set HEAD_ADDR"
             )
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

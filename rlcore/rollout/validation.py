@@ -33,32 +33,32 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
         raise ValueError(f"{where}: tokens and their drafted flags to resume differ in length")
     if len(part.tokens) >= request.sampling.max_tokens:
         raise ValueError(
-            f"{where}: resumes with {len(part.tokens)} tokens, of at most"
-            f" {request.sampling.max_tokens}; there is nothing left to generate"
+            f"{where}: resumes with {len(part.tokens)} of at most {request.sampling.max_tokens} "
+            "tokens, so nothing is left to generate"
         )
     if len(part.tokens) and int(part.tokens[-1]) in request.sampling.stop_ids:
-        raise ValueError(f"{where}: resumes behind a stop token; it is finished")
+        raise ValueError(f"{where}: resumes after a stop token, so it is finished")
 
 
 def check_sampling(where: str, sampling: Sampling) -> None:
     """ValueError for settings that define no distribution."""
     if not 0 <= sampling.temperature < float("inf"):
-        raise ValueError(f"{where}: temperature {sampling.temperature}: 0 (greedy) or above")
+        raise ValueError(f"{where}: temperature {sampling.temperature}: must be 0 (greedy) or more")
     if sampling.top_k < 0:
-        raise ValueError(f"{where}: top_k {sampling.top_k}: 0 (all tokens) or above")
+        raise ValueError(f"{where}: top_k {sampling.top_k}: must be 0 (all tokens) or more")
     if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"{where}: top_p {sampling.top_p}: above 0, at most 1")
+        raise ValueError(f"{where}: top_p {sampling.top_p}: must be above 0, at most 1")
     if not 0 <= sampling.min_p <= 1:
-        raise ValueError(f"{where}: min_p {sampling.min_p}: from 0 to 1")
+        raise ValueError(f"{where}: min_p {sampling.min_p}: must be from 0 to 1")
     if sampling.max_tokens < 1:
-        raise ValueError(f"{where}: max_tokens {sampling.max_tokens}: at least 1")
+        raise ValueError(f"{where}: max_tokens {sampling.max_tokens}: must be at least 1")
 
 
 def check_tags(tags: Collection[Tag]) -> None:
     """ValueError for a tag that is none."""
     for tag in tags:
         if tag not in ("weights", "kv_cache"):
-            raise ValueError(f"tag {tag}: weights or kv_cache")
+            raise ValueError(f"tag {tag}: must be weights or kv_cache")
 
 
 def damage(bucket: Bucket, flat: Tensor) -> str:
@@ -69,7 +69,7 @@ def damage(bucket: Bucket, flat: Tensor) -> str:
     first = bucket.tensors[0].name if bucket.tensors else "no tensor"
     return (
         f"bucket of {bucket.num_bytes} bytes from {first} on changed on its way: "
-        f"checksum {found:#x} instead of {bucket.checksum:#x}; push all weights again"
+        f"checksum {found:#x} instead of {bucket.checksum:#x}; send all weights again"
     )
 
 
@@ -77,4 +77,4 @@ def gap(missing: Collection[str]) -> str:
     """The sentence for a push that left tensors out."""
     names = sorted(missing)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"{len(names)} tensors did not come: {shown}; push all weights"
+    return f"{len(names)} tensors are missing: {shown}; send all weights"

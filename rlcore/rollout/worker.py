@@ -293,8 +293,7 @@ class RolloutWorker:
             if time.monotonic() - heard > self._deadline_s:
                 raise TimeoutError(
                     f"--rollout.stall_timeout_s {self._deadline_s:g} is over: rank "
-                    f"{self._hub.rank} has heard nothing from the controller on rank 0 in phase "
-                    "rollout"
+                    f"{self._hub.rank} got no message from the controller on rank 0 in phase gen"
                 )
 
     # ---- the endless round of --mode async
@@ -319,8 +318,8 @@ class RolloutWorker:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"--rollout.stall_timeout_s {self._deadline_s:g} is over: rank "
-                    f"{self._hub.rank} waits in phase hold for {len(self._live)} requests of its "
-                    f"engine and {len(self._unscored)} rewards"
+                    f"{self._hub.rank} waits in phase pause_engines for {len(self._live)} "
+                    f"requests of its engine and {len(self._unscored)} rewards"
                 )
         self._forget(command.forget)
         self._release()
@@ -387,8 +386,8 @@ class RolloutWorker:
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._timeout_s:
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} waits "
-                    "for the train ranks to end their step and has heard nothing from rank 0"
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} "
+                    "waits for the step of the train ranks, but got no message from rank 0"
                 )
 
     def adopt(self, samples: Iterable[Sample]) -> None:
@@ -502,9 +501,9 @@ class RolloutWorker:
             elif time.monotonic() > deadline:
                 missing = self._missing(self._to_train[0], self.exchange.here())
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} waits "
-                    f"in phase stream for {len(missing)} samples such as {min(missing)} from ranks "
-                    f"{sorted(set(missing.values()))}"
+                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} "
+                    f"waits in --mode stream for {len(missing)} samples such as {min(missing)} "
+                    f"from ranks {sorted(set(missing.values()))}"
                 )
             else:
                 time.sleep(POLL_S / 10)
@@ -597,8 +596,8 @@ class RolloutWorker:
             if time.monotonic() > deadline:
                 some = min(self._live)
                 raise TimeoutError(
-                    f"rank {self._hub.rank}: the engine did not abort {len(self._live)} requests "
-                    f"such as {some} within {self._deadline_s:g} s"
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: the engine of rank "
+                    f"{self._hub.rank} did not abort {len(self._live)} requests such as {some}"
                 )
         for _ in range(LATE_POLLS):
             if self._has_reported or self._down:

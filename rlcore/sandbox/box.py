@@ -97,7 +97,7 @@ class Sandbox:
     created it may use it."""
 
     def __init__(self, isolated: bool, packages: Sequence[str] = ()) -> None:
-        """Start the sandbox. `isolated` comes from `walls.grade`; programs may import from the
+        """Start the sandbox. `isolated` comes from `isolation.grade`; programs may import from the
         folders `packages`. Raises RuntimeError or TimeoutError if it does not start."""
         self._isolated, self._packages = isolated, tuple(packages)
         self._walls: SandboxProcess | None = SandboxProcess(isolated, self._packages)
@@ -209,7 +209,7 @@ class Sandbox:
         try:
             socket.send_fds(self._walls.control, [json.dumps(order).encode()], fds)
         except OSError as error:
-            raise self._broken("takes no orders") from error
+            raise self._broken("does not accept programs") from error
 
     def _start(self) -> SandboxProcess:
         """Start a new sandbox, with retries, so that a short lack of memory or disk does not end
@@ -221,9 +221,9 @@ class Sandbox:
                 if pause is None:
                     tries = len(_PAUSES_S) + 1
                     raise RuntimeError(
-                        f"the sandbox does not start again, tried {tries} times: {error}"
+                        f"the sandbox did not restart in {tries} tries: {error}"
                     ) from error
-                log.warning("sandbox: %s; trying again in %g s", error, pause)
+                log.warning("sandbox: %s; retrying in %g s", error, pause)
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
@@ -247,7 +247,7 @@ class Sandbox:
                     self._kill(runs, "done")
                     given_up = min(given_up, now + _GRACE_S)
                 if now > given_up:
-                    raise self._broken(f"does not end a program within {_GRACE_S:g} s")
+                    raise self._broken(f"did not end a program within {_GRACE_S:g} s")
                 wait = min(max(_KILLED_S, deadline() - now), _LOOK_S)
                 for key, _ in selector.select(wait):
                     if key.data is None:
@@ -263,7 +263,7 @@ class Sandbox:
         try:
             self._walls.empty_tmp()
         except (OSError, subprocess.SubprocessError) as error:
-            raise self._broken("cannot be emptied") from error
+            raise self._broken("cannot empty its /tmp") from error
 
     def _report(self, runs: dict[int, _RunningProgram]) -> None:
         assert self._walls is not None
@@ -272,7 +272,7 @@ class Sandbox:
         except OSError:
             data = b""
         if not data:
-            raise self._broken("died")
+            raise self._broken("failed")
         report = json.loads(data)
         runs[report["job"]].end(report)
 

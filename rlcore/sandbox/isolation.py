@@ -64,7 +64,7 @@ class SandboxProcess:
                 raise RuntimeError(self._last_words())
         except TimeoutError as error:
             self.close()
-            raise TimeoutError(f"the sandbox does not start within {_START_S:g} s") from error
+            raise TimeoutError(f"the sandbox did not start within {_START_S:g} s") from error
         except OSError as error:
             said = self._last_words()
             self.close()
@@ -102,7 +102,7 @@ class SandboxProcess:
             try:
                 _remove(self.tmp)
             except (OSError, subprocess.SubprocessError) as error:
-                log.error("sandbox: %s is left behind: %s", self.tmp, error)
+                log.error("sandbox: cannot remove %s: %s", self.tmp, error)
 
     def _last_words(self) -> str:
         if self._process is not None:
@@ -110,7 +110,7 @@ class SandboxProcess:
                 self._process.wait(1.0)
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else "it ended without a word"
+        return lines[-1] if lines else "the sandbox exited without an error message"
 
 
 def _remove(folder: str) -> None:
@@ -129,7 +129,7 @@ def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Gr
     """Find the grade of this machine by trying. Raises RuntimeError if `require_isolation` is set
     and namespaces are missing, or if no program can run at all."""
     if sys.platform != "linux":
-        raise RuntimeError("the sandbox needs Linux")
+        raise RuntimeError("the sandbox runs only on Linux")
     try:
         if shutil.which("bwrap") is None:
             raise RuntimeError(
@@ -139,9 +139,9 @@ def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Gr
     except (RuntimeError, TimeoutError) as error:
         if require_isolation:
             raise RuntimeError(
-                f"no isolation on this machine: {error}; install bubblewrap, allow user namespaces "
-                "(in Docker: --security-opt seccomp=unconfined --security-opt "
-                "systempaths=unconfined), or do without --reward.require_isolation"
+                f"programs cannot be isolated here: {error}; install bubblewrap, allow user "
+                "namespaces (in Docker: --security-opt seccomp=unconfined --security-opt "
+                "systempaths=unconfined), or unset --reward.require_isolation"
             ) from error
         SandboxProcess(False, packages).close()
         parts = ["rlimits", *_filters()]
@@ -183,8 +183,8 @@ def _start_plain(
     python = next((p for p in interpreters() if not is_root or _anyone_reads(p)), "")
     if not python:
         raise RuntimeError(
-            f"without namespaces programs run as another user, who cannot read {sys.base_prefix}; "
-            "install Python where all users can read it, or do not run as root"
+            "without namespaces programs run as another user, which cannot read "
+            f"{sys.base_prefix}; install Python where all users can read it, or do not run as root"
         )
     os.chmod(tmp, 0o1777)
     readable = (*_SYSTEM, *_FILES, str(Path(python).parents[1]), *packages)
@@ -289,7 +289,7 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
         out += ["--ro-bind-try", path, path]
     for path in (sys.base_prefix, *packages):
         if path.startswith("/tmp/"):
-            raise RuntimeError(f"{path} is under /tmp, which programs have for themselves; move it")
+            raise RuntimeError(f"{path} is under /tmp, which each program has for itself; move it")
         if not path.startswith("/usr/") and path != "/usr":
             for parent in reversed(Path(path).parents[:-1]):
                 out += ["--perms", "0755", "--dir", str(parent)]

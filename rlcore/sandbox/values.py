@@ -98,7 +98,7 @@ def send(stream: Stream, message: Any) -> None:
     """Send one line. Raises ValueError if it is too long."""
     line = json.dumps(message, separators=(",", ":")).encode()
     if len(line) >= LARGEST:
-        raise ValueError(f"a value of {len(line)} bytes as JSON; {LARGEST} are allowed")
+        raise ValueError(f"a value of {len(line)} bytes as JSON; at most {LARGEST} are allowed")
     stream.write(line + b"\n")
     stream.flush()
 
@@ -107,5 +107,5 @@ def receive(stream: Stream) -> Any:
     """Receive the next line. Raises EOFError at the end, ValueError if the line is no JSON."""
     line = stream.readline(LARGEST + 1)
     if not line.endswith(b"\n"):
-        raise EOFError("the other side has gone, or says too much")
+        raise EOFError("the other process has exited or sent too long a line")
     return json.loads(line)

@@ -168,7 +168,7 @@ class Decision:
     why: str = ""
 
     @classmethod
-    def away(
+    def without_nodes(
         cls, job: str, kind: Kind, why: str, passed: Mapping[str, int] | None = None
     ) -> "Decision":
         """Make the decision for a job that gets no nodes."""
@@ -528,11 +528,11 @@ class Cluster:
             raise ValueError(f"job {job.id}: the name is in use; choose another")
         passed: Counter[str] = Counter()
         if why := self.never(job, None if on is None else (len(on.rollout), len(on.train))):
-            return Decision.away(job.id, "refused", why, passed)
+            return Decision.without_nodes(job.id, "refused", why, passed)
         if on is not None:
             offer = self._offer_on(job, on)
             if isinstance(offer, str):
-                return Decision.away(job.id, "queued", offer, passed)
+                return Decision.without_nodes(job.id, "queued", offer, passed)
             return self._place(job, offer, passed)
         alone = self._isolated(job)
         offers = list(self._offers(job, passed))
@@ -550,7 +550,7 @@ class Cluster:
                 f"it needs {job.rollout_nodes} rollout and {job.train_nodes} train nodes, but "
                 f"{free[0]} and {free[1]} are free; it is tried again when a job leaves"
             )
-            return Decision.away(job.id, "queued", why, passed)
+            return Decision.without_nodes(job.id, "queued", why, passed)
         return self._place(job, best, passed)
 
     def leave(self, name: str) -> JobGroup | None:

@@ -18,7 +18,7 @@ from rlcore.records import Prompt
 
 def key_of(prompt: Prompt) -> str:
     """Return a prompt key that is stable across epochs and restarts."""
-    return f"{prompt.source}/{prompt.index}"
+    return f"{prompt.dataset}/{prompt.index}"
 
 
 def reasons_of(error: str) -> list[str]:

@@ -55,7 +55,7 @@ class TailBatching:
         """
         Args:
             next_rows: returns the next n prompts of the epoch order.
-            prompt_of: returns the prompt of a row; its `source` is its domain.
+            prompt_of: returns the prompt of a row; its `dataset` has a quota.
             quotas: prompts of each domain in a round, together `num_prompts`. Without it,
                 domains are ignored.
             dynamic: drop groups of equal rewards (DAPO) and start others in their place, up to
@@ -195,7 +195,7 @@ class TailBatching:
         drawn = 0
         while len(ahead) < n:
             for key in self._next_rows(n - len(ahead)):
-                name = self._prompt_of(key[1]).source if self._split else ""
+                name = self._prompt_of(key[1]).dataset if self._split else ""
                 if name not in self._ahead:
                     raise ConfigError(
                         f"row {key[1]} of data.train has the domain {name!r} without a quota; give "
@@ -220,7 +220,7 @@ class TailBatching:
             wanted=self._num_samples,
             sampling=self._sampling,
         )
-        self._round[work.id] = _Issued(key, prompt.source if self._split else "")
+        self._round[work.id] = _Issued(key, prompt.dataset if self._split else "")
         self.issued += 1
         return work
 

@@ -87,7 +87,7 @@ class EndlessPrompts:
         return [
             Work(
                 id=training_group(i),
-                prompt=Prompt(index=i, source="s", tokens=self._tokens),
+                prompt=Prompt(index=i, dataset="s", tokens=self._tokens),
                 num_samples=self._samples,
                 sampling=Sampling(max_tokens=1 << 20),
             )

@@ -210,7 +210,7 @@ class SimRun:
         )
 
     def _prompt_of(self, row: int) -> Prompt:
-        return Prompt(index=row, source="sim", tokens=self._prompt_tokens)
+        return Prompt(index=row, dataset="sim", tokens=self._prompt_tokens)
 
     def _length(self, request: Request) -> int:
         group = request.group

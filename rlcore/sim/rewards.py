@@ -27,7 +27,7 @@ class SimScorer(Protocol):
     def is_right(self, request: Request, length: int) -> bool:
         """Return whether the response is right."""
 
-    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+    def record(self, request: Request, seconds: float, is_right: bool) -> None:
         """Record a finished scoring."""
 
 
@@ -44,7 +44,7 @@ class FixedScorer:
     def is_right(self, request: Request, length: int) -> bool:
         return bool(length % 2)
 
-    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+    def record(self, request: Request, seconds: float, is_right: bool) -> None:
         """Do nothing: the time is constant."""
 
 
@@ -61,7 +61,7 @@ class JudgeScorer:
     def is_right(self, request: Request, length: int) -> bool:
         return bool(length % 2)
 
-    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+    def record(self, request: Request, seconds: float, is_right: bool) -> None:
         """Do nothing: the time does not adapt."""
 
 
@@ -96,7 +96,7 @@ class SandboxScorer:
         loops, right = self._dice(request)
         return loops >= self.looping and right < self.right
 
-    def told(self, request: Request, seconds: float, is_right: bool) -> None:
+    def record(self, request: Request, seconds: float, is_right: bool) -> None:
         if self.timeout:
             self.timeout.scored(self.prompt_of(request), seconds, is_right)
 
@@ -176,7 +176,7 @@ class Rewards:
         scorer = self._pools[self._domain_of(request)].scorer
         is_right = scorer.is_right(request, length)
         if not self.after:
-            scorer.told(request, seconds, is_right)
+            scorer.record(request, seconds, is_right)
         return float(is_right)
 
     def all_at_once(self, responses: Sequence[tuple[Request, int]]) -> float:
@@ -186,7 +186,7 @@ class Rewards:
         for request, length in responses:
             pool = self._pools[self._domain_of(request)]
             end, took = pool.done_at(0.0, request, length)
-            pool.scorer.told(request, took, pool.scorer.is_right(request, length))
+            pool.scorer.record(request, took, pool.scorer.is_right(request, length))
             ends.append(end)
         self.clear()
         return max(ends)

@@ -229,7 +229,7 @@ class Peers:
         """Tell all ranks something, before the point `here`."""
         self._store.set(self._key(news), "1")
 
-    def heard(self, news: str) -> bool:
+    def has_announced(self, news: str) -> bool:
         """Tell whether a rank has announced something, after the point `here`."""
         return self._store.check([self._key(news)])
 

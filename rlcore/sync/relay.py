@@ -107,7 +107,7 @@ class Relay:
         """
         self.held_bytes = self.transient_bytes = 0
         self._beside = beside
-        if self.peers.heard(_PLAN):
+        if self.peers.has_announced(_PLAN):
             self.plan = None  # stays None if making the new plan fails
             self.peers.renew()
             self.plan = self._make_plan()

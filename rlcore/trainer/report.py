@@ -38,10 +38,10 @@ def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
         else:
             so_far[name] = (old * n + value) / (n + 1)
     so_far[f"{model}/updates"] = n + 1
-    hear_of_skips(run, metrics, model)
+    count_skips(run, metrics, model)
 
 
-def hear_of_skips(run: Run, metrics: dict[str, float], model: str) -> None:
+def count_skips(run: Run, metrics: dict[str, float], model: str) -> None:
     """Count consecutive updates of `model` whose loss or gradient was not finite.
 
     Raises:
@@ -163,7 +163,7 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
             prompt = worker.prompts[g.id]
             row: dict[str, object] = {
                 "id": ref.id,
-                "source": g.source,
+                "dataset": g.dataset,
                 "prompt": prompt.text,
                 "answer": prompt.answer,
                 "response": worker.texts[ref.id],

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from rlcore.utils import guard
 from rlcore.utils.log import log
 from rlcore.utils.net import LARGEST_FRAME, Frames
-from rlcore.utils.process_tree import MARK, end_tree, is_dead
+from rlcore.utils.process_tree import MARK, end_tree, has_exited
 
 ERROR_CHARS = 300
 _READ_BYTES, _MOST_READS = 1 << 18, 64
@@ -289,7 +289,7 @@ class GuardedChild(Child):
     def end(self, exiting: bool = False) -> int | None:
         """End the child as `Child.end` does, and kill every process that it started."""
         deadline = time.monotonic() + self.exit_s
-        while exiting and not is_dead(self.process) and time.monotonic() < deadline:
+        while exiting and not has_exited(self.process) and time.monotonic() < deadline:
             time.sleep(0.001)
         self._selector.unregister(self.channel)
         self.channel.close()

@@ -137,7 +137,7 @@ class Health:
             logging.shutdown()
             os._exit(1)
 
-    def hear(self) -> None:
+    def wait_for_alarm(self) -> None:
         """Wait until another rank's alarm is answered, or some seconds."""
         self._poke()
         self._answered.wait(2 * GRACE_S)
@@ -180,7 +180,7 @@ class Health:
             except OSError:  # closed
                 return
             if signal.SIGTERM in heard:
-                self._hear_sigterm()
+                self._handle_sigterm()
 
     def _beat(self) -> None:
         """Send this rank's heartbeat and look for an alarm."""
@@ -210,7 +210,7 @@ class Health:
         if self._forged == 1:  # the value stays in the store, and is read at every beat
             log.warning("ignored an invalid alarm in the run's store: %s", error)
 
-    def _hear_sigterm(self) -> None:
+    def _handle_sigterm(self) -> None:
         """Handle SIGTERM: from torchrun when another rank has exited, or from the user or
         scheduler. With a grace, the loop sees `ends`, and the rank exits by itself when it has
         saved."""
@@ -239,10 +239,10 @@ class Health:
             return ""
         if self._alarms:
             return "ended by SIGTERM: a rank raised an alarm"
-        gone = self._gone()
+        gone = self._failed_ranks()
         return f"ended by SIGTERM: rank {gone[0]} has exited or does not respond" if gone else ""
 
-    def _gone(self) -> list[int]:
+    def _failed_ranks(self) -> list[int]:
         """Return the other ranks that are known to be dead or stopped, or are silent."""
         if self._store is None:
             return []

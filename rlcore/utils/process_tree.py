@@ -15,7 +15,7 @@ inherits it, so all of them are found when it ends, in any process group, sessio
 _KILL_S = 2.0
 
 
-def is_dead(process: subprocess.Popen) -> bool:
+def has_exited(process: subprocess.Popen) -> bool:
     """Tell whether the process has ended; its pid is not reused before `process.wait`."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, options) is not None
@@ -25,7 +25,7 @@ def end_tree(process: subprocess.Popen, mark: str) -> None:
     """Send SIGKILL to `process`, its descendants, and every process that carries its mark. The
     process itself is stopped first and killed last: it adopts orphans, so that all of them are
     found."""
-    if not is_dead(process):
+    if not has_exited(process):
         os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + _KILL_S
     while victims := _family(process.pid, mark) - {process.pid}:

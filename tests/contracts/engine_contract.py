@@ -558,11 +558,11 @@ def test_a_bucket_that_changed_on_its_way_is_refused_until_all_weights_come_agai
             continue
         damaged = bytearray(buffer)
         damaged[5] ^= 1
-        with pytest.raises(RuntimeError, match="changed on its way.*push all weights again"):
+        with pytest.raises(RuntimeError, match="changed on its way.*send all weights again"):
             engine.load_bucket(bucket, [bytes(damaged)])
         if again == "bucket":
             engine.load_bucket(bucket, [buffer])
-    with pytest.raises(RuntimeError, match="did not come"):
+    with pytest.raises(RuntimeError, match="tensors are missing"):
         engine.end_load()
     engine.submit(requests(1, group=1, tag="bad"))
     assert not engine.poll(0.1)
@@ -574,7 +574,7 @@ def test_a_bucket_that_changed_on_its_way_is_refused_until_all_weights_come_agai
 def test_unknown_names_and_wrong_shapes_are_refused(lab):
     engine = lab.make()
     for name, shape, word in (
-        ("model.layers.9.mlp.up_proj.weight", (2, 2), "none of that name"),
+        ("model.layers.9.mlp.up_proj.weight", (2, 2), "no tensor of this name"),
         ("model.norm.weight", (5,), "shape"),
     ):
         bucket, buffer = next(pack([(name, torch.zeros(shape))], 4096))
@@ -702,9 +702,9 @@ def test_bad_requests_are_refused_in_words_and_nothing_of_the_batch_starts(lab):
         logps=np.zeros(9, np.float32),
         versions=np.zeros(9, np.int32),
     )
-    with pytest.raises(ValueError, match="nothing left"):
+    with pytest.raises(ValueError, match="nothing is left"):
         engine.submit([Request(**fields, resume=full)])
-    with pytest.raises(ValueError, match="ids are used once"):
+    with pytest.raises(ValueError, match="use each id once"):
         engine.submit([*good, *good])
     assert list(run(engine, good)) == ["ok0.0"]  # it was not queued before
 

@@ -34,7 +34,7 @@ Told = list[tuple[Any, float, bool]]
 def prompt_of(text: str = "q", answer: str = "", **fields: Any) -> Prompt:
     """A row of data."""
     tokens = np.arange(5, dtype=np.int32)
-    return Prompt(index=0, source="test", tokens=tokens, text=text, answer=answer, fields=fields)
+    return Prompt(index=0, dataset="test", tokens=tokens, text=text, answer=answer, fields=fields)
 
 
 def check_env(

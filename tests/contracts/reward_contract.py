@@ -41,7 +41,7 @@ class Case:
 def prompt_of(answer: str, index: int = 0) -> Prompt:
     """A row with this answer."""
     return Prompt(
-        index=index, source="test", tokens=np.arange(5, dtype=np.int32), answer=answer, text="q"
+        index=index, dataset="test", tokens=np.arange(5, dtype=np.int32), answer=answer, text="q"
     )
 
 

@@ -73,7 +73,7 @@ def test_offload_frees_the_memory_and_onload_restores_every_bit(
             assert (
                 reserved - torch.cuda.memory_reserved() > 0.5 * held
             )  # segments that others share stay
-            with pytest.raises(RuntimeError, match="between offload and onload"):
+            with pytest.raises(RuntimeError, match="offloaded; call onload"):
                 learner.logprobs(ranks.rows(0))
             learner.onload()
             learner.onload()

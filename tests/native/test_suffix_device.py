@@ -157,7 +157,7 @@ def test_the_defaults_are_those_of_the_forest():
 def test_there_is_no_room_for_more_requests_than_were_asked_for():
     device = DeviceForest(requests=2)
     device.open(i64(1))
-    with pytest.raises(ValueError, match="keys: 2 requests, room for 1 more"):
+    with pytest.raises(ValueError, match="keys: 2 requests, but only 1 are free"):
         device.open(i64(1, 2))
 
 

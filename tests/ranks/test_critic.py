@@ -129,7 +129,7 @@ def test_the_reference_comes_and_goes_without_a_trace(
 def test_two_learners_of_one_process_need_one_layout(
     gang: list[dict[str, Any]], layout: str
 ) -> None:
-    key = f"--train.{layout[:2]} 1: a learner of this process has 2"
+    key = f"--train.{layout[:2]} 1: another learner of this process has 2"
     assert all(rank[layout]["other layout"].startswith(key) for rank in gang)
 
 

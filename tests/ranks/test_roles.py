@@ -90,8 +90,8 @@ def test_samples_are_shown_where_rank_0_has_no_engine(found: Found) -> None:
 
 def test_roles_that_cannot_work_are_refused_once(found: Found) -> None:
     wanted = {
-        "nobody": "--cluster.rollout_ranks 2: leaves nobody of 2 ranks to train",
-        "gather": "--sync.route gather: reaches only ranks that train",
+        "nobody": "--cluster.rollout_ranks 2: leaves none of the 2 ranks to train",
+        "gather": "--sync.route gather: updates only engines on train ranks",
     }
     for name, sentence in wanted.items():
         assert [found.gang.code(name, rank) for rank in (0, 1)] == [2, 2]

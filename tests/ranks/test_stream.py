@@ -112,7 +112,7 @@ def test_what_needs_all_samples_first_is_refused(found: Found) -> None:
     wanted = {
         "one replica": "all ranks are one engine or one model-parallel group; use more ranks",
         "whitened": "--algo.whiten_advantages: needs all samples of a step before the first",
-        "updates": "--train.samples_per_update 4: --mode stream adds up the gradient of one update",
+        "updates": "--train.samples_per_update 4: --mode stream accumulates one update",
     }
     for name, sentence in wanted.items():
         assert found.gang.code(name) == 2, name

@@ -181,7 +181,7 @@ def test_the_program_reads_the_model_from_its_folder_and_refuses_what_is_not_the
     assert f"model        {model}" in out
     assert "qwen2, 24 layers, hidden 896" in out
     assert "2 engines (torch) of 1 rank" in out
-    assert f"cannot run: {model}: neither model.safetensors" in out
+    assert f"cannot run: {model}: has neither model.safetensors" in out
     assert "cannot run: data file data/gsm8k/train.jsonl: no such file" in out
     assert "not checked" not in out
 

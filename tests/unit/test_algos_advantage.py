@@ -105,7 +105,7 @@ def test_a_group_of_one_has_its_reward_for_an_advantage(name, want):
 
 
 def test_passk_refuses_a_group_of_one():
-    with pytest.raises(ValueError, match="group 1 has one response, it needs two or more; raise"):
+    with pytest.raises(ValueError, match="group 1 has one response, but needs two or more; raise"):
         of(one(1, 0) + one(1), "grpo_passk")
 
 
@@ -145,7 +145,7 @@ def test_rewards_and_lengths_must_agree():
 
 
 def test_an_estimator_per_token_is_refused():
-    with pytest.raises(ValueError, match="gae: has no single number per response; take one of"):
+    with pytest.raises(ValueError, match="gae: has no single advantage per response; use one of"):
         of(one(1, 0), "gae")
 
 
@@ -333,7 +333,7 @@ def test_gae_by_hand():
 
 def test_an_estimator_per_response_is_refused_here():
     batch = batch_of([[1]])
-    with pytest.raises(ValueError, match="grpo: has one number per response; take one of"):
+    with pytest.raises(ValueError, match="grpo: has one advantage per response; use one of"):
         returns.advantages(batch, torch.zeros(1), AlgoConfig(), None)
 
 

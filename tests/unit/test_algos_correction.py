@@ -361,9 +361,9 @@ def test_the_upper_bound_may_be_missing_altogether():
 @pytest.mark.parametrize(
     "names, at, words",
     [
-        (("token_k1",), ("1", "2"), "2 for 1 of rollout_rs; give one for each"),
-        ((), ("0.5_2",), "1 for 0 of rollout_rs; give one for each"),
-        (("token_k2",), (), "token_k2: has no default threshold; give"),
+        (("token_k1",), ("1", "2"), "2 values for the 1 of rollout_rs; give one for each"),
+        ((), ("0.5_2",), "1 values for the 0 of rollout_rs; give one for each"),
+        (("token_k2",), (), "token_k2: has no default; set"),
         (("token_k1",), ("high",), "threshold high: token_k1 takes lower_upper"),
         (("token_k1",), ("2_0.5",), "threshold 2_0.5: token_k1 takes lower_upper"),
         (("token_k1",), ("-1_2",), "token_k1 takes lower_upper"),

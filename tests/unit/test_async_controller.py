@@ -66,7 +66,7 @@ class Source:
     def __call__(self, count: int) -> list[Work]:
         found = []
         for _ in range(count):
-            prompt = Prompt(index=self.issued % 7, source="s", tokens=np.ones(2, np.int32))
+            prompt = Prompt(index=self.issued % 7, dataset="s", tokens=np.ones(2, np.int32))
             found.append(
                 Work(id=f"t{self.issued}", prompt=prompt, num_samples=GROUP, sampling=SAMPLING)
             )

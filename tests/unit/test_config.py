@@ -76,7 +76,10 @@ def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
         (["--algo.clip_hihg", "1"], ["--algo.clip_hihg", "did you mean --algo.clip_high?"]),
         (["--lr", "1"], ["--lr", "here verl's actor.optim.lr is --train.lr"]),
         (["--train.num_layers", "1"], ["did you mean --model.num_layers?"]),
-        (["--data.foo", "1"], ["--data.foo", "--data.* has train, val, prompts_per_step"]),
+        (
+            ["--data.foo", "1"],
+            ["--data.foo", "the keys of --data are train, val, prompts_per_step"],
+        ),
         (["--foo.bar", "1"], ["--foo.bar", "see --help"]),
         (["--train.lr", "fast"], ["--train.lr fast", "float"]),
         (["--algo.loss_agg_mode", "mean"], ["--algo.loss_agg_mode mean", "token-mean"]),
@@ -192,7 +195,7 @@ def test_sglang_refuses_what_is_the_torch_engines(argv, key):
             "--rollout.routing histopipe: .* --async.alpha 1 or more",
         ),
         ("", "--rollout.routing histopipe: .* set --mode async"),
-        ("--mode async --rollout.queue", "leave out --rollout.queue"),
+        ("--mode async --rollout.queue", "unset --rollout.queue"),
     ],
 )
 def test_histopipe_is_for_a_flow_that_does_not_end(words, said):
@@ -238,7 +241,7 @@ def assert_rule_of_sglang(words: str, said: str) -> None:
         ("--rollout.sglang_args speculative_algorithm=NGRAM", "use --rollout.draft"),
         (
             "--rollout.engine torch --rollout.draft ngram --draft.verify_tokens 4",
-            "verify_tokens 4: is SGLang's",
+            "verify_tokens 4: only SGLang",
         ),
     ],
 )
@@ -256,7 +259,7 @@ def test_drafts_of_sglang_have_a_width(words, said):
         ("--rollout.adaptive_tp --rollout.tp 3", "--rollout.tp 3 .* powers of two"),
         ("--rollout.adaptive_tp --rollout.max_tp 6", "--rollout.max_tp 6: with .* powers of two"),
         ("--rollout.adaptive_tp --rollout.tp 4 --rollout.max_tp 2", "at least rollout.tp 4"),
-        ("--rollout.adaptive_tp --debug.rollout_tp 1 2", "--debug.rollout_tp 1 2: .* leave one"),
+        ("--rollout.adaptive_tp --debug.rollout_tp 1 2", "--debug.rollout_tp 1 2: .* unset one"),
         ("--debug.rollout_tp 0", "--debug.rollout_tp 0: each must be at least 1"),
         ("--rollout.engine torch --rollout.adaptive_tp", "--rollout.adaptive_tp: .* sglang"),
     ],
@@ -271,7 +274,7 @@ def test_sizes_that_engines_may_come_to_divide_the_ranks_too():
     assert line.startswith("--rollout.max_tp 4: must divide the 2 ranks")
     words = "--rollout.engine sglang --debug.rollout_tp 1 2 3"
     (line,) = rules.of_world(parse(words.split()), 4, 2)
-    assert line.startswith("--debug.rollout_tp 3: must divide the 4 ranks and the 2 of a node")
+    assert line.startswith("--debug.rollout_tp 3: must divide the 4 ranks and the 2")
 
 
 @pytest.mark.parametrize(
@@ -301,50 +304,53 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
         ),
         (
             "--mode async --cluster.rollout_ranks 2 --debug.deterministic_order",
-            "--debug.deterministic_order: is for --mode sync",
+            "--debug.deterministic_order: needs --mode sync",
         ),
         ("--mode async --cluster.rollout_ranks 2 --debug.replay elsewhere", ""),
         ("--debug.record", "--debug.record: has no effect without --mode async"),
         (
             "--mode async --cluster.rollout_ranks 2 --debug.record --debug.replay elsewhere",
-            "--debug.record: a replay is the recorded run",
+            "--debug.record: a replay has nothing new",
         ),
-        ("--cluster.rollout_ranks 2 --mode stream", "--cluster.rollout_ranks 2: --mode stream has"),
+        (
+            "--cluster.rollout_ranks 2 --mode stream",
+            "--cluster.rollout_ranks 2: --mode stream lets",
+        ),
         (
             "--cluster.rollout_ranks 2 --sync.route gather",
-            "--sync.route gather: reaches only ranks that train",
+            "--sync.route gather: updates only engines on train ranks",
         ),
         ("--cluster.train_cores 1", "--cluster.train_cores 1: has no effect without"),
         ("--mux.slo 3", "--mux.slo: has no effect without --mux.url"),
         ("--mux.url redis://h", ""),
         (
             "--mux.url redis://h --rollout.adaptive_tp --rollout.engine sglang",
-            "--mux.url: engines of a changing size are started between the turns",
+            "--mux.url: engines change their size between the phases",
         ),
         ("--mux.url redis://h --cluster.rollout_ranks 1 --mux.slo 1.5", ""),
         ("--mux.url redis://h --cluster.rollout_ranks 1 --mux.slo 0.5", "--mux.slo 0.5: must be"),
         (
             "--mux.url redis://h --cluster.rollout_ranks 1 --mode async",
-            "--mode async: with --mux.url rollout and training take turns",
+            "--mode async: with --mux.url rollout and training alternate",
         ),
         (
             "--env frozenlake --mode async --async.alpha 1 --cluster.rollout_ranks 2 "
             "--rollout.routing histopipe",
-            "--rollout.routing histopipe: with --env an episode under way cannot",
+            "--rollout.routing histopipe: an episode of --env cannot",
         ),
         *[
             (f"--mux.url redis://h --cluster.rollout_ranks 2 --mux.tail_nodes 1 {more}", said)
             for more, said in (
                 ("", ""),
-                ("--env frozenlake", "--mux.tail_nodes 1: with --env an episode under way cannot"),
+                ("--env frozenlake", "--mux.tail_nodes 1: with --env an episode cannot"),
                 (
                     "--debug.deterministic_order",
-                    "--mux.tail_nodes 1: with --debug.deterministic_order the end",
+                    "--mux.tail_nodes 1: with --debug.deterministic_order responses",
                 ),
-                ("--debug.replay elsewhere", "--mux.tail_nodes 1: with --debug.replay the end"),
+                ("--debug.replay elsewhere", "--mux.tail_nodes 1: with --debug.replay responses"),
                 (
                     "--rollout.engine sglang --rollout.tp 2",
-                    "--mux.tail_nodes 1: engines of several ranks do not leave",
+                    "--mux.tail_nodes 1: engines of several ranks cannot release",
                 ),
             )
         ],
@@ -369,8 +375,8 @@ def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
         ("--env frozenlake --env.timeout_s 1800", "--env.timeout_s 1800: must be below"),
         ("--env frozenlake --env.num_groups 3", "--env.num_groups 3: must be at least data.pro"),
         ("--env frozenlake --env.group_size 3", "--env.group_size 3: must be at least rollout."),
-        ("--env frozenlake --schedule tail_batching", "--schedule tail_batching: is not for env"),
-        ("--env frozenlake --rollout.draft history", "--rollout.draft history: knows prompts"),
+        ("--env frozenlake --schedule tail_batching", "--schedule tail_batching: does not work"),
+        ("--env frozenlake --rollout.draft history", "--rollout.draft history: finds drafts"),
         ("--env latency --data.train label --env.turns 20", "--env.turns 20: must be at most"),
         ("--env latency --data.train label --env.fail_slow 2", "--env.fail_slow 2: must be from"),
         (
@@ -390,7 +396,7 @@ def test_environments_have_rules(words, said):
     [
         (3, 1, ""),
         (4, 2, ""),
-        (6, 1, "--cluster.rollout_ranks 6: leaves nobody of 6 ranks to train"),
+        (6, 1, "--cluster.rollout_ranks 6: leaves none of the 6 ranks to train"),
         (3, 3, ""),
         (2, 4, "--rollout.tp 4: must divide the 6 ranks"),
         (3, 2, "--rollout.tp 2: must divide the 3 rollout ranks and the 3 train ranks"),

@@ -36,7 +36,7 @@ def work(num_groups: int, num_samples: int) -> list[Work]:
     return [
         Work(
             id=f"t{g}",
-            prompt=Prompt(index=g, source="s", tokens=np.arange(3, dtype=np.int32)),
+            prompt=Prompt(index=g, dataset="s", tokens=np.arange(3, dtype=np.int32)),
             num_samples=num_samples,
             sampling=Sampling(),
         )
@@ -235,7 +235,7 @@ def test_a_replica_over_two_ranks_is_down_with_either():
     assert submitted(last) == {} and c.num_requests == 2
     (drop,) = c.handle(Down(rank=3, reason="killed"), 1.0)
     assert isinstance(drop, DropEngine) and (drop.rank, drop.reason) == (2, "killed")
-    assert submitted(c.handle(Down(rank=2, reason="was ended: killed"), 1.0)) == {0: ["t1.0"]}
+    assert submitted(c.handle(Down(rank=2, reason="was stopped: killed"), 1.0)) == {0: ["t1.0"]}
     assert c.handle(Down(rank=3, reason="killed"), 1.0) == []
 
 
@@ -280,7 +280,7 @@ def test_a_rank_that_never_came_is_named():
     c.start(work(1, 2), 0.0)
     c.handle(Ready(rank=0), 9.0)
     (fail, _) = c.tick(11.0)
-    assert "rank 1" in fail.reason and "never entered the rollout" in fail.reason
+    assert "rank 1" in fail.reason and "never entered phase gen" in fail.reason
 
 
 def test_a_rank_that_owes_nothing_may_be_silent():

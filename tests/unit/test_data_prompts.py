@@ -59,7 +59,7 @@ def test_a_row_becomes_a_prompt_with_its_template_answer_and_other_columns(write
     (prompt,) = _train(file)
     assert TOKENIZER.decode(prompt.tokens) == "[user]How many?[assistant]"
     assert prompt.tokens.dtype == "int32"
-    assert (prompt.index, prompt.source, prompt.answer) == (0, "math", "7")
+    assert (prompt.index, prompt.dataset, prompt.answer) == (0, "math", "7")
     assert prompt.text == "How many?"
     assert prompt.fields == {"level": "easy", "tags": [1, 2]}
 
@@ -95,7 +95,7 @@ JUNK = [
     (b"{broken", "not JSON"),
     (b"\xff\xfe", "not JSON"),
     (b"[" * 100_000, "not JSON"),
-    ([1, 2], "not an object but a list"),
+    ([1, 2], "the row is a list, not a JSON object"),
     ({"answer": "1"}, "no field 'question'"),
     (_row(None), "field 'question' is null"),
     ({"question": "a"}, "no field 'answer'"),
@@ -105,7 +105,7 @@ JUNK = [
     (_row([{"role": "user"}]), "has a message without role and content as text"),
     (_row("a", ["1"]), "field 'answer' is a list, not text or a number"),
     (b'{"question": "\\ud800", "answer": "1"}', "codec can't encode"),
-    (_row("a", id=2**70), "holds a value that cannot travel"),
+    (_row("a", id=2**70), "holds a value that cannot be sent"),
 ]
 
 
@@ -118,7 +118,7 @@ def test_a_junk_row_is_named_by_line_skipped_or_refused(write, caplog, junk, rea
     said = [m for m in caplog.messages if m.startswith(f"{file}:3: ")]
     assert len(said) == 1 and reason in said[0]
     assert f"{file}: 2 prompts" in caplog.messages
-    with pytest.raises(ValueError, match=r"x.jsonl:3: .*; repair it, or skip"):
+    with pytest.raises(ValueError, match=r"x.jsonl:3: .*; fix the row, or skip"):
         _train(file, bad_rows="refuse")
 
 
@@ -126,12 +126,12 @@ def test_much_junk_is_counted_not_listed(write, caplog):
     file = write("x.jsonl", *[b"junk"] * 30, _row("one"))
     assert len(_train(file)) == 1
     assert len([m for m in caplog.messages if "row skipped" in m]) == 5
-    assert f"{file}: 30 junk rows skipped in all" in caplog.messages
+    assert f"{file}: skipped 30 bad rows in total" in caplog.messages
 
 
 def test_a_file_without_a_usable_row_says_which_fields_it_has(write):
     file = write("x.jsonl", *[{"problem": "a", "solution": "b"}] * 3)
-    sentence = "3 of 3: no field 'question'. The rows have the fields: problem, solution; see"
+    sentence = "3 of 3: no field 'question'. The fields of the rows are problem, solution; set"
     with pytest.raises(ValueError, match=sentence):
         _train(file)
     with pytest.raises(ValueError, match="has no rows"):
@@ -143,7 +143,7 @@ def test_long_prompts_are_left_out_with_a_report(write, caplog):
     rows = _train(file, template="none", max_prompt_tokens=10)
     assert [(r.text, r.index) for r in rows] == [("short", 0)]
     assert (
-        f"{file}: 2 prompts of more than --data.max_prompt_tokens 10 left out; the longest has 70 "
+        f"{file}: dropped 2 prompts longer than --data.max_prompt_tokens 10; the longest has 70 "
         f"tokens ({file}:3)"
     ) in caplog.messages
     with pytest.raises(ValueError, match="every prompt is longer than --data.max_prompt_tokens 3"):
@@ -154,7 +154,7 @@ def test_several_files_are_one_training_set_and_each_keeps_its_name(write):
     one = write("a/train.jsonl", _row("1"), _row("2"))
     two = write("b/train.jsonl", _row("3"), _row("4"))
     rows = _train(one, two)
-    assert [(r.index, r.source, r.text) for r in rows] == [
+    assert [(r.index, r.dataset, r.text) for r in rows] == [
         (0, "a/train", "1"),
         (1, "a/train", "2"),
         (2, "b/train", "3"),
@@ -188,8 +188,8 @@ def test_parquet_rows_are_as_jsonl_rows(tmp_path, write, caplog):
         ((), "--data.train: is empty; give"),
         (("no_such.jsonl",), "data file no_such.jsonl: no such file"),
         (("labell",), "data file labell: must end in .jsonl or .parquet, or be a task"),
-        (("label", "x.jsonl"), "the generated task label stands alone"),
-        (("x.jsonl", "./x.jsonl"), "two have this name"),
+        (("label", "x.jsonl"), "a generated task cannot be combined; give either label"),
+        (("x.jsonl", "./x.jsonl"), "two files have this name"),
     ],
 )
 def test_wrong_files_are_refused(files, sentence):
@@ -201,7 +201,7 @@ def test_a_validation_prompt_that_is_trained_on_is_told(write, caplog):
     train = _train(write("t.jsonl", _row("One, two?"), _row("three")))
     val = load(DataConfig(val=(write("v.jsonl", _row("x"), _row("one two")),)), "val", TOKENIZER, 0)
     assert overlap(train, val) == 1
-    assert "data.val v: 1 of 2 prompts also stand in data.train" in caplog.text
+    assert "data.val v: 1 of 2 prompts are also in data.train" in caplog.text
     caplog.clear()
     assert overlap(_train(write("u.jsonl", _row("other"))), val) == 0
     assert caplog.text == ""
@@ -243,6 +243,6 @@ def test_real_rows_with_the_real_tokenizer():
         f"<|im_start|>user\n{first.text}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert first.text.startswith("Natalia sold clips") and first.text.endswith("Box it.")
-    assert (first.answer, first.source) == ("72", "gsm8k_train")
+    assert (first.answer, first.dataset) == ("72", "gsm8k_train")
     assert set(first.fields) == {"id", "solution"}
     assert max(len(r.tokens) for r in rows) <= 1024

@@ -158,7 +158,7 @@ def test_an_alarm_of_one_rank_is_answered_by_all_and_told_once(tmp_path: Path):
     two = _Two(tmp_path)
     two.gangs[1].flight.phase("update_actor")
     two.gangs[1].alarm("phase update_actor has made no progress for 6 s")
-    two.gangs[0].hear()
+    two.gangs[0].wait_for_alarm()
     for gang in two.gangs:
         gang.close()
         gang.close()

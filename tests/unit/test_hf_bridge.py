@@ -149,7 +149,7 @@ def test_a_parameter_that_the_bridge_does_not_know_is_not_passed_over(tmp_path: 
     saved(DENSE, tmp_path)
     model = whole_model(DENSE)
     model.module.register_parameter("adapter", nn.Parameter(torch.zeros(1)))
-    with pytest.raises(AssertionError, match="does not know the parameters .'adapter'"):
+    with pytest.raises(AssertionError, match="does not map the parameters .'adapter'"):
         bridge.load_hf([model], DENSE, tmp_path, layout_of(TrainConfig(), 1, 0))
 
 

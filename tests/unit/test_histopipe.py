@@ -71,7 +71,7 @@ def works(count, first=0):
     return [
         Work(
             id=f"t{first + i}",
-            prompt=Prompt(index=i, source="s", tokens=np.ones(2, np.int32)),
+            prompt=Prompt(index=i, dataset="s", tokens=np.ones(2, np.int32)),
             num_samples=2,
             sampling=Sampling(max_tokens=100),
         )

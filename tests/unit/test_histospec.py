@@ -328,7 +328,7 @@ def test_a_library_keeps_the_last_epochs_of_a_prompt_and_forgets_the_oldest_prom
     )
     assert other.num_tokens == 72
     (tmp_path / "bad.npz").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"bad.npz: holds no histories"):
+    with pytest.raises(ValueError, match=r"bad.npz: not a file of histories"):
         other.load(tmp_path / "bad.npz")
 
 
@@ -364,7 +364,7 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
         assert known[3].tokens.tolist() == [3, 4, 5, 7, 1] and known[3].score == 0.5
 
         teacher = HistorySender(first.library)
-        prompts = {"t9": Prompt(index=0, source="s", tokens=prompt)}
+        prompts = {"t9": Prompt(index=0, dataset="s", tokens=prompt)}
         told = teacher.before(1, prompts)
         hubs[0].send(1, "worker", told)
         got = hubs[1].receive("worker", AnyCommand, 10.0)

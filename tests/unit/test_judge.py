@@ -125,7 +125,7 @@ def test_a_batch_in_which_the_judge_dies_is_asked_again_one_by_one(folder):
         kill_in_a_batch(backend, 3)
         kill_in_a_batch(backend, 1)
         found = score_all(service)
-    assert found["t0.0"].error == "crash: the judge ended with status -9"
+    assert found["t0.0"].error == "crash: the judge exited with status -9"
     for name in ("t1.0", "t2.0"):  # a junk verdict is the model's own fault
         assert found[name].error.partition(":")[0] in ("", "verdict")
 

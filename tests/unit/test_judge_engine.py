@@ -121,7 +121,7 @@ def test_a_request_that_fails_costs_its_own_sample_and_says_why(server):
     texts = ["bad request", "no logprobs", "undecided", "fine", "sleep"]
     bad, lacks, undecided, fine, late = scores_of(server, texts, workers=5, timeout_s=0.6)
     assert bad.error.startswith("http: status 400") and "no such model" in bad.error
-    assert lacks.error.startswith("http: ") and "does the server give log-probs?" in lacks.error
+    assert lacks.error.startswith("http: ") and "the server must return log-probs" in lacks.error
     assert undecided.error.startswith("verdict: ") and not fine.error
     assert late.error.startswith("timeout after 0.6 s: ")
 

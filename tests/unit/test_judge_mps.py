@@ -129,7 +129,7 @@ def test_pipes_that_a_dead_daemon_left_are_cleared_away(stub, caplog):
     os.close(daemon._lock)  # as the death of its process would
     assert (stub / "pipe" / "control").exists()
     again = mps.join(stub)
-    assert "is left of a daemon that has died" in caplog.text
+    assert "left behind by a daemon that has failed" in caplog.text
     assert again.is_ours and is_alive(pid_of(again))
     again.stop()
 
@@ -152,7 +152,7 @@ def test_a_daemon_that_does_not_obey_is_killed(stub, monkeypatch):
 @pytest.mark.parametrize(
     "variable, value, said",
     [
-        ("STUB_FAILS", "no permission for the GPU", "ended with status 1: no permission for"),
+        ("STUB_FAILS", "no permission for the GPU", "exited with status 1: no permission for"),
         ("STUB_DEAF", "1", "does not answer in time"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_missing_program_and_a_folder_without_permission_are_one_sentence(stub
         mps.join(stub)
     program = stub.parent / "bin" / mps.CONTROL
     program.chmod(0o644)
-    with pytest.raises(mps.MPSError, match="there is no nvidia-cuda-mps-control on PATH"):
+    with pytest.raises(mps.MPSError, match="nvidia-cuda-mps-control is not on PATH"):
         mps.join(stub.with_name("other"))
 
 
@@ -199,14 +199,14 @@ def test_a_run_says_why_there_is_no_mps_and_ends_only_if_it_was_asked_for(monkey
     caplog.set_level("INFO")
     monkeypatch.setattr(mps, "has_gpu", lambda: False)
     assert mps.of_run(run_config()) is None and not caplog.records
-    with pytest.raises(ValueError, match="--reward.mps on: there is no NVIDIA GPU here"):
+    with pytest.raises(ValueError, match="--reward.mps on: this machine has no NVIDIA GPU"):
         mps.of_run(run_config(mps="on"))
     monkeypatch.setattr(mps, "has_gpu", lambda: True)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv(mps.PIPES, raising=False)
     assert mps.of_run(run_config()) is None
-    assert "take turns on the GPU" in caplog.text and "on PATH" in caplog.text
-    with pytest.raises(ValueError, match="--reward.mps on: there is no nvidia-cuda-mps-control"):
+    assert "share the GPU by time slices" in caplog.text and "on PATH" in caplog.text
+    with pytest.raises(ValueError, match="--reward.mps on: nvidia-cuda-mps-control"):
         mps.of_run(run_config(mps="on"))
 
 

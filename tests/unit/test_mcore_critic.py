@@ -197,11 +197,11 @@ def test_a_critic_has_no_log_probs_and_an_actor_no_values(
 ) -> None:
     batch = critics.rows(0)
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: critic.logprobs(batch), "logprobs of a critic: .*; ask the actor"),
-        (lambda: critic.logprobs(batch, "reference"), "logprobs of a critic: .*; ask the actor"),
-        (lambda: critic.export(), "export of a critic: .*; ask the actor"),
+        (lambda: critic.logprobs(batch), "logprobs of a critic: .*; use the actor"),
+        (lambda: critic.logprobs(batch, "reference"), "logprobs of a critic: .*; use the actor"),
+        (lambda: critic.export(), "export of a critic: .*; use the actor"),
         (lambda: critic.reference().__enter__(), "keep_reference"),
-        (lambda: actor.values(batch), "values of an actor: .*; ask the critic"),
+        (lambda: actor.values(batch), "values of an actor: .*; use the critic"),
     ]
     for call, sentence in refused:
         with pytest.raises(RuntimeError, match=sentence):
@@ -222,9 +222,9 @@ def test_actors_and_critics_do_not_load_each_others_checkpoints(
 ) -> None:
     actor.save(tmp_path / "actor")
     critic.save(tmp_path / "critic")
-    with pytest.raises(ValueError, match="the head lm and this one has value"):
+    with pytest.raises(ValueError, match="head lm, but this model has head value"):
         critic.load(tmp_path / "actor")
-    with pytest.raises(ValueError, match="the head value and this one has lm"):
+    with pytest.raises(ValueError, match="head value, but this model has head lm"):
         actor.load(tmp_path / "critic")
     actor.load(tmp_path / "actor")
     critic.load(tmp_path / "critic")

@@ -151,7 +151,7 @@ def test_what_runs_is_announced_when_the_learner_is_built(caplog: pytest.LogCapt
     with caplog.at_level("INFO", logger="rlcore"):
         learner_ranks.make(WAYS["fused, chunks"]).close()
     said = caplog.text
-    assert "fused policy loss, output layer by 7 tokens" in said
+    assert "fused policy loss, output layer in chunks of 7 tokens" in said
     for op in ("token_logprob", "policy_loss"):
         assert f"{op}: native on cpu" in said or f"{op}: torch on cpu" in said
 
@@ -198,7 +198,7 @@ def test_a_loss_whose_text_says_something_else_is_not_trained_quietly(
     batch = batch_near(learner)
     batch = batch.with_(old_log_probs=None) if own else batch
     monkeypatch.setattr(algos.module("grpo"), "loss", edited)
-    with pytest.raises(ValueError, match=f"fused_loss: .* is not this loss: the {what} of a token"):
+    with pytest.raises(ValueError, match=f"fused_loss: .* another loss: the {what} of a token"):
         learner.accumulate(batch, objective())
     learner.close()
 
@@ -231,9 +231,9 @@ def test_the_configuration_refuses_fused_loss_exactly_where_it_cannot_be(algo: s
         (line,) = [
             x for x in rules.broken(config(algo, rollout_is="sequence")) if "fused_loss" in x
         ]
-        assert "take token or none" in line
+        assert "use token or none" in line
     else:
-        assert len(named) == 1 and algo in named[0] and "leave it off" in named[0]
+        assert len(named) == 1 and algo in named[0] and "turn it off" in named[0]
 
 
 def test_a_negative_chunk_is_refused() -> None:

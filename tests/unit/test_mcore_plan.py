@@ -217,5 +217,5 @@ def test_cosine_is_half_way_in_the_middle_and_ends_with_the_run() -> None:
 
 def test_constant_needs_no_end_and_a_schedule_without_one_is_refused() -> None:
     assert learning_rate(TrainConfig(lr=0.3), 10**6) == 0.3
-    with pytest.raises(ValueError, match="--train.lr_schedule linear: needs to know when it ends"):
+    with pytest.raises(ValueError, match="--train.lr_schedule linear: needs an end"):
         learning_rate(TrainConfig(lr_schedule="linear"), 0)

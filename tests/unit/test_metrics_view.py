@@ -20,7 +20,7 @@ def _row(step: int, group: int, k: int, **more: Any) -> dict[str, Any]:
     row = {
         "step": step,
         "id": f"t{group}.{k}",
-        "source": "math" if group % 2 else "code",
+        "dataset": "math" if group % 2 else "code",
         "prompt": f"what is {group} & {k}? <b>",
         "answer": "7",
         "response": f"it is {step} {HOSTILE}",

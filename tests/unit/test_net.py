@@ -30,7 +30,7 @@ def test_a_command_comes_back_with_its_arrays_types_and_nested_records():
         sampling=Sampling(stop_ids=(1,), max_tokens=9),
         resume=partial,
     )
-    prompt = Prompt(index=7, source="x", tokens=ints(1, 2, 3), fields={"w": np.eye(2), "n": [1]})
+    prompt = Prompt(index=7, dataset="x", tokens=ints(1, 2, 3), fields={"w": np.eye(2), "n": [1]})
     back = decode(encode(Submit(rank=3, requests=(request,), prompts={"t1": prompt})), AnyCommand)
 
     assert type(back) is Submit and back.rank == 3

@@ -144,7 +144,7 @@ def test_two_in_place_on_the_same_logits_are_an_error_and_not_garbage() -> None:
     logits = randn(3, 5).requires_grad_() * 1
     tokens = torch.arange(3)
     made = [log_probs(logits, tokens, vocab_size=5, in_place=True).logp.sum() for _ in range(2)]
-    with pytest.raises(RuntimeError, match="in_place: the logits were written over"):
+    with pytest.raises(RuntimeError, match="in_place: the logits were overwritten"):
         (made[0] + made[1]).backward()
 
 
@@ -156,7 +156,7 @@ def test_logits_that_were_written_over_are_an_error(in_place: bool) -> None:
         logp, _ = logprob._LogProb.apply(logits, torch.arange(3), shard, *where)
         if write:
             logits.detach().zero_()
-            with pytest.raises(RuntimeError, match="written over|modified by an inplace"):
+            with pytest.raises(RuntimeError, match="overwritten|modified by an inplace"):
                 logp.sum().backward()
         else:
             logp.sum().backward()

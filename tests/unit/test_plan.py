@@ -15,7 +15,7 @@ def groups(scores: list[list[float]], lengths: int = 5) -> list[Group]:
         Group(
             id=f"t{g}",
             prompt_index=g,
-            source="s",
+            dataset="s",
             refs=tuple(SampleRef(owner=g % 2, id=f"t{g}.{k}") for k in range(len(row))),
             scores=tuple(row),
             lengths=tuple(lengths + 3 * g + k for k in range(len(row))),

@@ -43,7 +43,7 @@ def source(dynamic: bool = False, num_prompts: int = 3, first: int = 0, **option
         return [(0, row) for row in range(at - n, at)]
 
     def prompt(row: int) -> Prompt:
-        return Prompt(index=row, source="s", tokens=np.array([row, 7], np.int32))
+        return Prompt(index=row, dataset="s", tokens=np.array([row, 7], np.int32))
 
     sizes = {"num_prompts": num_prompts, "num_samples": 2, "eta_prompts": 1.5, "eta_samples": 1.5}
     sizes["max_factor"] = 4.0
@@ -207,10 +207,10 @@ def test_other_sampling_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "there is no such file; give a run's rounds.jsonl, or its folder"),
+        (None, "no such file; give a run's rounds.jsonl, or its folder"),
         ("", "has no rounds; give the rounds.jsonl of a longer run"),
-        ('{"step": 1, "actor/loss": 0.5}\n', "is no log of rounds (Object missing required"),
-        ('{"step": 1}\nnot JSON\n', "is no log of rounds (Object missing required"),
+        ('{"step": 1, "actor/loss": 0.5}\n', "is not a log of rounds (Object missing required"),
+        ('{"step": 1}\nnot JSON\n', "is not a log of rounds (Object missing required"),
     ],
 )
 def test_a_file_that_is_no_log_is_one_sentence(tmp_path, text, words):

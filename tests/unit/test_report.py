@@ -14,7 +14,7 @@ def group(id: str, scores: tuple[float, ...], lengths: tuple[int, ...], prompt: 
     return Group(
         id=id,
         prompt_index=0,
-        source="s",
+        dataset="s",
         refs=tuple(SampleRef(owner=0, id=f"{id}.{k}") for k in range(len(scores))),
         scores=scores,
         lengths=lengths,

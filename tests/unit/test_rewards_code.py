@@ -17,7 +17,7 @@ ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 
 def row(index: int = 0, **fields) -> Prompt:
-    return Prompt(index=index, source="test", tokens=np.ones(3, np.int32), fields=fields)
+    return Prompt(index=index, dataset="test", tokens=np.ones(3, np.int32), fields=fields)
 
 
 def scores(jobs: list[tuple[Prompt, str]], **settings) -> list:
@@ -78,7 +78,7 @@ def test_rows_carry_their_tests_in_several_forms():
     "fields, sentence",
     [
         ({}, "row 7 of test has no tests in test_list or cases"),
-        ({"test_list": [3]}, "a int where text is wanted"),
+        ({"test_list": [3]}, "a int instead of text"),
         ({"cases": '{"inputs": ["1"], "outputs": []}'}, "cannot be read"),
     ],
 )
@@ -139,7 +139,7 @@ def test_it_refuses_to_run_without_isolation_where_that_is_asked_for(monkeypatch
     monkeypatch.setattr(code.isolation.shutil, "which", lambda name: None)
     with (
         RewardService("code", config=CodeRewardConfig(require_isolation=True)) as service,
-        pytest.raises(RuntimeError, match="no isolation on this machine: bubblewrap"),
+        pytest.raises(RuntimeError, match="programs cannot be isolated here: bubblewrap"),
     ):
         service.poll(60.0)
 

@@ -112,7 +112,12 @@ def test_a_server_is_asked_again_when_that_may_help_and_each_failure_is_one_samp
     assert [server.tries[t] for t in texts[:8]] == [1, 1, 3, 2, 3, 1, 1, 1]
     assert 1 < server.most <= 4
     body = next(b for b in server.bodies if b["response"] == "good")
-    assert (body["label"], body["prompt"], body["source"], body["id"]) == ("7", "q", "test", "t0.0")
+    assert (body["label"], body["prompt"], body["dataset"], body["id"]) == (
+        "7",
+        "q",
+        "test",
+        "t0.0",
+    )
 
 
 def test_nobody_at_the_address_costs_samples_and_closing_does_not_wait() -> None:

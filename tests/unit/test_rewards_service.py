@@ -301,7 +301,7 @@ def test_a_text_that_is_no_utf8_is_scored_and_a_row_that_cannot_travel_is_refuse
 def test_misuse_is_refused(make):
     service = make(max_pending=2)
     service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "sleep 0.2")
-    with pytest.raises(ValueError, match="t0.0 is pending already"):
+    with pytest.raises(ValueError, match="sample t0.0 is already pending"):
         service.submit("t0.0", sample_of("t0.0"), prompt_of("7"), "ok")
     service.submit("t0.1", sample_of("t0.1"), prompt_of("7"), "ok")
     with pytest.raises(RuntimeError, match="2 samples are pending; poll first"):

@@ -376,7 +376,7 @@ def test_a_silent_replica_is_named_with_what_it_owes(model: Path) -> None:
     with world(model, [torch_engine(model, 0), Mute()], deadline_s=2.0) as two:
         said = [str(e) for e in two.round()]
     assert said[0] == said[1]
-    assert "--rollout.stall_timeout_s 2 is over. rank 1: nothing heard" in said[0]
+    assert "--rollout.stall_timeout_s 2 is over. rank 1: no message" in said[0]
     assert "open requests such as t1." in said[0]
 
 
@@ -412,7 +412,7 @@ def test_a_long_round_outlives_a_short_deadline(model: Path) -> None:
 
 
 def test_a_rank_that_does_not_enter_is_named(model: Path) -> None:
-    said = "rank 1: nothing heard for 1 s, it never entered the rollout phase"
+    said = "rank 1: no message for 1 s, it never entered phase gen"
     with (
         world(model, [torch_engine(model, 0), Mute()], deadline_s=1.0) as two,
         pytest.raises(RuntimeError, match=said),
@@ -421,7 +421,7 @@ def test_a_rank_that_does_not_enter_is_named(model: Path) -> None:
 
 
 def test_a_rank_whose_controller_is_silent_does_not_wait_for_ever(model: Path) -> None:
-    said = "rank 1 has heard nothing from the controller"
+    said = "rank 1 got no message from the controller"
     with (
         world(model, [Mute(), Mute()], deadline_s=1.0) as two,
         pytest.raises(TimeoutError, match=said),

@@ -126,7 +126,7 @@ def test_a_batch_fills_a_micro_batch_of_every_replica() -> None:
 
 
 def work(groups: int, samples: int) -> list[Work]:
-    prompt = Prompt(index=0, source="s", tokens=np.arange(3, dtype=np.int32))
+    prompt = Prompt(index=0, dataset="s", tokens=np.arange(3, dtype=np.int32))
     sampling = Sampling(max_tokens=50)
     return [Work(id=f"t{g}", prompt=prompt, num_samples=samples, sampling=sampling)
             for g in range(groups)]  # fmt: skip
@@ -305,7 +305,7 @@ def test_an_engine_that_leaves_is_ended_when_another_of_its_ranks_has_lost_its_p
     assert isinstance(release, Release) and release.rank == 2
     (drop,) = c.handle(Down(rank=3, reason="killed"), 1.0)
     assert isinstance(drop, DropEngine) and drop.rank == 2
-    (submit, *_) = c.handle(Down(rank=2, reason="was ended: killed"), 1.0)
+    (submit, *_) = c.handle(Down(rank=2, reason="was stopped: killed"), 1.0)
     assert isinstance(submit, Submit) and submit.rank == 0
 
 

@@ -111,7 +111,7 @@ def test_a_forged_alarm_ends_nothing_and_mutes_no_later_one(
             time.sleep(0.01)
         assert all(gang._thread.is_alive() and not gang._alarms for gang in two)
         two[1].alarm("the update has made no progress for 6 s")
-        two[0].hear()
+        two[0].wait_for_alarm()
         assert two[0]._alarms == two[1]._alarms == 1
         record = json.loads((tmp_path / "flight" / "rank0.json").read_text())
         assert record["reason"] == "alarm from rank 1"

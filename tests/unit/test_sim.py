@@ -174,7 +174,7 @@ def work(num_groups: int, num_samples: int, wanted: int = 0) -> list[Work]:
     return [
         Work(
             id=f"t{g}",
-            prompt=Prompt(index=g, source="sim", tokens=np.zeros(10, np.int32)),
+            prompt=Prompt(index=g, dataset="sim", tokens=np.zeros(10, np.int32)),
             num_samples=num_samples,
             wanted=wanted,
             sampling=Sampling(),

@@ -163,7 +163,7 @@ def test_a_child_that_fails_as_it_starts_is_started_again_before_the_push(tmp_pa
         )
         device = Device(parts)
         device.resize_engines(2)
-        assert "ended with code 7" in engine.failure
+        assert "exited with code 7" in engine.failure
         with device.train():
             device.update_weights(1)
         engine.begin_load(1)  # as the push does

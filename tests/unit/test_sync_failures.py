@@ -127,7 +127,7 @@ def channel(rank: int, n: int, store: Any, timeout_s: float = 20, **options: Any
         ("begin", RuntimeError("asleep")),
         ("load", OSError("no such file")),
         ("load", RuntimeError("no memory")),
-        ("end", RuntimeError("3 tensors did not come")),
+        ("end", RuntimeError("3 tensors are missing")),
     ],
 )
 def test_an_engine_that_refuses_fails_the_push_on_all_ranks_at_once_in_one_sentence(

@@ -16,7 +16,7 @@ ROWS = 1000
 
 
 def prompt(row: int, source: str = "s") -> Prompt:
-    return Prompt(index=row, source=source, tokens=np.array([row], np.int32))
+    return Prompt(index=row, dataset=source, tokens=np.array([row], np.int32))
 
 
 def rows_of(num_rows: int = ROWS):
@@ -153,11 +153,11 @@ def test_every_source_has_its_own_number_of_prompts_in_a_round():
     source = tail(4, 1, prompt_of=by_source, quotas={"math": 2, "code": 2}, eta_prompts=1.5)
     for _ in range(2):
         todo = source.next_round(Sampling())
-        assert Counter(w.prompt.source for w in todo.work) == {"math": 3, "code": 3}
+        assert Counter(w.prompt.dataset for w in todo.work) == {"math": 3, "code": 3}
         settle(source, todo.work, [0, 1, 3, 4])
     todo = source.next_round(Sampling())
     assert todo.kind == "long"
-    assert Counter(w.prompt.source for w in todo.work) == {"math": 2, "code": 2}
+    assert Counter(w.prompt.dataset for w in todo.work) == {"math": 2, "code": 2}
 
 
 def test_a_source_that_is_full_is_closed_while_the_other_goes_on():

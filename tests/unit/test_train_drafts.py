@@ -108,7 +108,10 @@ def test_a_resumed_run_drafts_from_what_the_checkpoint_has_and_goes_on_bit_by_bi
     ("name", "words"),
     [
         ("idle", "--draft.max_length: has no effect without --rollout.draft"),
-        ("width", "--draft.verify_tokens 4: is SGLang's; leave it, or set --draft.max_length"),
+        (
+            "width",
+            "--draft.verify_tokens 4: only SGLang uses it; unset it, or set --draft.max_length",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_sentence(found: Found, name: str, words: str) -> None:

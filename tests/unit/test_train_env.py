@@ -112,7 +112,7 @@ def test_failed_episodes_are_counted_by_reason_and_not_trained(found):
     [
         ("few", "--env.group_size 3: must be at least rollout.samples_per_prompt 4"),
         ("idle", "--env.max_turns: has no effect without --env"),
-        ("stream", "--mode stream: moves responses to other ranks, and environments cannot move"),
+        ("stream", "--mode stream: moves running responses to other ranks, and episodes"),
         ("no env", "--env lake: allowed are alfworld, blackjack, frozenlake, "),
     ],
 )

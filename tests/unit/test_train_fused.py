@@ -84,4 +84,4 @@ def test_the_runs_do_what_they_are_here_for(found: Found) -> None:
 def test_an_algorithm_that_cannot_be_fused_ends_the_program_with_a_sentence(found: Found) -> None:
     assert found.gang.code("refused") not in (0, 99)
     text = found.gang.text("refused")
-    assert "--train.fused_loss: gspo is not among the losses that can be fused" in text
+    assert "--train.fused_loss: loss gspo cannot be fused" in text

@@ -169,7 +169,7 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_replaced(found: Found
             "lost queue",
             "queue of prompts names row 77 of data.train, which has 12 rows; resume with the same",
         ),
-        ("quotas", "together they must be data.prompts_per_step 4"),
+        ("quotas", "their sum must be data.prompts_per_step 4"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(found: Found, name: str, words: str) -> None:
@@ -264,8 +264,8 @@ def test_a_resumed_run_replays_the_rest(found: Found) -> None:
     [
         ("long replay", 1, "has no round that starts with t29; it ends with step 6: take fewer"),
         ("other seed", 1, "of step 1 was sampled with --run.seed 0, not 1; replay with"),
-        ("no log", 2, "nothing.jsonl: there is no such file; give a run's rounds.jsonl"),
-        ("its own log", 2, "is the log that this run writes; give this run another --run.name"),
+        ("no log", 2, "nothing.jsonl: no such file; give a run's rounds.jsonl"),
+        ("its own log", 2, "is the log that this run itself writes; set another --run.name"),
     ],
 )
 def test_a_log_that_does_not_fit_is_one_sentence(

@@ -53,7 +53,7 @@ class Idle:
 
 def submit(id: str) -> Submit:
     tokens = np.array([3, 4], np.int32)
-    prompt = Prompt(index=0, source="s", tokens=tokens)
+    prompt = Prompt(index=0, dataset="s", tokens=tokens)
     request = Request(id=id, prompt=tokens, sampling=Sampling())
     return Submit(rank=0, requests=(request,), prompts={request.group: prompt})
 

@@ -72,7 +72,7 @@ class Daemon:
                     command(self.environment, "quit", timeout_s / 2)
                 _end(process, timeout_s / 2)
             shutil.rmtree(self.folder / "pipe", ignore_errors=True)
-            log.info("MPS: the daemon has ended")
+            log.info("MPS: the daemon has exited")
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -90,7 +90,7 @@ def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
         return "", False
     key, is_asked = next(((k, True) for k, s in judges if s.mps == "on"), (judges[0][0], False))
     if is_asked and not has_gpu():
-        raise ConfigError(f"--{key}.mps on: there is no NVIDIA GPU here; set it to auto")
+        raise ConfigError(f"--{key}.mps on: this machine has no NVIDIA GPU; set it to auto")
     return key, is_asked
 
 
@@ -112,7 +112,7 @@ def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
     except MPSError as error:
         if is_asked:
             raise ConfigError(f"--{key}.mps on: {error}") from error
-        announce("MPS", f"none ({error}); judge and engines take turns on the GPU")
+        announce("MPS", f"none ({error}); judge and engines share the GPU by time slices")
         return None
     os.environ.update(daemon.environment)
     return daemon
@@ -150,14 +150,14 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
         MPSError: there is no control program, no permission, or the daemon does not answer.
     """
     if PIPES in os.environ and answers({PIPES: os.environ[PIPES]}):
-        announce("MPS", f"the daemon at {os.environ[PIPES]}, which is not ours")
+        announce("MPS", f"uses the daemon at {os.environ[PIPES]}, which another program started")
         return Daemon(folder, None, None, {PIPES: os.environ[PIPES]})
     if shutil.which(CONTROL) is None:
-        raise MPSError(f"there is no {CONTROL} on PATH; it comes with the NVIDIA driver")
+        raise MPSError(f"{CONTROL} is not on PATH; it comes with the NVIDIA driver")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} is another user's")
+            raise PermissionError(f"{folder} belongs to another user")
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise MPSError(f"its folder {folder} cannot be used ({error})") from error
@@ -174,8 +174,8 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
         if time.monotonic() > deadline:
             os.close(lock)
             raise MPSError(
-                f"the process of this node that holds {folder / 'lock'} has not brought the daemon "
-                f"up within {timeout_s:g} s"
+                f"the process of this node that holds {folder / 'lock'} has not started the "
+                f"daemon within {timeout_s:g} s"
             )
         time.sleep(_STEP_S)
     try:
@@ -192,7 +192,7 @@ def _start(folder: Path, environment: dict[str, str], deadline: float) -> subpro
     lock and no daemon answers."""
     pipes, logs = folder / "pipe", folder / "log"
     if pipes.exists():
-        log.warning("MPS: %s is left of a daemon that has died; it is cleared away", pipes)
+        log.warning("MPS: removing %s, left behind by a daemon that has failed", pipes)
     try:
         shutil.rmtree(pipes, ignore_errors=False) if pipes.exists() else None
         pipes.mkdir(mode=0o700)
@@ -220,7 +220,7 @@ def _start(folder: Path, environment: dict[str, str], deadline: float) -> subpro
             raise MPSError(f"{CONTROL} cannot be started ({error})") from error
     while not answers(environment):
         if process.poll() is not None:
-            raise MPSError(f"{CONTROL} ended with status {process.returncode}{_said(logs)}")
+            raise MPSError(f"{CONTROL} exited with status {process.returncode}{_said(logs)}")
         if time.monotonic() > deadline:
             _end(process, 2.0)
             raise MPSError(f"{CONTROL} does not answer in time{_said(logs)}")
@@ -276,4 +276,4 @@ def _end(process: subprocess.Popen, timeout_s: float) -> None:
             return
         except subprocess.TimeoutExpired:
             continue
-    log.error("MPS: process %d does not die of SIGKILL", process.pid)
+    log.error("MPS: process %d is still running after SIGKILL", process.pid)

@@ -191,7 +191,7 @@ class JudgeServer:
         if not kept or len(ids) > self._longest:
             raise ValueError(
                 f"the judge's prompt has {len(ids) - len(kept or words)} tokens besides the "
-                f"response, and {self._longest} are allowed; raise --reward.max_tokens"
+                f"response, but only {self._longest} are allowed; raise --reward.max_tokens"
             )
         return ids, True
 

@@ -37,9 +37,9 @@ class Rubric:
         try:
             self._pattern = re.compile(cfg.pattern)
         except re.error as error:
-            raise ConfigError(f"--reward.pattern {cfg.pattern}: is no pattern: {error}") from error
+            raise ConfigError(f"--reward.pattern {cfg.pattern}: not a regex: {error}") from error
         if self._pattern.groups != 1:
-            raise ConfigError(f"--reward.pattern {cfg.pattern}: must have one group, the verdict")
+            raise ConfigError(f"--reward.pattern {cfg.pattern}: must have one group: the verdict")
 
     def render(
         self, prompt: str, answer: str, response: str, fields: Mapping[str, Any] | None = None

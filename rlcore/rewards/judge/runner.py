@@ -150,7 +150,7 @@ class _Entry:
         """Mark the request as unsent: the process that had it has exited."""
         self.sent = False
 
-    def stand_alone(self) -> None:
+    def send_alone(self) -> None:
         """Send the request in a batch of its own from now on."""
         self.ask = msgspec.structs.replace(self.ask, alone=True)
 
@@ -220,7 +220,7 @@ class ProcessBackend:
         os.eventfd_write(self._wake, 1)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            log.error("judge: its process did not end within %g s", _CLOSE_S)
+            log.error("judge: its process did not exit within %g s", _CLOSE_S)
             return
         os.close(self._wake)
 
@@ -265,7 +265,7 @@ class ProcessBackend:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.sent:
                 gone.append(key)
-        self._hear(is_new=False)  # if no sent request is left, no deadline applies
+        self._update_deadline(is_new=False)  # if no sent request is left, no deadline applies
         if gone and self._worker is not None:
             self._worker.send(frame(CancelRequests(tuple(gone))))
 
@@ -277,9 +277,9 @@ class ProcessBackend:
         for entry in self._entries.values():
             if not entry.sent:
                 entry.send(worker)
-                self._hear(is_new=not self._is_asked)
+                self._update_deadline(is_new=not self._is_asked)
 
-    def _hear(self, is_new: bool = True) -> None:
+    def _update_deadline(self, is_new: bool = True) -> None:
         """Update whether the judge has requests. If `is_new`, restart its time-out."""
         self._is_asked = any(entry.sent for entry in self._entries.values())
         if is_new:
@@ -315,7 +315,7 @@ class ProcessBackend:
         except EOFError:
             self._ended("")
         except (ValueError, IndexError) as error:
-            self._ended(f"crash: wrote to the service's channel ({error})")
+            self._ended(f"crash: the judge wrote to the service's channel ({error})")
 
     def _obey(self, worker: RewardWorker, message: JudgeReady | BatchStarted | BatchDone) -> None:
         if isinstance(message, JudgeReady):
@@ -325,7 +325,7 @@ class ProcessBackend:
             worker.become_ready()
             self._growth = message.growth_bytes
         elif isinstance(message, BatchStarted):
-            self._hear()
+            self._update_deadline()
             self._begin_growth = self._grown(worker)
             self._running = message.keys
             jobs = [self._entries[k].job for k in message.keys if k in self._entries]
@@ -336,7 +336,7 @@ class ProcessBackend:
             seconds, keys, self._running = time.monotonic() - self._since, self._running, ()
             for key, result in zip(keys, message.results, strict=True):
                 self._end_one(key, msgspec.structs.replace(result, latency_s=seconds))
-            self._hear()
+            self._update_deadline()
 
     def _check_deadline(self) -> None:
         worker, end = self._worker, self._end()
@@ -367,7 +367,7 @@ class ProcessBackend:
             return
         is_older = not self._running or self._begin_growth > limit / 2
         self._ended(
-            f"memory: the judge grew by {grown / 2**30:.3g} GiB besides its layers, "
+            f"memory: the judge grew by {grown / 2**30:.3g} GiB without its layers, but "
             f"--reward.memory_limit_gb is {self._cfg.memory_limit_gb:g}",
             is_older,
         )
@@ -390,7 +390,7 @@ class ProcessBackend:
         if not keys:
             self._failed_start(reason or f"exit status {status}", printed)
             return
-        reason = reason or f"crash: the judge ended with status {status}"
+        reason = reason or f"crash: the judge exited with status {status}"
         for key in keys:
             entry = self._entries.get(key)
             if entry is None:
@@ -400,8 +400,8 @@ class ProcessBackend:
                 result = RewardResult(score=0.0, error=reason, latency_s=seconds)
                 self._end_one(key, result, printed)
             else:
-                entry.stand_alone()
-        log.warning("judge: %s; it starts again", reason)
+                entry.send_alone()
+        log.warning("judge: %s; restarting it", reason)
 
     def _end_one(self, key: int, result: RewardResult, printed: str = "") -> None:
         if self._entries.pop(key, None) is not None:
@@ -409,9 +409,9 @@ class ProcessBackend:
 
     def _failed_start(self, reason: str, printed: str) -> None:
         self._failed_starts += 1
-        log.warning("judge: its process ended, no batch is to blame: %s\n%s", reason, printed)
+        log.warning("judge: its process exited without a running batch: %s\n%s", reason, printed)
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            self._fail(f"its process fails before any batch: {reason}, {self._failed_starts} times")
+            self._fail(f"its process failed {self._failed_starts} times without a batch: {reason}")
 
     def _fail(self, sentence: str) -> None:
         self._failure = sentence

@@ -28,7 +28,7 @@ def extend(
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
     # The mask below supports no window; `HFConfig` rejects such models before.
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        raise NotImplementedError("drafts on a CPU: this model has a sliding window")
+        raise NotImplementedError("drafts on a CPU do not support a sliding window")
     if save_kv_cache:
         where = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
         backend.token_to_kv_pool.set_kv_buffer(layer, where, k, v)

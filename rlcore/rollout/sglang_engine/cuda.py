@@ -90,7 +90,7 @@ def _lacks(home: Path, major: str) -> str:
         return f"nvcc does not run, {error}"
     found = re.search(r"release (\d+)\.\d+", done.stdout)
     if not found:
-        return "nvcc does not say its version"
+        return "nvcc prints no version"
     if found[1] != major:
         return f"nvcc is of CUDA {found[0].removeprefix('release ')}"
     if not (home / "lib64" / "libcudart.so").exists():
@@ -107,9 +107,8 @@ def _check_runtime(env: MutableMapping[str, str], major: str) -> None:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(
-            f"--rollout.engine sglang: {name}, which SGLang's processes are started with, does not "
-            f"load ({why}); run bash tools/setup.sh --sglang, or add the folder that has it to "
-            "LD_LIBRARY_PATH"
+            f"--rollout.engine sglang: SGLang's processes cannot load {name} ({why}); run bash "
+            "tools/setup.sh --sglang, or add the folder that has it to LD_LIBRARY_PATH"
         )
 
 

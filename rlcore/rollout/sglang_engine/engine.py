@@ -210,8 +210,8 @@ class SGLangEngine(InProcess):
     ):
         if nnodes > 1 and (tp % nnodes or not dist_init_addr):
             raise ValueError(
-                f"{nnodes} ranks share an engine of tensor-parallel size {tp}: the number must "
-                "divide it, and dist_init_addr say where they meet"
+                f"nnodes {nnodes}: must divide the tensor-parallel size {tp}, and needs "
+                "dist_init_addr for the rendezvous"
             )
         kind, _, number = device.partition(":")
         self.hf = hf
@@ -325,7 +325,7 @@ class SGLangEngine(InProcess):
         seen: set[RequestId] = set()
         for request in requests:
             if request.id in self._jobs or request.id in seen:
-                raise ValueError(f"request {request.id}: is already here; ids are used once")
+                raise ValueError(f"request {request.id}: is already running; use each id once")
             seen.add(request.id)
             check_request(
                 request,
@@ -395,7 +395,7 @@ class SGLangEngine(InProcess):
     def pause(self, mode: PauseMode) -> None:
         """Stop decoding; `protocols.Engine` documents the modes. `submit` is still allowed."""
         if mode not in ("in_place", "recompute", "abort"):
-            raise ValueError(f"pause mode {mode}: in_place, recompute or abort")
+            raise ValueError(f"pause mode {mode}: must be in_place, recompute or abort")
         self._call(self._pause(mode), "pause")
 
     async def _pause(self, mode: PauseMode) -> None:
@@ -451,7 +451,7 @@ class SGLangEngine(InProcess):
             )
         for meta in bucket.tensors:
             if meta.name not in self._shapes:
-                raise ValueError(f"tensor {meta.name}: the model has none of that name")
+                raise ValueError(f"tensor {meta.name}: the model has no tensor of this name")
             if meta.shape != tuple(self._shapes[meta.name]):
                 want = list(self._shapes[meta.name])
                 raise ValueError(
@@ -549,7 +549,7 @@ class SGLangEngine(InProcess):
         for others."""
         if tp != self._tp:
             raise ValueError(
-                f"tensor-parallel size {tp}: this engine was started with {self._tp} and keeps it"
+                f"tensor-parallel size {tp}: this engine has {self._tp} and cannot change"
             )
 
     def remember(self, histories: Sequence[History]) -> None:
@@ -798,7 +798,7 @@ class SGLangEngine(InProcess):
         await self._round_trip()  # else flush_cache checks too early and again only a second later
         result = await self._manager.flush_cache(timeout_s=self._deadline_s)
         if not result.success:
-            raise RuntimeError(f"SGLang did not get idle: {result.message}")
+            raise RuntimeError(f"SGLang did not become idle: {result.message}")
 
     # ---- events
 
@@ -837,7 +837,7 @@ class SGLangEngine(InProcess):
                 if self._jobs and self.can_work:
                     self._report()
         except Exception as error:
-            self._server.fail(f"progress: {type(error).__name__}: {error}")
+            self._server.fail(f"progress report: {type(error).__name__}: {error}")
 
     def _report(self) -> None:
         """Send Progress and Stats events."""

@@ -34,7 +34,7 @@ class Sampler(sampler.Sampler):
         """Sample token ids [N] and write their log-probs to `logits_output`. `positions` [N] are
         those of the last known tokens, counted from the start of the prompt."""
         if sampling_info.sampling_seed is None:
-            raise RuntimeError("a request came without its seed: rlcore's plugin is not loaded")
+            raise RuntimeError("a request has no seed, so rlcore's plug-in is not loaded")
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         counter = sampling_info.sampling_seed + positions.to(torch.int64) * GOLDEN
         tokens, logps = sample(logits.float(), counter, _settings(sampling_info))

@@ -136,7 +136,7 @@ class Server:
         for process in self._processes:
             if not process.is_alive():
                 code = process.exitcode or 0
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
                 self.fail(f"process {process.pid} of SGLang {how}")
                 raise EngineFailedError(self._failed)
 
@@ -218,8 +218,8 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
     """
     if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
         raise ConfigError(
-            "SGLang does not find rlcore's plug-in: rlcore was installed before it had one, or not "
-            "at all; run bash tools/setup.sh --sglang"
+            "SGLang does not find rlcore's plug-in; install rlcore again with bash "
+            "tools/setup.sh --sglang"
         )
     env = os.environ
     env[names.OWNER] = str(os.getpid())
@@ -259,7 +259,7 @@ def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
     room = _MOST_PATH - len(f"/{_FOLDER}01234567/tmp01234567")
     if len(os.fsencode(base)) > room:
         raise ConfigError(
-            f"TMPDIR {base}: SGLang's sockets need one of at most {room} bytes; set a shorter one"
+            f"TMPDIR {base}: must have at most {room} bytes for SGLang's sockets; set another one"
         )
     sweep(base)
     folder = Path(tempfile.mkdtemp(prefix=f"new-{_FOLDER}"))

@@ -41,7 +41,7 @@ def take(
     bucket = msgspec.msgpack.decode(head, type=Bucket)
     flat, problem = None, ""
     if absent := hooks.missing():
-        return False, f"SGLang did not take our {', '.join(absent)}; is it another version?"
+        return False, f"SGLang lacks our {', '.join(absent)}; install the pinned version"
     if problem := _fixed(updater):
         return False, problem
     try:

@@ -424,7 +424,7 @@ class TorchEngine(InProcess):
         seen: set[RequestId] = set()
         for request in requests:
             if request.id in self._jobs or request.id in seen:
-                raise ValueError(f"request {request.id}: is already here; ids are used once")
+                raise ValueError(f"request {request.id}: is already running; use each id once")
             seen.add(request.id)
             check_request(
                 request,
@@ -494,7 +494,7 @@ class TorchEngine(InProcess):
         elif mode == "recompute":
             self._requeue(list(self._rows))
         elif mode != "in_place":
-            raise ValueError(f"pause mode {mode}: in_place, recompute or abort")
+            raise ValueError(f"pause mode {mode}: must be in_place, recompute or abort")
 
     def resume(self) -> None:
         """Resume decoding after `pause`."""
@@ -1044,7 +1044,7 @@ def _free_bytes(device: torch.device) -> int:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 // 2
-    raise RuntimeError("/proc/meminfo does not say MemAvailable; set --rollout.kv_cache_tokens")
+    raise RuntimeError("/proc/meminfo has no MemAvailable; set --rollout.kv_cache_tokens")
 
 
 def _return_memory(device: torch.device) -> None:

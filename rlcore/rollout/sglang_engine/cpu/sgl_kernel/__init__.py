@@ -36,6 +36,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def missing(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"sgl_kernel.{name}: there is no CPU version of it here")
+        raise NotImplementedError(f"sgl_kernel.{name}: has no CPU version here")
 
     return missing
