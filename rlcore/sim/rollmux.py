@@ -302,7 +302,7 @@ def migration(count: int, seed: int) -> Result:
     notes = [
         "Iterations a second with migration at 80 % against without; jobs of T_rollout = 2.5",
         "T_train that share a rollout node of 8 H20. What moves is prefilled again where the tail",
-        "goes on; the next rollout starts on the other GPUs, and gets the rest when that is done.",
+        "runs; the next rollout starts on the other GPUs, and gets these when the tail is done.",
     ]
     return Result(TableResult("RollMux, migration of long tails", rows, notes), {})
 
