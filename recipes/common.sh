@@ -54,7 +54,7 @@ find_python() { # settings of the run: sets PYTHON; installs only if the recipe 
   fi
   PYTHON=${PYTHON:-${RLCORE_VENV:-$ROOT/.venv}/bin/python}
   command -v "$PYTHON" >/dev/null ||
-    die "there is no $PYTHON: run bash tools/setup.sh once, where this node can see it"
+    die "$PYTHON does not exist: run bash tools/setup.sh once, in a folder that this node can read"
   missing=$("$PYTHON" -c '
 from importlib.util import find_spec
 needed = "torch megatron transformers msgspec zmq tyro".split()
@@ -83,7 +83,7 @@ make_once() { # folder, arguments of rlcore: the first process makes the folder 
   [[ ! -d $folder ]] || return 0
   mkdir -p "$(dirname "$folder")"
   exec 8>"$folder.lock"
-  flock -w 3600 8 || die "another process holds $folder.lock for an hour; is it alive?"
+  flock -w 3600 8 || die "waited an hour for $folder.lock; end the process that holds it"
   if [[ ! -d $folder ]]; then
     torch_run "${ONE_NODE[@]}" -m rlcore "$@" --out "$folder.part-$$"
     (forget_torchrun && exec "${COMMAND[@]}") &
@@ -160,6 +160,6 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings
 slurm_head() { # first host of this step
   local hosts
   hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}") ||
-    die "scontrol cannot tell the hosts of this step: set HEAD_ADDR to the first one"
+    die "scontrol does not list the hosts of this step: set HEAD_ADDR to the first host"
   printf '%s\n' "${hosts%%$'\n'*}"
 }

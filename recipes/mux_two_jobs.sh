@@ -56,7 +56,7 @@ two_jobs() { # keys of both
   memory=$(awk '/^MemTotal/ { printf "%d", $2 / 2e6 }' /proc/meminfo) # GB: each pool has half of it
   find_python "$@"
   command -v redis-server >/dev/null ||
-    die "there is no redis-server, which the jobs meet at: bash tools/setup.sh --mux installs it, as root"
+    die "redis-server is not installed, and the jobs share it: run bash tools/setup.sh --mux as root"
   mux=("$PYTHON" -m rlcore mux)
   export MODEL_PATH PYTHON # both start from one model
   ALONE=1 bash "$0" "$@" --run.name mux_profile --run.steps 4 --debug.full_length \

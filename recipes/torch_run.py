@@ -44,7 +44,7 @@ def main() -> int:
         how = (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
-        print(f"rlcore: rank {rank} {how}, and so did the run", file=sys.stderr)
+        print(f"rlcore: rank {rank} {how}; the run has ended", file=sys.stderr)
         code = 128 - code if code < 0 else code
         if code != 128 + signal.SIGTERM:
             failed()

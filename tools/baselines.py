@@ -225,7 +225,7 @@ def _metrics_apart(case: Case, old: Mapping[str, Any], new: Mapping[str, Any]) -
         if not name or name.startswith((*CLOCK, *case.loose)):
             continue
         if name not in new["metrics"]:
-            found.append((0, f"{name} is not there; if it was renamed, RENAMED is to say so"))
+            found.append((0, f"{name} is missing; if it was renamed, add it to RENAMED"))
             continue
         for step, a, b in zip(old["steps"], values, new["metrics"][name], strict=True):
             if not _close(a, b, case.rtol):
@@ -374,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
     unknown = [name for name in a.cases if name not in CASES]
     if unknown:
-        p.error(f"{', '.join(unknown)}: there is no such case; known: {', '.join(CASES)}")
+        p.error(f"{', '.join(unknown)}: unknown case; choose from {', '.join(CASES)}")
     names, folder, into = a.cases or list(CASES), a.dir.resolve(), a.into.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if a.command == "compare":

@@ -156,7 +156,7 @@ def scored(
         while len(found) < len(answers):
             found |= dict(service.poll(WAIT_S))
             if time.monotonic() > end:
-                raise SystemExit(f"{len(answers) - len(found)} scores did not come")
+                raise SystemExit(f"{len(answers) - len(found)} scores are missing")
     return found
 
 

@@ -108,9 +108,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if a.prompts % 32 or a.prompts < 32:
         p.error(f"--prompts {a.prompts}: must be a multiple of the 32 of a step")
     if a.engine == "sglang" and a.decode_floor_ms:
-        p.error("--decode-floor-ms: is the torch engine's; leave it, or --engine torch")
+        p.error("--decode-floor-ms: works only with --engine torch; omit it or change the engine")
     if a.epochs < 2:
-        p.error(f"--epochs {a.epochs}: must be at least 2, the first has no history")
+        p.error(f"--epochs {a.epochs}: must be at least 2, since the first epoch has no history")
     return a
 
 
@@ -142,7 +142,7 @@ def run(a: argparse.Namespace, arm: str, seed: int) -> Path:
             env={"PYTHON": sys.executable} | os.environ | {"GPUS_PER_NODE": "1"},
         )
     if done.returncode:
-        raise SystemExit(f"{name} ended with {done.returncode}: {folder / 'screen.txt'}")
+        raise SystemExit(f"{name} exited with {done.returncode}; see {folder / 'screen.txt'}")
     return folder
 
 

@@ -189,7 +189,7 @@ def measure(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str
             row["seconds"].append(seconds)
             row["peak_bytes"] = max(row["peak_bytes"], said["peak_bytes"])
             if row["says"] != said["says"]:
-                sys.exit(f"{name}: other bits than in the round before")
+                sys.exit(f"{name}: bits differ from the previous round")
         shown = "  ".join(f"{name} {row['seconds'][-1]:.2f}" for name, row in found.items())
         print(f"round {number + 1}: {shown}", flush=True)
         yield found
@@ -300,10 +300,10 @@ def report(
     resident = found["resident"]
     for name, row in found.items():
         if row["is_ours"] and row["says"] != resident["says"]:
-            sys.exit(f"{name}: other bits than the resident model's")
+            sys.exit(f"{name}: bits differ from the resident model")
         apart = torch.tensor(row["says"]) - torch.tensor(resident["says"])
         if apart.abs().max() > 1e-5:
-            sys.exit(f"{name}: says something else than the resident model")
+            sys.exit(f"{name}: verdicts differ from the resident model")
     rows: list[dict[str, Any]] = [
         {"name": "model", "value": model_bytes / 1e9, "unit": "GB"},
         {"name": "reads", "value": args.gbps, "unit": "GB/s"},

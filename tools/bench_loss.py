@@ -483,7 +483,7 @@ def problem(a: argparse.Namespace) -> str:
     if not 0 < a.temperature < math.inf:
         return f"--temperature {a.temperature}: must be a finite number above 0"
     if a.device == "cuda" and not torch.cuda.is_available():
-        return "--device cuda: there is no GPU here; use --device cpu"
+        return "--device cuda: this machine has no GPU; use --device cpu"
     return ""
 
 

@@ -210,7 +210,7 @@ def await_place(url: str, name: str, process: subprocess.Popen, a: argparse.Name
             return
         time.sleep(0.2)
     others = [o["why"] for o in arbiter.status(url)["others"]]
-    raise SystemExit(f"{name} has no place: {others or a.dir / f'{name}.txt'}")
+    raise SystemExit(f"{name} was not placed: {others or a.dir / f'{name}.txt'}")
 
 
 CROWD = """
@@ -294,7 +294,7 @@ def period_s(folder: Path, begin: float, end: float) -> float:
     asked = [r["asked"] for r in turns(folder) if r["phase"] == "rollout"]
     inside = [t for t in asked if begin <= t <= end]
     if len(inside) < 2:
-        raise SystemExit(f"{folder}: {len(inside)} steps while all jobs were at work; more --steps")
+        raise SystemExit(f"{folder}: {len(inside)} steps while all jobs ran; raise --steps")
     return (inside[-1] - inside[0]) / (len(inside) - 1)
 
 

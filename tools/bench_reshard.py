@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--plot", default="", help="PNG file")
     a = parser.parse_args()
     if a.cpu_time and a.device != "cpu":
-        parser.error(f"--cpu-time --device {a.device}: a GPU's work is no time of the CPU")
+        parser.error(
+            f"--cpu-time --device {a.device}: CPU time does not measure GPU work; use --device cpu"
+        )
     if a.threads or a.cpu_time:
         torch.set_num_threads(1 if a.cpu_time else a.threads)
     torch.manual_seed(a.seed)

@@ -92,7 +92,7 @@ def train(a: argparse.Namespace, name: str, recipe: str, keys: Sequence[str], se
                 env={"PYTHON": sys.executable} | os.environ | {"GPUS_PER_NODE": "2"},
             )
         if done.returncode:
-            raise SystemExit(f"{name} ended with {done.returncode}: {folder / 'screen.txt'}")
+            raise SystemExit(f"{name} exited with {done.returncode}; see {folder / 'screen.txt'}")
     return folder
 
 

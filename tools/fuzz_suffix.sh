@@ -31,7 +31,7 @@ while (($#)); do
       exit 0
       ;;
     *)
-      printf 'fuzz_suffix: %s: no such option\n' "$1" >&2
+      printf 'fuzz_suffix: %s: unknown option\n' "$1" >&2
       usage >&2
       exit 2
       ;;
@@ -39,7 +39,7 @@ while (($#)); do
   shift
 done
 if [[ ! $SECONDS_TO_RUN =~ ^[1-9][0-9]*$ ]]; then
-  printf -- '--seconds %s: a whole number, 1 or more\n' "$SECONDS_TO_RUN" >&2
+  printf -- '--seconds %s: must be a whole number of at least 1\n' "$SECONDS_TO_RUN" >&2
   exit 2
 fi
 
@@ -58,7 +58,7 @@ for name in afl-clang-fast++ afl-g++-fast afl-g++; do
   fi
 done
 if [[ -z $compiler ]] || ! command -v afl-fuzz >/dev/null; then
-  echo 'fuzz_suffix: AFL++ is not here; Debian and Ubuntu: apt-get install afl++' >&2
+  echo 'fuzz_suffix: AFL++ is not installed; on Debian and Ubuntu run apt-get install afl++' >&2
   exit 2
 fi
 
@@ -85,7 +85,7 @@ export AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 # core dumps may go to a handler:
 afl-fuzz -i "$SEEDS" -o "$RUN/out" -V "$SECONDS_TO_RUN" -m none -t 2000 -- "$PROGRAM" \
   >"$RUN/log" 2>&1 || {
   tail -n 20 "$RUN/log" >&2
-  echo "fuzz_suffix: afl-fuzz stopped; its words are in $RUN/log" >&2
+  echo "fuzz_suffix: afl-fuzz stopped; see its output in $RUN/log" >&2
   exit 1
 }
 

@@ -38,10 +38,10 @@ while (($#)); do
       ;;
     -*)
       usage >&2
-      die "$1: there is no such flag"
+      die "$1: unknown flag"
       ;;
     *)
-      [[ -f $1 ]] || die "$1: there is no such file"
+      [[ -f $1 ]] || die "$1: no such file"
       FILES+=("$(realpath "$1")")
       ;;
   esac

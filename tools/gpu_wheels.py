@@ -80,10 +80,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if not re.fullmatch(r"3\.\d+", args.python):
         parser.error(f"--python {args.python}: give major and minor version, such as 3.12")
     if args.have and not args.have.is_file():
-        parser.error(f"--have {args.have}: there is no such file")
+        parser.error(f"--have {args.have}: no such file")
     if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
         parser.error(
-            f"{args.folder} is not empty; name a new folder, so that no wheel is there twice"
+            f"{args.folder} is not empty; give a new folder, so that no wheel is duplicated"
         )
     return args
 
@@ -124,7 +124,7 @@ def fetch(requirement: Requirement, python: str, folder: Path) -> Path:
         said = pip("wheel", "--wheel-dir", folder, spec) and said  # the first reason is the better
     if said:
         if OFFLINE.search(said):
-            die(f"no package index can be reached from here ({last_line(said)})")
+            die(f"no package index can be reached ({last_line(said)})")
         die(f"{spec}: no wheel for Python {python}, and none could be built ({last_line(said)})")
     [wheel] = set(folder.iterdir()) - before
     return wheel

@@ -46,7 +46,7 @@ while (($#)); do
     --test | --te | --sglang | --bench | --wandb) EXTRAS+=("${1#--}") ;;
     --apex)
       APEX=${2:-}
-      [[ -n $APEX ]] || die '--apex needs a source: a folder with the Apex sources, or its git URL'
+      [[ -n $APEX ]] || die '--apex needs a value: a folder with the Apex sources, or its git URL'
       shift
       ;;
     --browser) BROWSER=1 ;;
@@ -60,7 +60,7 @@ while (($#)); do
       ;;
     *)
       usage >&2
-      die "$1: there is no such flag"
+      die "$1: unknown flag"
       ;;
   esac
   shift
@@ -172,7 +172,7 @@ find_python() {
   local candidate newest
   if [[ -n ${RLCORE_PYTHON:-} ]]; then
     good_python "$RLCORE_PYTHON" ||
-      die "RLCORE_PYTHON=$RLCORE_PYTHON: this is no $NEEDED"
+      die "RLCORE_PYTHON=$RLCORE_PYTHON: not $NEEDED"
     echo "$RLCORE_PYTHON"
     return
   fi
@@ -192,7 +192,7 @@ make_venv() {
   local python
   if [[ -e $VENV ]]; then
     good_python "$VENV/bin/python" ||
-      die "$VENV is there, but is no environment of $NEEDED; move it away"
+      die "$VENV exists but is not an environment of $NEEDED; move it away"
     "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || repair_pip
     return
   fi
@@ -302,7 +302,7 @@ check_sglang() { # whether its packages for CUDA can work here; before torch is 
       'system or container (Ubuntu 22.04, Debian 12, RHEL 9), or leave --sglang out'
   [[ -e $VENV ]] || return 0 # make_venv looks for the Python
   good_python "$VENV/bin/python" ||
-    die "$VENV is no environment of $NEEDED; move it away, or name another one in RLCORE_VENV"
+    die "$VENV is not an environment of $NEEDED; move it away, or set RLCORE_VENV to another folder"
   torch_version >/dev/null || return 0
   wanted=$(sed -n 's/^cuda-toolkit==\([0-9]*\.[0-9]*\).*/\1/p' "$(lock)")
   [[ $(torch_cuda) == "$wanted" ]] ||
@@ -343,7 +343,7 @@ install_sandbox() { # programs of code rewards run without namespaces where this
   } >>"$LOG" 2>&1 && command -v bwrap >/dev/null; then
     echo 'setup: bubblewrap, for the sandbox of --reward code'
   else
-    echo 'setup: WARNING: no bubblewrap: --reward code has its weaker sandbox; on Debian and Ubuntu:' \
+    echo 'setup: WARNING: no bubblewrap: --reward code uses a weaker sandbox; on Debian and Ubuntu:' \
       'apt install bubblewrap' >&2
   fi
   touch "$VENV/rlcore-sandbox.stamp"
@@ -353,7 +353,7 @@ install_debian() { # flag name packages...
   local flag=$1 name=$2
   shift 2
   command -v apt-get >/dev/null ||
-    die "$flag: there is no apt-get here; install $name by hand, on PATH"
+    die "$flag: this machine has no apt-get; install $name by hand, on PATH"
   ((EUID == 0)) || die "$flag: apt-get needs root; run as root: apt-get install $*"
   step 'package lists' apt-get update
   step "$name" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
@@ -362,7 +362,7 @@ install_debian() { # flag name packages...
 install_native() {
   local said built=python
   step 'rlcore, with its native build' pip_install -v --no-deps --no-build-isolation -e .
-  said=$(grep -o 'native build: .*' "$LOG" | tail -n 1) || die "no word of the native build in $LOG"
+  said=$(grep -o 'native build: .*' "$LOG" | tail -n 1) || die "$LOG does not report the native build"
   echo "setup: $said"
   [[ $said == *'left out'* ]] || built=native
   [[ ${RLCORE_CUDA:-} == 0 || ${RLCORE_NATIVE:-} == 0 || $said == *kernels\ for* ]] || ! has_cuda ||
@@ -383,7 +383,7 @@ mkdir -p build
 exec 9>build/setup.lock
 if ! flock -n 9; then
   echo 'setup: waiting for another set-up of this checkout'
-  flock -w 3600 9 || die 'the other set-up still runs after an hour; look at build/setup.log'
+  flock -w 3600 9 || die 'another set-up still runs after an hour; read build/setup.log'
 fi
 : >"$LOG"
 ! asked_for sglang || check_sglang

@@ -100,7 +100,7 @@ def run(folder: Path, mode: str, steps: int, seed: int) -> list[Look]:
             process.terminate()
             process.wait(60)
     if process.returncode:
-        raise SystemExit(f"{name} ended with {process.returncode}: {screen}")
+        raise SystemExit(f"{name} exited with {process.returncode}; see {screen}")
     return looks
 
 
@@ -123,7 +123,7 @@ def slopes(looks: Sequence[Look], steps: int) -> dict[str, tuple[float, float, b
     see."""
     late = [found for found in looks if steps / 5 < found["step"] < steps]
     if len({found["step"] for found in late}) < 3:
-        raise ValueError(f"{len(late)} looks at the last steps of {steps}: give more --steps")
+        raise ValueError(f"{len(late)} samples in the last steps of {steps}; raise --steps")
     out = {}
     for name in UNITS:
         values = [found[name] for found in late]

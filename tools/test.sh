@@ -45,8 +45,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 bash tools/setup.sh "${EXTRAS[@]}" --quiet
 if ((SERVICES && EUID == 0)); then
-  bash tools/setup.sh --mux --quiet || echo 'tools/test.sh: no Redis: tests of mux are skipped' >&2
-  bash tools/setup.sh --slurm --quiet || echo 'tools/test.sh: no Slurm: its tests are skipped' >&2
+  bash tools/setup.sh --mux --quiet || echo 'tools/test.sh: Redis is not installed: mux tests are skipped' >&2
+  bash tools/setup.sh --slurm --quiet || echo 'tools/test.sh: Slurm is not installed: its tests are skipped' >&2
 fi
 BIN=${RLCORE_VENV:-$ROOT/.venv}/bin
 export PATH="$BIN:$PATH"

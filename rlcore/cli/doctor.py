@@ -30,7 +30,9 @@ def _main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     if not args.run.is_dir():
-        print(f"rlcore doctor: there is no folder {args.run}", file=sys.stderr)
+        print(
+            f"rlcore doctor {args.run}: no such folder; give the folder of a run", file=sys.stderr
+        )
         return 2
     print("\n".join(examine(args.run, args.stacks)))
     return 0
@@ -44,7 +46,7 @@ def examine(run: Path, stacks: bool = False) -> list[str]:
 
     lines, records = _state(run), verdict.read(run)
     if not records:
-        none = "no flight record: no rank has raised an alarm, or all were killed at once"
+        none = "no flight record: no rank raised an alarm, or all ranks were killed at once"
         return [*lines, none, *_errors(run)]
     suspects: list[int] = []
     file = run / FOLDER / VERDICT
@@ -57,7 +59,7 @@ def examine(run: Path, stacks: bool = False) -> list[str]:
     for rank in shown if stacks else shown[:4]:
         lines += ["", *_of_rank(records[rank], stacks)]
     if not stacks:
-        lines += ["", "all threads of all ranks, and child processes: --stacks"]
+        lines += ["", "--stacks shows all threads of all ranks and their child processes"]
     return [*lines, *_errors(run)]
 
 
@@ -71,7 +73,7 @@ def _of_rank(record: Mapping[str, Any], stacks: bool) -> list[str]:
     ]
     last = record["collectives"].get("last", [])
     if last:
-        lines.append(f"  last collective {last[-1]}")
+        lines.append(f"  last collective: {last[-1]}")
     for when, text in record["events"][-EVENTS:]:
         lines.append(f"  {when - record['time']:+8.1f} s  {text}")
     if not stacks:
@@ -87,10 +89,10 @@ def _state(run: Path) -> list[str]:
 
     rows = read_metrics(run)
     if not rows:
-        return [f"{run}: no step has been done"]
+        return [f"{run}: no step is complete"]
     ago = time.time() - (run / METRICS).stat().st_mtime
     end = "finished" if (run / SUMMARY).exists() else "not finished"
-    return [f"{run}: step {rows[-1]['step']} was the last, {ago:.0f} s ago; {end}"]
+    return [f"{run}: {end}; last step {rows[-1]['step']}, {ago:.0f} s ago"]
 
 
 def _errors(run: Path) -> list[str]:
@@ -100,4 +102,4 @@ def _errors(run: Path) -> list[str]:
         lines = log.read_text(errors="replace").splitlines()
         errors = [line for line in lines if " ERROR " in line]
         found += [f"{log.stem}: {line}" for line in errors[-1:]]
-    return ["", "last errors in the logs", *found[:ERRORS]] if found else []
+    return ["", "last error of each rank's log", *found[:ERRORS]] if found else []

@@ -23,9 +23,9 @@ GPU_GB = 80.0
 """Assumed memory of a GPU in GB, if there is no GPU here."""
 
 
-def show(cfg: Config) -> int:
-    """Print the resolved configuration, batch arithmetic, layout, memory plan and all checks that
-    were not possible here. Return 2 if the run would be refused."""
+def show(cfg: Config, every: bool = False) -> int:
+    """Print batch arithmetic, layout, memory plan, the settings that differ from their defaults (or
+    `every` key), and all checks that were not possible here. Return 2 if the run is refused."""
     from rlcore.cli import inputs
     from rlcore.cli.builders.model import with_layers, with_room
     from rlcore.mcore.layout import layout_of
@@ -37,6 +37,7 @@ def show(cfg: Config) -> int:
     train_ranks = max(world - apart, 1)
     problems = rules.broken(cfg)
     follows_rules = not problems
+    chosen = resolve.to_json(cfg) if every else settings_of(cfg)
     notes = [] if problems else [f"note         {line}" for line in rules.warnings(cfg)]
     problems += rules.of_world(cfg, world, per_node)
     has_arithmetic = not rules.of_batch(cfg)
@@ -70,11 +71,9 @@ def show(cfg: Config) -> int:
             roomy = with_room(cfg, hf) if hf is not None else cfg
     if roomy != cfg:
         notes.append(
-            f"prompts      at most {roomy.data.max_prompt_tokens} tokens, so that an answer fits "
-            "the model's positions too"
+            f"prompts      at most {roomy.data.max_prompt_tokens} tokens, so that prompt and "
+            "response fit the model's positions"
         )
-    print(resolve.to_json(cfg))
-    print()
     if layout is not None and has_arithmetic:
         print("\n".join(arithmetic(roomy, world, layout.dp)))
         tp = cfg.rollout.tp
@@ -84,7 +83,7 @@ def show(cfg: Config) -> int:
             + (f" on the first {train_ranks}" if apart else "")
             + f"; {_count((apart or world) // tp, 'engine')} ({cfg.rollout.engine}) of "
             + _count(tp, "rank")
-            + (", or another size after some steps" if rules.changes_size(cfg) else "")
+            + ("; the size changes during the run" if rules.changes_size(cfg) else "")
         )
         print(rank_map(layout, world, per_node, tp))
     for line in notes:
@@ -106,11 +105,12 @@ def show(cfg: Config) -> int:
                 problems.append(large)
             elif gpu_bytes:
                 where = plan.worst.replace("_", "-")
-                print(f"  fits {gpu_bytes / memory.GB:g} GB{source}: {where} takes most")
+                print(f"  fits {gpu_bytes / memory.GB:g} GB{source}; the largest phase is {where}")
     if hf is not None and not problems and not apart:
         print(expected(cfg, hf, world))
     if hf is not None and not problems and cfg.select.mode == "async":
         print(split(cfg, hf, world, per_node))
+    print(chosen)
     for line in found.unchecked.values():
         print(f"not checked: {line}")
     for line in dict.fromkeys(problems):
@@ -119,9 +119,28 @@ def show(cfg: Config) -> int:
         print("dry run: refused")
         return 2
     conditions = "; ".join(found.unchecked)
-    end = f"would run, if these hold there: {conditions}" if conditions else "this would run"
+    end = (
+        f"would run if these exist on that machine: {conditions}"
+        if conditions
+        else "this would run"
+    )
     print(f"dry run: {end}")
     return 0
+
+
+def settings_of(cfg: Config) -> str:
+    """Return a line for each selector and each key that differs from its default."""
+    from rlcore.cli import settings
+
+    selectors = resolve.keys(cfg.select)
+    default = settings.parse([f"--{name}={value}" for name, value in selectors.items() if value])
+    other = [
+        f"{key} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for key, value in (selectors | resolve.keys(cfg)).items()
+        if (key in selectors and value) or value != resolve.keys(default).get(key, "")
+    ]
+    lines = [f"setting      --{line}" for line in other]
+    return "\n".join([*lines, "setting      --dry-run all prints every key"])
 
 
 def is_elsewhere(cfg: Config) -> bool:
@@ -148,15 +167,14 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
     earlier = Path(cfg.run.dir) / (cfg.run.name or "run") / "rollouts.jsonl"
     try:
         if gpu is None:
-            raise ValueError(f"there is no data sheet of {name}")
+            raise ValueError(f"the data sheet of {name} is not known")
         found, said = expect.step(cfg, hf, world, gpu, earlier)
     except ValueError as error:
-        return f"expected     no estimate of the time of a step: {error}"
+        return f"expected     no estimate of the step time: {error}"
     phases = ", ".join(f"{p} {s:.1f}" for p, s in found.phases.items() if s >= 0.05)
     return (
-        f"expected     {found.seconds:.1f} s a step on {world} x {gpu.name} ({phases}), by the "
-        f"simulator; lengths {said}; {'turns and rewards' if cfg.select.env else 'rewards'} not "
-        "counted"
+        f"expected     {found.seconds:.1f} s per step on {world} x {gpu.name} ({phases}), "
+        f"simulated without {'turns and rewards' if cfg.select.env else 'rewards'}; lengths {said}"
     )
 
 
@@ -173,8 +191,8 @@ def rank_map(layout: "ParallelLayout", world: int, per_node: int, tp: int) -> st
     engine = (f"{first} + " if first else "") + (f"{tp} x engine" if tp > 1 else "engine")
     return (
         f"rank map     rank = {' + '.join(terms) or '0'}, counted from 0"
-        + (f"; {layout.ep} neighbours of a stage share the experts" if layout.ep > 1 else "")
-        + f"; an engine begins at rank {engine}; node = rank / {per_node}"
+        + (f"; experts are sharded over {layout.ep} neighbours of a stage" if layout.ep > 1 else "")
+        + f"; first rank of an engine = {engine}; node = rank / {per_node}"
     )
 
 
@@ -188,7 +206,7 @@ def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
         said = splits.by_data_sheet(plan, cfg, hf, world, folder / "rollouts.jsonl")
         said = splits.by_last_steps(plan, cfg, folder, world) or said
     except ValueError as error:
-        said = f"no estimate of other splits: {error}"
+        said = f"no estimate of other numbers of rollout ranks: {error}"
     return f"balance      {said}"
 
 
@@ -211,7 +229,7 @@ def judges(cfg: Config, found: "Findings") -> tuple["OtherMemory", list[str]]:
             stay = footprint(section, hf).num_resident
             lines += [
                 f"judge        {where}",
-                f"judge        {hf.arch}, {hf.num_layers} layers, of which {stay} may stay on the "
+                f"judge        {hf.arch}, {hf.num_layers} layers, at most {stay} resident on the "
                 f"GPU (--{key}.resident_ratio {section.resident_ratio:g})",
             ]
     return beside(sized), lines
@@ -234,8 +252,8 @@ def model_of(
         return HFConfig.from_folder(path, key), path
     file = Path(facts)
     name = "/".join(file.parts[-3:])
-    missing = f"there is no folder {path} here"
-    return HFConfig.from_dict(read_json(file)), f"from {name}, not the folder: {missing}"
+    missing = f"no folder {path} on this machine"
+    return HFConfig.from_dict(read_json(file)), f"read from {name}: {missing}"
 
 
 def gpu_gb(cfg: Config) -> float:
@@ -256,8 +274,8 @@ def gpu_source(cfg: Config) -> str:
     if cfg.cluster.gpu_memory_gb is not None:
         return ""
     if torch.cuda.is_available():
-        return " (the GPU here)"
-    return " (no GPU here: an assumption; --cluster.gpu_memory_gb says another size)"
+        return " (GPU of this machine)"
+    return " (assumed, this machine has no GPU; set --cluster.gpu_memory_gb)"
 
 
 def _count(number: int, what: str) -> str:

@@ -54,24 +54,26 @@ def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
     if cfg.select.schedule == "tail_batching":
         tail = cfg.tail
         a, b = int(tail.eta_prompts * prompts + 1e-9), round(tail.eta_samples * samples)
-        started = f"{a} prompts x {b} responses are started, the first {started} kept"
+        started = f"start {a} prompts x {b} responses, keep the first {started}"
     room = engines * cfg.rollout.max_running_requests
     waves = math.ceil(total / max(room, 1))
     return [
         f"step         {started} = {total} samples",
         f"update       {updates} of {per_update} samples, {cfg.train.epochs} epoch(s): "
-        f"{updates * cfg.train.epochs} optimizer steps a step",
-        f"rank         {per_update / dp:g} samples of an update on each of {dp} ranks of data, "
+        f"{updates * cfg.train.epochs} optimizer steps per step",
+        f"rank         {per_update / dp:g} samples per update on each of {dp} data-parallel ranks, "
         f"in micro-batches of {cfg.train.tokens_per_micro_batch} tokens",
-        f"tokens       at most {cfg.data.max_prompt_tokens} + {cfg.rollout.max_tokens} = {most} a "
-        f"sample, {_short(total * most)} a step, {_short(per_update / dp * most)} a rank's update",
+        f"tokens       at most {cfg.data.max_prompt_tokens} + {cfg.rollout.max_tokens} = {most} "
+        f"per sample, {_short(total * most)} per step, {_short(per_update / dp * most)} per update "
+        "of a rank",
         f"decoding     {engines} engine(s) of {cfg.rollout.tp} rank(s), "
-        f"{cfg.rollout.max_running_requests} at a time each: {waves} wave(s) where all are long",
+        f"{cfg.rollout.max_running_requests} requests each: {waves} wave(s) if all responses are "
+        "long",
         f"run          {cfg.run.steps} steps = {_short(cfg.run.steps * prompts)} prompts, "
         f"{_short(cfg.run.steps * total)} samples, {cfg.run.steps * updates * cfg.train.epochs} "
         "optimizer steps",
         f"in verl      data.train_batch_size {prompts}, rollout.n {samples}, "
-        f"actor.ppo_mini_batch_size {per_update / samples:g} (it counts prompts)",
+        f"actor.ppo_mini_batch_size {per_update / samples:g} (counted in prompts)",
         f"in slime     --rollout-batch-size {prompts} --n-samples-per-prompt {samples} "
         f"--global-batch-size {per_update}",
     ]

@@ -55,12 +55,16 @@ def _main(argv: Sequence[str]) -> int:
 
     cfg = tyro.cli(JudgeConfig, args=list(argv), prog="rlcore judge", use_underscores=True)
     if (cfg.out / "model.safetensors").is_file():
-        print(f"{cfg.out} is there already")
+        print(f"{cfg.out} exists; choose another --out")
         return 0
     agreement, steps = make(cfg)
-    print(f"judge: agrees with the rule on {agreement:.3f} after {steps} steps, in {cfg.out}")
+    print(f"judge: agrees with the exact rule on {agreement:.3f} after {steps} steps, in {cfg.out}")
     if cfg.steps and steps == cfg.steps and agreement < cfg.target:
-        print(f"--target {cfg.target}: not reached in --steps {cfg.steps}", file=sys.stderr)
+        print(
+            f"--target {cfg.target}: not reached within --steps {cfg.steps}; raise --steps or "
+            "lower --target",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -104,23 +104,21 @@ def _up(a: argparse.Namespace) -> int:
     for pool in (arbiter.ROLLOUT, arbiter.TRAIN):
         nodes = getattr(a, f"{pool}_pool")
         if nodes < 1:
-            raise ConfigError(f"--{pool}-pool {nodes}: at least 1 node")
+            raise ConfigError(f"--{pool}-pool {nodes}: must be at least 1")
         pools[pool] = {
             "nodes": nodes,
             **{k: getattr(a, f"{pool}_{k}") for k in ("price", "memory_gb", "switch_s")},
         }
     binary = shutil.which("redis-server")
     if binary is None:
-        raise ConfigError(
-            "mux up: there is no redis-server here; `bash tools/setup.sh --mux` installs it"
-        )
+        raise ConfigError("mux up: redis-server is not installed; run bash tools/setup.sh --mux")
     a.dir.mkdir(parents=True, exist_ok=True)
     a.dir.chmod(0o700)
     about = _read(a.dir) or {"password": secrets.token_urlsafe(24), "pids": {}}
     if _is_arbiter(about["pids"].get("arbiter")) and about["pools"] != pools:
         raise ConfigError(
-            f"mux up: an arbiter in {a.dir} works with other pools, {about['pools']}; "
-            "`mux down` first, jobs wait meanwhile"
+            f"mux up: the arbiter of {a.dir} runs with other pools, {about['pools']}; stop it with "
+            "`mux down` first (jobs wait meanwhile)"
         )
     about |= {"host": a.host, "port": a.port, "pools": pools}
     if not _answers(about):
@@ -137,7 +135,10 @@ def _up(a: argparse.Namespace) -> int:
     client = store.connect(_url(about))
     _await(lambda: client.exists(store.ARBITER), f"the arbiter; see {a.dir / 'arbiter.log'}")
     nodes = " and ".join(f"{values['nodes']} {pool}" for pool, values in pools.items())
-    print(f"up: {hide(_url(about))}, {nodes} nodes; `mux add JOB` gives a job its address")
+    print(
+        f"mux is up at {hide(_url(about))} with {nodes} nodes; `mux add JOB` prints the address "
+        "for a job"
+    )
     return 0
 
 
@@ -168,8 +169,10 @@ def _down(a: argparse.Namespace) -> int:
         pid = about["pids"].pop(name, None)
         if pid is not None and _is_ours(pid, name):
             os.kill(pid, signal.SIGTERM)
-            _await(lambda pid=pid, name=name: not _is_ours(pid, name), f"{name} to end, pid {pid}")
-            print(f"{name} has ended")
+            _await(
+                lambda pid=pid, name=name: not _is_ours(pid, name), f"{name} to exit (pid {pid})"
+            )
+            print(f"{name} has exited")
     _write(a.dir, about)
     return 0
 
@@ -226,16 +229,16 @@ def _nodes(group: dict[str, Any], pool: str) -> str:
 
 def show(found: dict[str, Any]) -> list[str]:
     """Return a status as lines of text."""
-    lines = [] if found["arbiter"] else ["no arbiter is at work: `mux up` starts one"]
+    lines = [] if found["arbiter"] else ["no arbiter is running; start one with `mux up`"]
     lines.append(
         ", ".join(f"{pool}: {n['used']} of {n['of']} nodes" for pool, n in found["nodes"].items())
     )
     for g in found["groups"]:
         use = ", ".join(f"{pool} {share:.0%}" for pool, share in g["utilization"].items())
         lines.append(
-            f"group {g['group']}: rollout {_nodes(g, 'rollout')}, train {_nodes(g, 'train')}, an "
-            f"iteration at most "
-            f"{g['period_s']:.1f} s, in use at worst: {use}; host memory of a node: "
+            f"group {g['group']}: rollout {_nodes(g, 'rollout')}, train {_nodes(g, 'train')}, "
+            f"period at most {g['period_s']:.1f} s, worst-case utilisation: {use}; host memory per "
+            "node: "
             + ", ".join(
                 f"{pool} {gb:.1f} of {found['nodes'][pool]['host_gb']:g} GB"
                 for pool, gb in g["host_gb"].items()
@@ -244,7 +247,7 @@ def show(found: dict[str, Any]) -> list[str]:
         for j in g["jobs"]:
             does = f"holds {'+'.join(j['holds'])}" if j["holds"] else "between phases"
             if j["waits_s"] is not None:
-                does = f"waits since {j['waits_s']:.1f} s behind {', '.join(j['behind'])}"
+                does = f"has waited {j['waits_s']:.1f} s behind {', '.join(j['behind'])}"
             lines.append(
                 f"  {j['job']}: {does}; {j['phases']} phases done, slack {j['slack']:+.0%}"
                 + "".join(
@@ -268,7 +271,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 def _known(folder: Path) -> dict[str, Any]:
     about = _read(folder)
     if about is None:
-        raise ConfigError(f"--dir {folder}: nothing was started there; `mux up` first")
+        raise ConfigError(f"--dir {folder}: no mux was started in this folder; run `mux up` first")
     return about
 
 
@@ -291,13 +294,15 @@ def _answers(about: dict[str, Any]) -> bool:
             return bool(store.connect(_url(about)).ping())
         except redis.AuthenticationError as error:
             raise ConfigError(
-                f"mux up: another Redis server is at {about['host']}:{about['port']}; choose --port"
+                f"mux up: another Redis server listens at {about['host']}:{about['port']}; choose "
+                "another --port"
             ) from error
     with socket.socket() as s:
         s.settimeout(1.0)
         if s.connect_ex((about["host"], about["port"])) == 0 and not about["pids"].get("redis"):
             raise ConfigError(
-                f"mux up: something else listens at {about['host']}:{about['port']}; choose --port"
+                f"mux up: another program listens at {about['host']}:{about['port']}; choose "
+                "another --port"
             )
     return False
 
@@ -322,4 +327,4 @@ def _await(ready: Any, what: str) -> None:
         if ready():
             return
         time.sleep(0.05)
-    raise RuntimeError(f"mux: waited {START_S:g} s in vain for {what}")
+    raise RuntimeError(f"mux: waited {START_S:g} s for {what}")

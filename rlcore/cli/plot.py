@@ -27,7 +27,10 @@ def _main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     runs, out = args.runs, args.out
     if missing := [str(r) for r in runs if not (r / "metrics.jsonl").is_file()]:
-        print(f"rlcore plot: no metrics.jsonl in {', '.join(missing)}", file=sys.stderr)
+        print(
+            f"rlcore plot: no metrics.jsonl in {', '.join(missing)}; give folders of runs",
+            file=sys.stderr,
+        )
         return 2
     if len(runs) == 1:
         print(plots.curve(runs[0], out))

@@ -97,7 +97,10 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ConfigError(f"--{name} {min(values)}: must be at least 1")
     sizes = sorted(set(a.tp or [cfg.rollout.tp]))
     if cfg.rollout.engine == "torch" and sizes != [1]:
-        raise ConfigError(f"--tp {sizes[-1]}: the torch engine is one rank; give 1, or sglang")
+        raise ConfigError(
+            f"--tp {sizes[-1]}: the torch engine has one rank; set --tp 1 or --rollout.engine "
+            "sglang"
+        )
     import torch
 
     from rlcore.cli.builders.model import model_config
@@ -110,8 +113,8 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
     contexts = sorted(set(a.context or [max(longest // 8, 1), max(longest // 2, 1)]))
     if contexts[0] < 1 or contexts[-1] + FEWEST > hf.max_positions:
         raise ConfigError(
-            f"--context {contexts[0]} to {contexts[-1]}: at least 1, and with {FEWEST} steps at "
-            f"most the model's {hf.max_positions} positions"
+            f"--context {contexts[0]} to {contexts[-1]}: must be at least 1, and with {FEWEST} "
+            f"decode steps fit the model's {hf.max_positions} positions"
         )
     cuda = torch.cuda.is_available()
     here = World(0, 1, 0, torch.device("cuda", 0) if cuda else torch.device("cpu"), None)
@@ -141,7 +144,10 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
         f"{context} tokens: {rates})"
     )
     if max(load) > (os.cpu_count() or 1) and not cuda:
-        print(f"note: the load average was {max(load):.1f}: others were at work, measure anew")
+        print(
+            f"note: the load average was {max(load):.1f}, so other processes were running; measure "
+            "again on an idle machine"
+        )
     print(a.out)
     return 0
 
@@ -280,7 +286,9 @@ class Bench:
             else:
                 short, count = found, 2 * count
         if not rows:
-            print(f"left out: {sequences} sequences of {context} tokens, not all decoded at a time")
+            print(
+                f"skipped: {sequences} sequences of {context} tokens do not fit the engine at once"
+            )
             return None
         return sorted(rows, key=lambda row: row.step_s)[len(rows) // 2]
 
@@ -339,6 +347,6 @@ class Bench:
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"--rollout.stall_timeout_s {self._deadline_s:g} is over: {left} of "
-                    f"{sequences} sequences of {prompt} + {steps} tokens have not ended"
+                    f"{sequences} sequences of {prompt} + {steps} tokens are unfinished; raise it"
                 )
         return events

@@ -72,7 +72,7 @@ def _main(argv: Sequence[str]) -> int:
 
     cfg = tyro.cli(SFTConfig, args=list(argv), prog="rlcore sft", use_underscores=True)
     if (cfg.out / "model.safetensors").is_file():
-        print(f"{cfg.out} is there already")
+        print(f"{cfg.out} exists; choose another --out")
         return 0
     return run(cfg)
 
@@ -105,8 +105,8 @@ def run(cfg: SFTConfig) -> int:
         shutil.rmtree(start)
         if accuracy < cfg.target:
             print(
-                f"--target {cfg.target}: not reached in --steps {cfg.steps}, the warm start ends "
-                f"at {accuracy:.3f}",
+                f"--target {cfg.target}: not reached within --steps {cfg.steps}; raise --steps or "
+                f"lower --target, the accuracy is {accuracy:.3f}",
                 file=sys.stderr,
             )
     return 0

@@ -195,8 +195,8 @@ def _splits(a: argparse.Namespace) -> int:
     others = a.schedule != "all", a.stream, a.max_tp, a.reward != "none", a.picture, a.trace
     if a.alpha < 0 or any(others):
         raise ConfigError(
-            "splits: --alpha is at least 0; --schedule, --stream, --max-tp, --reward, --picture "
-            "and --trace are for `sim run`"
+            "splits: --alpha must be at least 0, and --schedule, --stream, --max-tp, --reward, "
+            "--picture and --trace work only with `sim run`"
         )
     plan, notes = user.plan(a)
     made = splits.table(plan, a.alpha, a.steps)
@@ -231,7 +231,8 @@ def _papers(a: argparse.Namespace) -> int:
     asked = [w for w in (a.what, a.figure, a.table) if w]
     if len(asked) != 1:
         raise ConfigError(
-            "rollpacker: one of --figure 11, --figure 10c, --table 1, --table 2, planner, scaling"
+            "rollpacker: give one of --figure 11, --figure 10c, --table 1, --table 2, planner, "
+            "scaling"
         )
     if a.rounds < 1:
         raise ConfigError(f"--rounds {a.rounds}: must be at least 1")
@@ -281,7 +282,7 @@ def _rollmux(a: argparse.Namespace) -> int:
     if count < 1:
         raise ConfigError(f"--rounds {count}: must be at least 1")
     if a.turns and a.experiment != "micro":
-        raise ConfigError(f"--turns {a.turns}: only --experiment micro has turns to draw")
+        raise ConfigError(f"--turns {a.turns}: works only with --experiment micro")
     begin = time.monotonic()
     found = make(count, a.seed)
     made = found.made
@@ -314,7 +315,9 @@ def _add_rhymerl(p: argparse.ArgumentParser) -> None:
 
 def _rhymerl(a: argparse.Namespace) -> int:
     if a.steps < 4:
-        raise ConfigError(f"--steps {a.steps}: must be at least 4, the first third is not counted")
+        raise ConfigError(
+            f"--steps {a.steps}: must be at least 4, since the first third is a warm-up"
+        )
     begin = time.monotonic()
     made = rhymerl.report(a.steps, a.seed, print)
     print(f"\n{a.steps} steps an arm, seed {a.seed}, {time.monotonic() - begin:.0f} s")
@@ -354,7 +357,7 @@ def _flash(a: argparse.Namespace) -> int:
         report.flash(tables, a.picture)
         print(a.picture)
     if broken:
-        print(f"a proposition does not hold: {'; '.join(broken)}", file=sys.stderr)
+        print(f"this proposition of the paper does not hold: {'; '.join(broken)}", file=sys.stderr)
         return 1
     return 0
 

@@ -76,7 +76,7 @@ def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier:
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "H100"
     gpu = expect.gpu_named(name)
     if gpu is None:
-        raise ValueError(f"there is no data sheet of {name}")
+        raise ValueError(f"the data sheet of {name} is not known")
     rates, said = expect.rates(cfg, hf, world, gpu, earlier)
     plan.learn_load(rates.load)
     return plan.say(rates, f"the data sheet of {world} x {gpu.name}") + f"; lengths {said}"

@@ -23,16 +23,16 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.cli import settings
     from rlcore.config import resolve, rules
 
-    words = list(argv)
-    dry = "--dry-run" in words or "--dry_run" in words
-    words = [w for w in words if w not in ("--dry-run", "--dry_run")]
+    dry = [i for i, w in enumerate(argv) if w in ("--dry-run", "--dry_run")]
+    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # --dry-run all
+    words = [w for i, w in enumerate(argv) if i not in dry + every]
     if "--help" in words or "-h" in words:
         print(resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")])))
         return 0
     if dry:
         from rlcore.cli import dry_run
 
-        return dry_run.show(settings.parse(words))
+        return dry_run.show(settings.parse(words), every=bool(every))
     cfg = settings.parse(words, _check_early)
     rules.check(cfg)
     return run(cfg)

@@ -93,8 +93,8 @@ def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> Non
     for key, cores in (("rollout_cores", rollout_cores), ("train_cores", train_cores)):
         if not allowed.issuperset(cores):
             raise ConfigError(
-                f"--cluster.{key} {' '.join(map(str, cores))}: this process may use the cores "
-                f"{', '.join(map(str, sorted(allowed)))}; choose among them"
+                f"--cluster.{key} {' '.join(map(str, cores))}: this process may only use cores "
+                f"{', '.join(map(str, sorted(allowed)))}; choose from these"
             )
 
 
@@ -205,9 +205,9 @@ def _store(rank: int, timeout_s: float) -> dist.TCPStore:
         )
     except dist.DistNetworkError as error:
         raise TimeoutError(
-            f"start-up: rank {rank} gets no answer from MASTER_ADDR {host}, port {port} within "
-            f"--cluster.timeout_s {timeout_s:g}: is torchrun of node 0 there, and can this node "
-            "reach it?"
+            f"start-up: rank {rank} got no answer from MASTER_ADDR {host}, port {port} within "
+            f"--cluster.timeout_s {timeout_s:g}; check that torchrun runs on node 0 and that this "
+            "node can reach it"
         ) from error
 
 

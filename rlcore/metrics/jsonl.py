@@ -33,7 +33,10 @@ class JsonLines:
         """Append rows of one step in one go. OSError with the path if the disk is full; the file
         then ends before these rows."""
         if step < self._last:
-            raise ValueError(f"{self.path}: step {step} after step {self._last}; steps only grow")
+            raise ValueError(
+                f"{self.path}: step {step} was appended after step {self._last}; append steps in "
+                "ascending order"
+            )
         self._last = step
         data = "".join(dumps({"step": step, **row}) + "\n" for row in rows).encode()
         size = os.fstat(self._fd).st_size
@@ -68,7 +71,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if row is not None:
                 yield row
             elif line.endswith(b"\n"):
-                log.warning("%s line %d: not a JSON object, left out", path, number)
+                log.warning("%s line %d: skipped, it is not a JSON object", path, number)
 
 
 def dumps(value: Any) -> str:

@@ -46,7 +46,7 @@ PANELS = (
     Panel(title="Entropy", unit="nats", lines={"": "actor/entropy"}),
     Panel(title="Gradient norm before clipping", unit="", lines={"": "actor/grad_norm"}, log=True),
     Panel(
-        title="Sampler against learner",
+        title="Mismatch of sampler and learner",
         unit="|p_sampler - p_learner|",
         lines={
             "largest": "training/rollout_probs_diff_max",
@@ -101,7 +101,7 @@ def detail(run_dir: Path, out: Path | None = None) -> Path:
     ofs = [_histogram, lambda ax, found: _tails(ax, _parts(found)), _quantiles] if lengths else []
     if not panels and not ofs:
         raise ConfigError(
-            f"{run_dir}: has evaluations alone; there is nothing to draw before step 1"
+            f"{run_dir}: the run has evaluations but no step yet; plot it after step 1"
         )
     title = f"{run_dir.name}: {_steps(rows)} steps"
     figure, axes = _figure(title, len(ofs) + len(panels))
@@ -147,7 +147,7 @@ def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
 def _rows(run_dir: Path) -> Rows:
     rows = read_metrics(run_dir)
     if not rows:
-        raise ConfigError(f"{run_dir}: no metrics.jsonl with steps in it; is this a run's folder?")
+        raise ConfigError(f"{run_dir}: no metrics.jsonl with steps; give the folder of a run")
     return rows
 
 
@@ -310,7 +310,7 @@ def _span(steps: Sequence[int]) -> str:
 
 
 def _histogram(ax: "Axes", lengths: Lengths) -> None:
-    ax.set(title="Response lengths", xlabel="tokens", ylabel="share of the responses")
+    ax.set(title="Response lengths", xlabel="tokens", ylabel="share of responses")
     parts = _parts(lengths)
     edges = np.histogram_bin_edges(np.concatenate(list(parts.values())), bins=40)
     for color, (label, values) in zip(COLORS, parts.items(), strict=False):
@@ -321,7 +321,11 @@ def _histogram(ax: "Axes", lengths: Lengths) -> None:
 
 def _tails(ax: "Axes", parts: Mapping[str, np.ndarray]) -> None:
     """Draw the share of responses longer than each length, both axes logarithmic."""
-    ax.set(title="Tail of the lengths", xlabel="tokens", ylabel="share of longer responses")
+    ax.set(
+        title="Tail of response lengths",
+        xlabel="tokens",
+        ylabel="share of responses that are longer",
+    )
     for i, (label, found) in enumerate(parts.items()):
         values = np.sort(found)
         share = 1 - np.arange(len(values)) / len(values)
@@ -348,7 +352,7 @@ def _quantiles(ax: "Axes", lengths: Lengths) -> None:
 
 def _bars(ax: "Axes", loaded: Mapping[str, Rows]) -> None:
     """Draw the median seconds of a step by phase, one bar per run."""
-    ax.set(title="Time of a step by phase", xlabel="seconds (median over the steps)")
+    ax.set(title="Time of a step by phase", xlabel="seconds (median over steps)")
     names = list(loaded)[::-1]
     left = np.zeros(len(names))
     shares = {

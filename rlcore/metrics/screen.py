@@ -61,8 +61,8 @@ class Screen:
     def end(self, summary: Mapping[str, Any], folder: Path, picture: Path | None) -> None:
         """Print the table of the run's summary, and the paths of its results."""
         self.close()
-        curves = [f"curves: {picture}"] if picture is not None else []
-        for line in ["", *final_table(summary), "", *curves, f"all: {folder}"]:
+        curves = [f"plot: {picture}"] if picture is not None else []
+        for line in ["", *final_table(summary), "", *curves, f"run folder: {folder}"]:
             self._say(line)
 
     def close(self) -> None:

@@ -68,7 +68,8 @@ class MetricsWriter:
             names.check(name)
         if step <= self._last:
             raise ValueError(
-                f"metrics of step {step} after those of {self._last}: one call per step"
+                f"metrics of step {step} were written after step {self._last}; write each step "
+                "once, in order"
             )
         self._last = step
         values = {name: _number(name, value) for name, value in metrics.items()}
@@ -187,8 +188,8 @@ def check_wandb(project: str) -> None:
     """Raise ValueError if wandb is not installed."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"--log.wandb {project}: wandb is not installed here; run bash tools/setup.sh "
-            "--wandb, or leave the key out"
+            f"--log.wandb {project}: wandb is not installed; run bash tools/setup.sh --wandb, or "
+            "omit the key"
         )
 
 
@@ -235,14 +236,17 @@ class Prometheus:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(
-                f"--log.prometheus_port {port}: cannot listen on {host} ({error.strerror}); "
-                "choose another port, or another --log.prometheus_host"
+                f"--log.prometheus_port {port}: cannot listen on {host} ({error.strerror}); choose "
+                "another port or --log.prometheus_host"
             ) from error
         self.port = self._server.server_port
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = {"rlcore_step": ("steps done", float(step))}
-        now["rlcore_last_step_timestamp_seconds"] = ("when it was done", time.time())
+        now["rlcore_last_step_timestamp_seconds"] = (
+            "time at which the last step was done",
+            time.time(),
+        )
         for name, value in values.items():
             declared = names.check(name)
             text = declared.meaning + (f" ({declared.unit})" if declared.unit else "")

@@ -32,7 +32,9 @@ def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None
     if clusters is None:
         return float(x.std(ddof=1) / math.sqrt(x.size)) if x.size > 1 else math.nan
     if len(clusters) != x.size:
-        raise ValueError(f"{x.size} values but {len(clusters)} cluster names: give one per value")
+        raise ValueError(
+            f"{x.size} values but {len(clusters)} clusters; give one cluster per value"
+        )
     sums: dict[Hashable, float] = {}
     mean = x.mean() if x.size else 0.0
     for cluster, deviation in zip(clusters, x - mean, strict=True):
@@ -50,7 +52,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     n."""
     _check_k(num_samples, k)
     if not 0 <= num_right <= num_samples:
-        raise ValueError(f"{num_right} right of {num_samples} samples: not possible")
+        raise ValueError(f"{num_right} correct of {num_samples} samples is impossible")
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -73,7 +75,8 @@ def evaluation(
     counts = {len(s) for s in scores.values()}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(
-            f"evaluation of {name}: samples per prompt {sorted(counts)}; give one count"
+            f"evaluation of {name}: samples per prompt differ, {sorted(counts)}; draw as many for "
+            "each prompt"
         )
     k = counts.pop()
     core, aux = f"val-core/{name}/acc", f"val-aux/{name}"
@@ -95,7 +98,7 @@ def _powers(k: int) -> list[int]:
 
 def _check_k(num_samples: int, k: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k {k}: from 1 to the number of samples, {num_samples}")
+        raise ValueError(f"k {k}: must be from 1 to the number of samples, {num_samples}")
 
 
 def _flat(values: ArrayLike) -> np.ndarray:

@@ -94,7 +94,7 @@ def merge(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     start = min((e["ts"] for e in events if "ts" in e), default=None)
     if start is None:
         raise ConfigError(
-            f"{run_dir}: no trace in it; run with --log.trace_steps 3 to trace three steps, -1 "
+            f"{run_dir}: no trace in this folder; set --log.trace_steps 3 to trace three steps, -1 "
             "for all"
         )
     for event in events:
@@ -162,7 +162,7 @@ class RunTrace:
                 self._submitted.pop(i, None)
             self._mark("released", now, requests=len(what.partials))
         elif isinstance(what, Down):
-            self._mark("engine down", now, reason=what.reason)
+            self._mark("engine failed", now, reason=what.reason)
         elif isinstance(what, Preempted):
             self._mark("preempted", now, id=what.id)
         elif isinstance(what, Abort):

@@ -37,8 +37,8 @@ def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, 
         rows = [row for row in rows if row["step"] in kept]
     if not rows:
         raise ConfigError(
-            f"{run_dir}: no {ROLLOUTS} with responses in it; is this a run's folder, and was "
-            "--log.rollouts above 0?"
+            f"{run_dir}: no {ROLLOUTS} with responses; give the folder of a run with "
+            "--log.rollouts above 0"
         )
     path = out or run_dir / "rollouts.html"
     write_atomic(path, page(rows, run_dir.resolve().name))

@@ -192,7 +192,7 @@ class Arbiter:
                 self._message(name, text, now)
                 self._commit(pop=name)
             elif not is_alive and name in self._jobs and now > self._grace_until:
-                log.info("arbiter: job %s is dead: its lease ran out", name)
+                log.info("arbiter: job %s has failed: its lease expired", name)
                 self._leave(name, now)
                 self._commit()
         now = time.time()
@@ -238,7 +238,7 @@ class Arbiter:
             self._redis.hset(store.STATE, "pools", saved["pools"])
             self._given = None
         if "pools" not in saved:
-            raise RuntimeError("arbiter: Redis knows no pools; start it with `mux up`")
+            raise RuntimeError("arbiter: Redis has no pools; start the arbiter with `mux up`")
         about = store.loads(saved["pools"])
         self._cluster = Cluster(NodePool(**about[ROLLOUT]), NodePool(**about[TRAIN]))
         if "cluster" in saved:
@@ -268,7 +268,7 @@ class Arbiter:
         try:
             pipe.watch(store.ARBITER)
             if pipe.get(store.ARBITER) != self._token:
-                raise _Lost("its token is gone")
+                raise _Lost("its token has expired")
             pipe.multi()
             if pop is not None:
                 pipe.lpop(store.key(pop, "in"))
@@ -285,7 +285,7 @@ class Arbiter:
                 pipe.ltrim(store.key(job, "bell"), -1, -1)
             pipe.execute()
         except redis.WatchError as error:
-            raise _Lost("its token has changed hands") from error
+            raise _Lost("another arbiter has its token") from error
         except redis.RedisError:
             self._is_loaded = False  # unknown whether it was written: reload from Redis
             raise
@@ -314,7 +314,7 @@ class Arbiter:
             said = store.loads(text)
             what, incarnation, number = said["what"], said["incarnation"], int(said["n"])
         except (ValueError, TypeError, KeyError) as error:
-            log.error("arbiter: job %s: a message that makes no sense is dropped: %s", name, error)
+            log.error("arbiter: job %s: dropped an invalid message: %s", name, error)
             return
         known = self._jobs.get(name)
         if what == "join":
@@ -331,7 +331,7 @@ class Arbiter:
         try:
             self._do(name, known, what, said, now)
         except (ValueError, RuntimeError, LookupError, TypeError) as error:
-            log.error("arbiter: job %s: %r is dropped: %s", name, what, error)
+            log.error("arbiter: job %s: dropped %r: %s", name, what, error)
 
     def _do(self, name: str, known: Known, what: str, said: dict[str, Any], now: float) -> None:
         if what == "leave":
@@ -357,7 +357,7 @@ class Arbiter:
         elif what == "progress":
             held = self._mux[group].held(name)
             if known.keep and not set(held) <= set(_rollout_slots(known)):
-                raise ValueError("only a phase that holds rollout nodes alone can leave some")
+                raise ValueError("only a phase that holds just rollout nodes can release some")
             todo = self._mux[group].progress(name, int(said["done"]), int(said["wanted"]), now)
             self._carry_out(group, todo)
         elif what == "freed":
@@ -366,7 +366,7 @@ class Arbiter:
             known.move()
             self._carry_out(group, self._mux[group].freed(name, slots, now))
         else:
-            raise ValueError("no such message")
+            raise ValueError("unknown message")
         if name in self._jobs:
             self._note(name)
 
@@ -388,14 +388,14 @@ class Arbiter:
             if (seconds := drift.drifted(recent, before)) is not None:
                 found |= {key: part * seconds / before for key, part in parts.items()}
                 why.append(
-                    f"takes {seconds:.2f} s for {phase} and was admitted with {before:.2f} s"
+                    f"takes {seconds:.2f} s for {phase} but was admitted with {before:.2f} s"
                 )
         for pool, gb in dict(said.get("gb", {})).items():
             key, before = f"{pool}_gb", known.profile[f"{pool}_gb"]
             if (more := drift.grown(float(gb), before)) is not None:
                 found[key] = more
                 why.append(
-                    f"has {gb:.2f} GB in the memory of a {pool} node and was admitted with "
+                    f"uses {gb:.2f} GB of host memory on a {pool} node but was admitted with "
                     f"{before:.2f} GB"
                 )
         if not found:
@@ -405,13 +405,13 @@ class Arbiter:
         self._dirty[f"measured:{name}"] = store.dumps(self._measured[name])
         profile = known.profile | found
         if self._cluster.reprofile(_job(profile)):
-            known.reprofile(profile, f"{text}; every promise still holds")
+            known.reprofile(profile, f"{text}; all jobs still meet their SLO")
             self._note_cluster()
             log.info("arbiter: %s", known.why)
             return
-        broken = "somebody would miss the SLO"
+        broken = "a job would miss its SLO"
         if not any(key.endswith("_s") for key in found):
-            broken = "a node would have to hold more than its host memory"
+            broken = "a node would lack host memory"
         text += f"; {broken}, so it has to join again"
         log.info("arbiter: %s", text)
         self._leave(name, now)
@@ -423,13 +423,13 @@ class Arbiter:
         """Take a job that joins. If it had joined before, remove that entry, which frees its
         permit."""
         if name in self._jobs:
-            log.info("arbiter: job %s has started again", name)
+            log.info("arbiter: job %s has restarted", name)
             self._leave(name, now)
         known = self._jobs[name] = Known(incarnation, number)
         try:
             known.describe(name, said, self._measured.get(name, {}))
         except (TypeError, ValueError, KeyError) as error:
-            known.refuse(f"its profile makes no sense: {error}")
+            known.refuse(f"its profile is invalid: {error}")
             self._say_place(name, known)
             return
         self._place(name, now)
@@ -495,9 +495,9 @@ class Arbiter:
                 if node is None or any(_share(known, other, pool) for pool in held):
                     continue
                 return (
-                    f"it has {node} as a {mine} node and job {name} has it as a {theirs} node, so "
-                    f"they would take no turns; start it on the nodes of job {name}, or it waits "
-                    "until that leaves"
+                    f"it uses {node} as a {mine} node but job {name} uses it as a {theirs} node, "
+                    f"so they cannot alternate; start it on the nodes of job {name}, or it waits "
+                    "until that job leaves"
                 )
         return ""
 
@@ -513,7 +513,7 @@ class Arbiter:
             new = [name for name in names if name not in bound]
             if len(new) > len(free) + len(others):
                 return (
-                    f"its ranks are on the {pool} nodes {', '.join(new)}, and those of the pool "
+                    f"its ranks are on the {pool} nodes {', '.join(new)} but the nodes of the pool "
                     f"are {', '.join(sorted(bound)) or f'only {count}'}; start it there, or it "
                     "waits until their jobs leave"
                 )
@@ -586,7 +586,7 @@ def _hosts(said: Any) -> dict[str, list[str]]:
     found = {pool: list(said[pool]) for pool in (ROLLOUT, TRAIN)}
     for names in found.values():
         if len(set(names)) != len(names) or not all(isinstance(n, str) for n in names):
-            raise ValueError(f"its nodes are called {names}")
+            raise ValueError(f"invalid node names {names}")
     return found
 
 

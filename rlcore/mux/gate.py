@@ -286,9 +286,11 @@ class PermitGate:
         while (found := self._try(ready, what)) is None:
             now = time.monotonic()
             if now - begin > self._wait_s:
-                raise TimeoutError(f"job {self._job}: no {what} in {self._wait_s:g} s; {missing()}")
+                raise TimeoutError(
+                    f"job {self._job}: waited {self._wait_s:g} s for {what}; {missing()}"
+                )
             if now - said > SAY_EVERY_S:
-                log.info("mux: waits for %s since %.0f s; %s", what, now - begin, missing())
+                log.info("mux: has waited for %s for %.0f s; %s", what, now - begin, missing())
                 said = now
             bell = store.key(self._job, "bell")
             self._try(lambda: self._redis.blpop([bell], timeout=LOOK_S), what)  # noqa: B023
@@ -309,7 +311,7 @@ class PermitGate:
             return None if about["status"] == "queued" else about
 
         def missing() -> str:
-            return last.get("why") or "the arbiter does not answer; is it up? `mux status` says"
+            return last.get("why") or "the arbiter does not answer; check it with `mux status`"
 
         about = self._wait("place", ready, missing)
         if about["status"] != "placed":
@@ -352,7 +354,7 @@ class PermitGate:
                     or about["incarnation"] != self._incarnation
                     or about["status"] == "lost"
                 ):
-                    reason = "another process has joined as this job, or it was taken for dead"
+                    reason = "another process joined under this name, or its lease expired"
                     if about is not None and about["incarnation"] == self._incarnation:
                         reason = about.get("why") or reason
                     self._on_lost(reason)
@@ -366,7 +368,7 @@ class PermitGate:
                 return
 
     def _end(self, reason: str) -> None:
-        log.error("mux: job %s ends: %s; start it again, it goes on", self._job, reason)
+        log.error("mux: job %s exits: %s; start it again to resume", self._job, reason)
         os._exit(EXIT_LOST)
 
 
@@ -408,10 +410,10 @@ def connect(
     def about() -> Profile:
         found = profile or stored(url, job, slo)
         if colocated is not None and found.colocated != colocated:
-            kinds = "some ranks sampled and others trained", "every rank did both"
+            kinds = "some ranks sampled and others trained", "every rank sampled and trained"
             raise ConfigError(
-                f"job {job}: its profile is of a run in which {kinds[found.colocated]}, and here "
-                f"{kinds[colocated]}; profile it as it shall run (cluster.rollout_ranks)"
+                f"job {job}: in the profiled run {kinds[found.colocated]}, but in this run "
+                f"{kinds[colocated]}; profile it with the same cluster.rollout_ranks"
             )
         return found
 
@@ -453,9 +455,9 @@ def stored(url: str, job: str, slo: float) -> Profile:
         raise ConnectionError(store.why(error, url)) from error
     if found is None:
         raise ConfigError(
-            f"job {job}: no profile; admission needs what its phases take at worst: run it once "
-            "with --debug.full_length and without --mux.url, and give the mux_profile.json of that "
-            "run to `rlcore mux add --profile`, or as --mux.profile"
+            f"job {job}: no profile with the worst-case times of its phases. Run it once with "
+            "--debug.full_length and without --mux.url, then give that run's mux_profile.json to "
+            "`rlcore mux add --profile` or --mux.profile"
         )
     return replace(Profile.of(found), slo=slo)
 

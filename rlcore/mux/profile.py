@@ -42,11 +42,11 @@ class Profile:
             n for n, v in found.items() if isinstance(v, bool) or not isinstance(v, int | float)
         ]
         if not isinstance(colocated, bool):
-            raise ConfigError(f"a job's profile: colocated {colocated!r}: must be true or false")
+            raise ConfigError(f"profile of a job: colocated {colocated!r}: must be true or false")
         if missing := {"rollout_s", "train_s"} - found.keys():
             wrong += sorted(missing)
         if wrong:
-            raise ConfigError(f"a job's profile: {', '.join(wrong)}: must be there, and be numbers")
+            raise ConfigError(f"profile of a job: {', '.join(wrong)}: must be numbers")
         return cls(**found, colocated=colocated)
 
     @classmethod
@@ -56,8 +56,8 @@ class Profile:
             return cls.of(json.loads(path.read_text()))
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"{path}: no profile of a job ({error}); a run without --mux.url and with "
-                f"cluster.rollout_ranks or --debug.full_length writes one, {FILE} in its folder"
+                f"{path}: not the profile of a job ({error}); give the {FILE} that a run without "
+                "--mux.url writes with cluster.rollout_ranks or --debug.full_length"
             ) from error
 
 

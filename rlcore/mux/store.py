@@ -102,8 +102,8 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> Client:
         )
     except ValueError as error:
         raise ConfigError(
-            f"--mux.url {hide(url)}: no address of a Redis server ({error}); for example "
-            "redis://127.0.0.1:6390, or what `python -m rlcore mux add JOB` says"
+            f"--mux.url {hide(url)}: not the address of a Redis server ({error}); give the one "
+            "that `python -m rlcore mux add JOB` prints, such as redis://127.0.0.1:6390"
         ) from error
     return cast(Client, client)
 
@@ -112,18 +112,22 @@ def why(error: redis.RedisError, url: str) -> str:
     """Describe an error of the server, and what to do."""
     where = f"--mux.url {hide(url)}"
     if isinstance(error, redis.AuthenticationError):
-        return f"{where}: wrong user or password; ask `python -m rlcore mux add JOB` for an address"
+        return (
+            f"{where}: wrong user or password; get the address from `python -m rlcore mux add JOB`"
+        )
     if isinstance(error, redis.exceptions.NoPermissionError):
-        return f"{where}: this user may not do that ({error}); is it the address of another job?"
+        return f"{where}: permission denied ({error}); use the address of this job, not of another"
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return f"{where}: no answer; is the server up? `python -m rlcore mux up` starts one"
+        return f"{where}: no answer; start the server with `python -m rlcore mux up`"
     return f"{where}: {type(error).__name__}: {error}"
 
 
 def check_name(name: str) -> str:
     """Return the name of a job. ValueError if it cannot be part of a key."""
     if not NAME.fullmatch(name):
-        raise ConfigError(f"job {name!r}: a name has 1 to 64 letters, digits, '_', '.', '-'")
+        raise ConfigError(
+            f"job {name!r}: the name must have 1 to 64 letters, digits, '_', '.' or '-'"
+        )
     return name
 
 

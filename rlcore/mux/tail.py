@@ -65,7 +65,7 @@ class TailMoves:
         return chosen
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
-        raise AssertionError("who leaves trains nothing")
+        raise AssertionError("a released rank must not train")
 
     def left(self, rank: int) -> None:
         self._left.add(rank)
@@ -112,4 +112,4 @@ class _Talk:
                 self._gate.freed(self.nodes, of=self._of)
                 self.freed_at = at
         except ConnectionError as error:
-            log.warning("mux: the tail of this rollout stays where it is: %s", error)
+            log.warning("mux: the tail of this rollout keeps its nodes: %s", error)

@@ -195,11 +195,11 @@ class Balance:
         proposed, now, then = self._compare(rates)
         share = rates.train_share(self._rollout, self._alpha) * self._ranks
         said = (
-            f"{self._ranks - self._rollout} ranks train and {self._rollout} sample: "
-            f"{now:.3g} s a step by {source} (beta* trains on {share:.3g} of {self._ranks})"
+            f"{self._ranks - self._rollout} ranks train and {self._rollout} sample: {now:.3g} s "
+            f"per step by {source} (beta*: {share:.3g} of {self._ranks} ranks train)"
         )
         if now < WORTH * then:
-            return said + "; no split is much better"
+            return said + "; no other split is much faster"
         return said + f"; --cluster.rollout_ranks {proposed} would take {then:.3g} s"
 
     def _compare(self, rates: Rates) -> tuple[int, float, float]:

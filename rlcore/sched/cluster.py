@@ -93,13 +93,13 @@ class MuxJob:
             check(getattr(self, name) >= 1, name, "at least 1")
         for name in ("rollout_s", "train_s"):
             value = getattr(self, name)
-            check(value > 0 and math.isfinite(value), name, "seconds above 0; profile the job")
+            check(value > 0 and math.isfinite(value), name, "above 0 s; profile the job")
         for name in ("sync_s", "rollout_gb", "train_gb"):
             value = getattr(self, name)
             check(value >= 0 and math.isfinite(value), name, "at least 0")
-        check(self.slo >= 1, "slo", "at least 1, which is as fast as the job alone")
+        check(self.slo >= 1, "slo", "at least 1 (1: as fast as the job alone)")
         check(0 <= self.train_scaling <= 1, "train_scaling", "from 0 to 1")
-        check(not (self.colocated and self.train_scaling), "train_scaling", "0 where colocated")
+        check(not (self.colocated and self.train_scaling), "train_scaling", "0 for a colocated job")
 
     @property
     def solo_s(self) -> float:
@@ -184,12 +184,12 @@ class Decision:
         how = {
             "packed": f"shares nodes of group {self.group}",
             "scaled": f"joins group {self.group}, which rents more nodes",
-            "isolated": f"has nodes of its own (group {self.group})",
+            "isolated": f"gets its own nodes (group {self.group})",
         }[self.kind]
         return (
             f"job {self.job} {how}: rollout {_names(self.rollout)}, train {_names(self.train)}, "
-            f"+{self.added:.2f} an hour, an iteration at most {self.period_s:.1f} s, "
-            f"{self.slowdown:.2f}x alone{others}"
+            f"+{self.added:.2f} per hour, at most {self.period_s:.1f} s per iteration, "
+            f"{self.slowdown:.2f}x the time alone{others}"
         )
 
 
@@ -525,7 +525,7 @@ class Cluster:
             ValueError: a job of this name exists.
         """
         if job.id in self._group_of:
-            raise ValueError(f"job {job.id}: the cluster has one of this name; take another")
+            raise ValueError(f"job {job.id}: the name is in use; choose another")
         passed: Counter[str] = Counter()
         if why := self.never(job, None if on is None else (len(on.rollout), len(on.train))):
             return Decision.without_nodes(job.id, "refused", why, passed)
@@ -538,7 +538,7 @@ class Cluster:
         offers = list(self._offers(job, passed))
         best = _best(alone, offers)
         while best is not None and best.group is not None and not self._keeps(best, job):
-            passed["too slow for somebody"] += 1
+            passed["where a job would miss its SLO"] += 1
             offers.remove(best)
             best = _best(alone, offers)
         if best is None:
@@ -547,8 +547,8 @@ class Cluster:
                 for n in (self._rollout, self._train)
             ]
             why = (
-                f"it needs {job.rollout_nodes} rollout and {job.train_nodes} train nodes, "
-                f"{free[0]} and {free[1]} are free; it is asked again when a job leaves"
+                f"it needs {job.rollout_nodes} rollout and {job.train_nodes} train nodes, but "
+                f"{free[0]} and {free[1]} are free; it is tried again when a job leaves"
             )
             return Decision.without_nodes(job.id, "queued", why, passed)
         return self._place(job, best, passed)
@@ -714,17 +714,17 @@ class Cluster:
             (self.pools[1], "train", job.train_nodes, job.train_gb),
         ):
             if pool.nodes is not None and nodes > pool.nodes:
-                return f"it needs {nodes} {what} nodes and the pool has {pool.nodes}"
+                return f"it needs {nodes} {what} nodes but the pool has {pool.nodes}"
             if gb > pool.memory_gb:
                 return (
-                    f"its {what} state is {gb:g} GB a node, and a node's host memory takes "
-                    f"{pool.memory_gb:g} GB"
+                    f"its {what} state needs {gb:g} GB per node, but a node has {pool.memory_gb:g} "
+                    "GB of host memory"
                 )
         if runs_on is None or runs_on == (job.rollout_nodes, job.train_nodes):
             return ""
         return (
-            f"its profile is of {job.rollout_nodes} rollout and {job.train_nodes} train nodes, and "
-            f"it runs on {runs_on[0]} and {runs_on[1]}; profile it as it shall run"
+            f"its profile has {job.rollout_nodes} rollout and {job.train_nodes} train nodes but it "
+            f"runs on {runs_on[0]} and {runs_on[1]}; profile it with these numbers of nodes"
         )
 
     def _keeps(self, offer: _Offer, job: MuxJob) -> bool:
@@ -779,7 +779,7 @@ class Cluster:
         train_load = total + took + (len(group.jobs) + 1) * to_train
         cycle = max(chain, job.rollout_s + took + job.sync_s) + to_rollout + to_train
         if max(train_load, cycle) > limit:
-            return "too slow for somebody"
+            return "where a job would miss its SLO"
         if group._train_gb + job.train_gb > self.pools[1].memory_gb:
             return "without host memory"
         room = limit - job.rollout_s - to_rollout
@@ -800,7 +800,7 @@ class Cluster:
         more_train = nodes - len(group.train)
         added = more * self.pools[0].price + more_train * self.pools[1].price
         if load > limit:
-            return "too slow for somebody"
+            return "where a job would miss its SLO"
         return _Offer(group, keep, more, more_train, added, max(cycle, load), load / cycle)
 
     def _ask_round(self, group: JobGroup, job: MuxJob, limit: float) -> _Offer | str:
@@ -825,48 +825,54 @@ class Cluster:
                 added = more * self.pools[0].price + more_train * self.pools[1].price
                 use = found.load_s / found.cycle_s
                 return _Offer(group, keep, more, more_train, added, found.period_s, use)
-            why = "too slow for somebody"
+            why = "where a job would miss its SLO"
         return why
 
     def _offer_on(self, job: MuxJob, on: Nodes) -> _Offer | str:
         """Return the offer for a job that already runs, or the reason why it has to wait. The offer
         is of the group with some of its nodes, or of a new group if no group uses them."""
         here = f"it runs on rollout {_names(on.rollout)} and train {_names(on.train)}"
-        later = "it is asked again when a job leaves"
+        later = "it is tried again when a job leaves"
         mine = set(on.rollout), set(on.train)
         owners = [g for g in self if mine[0] & g.load.keys() or mine[1].intersection(g.train)]
         if not owners:
             alone = self._isolated(job)
             if alone is None:  # the pools were made smaller, and jobs run on nodes beyond
                 used = f"{self._rollout.used} rollout and {self._train.used} train nodes"
-                return f"{here}, and {used} are in use, which is all there are; {later}"
+                return f"{here}, but all nodes are in use ({used}); {later}"
             return replace(alone, on=on)
         who = ", ".join(str(g.id) for g in owners)
         if len(owners) > 1:
-            return f"{here}, nodes of groups {who}, and jobs of two groups take no turns; {later}"
+            return (
+                f"{here}, nodes of several groups ({who}), but a job can share nodes with one "
+                f"group only; {later}"
+            )
         (group,) = owners
         first = set(group.train[: len(on.train)])
         if mine[1] <= set(group.train):
             if first != mine[1]:
-                return f"{here}, and group {who} trains on {_names(group.train)} first; {later}"
+                return (
+                    f"{here}, but group {who} uses train nodes {_names(group.train)} in this "
+                    f"order; {later}"
+                )
             train = group.train
         elif mine[1].issuperset(group.train):
             train = (*group.train, *(n for n in on.train if n not in group.train))
         else:
-            return f"{here}, and group {who} trains on {_names(group.train)}; {later}"
+            return f"{here}, but group {who} uses train nodes {_names(group.train)}; {later}"
         for name, nodes in group.pinned.items():
             if len(mine[0].intersection(nodes)) not in (0, len(nodes), len(mine[0])):
                 return (
-                    f"{here}, and job {name} on rollout {_names(nodes)}: of two jobs that take "
-                    f"turns one has all rollout nodes of the other, or none; {later}"
+                    f"{here}, but job {name} on rollout {_names(nodes)}; two jobs of a group must "
+                    f"share all rollout nodes of one of them, or none; {later}"
                 )
         if len(group.jobs) == self._most_jobs:
-            return f"{here}, those of group {who}, which is full; {later}"
+            return f"{here}, but group {who} of these nodes is full; {later}"
         found = group.with_one(job, on.rollout, train)
         if not self._has_memory(found):
-            return f"{here}, whose hosts have no memory for one job more; {later}"
+            return f"{here}, but these hosts lack memory for another job; {later}"
         if found.period_s > found.limit_s * ROUNDING:  # even if saturated
-            return f"{here}, those of group {who}, where it is too slow for somebody; {later}"
+            return f"{here}, but a job of group {who} would miss its SLO; {later}"
         keep = tuple(n for n in on.rollout if n in group.load)
         more, more_train = len(on.rollout) - len(keep), len(train) - len(group.train)
         added = more * self.pools[0].price + more_train * self.pools[1].price

@@ -106,12 +106,12 @@ class ByLog:
         if any(r.result is None and r.id in self._known and is_open(r) for r in self._requests()):
             return None
         if not self._order:
-            raise self._misfit(f"was over with {len(self._known)} responses")
+            raise self._misfit(f"has only {len(self._known)} responses")
         following = self._order[0].id
         request = self._arrived.get(following)
         if request is None:
-            raise self._misfit(f"counts {following} next, which was not started here")
+            raise self._misfit(f"has {following} next, which this run did not start")
         if not is_open(request):
-            raise self._misfit(f"counts {following} next, whose group is closed here")
+            raise self._misfit(f"has {following} next, whose group is closed in this run")
         self._order.popleft()
         return request

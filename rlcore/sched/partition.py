@@ -19,7 +19,7 @@ def cheapest_partition(
         ValueError: `count` is more than 12.
     """
     if count > MOST_JOBS:
-        raise ValueError(f"{count} jobs: an exact partition takes at most {MOST_JOBS}")
+        raise ValueError(f"{count} jobs: must be at most {MOST_JOBS} for an exact partition")
     parts: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     level: list[tuple[int, ...]] = [(n,) for n in range(count)]
     while level:

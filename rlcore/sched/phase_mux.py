@@ -159,9 +159,9 @@ class PhaseMux:
             ValueError: the job is in the group already, or has no slots in some pool.
         """
         if member.job in self._jobs:
-            raise ValueError(f"job {member.job}: it is in the group already")
+            raise ValueError(f"job {member.job}: is already in the group")
         if not member.slots or not all(member.slots.values()):
-            raise ValueError(f"job {member.job}: a pool without slots in {dict(member.slots)}")
+            raise ValueError(f"job {member.job}: a pool has no slots, {dict(member.slots)}")
         last = max((s.order for s in self._jobs.values()), default=-1)
         self._jobs[member.job] = _State(member, last + 1, dict.fromkeys(member.slots, 0), since=now)
         for at, name in enumerate(order):
@@ -196,12 +196,14 @@ class PhaseMux:
         for pool in wants:
             if pool not in state.member.slots:
                 known = ", ".join(state.member.slots)
-                raise ValueError(f"job {job}: it has no slots in pool {pool!r}, but in {known}")
+                raise ValueError(f"job {job}: has no slots in pool {pool!r}, only in {known}")
         if not wants:
-            raise ValueError(f"job {job}: a phase needs a pool")
+            raise ValueError(f"job {job}: the phase names no pool")
         if state.wants or state.holds:
             doing = "holds" if state.holds else "waits for"
-            raise RuntimeError(f"job {job}: it {doing} a phase of {state.wants or state.holds}")
+            raise RuntimeError(
+                f"job {job}: already {doing} a phase of {state.wants or state.holds}"
+            )
         if not state.is_here:
             self._enter(state)
         turn = max(state.turn[p] for p in wants)
@@ -216,7 +218,7 @@ class PhaseMux:
         """End the running phase of a job and free its slots."""
         state = self._state(job)
         if not state.holds:
-            raise RuntimeError(f"job {job}: it holds no phase that could be over")
+            raise RuntimeError(f"job {job}: cannot end a phase, it holds none")
         for slot in state.slots:
             del self._holder[slot]
         state.end(now)
@@ -298,7 +300,7 @@ class PhaseMux:
     def _state(self, job: str) -> _State:
         if job not in self._jobs:
             known = ", ".join(self._jobs) or "none"
-            raise ValueError(f"job {job}: not in this group, which has {known}")
+            raise ValueError(f"job {job}: not in this group ({known})")
         return self._jobs[job]
 
     def _enter(self, state: _State) -> None:

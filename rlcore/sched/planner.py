@@ -63,9 +63,7 @@ class TPPlanner:
         """
         for name, size in {"tp": tp, **(sizes or {})}.items():
             if size < min_tp or size > max_tp or size & (size - 1):
-                raise ValueError(
-                    f"{name} {size}: a power of two, at least {min_tp} and at most {max_tp}"
-                )
+                raise ValueError(f"{name} {size}: must be a power of two from {min_tp} to {max_tp}")
         self._tp, self._max, self._min = tp, max_tp, min_tp
         self._kinds = {kind: _RoundKind(size) for kind, size in (sizes or {}).items()}
 
@@ -101,9 +99,9 @@ class TPPlanner:
         for kind, known in found.items():
             if not self._min <= known.tp <= self._max:
                 raise ConfigError(
-                    f"the checkpoint has engines of {known.tp} ranks for {kind} rounds, here they "
-                    f"may have {self._min} to {self._max}; resume on nodes like those before, or "
-                    "start a new run from the checkpoint's weights"
+                    f"the checkpoint has engines of {known.tp} ranks for {kind} rounds, but this "
+                    f"run allows {self._min} to {self._max}; resume on similar nodes, or start a "
+                    "new run from the checkpoint's weights"
                 )
         self._kinds = found
 

@@ -23,9 +23,9 @@ def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int
         ValueError: num_parts < 1, or a negative length.
     """
     if num_parts < 1:
-        raise ValueError(f"num_parts {num_parts}: at least 1 is needed")
+        raise ValueError(f"num_parts {num_parts}: must be at least 1")
     if min(lengths, default=0) < 0:
-        raise ValueError(f"length {min(lengths)}: lengths are 0 or more")
+        raise ValueError(f"length {min(lengths)}: must be 0 or more")
     heap: list[tuple[int, int, list[Part]]] = []  # (-spread, smallest index, parts with indices)
 
     def add(parts: list[Part]) -> None:

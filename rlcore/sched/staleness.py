@@ -198,7 +198,7 @@ class SampleBuffer:
             if old != new:
                 raise ConfigError(
                     f"--{name} {new}: the checkpoint's sample buffer was filled with {old}; resume "
-                    "with that, or start anew with --run.resume fresh"
+                    "with that value, or start a new run with --run.resume fresh"
                 )
         self.version, self.room = state["version"], state["room"]
         self._finished = state["finished"]

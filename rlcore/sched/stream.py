@@ -90,9 +90,8 @@ class StreamWindow:
         """
         if len(cells) < 2:
             raise ConfigError(
-                "--mode stream: half of the engines train while the others decode, and here all "
-                "ranks are one engine or one model-parallel group; start more ranks, or take "
-                "--mode sync"
+                "--mode stream: half of the engines train while the others decode, but all ranks "
+                "are one engine or one model-parallel group; use more ranks or --mode sync"
             )
         ordered = sorted(cells, key=lambda c: min(c.ranks))
         self._half = ordered[len(ordered) - len(ordered) // 2 :]
@@ -140,7 +139,7 @@ class StreamWindow:
         return len(ready)
 
     def left(self, rank: int) -> None:
-        raise AssertionError("whoever stops decoding trains")
+        raise AssertionError("engines that stop decoding must train")
 
     def _peak_tokens(self, live: Iterable[Live]) -> float:
         total = 0.0

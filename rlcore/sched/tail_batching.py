@@ -86,7 +86,7 @@ class TailBatching:
     def next_round(self, sampling: Sampling) -> Round:
         """Return the work of the next round and its stop policy."""
         if self._round:
-            raise RuntimeError("the round before has not been settled")
+            raise RuntimeError("the previous round is not settled")
         self._sampling = sampling
         self._is_long = self.next_kind() == "long"
         if self._is_long:
@@ -170,14 +170,14 @@ class TailBatching:
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(
-                    f"the checkpoint's {part} of prompts has the domain {unknown[0]!r}, this run "
-                    f"has {sorted(self._quotas)}; use the quotas of the run that wrote it"
+                    f"the checkpoint's {part} of prompts has the domain {unknown[0]!r} but this "
+                    f"run has {sorted(self._quotas)}; use the quotas of the saved run"
                 )
             rows = [row for keys in state[part].values() for _, row in keys]
             if num_rows is not None and (bad := [row for row in rows if not 0 <= row < num_rows]):
                 raise ConfigError(
                     f"the checkpoint's {part} of prompts names row {bad[0]} of data.train, which "
-                    f"has {num_rows} rows: use the same data, or start a new run from the "
+                    f"has {num_rows} rows; resume with the same data, or start a new run from the "
                     "checkpoint's weights"
                 )
         for part, found in (("queue", self._queue), ("ahead", self._ahead)):
@@ -198,15 +198,15 @@ class TailBatching:
                 name = self._prompt_of(key[1]).dataset if self._split else ""
                 if name not in self._ahead:
                     raise ConfigError(
-                        f"row {key[1]} of data.train is of the domain {name!r}, which has no quota;"
-                        f" there are {sorted(self._ahead)}"
+                        f"row {key[1]} of data.train has the domain {name!r} without a quota; give "
+                        f"it one, quotas are for {sorted(self._ahead)}"
                     )
                 self._ahead[name].append(key)
                 drawn += 1
             if drawn > 1000 * self._num_prompts and len(ahead) < n:
                 raise ConfigError(
-                    f"domain {domain!r}: {len(ahead)} of the {n} prompts of a round were found "
-                    f"among {drawn} rows of data.train; lower its quota"
+                    f"domain {domain!r}: {len(ahead)} of the {n} prompts of a round found in "
+                    f"{drawn} rows of data.train; lower its quota"
                 )
         return [ahead.popleft() for _ in range(n)]
 
@@ -249,13 +249,14 @@ def check(
     """Raise ConfigError if no round is possible with these numbers."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
-            raise ConfigError(f"{name} {value:g}: at least 1, which starts no more than is needed")
+            raise ConfigError(f"{name} {value:g}: must be at least 1 (1: no extra)")
     for name, value in (("num_prompts", num_prompts), ("num_samples", num_samples)):
         if value < 1:
-            raise ConfigError(f"{name} {value}: at least 1")
+            raise ConfigError(f"{name} {value}: must be at least 1")
     if quotas is not None and (min(quotas.values()) < 1 or sum(quotas.values()) != num_prompts):
         raise ConfigError(
-            f"quotas {dict(quotas)}: each at least 1, together the {num_prompts} prompts of a step"
+            f"quotas {dict(quotas)}: must each be at least 1 and sum to the {num_prompts} prompts "
+            "of a step"
         )
 
 

@@ -81,7 +81,7 @@ class ClusterPlan:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus % self.tp:
-            raise ConfigError(f"{self.gpus} GPUs are no whole number of engines of {self.tp}")
+            raise ConfigError(f"{self.gpus} GPUs cannot be divided into engines of {self.tp}")
 
 
 @dataclass(slots=True, kw_only=True)

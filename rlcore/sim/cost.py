@@ -123,8 +123,8 @@ def from_data_sheet(
     if room <= 0:
         raise ConfigError(
             f"{model.name} over {tp} x {gpu.name}: the weights take "
-            f"{(weights + other_bytes) / 1e9:.0f} GB of {utilization * gpu.memory_gb:.0f} GB; take "
-            "a larger tp"
+            f"{(weights + other_bytes) / 1e9:.0f} GB of {utilization * gpu.memory_gb:.0f} GB; "
+            "raise tp"
         )
     bandwidth = EFFICIENCY * gpu.bandwidth_gbs * 1e9
     arithmetic = EFFICIENCY * gpu.tflops * 1e12

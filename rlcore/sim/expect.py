@@ -51,8 +51,8 @@ def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
     longest = workload.prompt_tokens + workload.cap
     if (room := costs(rollout.tp).cache_tokens) < longest:
         raise ValueError(
-            f"an engine over {rollout.tp} x {gpu.name} has room for {room:.0f} tokens, the longest "
-            f"prompt and response have {longest}"
+            f"an engine over {rollout.tp} x {gpu.name} has room for {room:.0f} tokens, but the "
+            f"longest prompt and response have {longest}"
         )
     made = ClusterPlan(
         name=cfg.select.schedule,
@@ -79,7 +79,7 @@ def model_of(hf: HFConfig) -> ModelSize:
     ValueError."""
     parameters = num_parameters(hf)
     if hf.num_experts:
-        raise ValueError("the costs of a mixture of experts are not modelled")
+        raise ValueError("the simulator does not model a mixture of experts")
     if parameters < LEAST_PARAMETERS:
         raise ValueError(f"{parameters / 1e6:.1f} M weights are too few for a GPU's data sheet")
     return ModelSize(
@@ -100,7 +100,7 @@ def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:
     cap = cfg.rollout.max_tokens
     base = GENERATORS["32k" if cap > GENERATORS["16k"].cap else "16k"]
     prompt = min(base.prompt_tokens, cfg.data.max_prompt_tokens)
-    said = f"as in figure 11 of RollPacker, cut at {cap}"
+    said = f"drawn as in figure 11 of RollPacker, cut at {cap}"
     return replace(base, cap=cap, prompt_tokens=prompt, seed=cfg.run.seed), said
 
 

@@ -18,7 +18,7 @@ SAME_PROMPT = ("series", "model", "dataset", "source", "idx", "prompt")
 its prompt is unknown, and its lengths are pooled."""
 MOST = 10_000_000
 ALLOWED = (
-    "allowed are .csv, .jsonl and .jsonl.gz whose rows have a response's tokens, a whole number "
+    "give a .csv, .jsonl or .jsonl.gz file whose rows have a response's tokens, a whole number "
     f"from 1 to {MOST}, as one of {', '.join(RESPONSE)}"
 )
 
@@ -52,16 +52,16 @@ def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Re
             key_of = tuple(str(row.get(name, "")) for name in SAME_PROMPT) if knows else ()
             by_prompt.setdefault(key_of, []).append(length)
     if not by_prompt:
-        raise ConfigError(f"{path}: no row is left of it{_said(where)}; {ALLOWED}")
+        raise ConfigError(f"{path}: no rows{_said(where)}; {ALLOWED}")
     count = sum(map(len, by_prompt.values()))
     mean = round(sum(prompts) / len(prompts)) if prompts else 300
     said = f"{path.name}: {count} responses"
     if knows_prompts:
-        said += f" to {len(by_prompt)} prompts; further ones are drawn from a prompt's own"
+        said += f" to {len(by_prompt)} prompts; more are resampled per prompt"
         if count == len(by_prompt):
-            said += ", which is one each: all responses of a group are equally long"
+            said += "; with one response per prompt, all responses of a group are equally long"
     else:
-        said += ", no word on prompts: each is drawn from all, so no prompt is longer than others"
+        said += "without prompts; lengths are resampled from all responses"
     return Recorded(list(by_prompt.values()), prompt_tokens=max(1, mean)), said
 
 
@@ -95,14 +95,14 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             data = gzip.decompress(data)
         text = data.decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); {ALLOWED}") from error
+        raise ConfigError(f"{path}: cannot read it ({error}); {ALLOWED}") from error
     if path.name.endswith(".csv"):
         reader = csv.DictReader(io.StringIO(text))
         for row in reader:
             if None in row or None in row.values():
                 raise ConfigError(
-                    f"{path}, line {reader.line_num}: not the {len(reader.fieldnames or ())} "
-                    f"values that the header names; {ALLOWED}"
+                    f"{path}, line {reader.line_num}: expected {len(reader.fieldnames or ())} "
+                    f"values as in the header; {ALLOWED}"
                 )
             yield reader.line_num, row
         return
@@ -114,7 +114,11 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}: no JSON ({error.msg}); {ALLOWED}") from error
+            raise ConfigError(
+                f"{path}, line {number}: not JSON ({error.msg}); {ALLOWED}"
+            ) from error
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: {line[:40]!r} is no object; {ALLOWED}")
+            raise ConfigError(
+                f"{path}, line {number}: {line[:40]!r} is not a JSON object; {ALLOWED}"
+            )
         yield number, row

@@ -31,7 +31,7 @@ class Random(Careless):
 
     def admit(self, job: MuxJob, on: Nodes | None = None) -> Decision:
         """Place a job as `Cluster.admit`, at random."""
-        assert on is None, "by chance, on no certain nodes"
+        assert on is None, "placed at random, not on fixed nodes"
         passed: Counter[str] = Counter()
         offers = [self._isolated(job), *self._offers(job, passed)]
         chosen = self._dice.choice([o for o in offers if o is not None])

@@ -174,7 +174,9 @@ class MuxSimulation:
         RuntimeError."""
         while any(len(e) < iterations for e in self.trace.ends.values()):
             if not self._events:
-                raise RuntimeError(f"nobody can go on: {self.mux.waiting()} {self.mux.holders()}")
+                raise RuntimeError(
+                    f"deadlock of all jobs: {self.mux.waiting()} {self.mux.holders()}"
+                )
             now, _, what, name, version = heapq.heappop(self._events)
             run = self._runs[name]
             if version != run.version:

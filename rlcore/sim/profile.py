@@ -79,7 +79,7 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     """
     if not decode:
         raise ConfigError(
-            "no decode step was measured: give batches and contexts that fit the cache"
+            "no decode step was measured; choose --batch and --context that fit the cache"
         )
     terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
     step, sequence, context = _positive(terms, [r.step_s for r in decode])
@@ -148,21 +148,22 @@ def read(path: Path) -> dict[int, EngineMeasurements]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"profile {path}: cannot be read ({e})") from e
+        raise ConfigError(f"profile {path}: cannot read it ({e})") from e
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(
-            f"profile {path}: is none of format {FORMAT}; write one with python -m rlcore profile"
+            f"profile {path}: does not have format {FORMAT}; write one with python -m rlcore "
+            "profile"
         )
     try:
         layouts = [_layout(row) for row in found["layouts"]]
     except (KeyError, TypeError) as e:
-        raise ConfigError(f"profile {path}: a layout lacks a field, or has another: {e}") from e
+        raise ConfigError(f"profile {path}: a layout has missing or unknown fields: {e}") from e
     for x in layouts:
         bad = [f.name for f in fields(EngineCost) if not getattr(x.cost, f.name) >= 0]
         if bad or not x.cost.decode_s(1, 1, 1) > 0:
             raise ConfigError(f"profile {path}: tp {x.tp} has no cost {bad or ['of a step']}")
     if not layouts:
-        raise ConfigError(f"profile {path}: has no layouts")
+        raise ConfigError(f"profile {path}: contains no layouts")
     return {x.tp: x for x in layouts}
 
 

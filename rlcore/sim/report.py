@@ -27,7 +27,7 @@ SAYS = {
     "all": "decoding",
     "short": "decoding, short round",
     "long": "decoding, long round",
-    "stream": "stream: training while others decode",
+    "stream": "stream: training while other engines decode",
 }
 IN_ORDER = ("resize_engines", *PHASES[:-1])
 """Phases of a step, which begins with engines of the size that it needs."""
@@ -54,9 +54,9 @@ def table(arms: Mapping[str, Summary]) -> list[str]:
     return [
         *lines,
         "",
-        "idle: of the engines' time in a rollout, without a request; trained: of the tokens that",
-        "are decoded; long: of the steps, long rounds; preempt: requests thrown out of a full",
-        "cache, a step; early: of the groups, trained while others are decoded",
+        "idle: share of engine time in a rollout without a request; trained: share of decoded",
+        "tokens that are trained; long: share of long rounds; preempt: requests preempted per",
+        "step by a full cache; early: share of groups trained while others are decoded",
     ]
 
 
@@ -96,7 +96,7 @@ def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None
     panels[-1, 0].set_xlabel("seconds", fontsize=9)
     order = [what for what in COLOURS if what in seen]
     handles = [Patch(color=COLOURS[what], label=SAYS.get(what, what)) for what in order]
-    handles.append(Patch(facecolor="#EEEEEE", label="nothing to do"))
+    handles.append(Patch(facecolor="#EEEEEE", label="idle"))
     handles.append(Patch(facecolor="white", label="(paler: fewer requests in the batch)"))
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     figure.legend(
@@ -138,9 +138,12 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     handles = [
         Patch(color="#B0B7BF", label="published"),
-        Patch(color="#3B6FA0", label="simulated, with the error"),
+        Patch(color="#3B6FA0", label="simulated, with relative error"),
         Patch(
-            facecolor="#3B6FA0", hatch="///", edgecolor="white", label="a constant is fitted on it"
+            facecolor="#3B6FA0",
+            hatch="///",
+            edgecolor="white",
+            label="simulated, a constant is fitted to it",
         ),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncol=3, fontsize=8, frameon=False)
@@ -287,7 +290,7 @@ def turns(
         handles = [Patch(color=c, label=f"job {job}") for job, c in colours.items()]
         axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8,
                     frameon=False)  # fmt: skip
-    panels[-1, 0].set_xlabel("seconds; grey: nobody", fontsize=9)
+    panels[-1, 0].set_xlabel("seconds (grey: idle)", fontsize=9)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

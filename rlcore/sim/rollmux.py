@@ -302,7 +302,7 @@ def migration(count: int, seed: int) -> Result:
     notes = [
         "Iterations a second with migration at 80 % against without; jobs of T_rollout = 2.5",
         "T_train that share a rollout node of 8 H20. What moves is prefilled again where the tail",
-        "goes on; the next rollout starts on the other GPUs, and gets the rest when that is done.",
+        "runs; the next rollout starts on the other GPUs, and gets these when the tail is done.",
     ]
     return Result(TableResult("RollMux, migration of long tails", rows, notes), {})
 
@@ -447,8 +447,8 @@ def trace200(count: int, seed: int) -> Result:
         f"Means of {count} traces. $/h: the bill over {told.WINDOW_HOURS} h, the published window.",
         "The jobs are ours: the nine profiles, Poisson arrivals, log-normal durations of the",
         "published mean, sizes fitted on what the jobs cost alone. Every iteration takes the worst",
-        "case. Bubbles: share of solo's idle time that is gone. With moves: `Cluster.repack`,",
-        "which the paper has not; a job loses 135.8 s, a cold start, whenever it is moved.",
+        "case. Bubbles: share of solo's idle time that is saved. With moves: `Cluster.repack`,",
+        "which is not in the paper; a job loses 135.8 s, a cold start, whenever it is moved.",
     ]
     made = TableResult("RollMux, 200 jobs in two weeks", rows, notes)
     return Result(made, _lines(runs[0]), ("hours", "$ an hour"))
@@ -560,7 +560,7 @@ def against_optimum(count: int, seed: int) -> Result:
         f"{count} instances of {PER_INSTANCE} jobs a workload, SLO uniform from 1 to 2; jobs come",
         "one after the other, the optimum (subset dynamic programming) knows all of them. The",
         "profiles are ours. Random and greedy break promises, so they may be cheaper than the",
-        "optimum, which keeps all. With moves: `Cluster.repack`, which the paper has not.",
+        "optimum, which keeps all. With moves: `Cluster.repack`, which is not in the paper.",
     ]
     return Result(TableResult("RollMux, the bill against the cheapest partition", rows, notes), {})
 

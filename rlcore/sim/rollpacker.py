@@ -206,7 +206,8 @@ def table_2(count: int, seed: int, data: Path) -> TableResult:
             "step is fitted on its three baselines. The judge of veRL and RLHFuse has GPUs of its",
             "own besides. Published rollouts differ among themselves (figure 10b: short rounds of",
             "32B take 75 s, those of figure 11 have 44 s left), so not all can be met.",
-            "Planner: with all engines decoding nobody is preempted, so after four calm rounds it",
+            "Planner: with all engines decoding no request is preempted, so after four calm rounds "
+            "it",
             "halves TP where the weights fit, and the tail, which is one step after another,",
             "takes longer. Hence the rows with TP fixed.",
         ],
@@ -236,7 +237,7 @@ def figure_10c(count: int, seed: int, data: Path) -> TableResult:
         "RollPacker, figure 10c: seconds of a step",
         rows,
         [
-            "With these lengths nobody of 14B is preempted, so the planner's rule (four calm",
+            "With these lengths no request of 14B is preempted, so the planner's rule (four calm",
             "rounds halve TP) goes to TP 1, where a decode step takes longer: hence the rows with",
             "TP fixed.",
         ],

@@ -162,7 +162,9 @@ class Engines(ABC):
         """Process the next event and its consequences."""
         while True:
             if not self._queue:
-                raise RuntimeError("it has stopped: nothing is under way and it is not over")
+                raise RuntimeError(
+                    "the round is stuck: no request is running and the round is not complete"
+                )
             time, _, (what, who, it) = heapq.heappop(self._queue)
             if what != "engine" or it == self._planned[who - self._first]:
                 break  # else the plan is outdated

@@ -53,7 +53,7 @@ def table(plan: ClusterPlan, alpha: float, steps: int) -> TableResult:
     sizes = sizes[:: max(1, len(sizes) // 15)]
     if not sizes:
         raise ConfigError(
-            f"--gpus {plan.gpus} --tp {plan.tp}: one engine takes all; take more GPUs"
+            f"--gpus {plan.gpus} --tp {plan.tp}: one engine needs all GPUs; use more GPUs"
         )
     found = rates(plan)
     proposed = best(found, plan.gpus, alpha, sizes)
@@ -72,7 +72,7 @@ def table(plan: ClusterPlan, alpha: float, steps: int) -> TableResult:
             )
         )
     share = found.train_share(proposed, alpha) * plan.gpus
-    note = f"beta* trains on {share:.3g} of {plan.gpus}; planner_s: by its formula"
+    note = f"beta*: {share:.3g} of {plan.gpus} GPUs train; planner_s: by its formula"
     return TableResult(f"Every split of {plan.gpus} GPUs, alpha {alpha:g}", rows, [note])
 
 

@@ -34,7 +34,7 @@ def show(made: TableResult) -> list[str]:
     width = max(30, *(len(str(r["cell"])) + 2 for r in made.rows))
     lines = [made.title, "", f"{'cell':{width}}{'published':>11}{'simulated':>11}{'error':>10}"]
     for r in made.rows:
-        kind = "fitted on it" if r["fitted"] else "predicted"
+        kind = "fitted to it" if r["fitted"] else "predicted"
         note = f"; {r['note']}" if r.get("note") else ""
         if r["published"] is None:
             told, kind = f"{'':>11}{r['simulated']:11.5g}{'':>10}", "ours"

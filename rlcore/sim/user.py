@@ -39,19 +39,19 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
     workload, said = _workload(a)
     check(a.prompts, a.samples, a.eta_prompts, a.eta_samples)
     if not 0 < a.mfu <= 1:
-        raise ConfigError(f"--mfu {a.mfu:g}: above 0, at most 1")
+        raise ConfigError(f"--mfu {a.mfu:g}: must be above 0 and at most 1")
     has_judge = a.reward in ("judge", "mix")
     judge_gpus = round(published.JUDGE_GPUS * a.gpus) if a.judge == "dedicated" and has_judge else 0
     rollout_gpus = a.gpus - judge_gpus
     if rollout_gpus < a.tp or rollout_gpus % a.tp:
         raise ConfigError(
-            f"--tp {a.tp}: the {rollout_gpus} GPUs that sample are no whole number of engines of "
-            "that size"
+            f"--tp {a.tp}: the {rollout_gpus} rollout GPUs cannot be divided into engines of that "
+            "size"
         )
     if a.max_tp and (a.max_tp > gpu.per_node or rollout_gpus % a.max_tp):
         raise ConfigError(
-            f"--max-tp {a.max_tp}: at most the {gpu.per_node} GPUs of a node, and a divisor of the "
-            f"{rollout_gpus} that sample"
+            f"--max-tp {a.max_tp}: must be at most the {gpu.per_node} GPUs of a node and divide "
+            f"the {rollout_gpus} rollout GPUs"
         )
     taken = judge_bytes(MODELS["7B"], streamed=a.judge == "streamed")
     taken = taken if has_judge and a.judge != "dedicated" else 0.0
@@ -66,8 +66,8 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
         sizes = [a.tp * 2**k for k in range(8) if a.tp * 2**k <= max(a.tp, a.max_tp)]
         if missing := [tp for tp in sizes if tp not in layouts]:
             raise ConfigError(
-                f"--profile {a.profile}: has engines of {sorted(layouts)} GPUs and none of "
-                f"{missing[0]}, which --tp and --max-tp ask for"
+                f"--profile {a.profile}: has engines of {sorted(layouts)} GPUs but not of "
+                f"{missing[0]}, which --tp and --max-tp need"
             )
         notes.append(f"decoding: as measured ({a.profile})")
         costs, reshard_s = _measured(layouts)
@@ -79,15 +79,15 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
 
     if a.stream and rollout_gpus // a.tp < 2:
         raise ConfigError(
-            f"--stream: half of the engines train while the others decode, and --tp {a.tp} makes "
-            "one engine of all GPUs; take a smaller --tp"
+            f"--stream: needs at least two engines, but --tp {a.tp} makes one engine of all GPUs; "
+            "lower --tp"
         )
     first = costs(a.tp)
     longest = workload.prompt_tokens + workload.cap
     if first.cache_tokens < longest:
         raise ConfigError(
-            f"--tp {a.tp}: a engine's cache holds {first.cache_tokens:.0f} tokens, the longest "
-            f"prompt and response have {longest}; take a larger --tp, or shorter lengths"
+            f"--tp {a.tp}: the cache of an engine holds {first.cache_tokens:.0f} tokens but the "
+            f"longest prompt and response have {longest}; raise --tp or use shorter lengths"
         )
     if a.reward != "none":
         notes.append(f"rewards ({a.reward}): from published shares and times, see published.py")
@@ -167,7 +167,7 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
 def _gpu(name: str) -> Gpu:
     found = {g.lower(): gpu for g, gpu in GPUS.items()}
     if name.lower() not in found:
-        raise ConfigError(f"--gpu {name}: known are {', '.join(found)}")
+        raise ConfigError(f"--gpu {name}: unknown; choose from {', '.join(found)}")
     return found[name.lower()]
 
 
@@ -177,7 +177,7 @@ def read_model(name: str) -> ModelSize:
     if name.lower() in found:
         return found[name.lower()]
     path = Path(name)
-    known = f"--model {name}: known are {', '.join(found)}, or the path of a config.json"
+    known = f"--model {name}: unknown; choose from {', '.join(found)}, or the path of a config.json"
     try:
         c = json.loads(path.read_text())
         layers, hidden, heads = c["num_hidden_layers"], c["hidden_size"], c["num_attention_heads"]
@@ -189,7 +189,7 @@ def read_model(name: str) -> ModelSize:
     except OSError as error:
         raise ConfigError(known) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{known}; there, {error!s} is missing or no number") from error
+        raise ConfigError(f"{known}; in this file {error!s} is missing or not a number") from error
     head = c.get("head_dim") or hidden // heads
     embeddings = vocab * hidden * (1 if c.get("tie_word_embeddings") else 2)
     block = 2 * hidden * head * (heads + kv) + 3 * hidden * inner
@@ -205,17 +205,17 @@ def read_model(name: str) -> ModelSize:
 def _workload(a: argparse.Namespace) -> tuple[Workload, str]:
     if a.lengths in GENERATORS:
         found = replace(GENERATORS[a.lengths], seed=a.seed)
-        return found, f"the generator {a.lengths}, fitted on a figure of RollPacker"
+        return found, f"generator {a.lengths}, fitted to a figure of RollPacker"
     path = Path(a.lengths)
     if not path.exists():
         raise ConfigError(
-            f"--lengths {a.lengths}: no such file; a generator ({', '.join(GENERATORS)}), or a "
-            ".csv, .jsonl or .jsonl.gz (rlcore/sim/README.md)"
+            f"--lengths {a.lengths}: no such file; give a generator ({', '.join(GENERATORS)}) or a "
+            ".csv, .jsonl or .jsonl.gz file (rlcore/sim/README.md)"
         )
     where = {}
     for part in a.where:
         key, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"--where {part}: COLUMN=VALUE")
+            raise ConfigError(f"--where {part}: must be COLUMN=VALUE")
         where[key] = value
     return read_lengths(path, where)

@@ -150,7 +150,7 @@ class Handover:
                 self._tell("begin_load", version)
                 self.check()
         except LinkError as error:
-            log.warning("the engine decodes weights of a push that failed: %s", error)
+            log.warning("the engine continues with the weights of a failed update: %s", error)
 
     def _end_load(self) -> None:
         self._tell("end_load")
@@ -182,7 +182,7 @@ class Handover:
             getattr(self._engine, method)(*args)
         except (RuntimeError, ValueError, TimeoutError) as error:
             if self._engine.failure:
-                log.warning("the engine failed while it took weights: %s", error)
+                log.warning("the engine failed during the weight update: %s", error)
             else:  # the engine runs, so the error is in what it was sent
                 self._error = error
             self._engine = None
@@ -233,8 +233,8 @@ class ColocatedChannel:
             handover.begin(engine, version)
             if learner is None:
                 raise ValueError(
-                    "sync.route gather: a rank without a learner cannot gather its weights; take "
-                    "two_stage"
+                    "sync.route gather: a rank without a learner cannot gather its weights; set "
+                    "--sync.route two_stage"
                 )
             return learner, ExportMeter(learner, lambda: handover.held_bytes)
 

@@ -61,7 +61,9 @@ class HostWeightCache:
             RuntimeError: the last push was not completed, or the engine refuses the weights.
         """
         if not self._is_whole:
-            raise RuntimeError("the engine has no weights to wake with: the last push has failed")
+            raise RuntimeError(
+                "the engine has no weights to wake with, because the last weight update failed"
+            )
         engine.begin_load(self._version)
         for room, bucket in zip(self._rooms, self._buckets, strict=False):
             engine.load_bucket(bucket, [room.path.encode()] * self._tp)

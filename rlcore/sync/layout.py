@@ -119,7 +119,7 @@ def plan(
             tensor leave a gap or overlap.
     """
     if max_bytes < 1:
-        raise ValueError(f"max_bytes {max_bytes}: a bucket holds at least one byte")
+        raise ValueError(f"max_bytes {max_bytes}: must be at least 1")
     needed = tuple(sorted(set(needs)))
     ordered = tuple(tuple(sorted(site)) for site in sites)
     _check_sites(ordered, needed)
@@ -214,7 +214,7 @@ def _holders(holdings: Mapping[int, Sequence[Shard]]) -> _Holders:
         for shard in holdings[rank]:
             ranks = found.setdefault(shard.name, {}).setdefault(shard, [])
             if rank in ranks:
-                raise ValueError(f"tensor {shard.name}: rank {rank} gives {_words(shard)} twice")
+                raise ValueError(f"tensor {shard.name}: rank {rank} provides {_words(shard)} twice")
             ranks.append(rank)
     ordered = {}
     for name, shards in found.items():
@@ -266,11 +266,11 @@ def _check_sites(sites: Sequence[tuple[int, ...]], needs: Sequence[int]) -> None
     for site in sites:
         for rank in site:
             if rank in seen:
-                raise ValueError(f"sites: rank {rank} is there twice; every rank has one place")
+                raise ValueError(f"sites: rank {rank} appears twice; assign each rank to one site")
             seen.add(rank)
     if lost := sorted(set(needs) - seen):
         raise ValueError(
-            f"sites: ranks {lost[:8]} need weights and are in no site; put them where they stand"
+            f"sites: ranks {lost[:8]} need weights but are in no site; assign each rank to one site"
         )
 
 
@@ -282,12 +282,12 @@ def _check_tiles(name: str, rows: Sequence[tuple[Shard, list[int]]]) -> None:
         if (shard.shape, shard.dtype, shard.dim) != (first.shape, first.dtype, first.dim):
             raise ValueError(
                 f"tensor {name}: rank {rows[0][1][0]} has {_words(first)}, rank {ranks[0]} "
-                f"{_words(shard)}; shape, dtype and dimension are the same on all ranks"
+                f"{_words(shard)}; shape, dtype and dimension must be equal on all ranks"
             )
         if shard.start != end or shard.stop <= end or shard.stop > shard.shape[shard.dim]:
             raise ValueError(
-                f"tensor {name}: rank {ranks[0]} has {_words(shard)} where {end}: follows; the "
-                "shards of all ranks are equal or neighbours"
+                f"tensor {name}: rank {ranks[0]} has {_words(shard)} but the next shard must begin "
+                f"at {end}; shards must be equal or adjacent"
             )
         end = shard.stop
     if end != first.shape[first.dim]:

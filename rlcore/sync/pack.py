@@ -23,7 +23,7 @@ class Packer:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         if max_bytes < 1:
-            raise ValueError(f"max_bytes {max_bytes}: a bucket holds at least one byte")
+            raise ValueError(f"max_bytes {max_bytes}: must be at least 1")
         self._max_bytes = max_bytes
         self._plans: dict[Any, ReshardPlan] = {}
 

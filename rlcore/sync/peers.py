@@ -41,7 +41,7 @@ _KEPT = 8
 Kind = Literal["data", "engine", "learner", "late", "link", "error"]
 _ORDER: tuple[Kind, ...] = ("data", "engine", "learner", "late", "link", "error")
 Point = Literal["here", "done", "end"]
-_WHAT = {"here": "to enter", "done": "to end its part", "end": "to end its load"}
+_WHAT = {"here": "to enter", "done": "to finish its part", "end": "to finish loading"}
 _Result = TypeVar("_Result")
 
 
@@ -124,12 +124,12 @@ class Peers:
                 need different names; channels of one name are numbered.
         """
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s {timeout_s}: give a time above 0")
+            raise ValueError(f"timeout_s {timeout_s}: must be above 0")
         if store is None and dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             rank, world_size = dist.get_rank(), dist.get_world_size()
         if store is None and (world_size or 1) > 1:
-            raise ValueError(f"world_size {world_size}: needs the store that the ranks meet at")
+            raise ValueError(f"world_size {world_size}: several ranks need a store")
         self.rank, self.world_size = rank or 0, world_size or 1
         self.timeout_s = timeout_s
         store = dist.PrefixStore(f"rlcore/{name}", store or dist.HashStore())
@@ -254,14 +254,16 @@ class Peers:
         known = {failure.rank for failure in failures}
         missing = [rank for rank in self._absent(point, everyone) if rank not in known]
         if not failures:
-            failures = [Failure("error", -1, 0, self.rank, "a rank gave up without a word")]
+            failures = [
+                Failure("error", -1, 0, self.rank, "a rank failed without an error message")
+            ]
         cause = min(failures, key=lambda failure: failure.order)
-        text = f"push {self._updates}: {cause.text}"
+        text = f"weight update {self._updates}: {cause.text}"
         if others := [f.text for f in failures if f.kind == "error" and f is not cause]:
             text += f"; {others[0]}"
         if point != "here":
             text += _missing_text(failures, missing)
-        return _Sentence(cause.kind == "late", f"{text}; no engine decodes before a whole push")
+        return _Sentence(cause.kind == "late", f"{text}; engines wait for a complete weight update")
 
     def _await(self, what: str, ranks: Iterable[int], seconds: float) -> bool:
         """Wait until these ranks have come to a point, and tell whether they have. If the push
@@ -312,7 +314,9 @@ class Peers:
         # torch waits for all ranks without naming the missing ones, and NCCL has no time-out here.
         if not self._await(point, ranks, self.timeout_s):
             missing = self._absent(point, ranks)
-            raise LinkError(self._left(where, start, missing, "the push has failed elsewhere", 0))
+            raise LinkError(
+                self._left(where, start, missing, "the weight update failed on another rank", 0)
+            )
         try:
             store = dist.PrefixStore(f"groups{self._updates}/{name}", self._store)
             made = ExchangeGroup(name, tuple(ranks), self.rank, store, device, self.timeout_s)
@@ -421,15 +425,14 @@ def _missing_text(failures: Sequence[Failure], missing: Sequence[int]) -> str:
     seen = {peer for failure in failures for peer in failure.peers} if broken else set()
     gone = [rank for rank in missing if rank in seen]
     slow = [rank for rank in missing if rank not in seen]
-    text = f"; {ranks_text(gone)} {_be(gone)} gone" if gone else ""
+    text = f"; {ranks_text(gone)} {_have(gone)} exited" if gone else ""
     if slow:
-        have = "has" if len(slow) == 1 else "have"
-        text += f"; {ranks_text(slow)} {have} not answered within {_GRACE_S:g} s"
+        text += f"; {ranks_text(slow)} {_have(slow)} not answered within {_GRACE_S:g} s"
     return text
 
 
-def _be(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 class ExchangeGroup:

@@ -117,7 +117,7 @@ class Relay:
 
     def _make_plan(self) -> UpdatePlan:
         self._copies = {}
-        mine, where = encode(self._known), "what the ranks have"
+        mine, where = encode(self._known), "shards of all ranks"
         rows = [
             decode(row, tuple[list[Shard], bool])
             for row in self.peers.gather(self.peers.everyone(), mine, where)
@@ -400,8 +400,8 @@ class _UpdateRun:
             number,
             part,
             stage,
-            f"what rank {self._rank} got from rank {source} changed on its way: checksum "
-            f"{found:#x} instead of {want:#x}",
+            f"data received by rank {self._rank} from rank {source} is corrupt: checksum "
+            f"{found:#x}, expected {want:#x}",
         )
 
     def failure(self, kind: Any, number: int, part: BucketPart, stage: int, why: str) -> Failure:

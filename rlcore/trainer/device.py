@@ -197,8 +197,8 @@ class Device:
             if any_over:
                 ranks = ", ".join(str(rank) for rank, flag in enumerate(late) if flag)
                 raise TimeoutError(
-                    f"--cluster.timeout_s {p.timeout_s:g} is over: {engines} have not started on "
-                    f"rank {ranks}; raise it, or look into the logs of these ranks"
+                    f"--cluster.timeout_s {p.timeout_s:g} is over: {engines} did not start on rank "
+                    f"{ranks}; raise it, or read the logs of these ranks"
                 )
             p.spans.alive()
 
@@ -231,9 +231,9 @@ class Device:
             )
             anywhere = any(failed)
             first = [r for r in ranks if failed[r]]
-            why = why or (f"the engine's part on rank {first[0]} is gone" if first else "")
+            why = why or (f"the part of the engine on rank {first[0]} has failed" if first else "")
         if p.engine is not None and why:
-            log.warning("rank %d: %s; it is started again", p.ranks.rank, why)
+            log.warning("rank %d: %s; restarting the engine", p.ranks.rank, why)
             for learner in p.learners if self.makes_room else ():
                 learner.offload()
             p.restart_engine()

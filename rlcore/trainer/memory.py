@@ -355,16 +355,16 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
     r, out = cfg.rollout, []
     if hf.num_heads % r.tp:
         out.append(
-            f"--rollout.tp {r.tp}: must divide the model's {hf.num_heads} attention heads; take a "
-            f"divisor of {hf.num_heads}"
+            f"--rollout.tp {r.tp}: must divide the model's {hf.num_heads} attention heads; choose "
+            f"a divisor of {hf.num_heads}"
         )
     if gpu_bytes and cache < longest(cfg, hf) * token_bytes(cfg, hf):
         key = f"kv_cache_tokens {r.kv_cache_tokens}" if r.kv_cache_tokens else ""
         key = key or f"gpu_memory_utilization {r.gpu_memory_utilization}"
         out.append(
             f"--rollout.{key}: beside {engine_weight_bytes(cfg, hf) / GB:.1f} GB of weights leaves "
-            f"room for {cache // token_bytes(cfg, hf)} tokens of KV cache, and one sequence may "
-            f"have {longest(cfg, hf)}; raise it or --rollout.tp, or lower --rollout.max_tokens"
+            f"room for {cache // token_bytes(cfg, hf)} tokens of KV cache, but one sequence may "
+            f"need {longest(cfg, hf)}; raise it or --rollout.tp, or lower --rollout.max_tokens"
         )
     return out
 
@@ -426,7 +426,7 @@ def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
         return _gb(sum(found)) if found else "-"
 
     lines = [
-        f"memory       GB (10^9 bytes) of a GPU: rank {plan.rank} of {world_size}, which takes "
+        f"memory       GB (10^9 bytes) per GPU on rank {plan.rank} of {world_size}, which needs "
         "most; * is an estimate",
         row("", [name.replace("_", "-") for name in plan.phases]),
     ]
@@ -435,7 +435,7 @@ def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
         lines.append(row(name, [cell(phase, part) for phase in plan.phases]))
     lines.append(row("sum", [_gb(plan.total(phase)) for phase in plan.phases]))
     if not plan.host:
-        return [*lines, "  host memory of a node: nothing to speak of"]
+        return [*lines, "  host memory of a node: negligible"]
     held = " + ".join(f"{item.part} {_gb(item.num_bytes)}" for item in plan.host)
     total = sum(item.num_bytes for item in plan.host) * ranks_per_node
     lines.append(f"  host memory of a node: {ranks_per_node} x ({held}) = {_gb(total)} GB")
@@ -453,28 +453,27 @@ def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
     hints = dict.fromkeys(_remedy(item.part) for item in largest)
     shared = any(item.part == "engine weights" for item in plan.phases["gen"])
     if shared and plan.learner["gen"]:  # the learner stays while the engine samples
-        hints = {"turn train.offload on": None} | hints
+        hints = {"set train.offload": None} | hints
     return (
-        f"--cluster.gpu_memory_gb {gpu_bytes / GB:g}: phase {phase} takes "
-        f"{_gb(plan.total(phase))} GB on rank {plan.rank}, most of it {named}; "
-        f"{', '.join(h for h in hints if h)}"
+        f"--cluster.gpu_memory_gb {gpu_bytes / GB:g}: phase {phase} needs {_gb(plan.total(phase))} "
+        f"GB on rank {plan.rank}, mostly {named}; {', '.join(h for h in hints if h)}"
     )
 
 
 def _remedy(part: str) -> str:
     return {
-        "Adam's work": "take more ranks, or install Transformer Engine or Apex",
+        "Adam's work": "use more ranks, or install Transformer Engine or Apex",
         "activations": "lower train.tokens_per_micro_batch or set train.recompute full",
         "logits": "set train.head_chunk_tokens",
         "engine weights": "raise rollout.tp",
         "KV cache": "lower rollout.kv_cache_tokens or rollout.gpu_memory_utilization",
         "reference weights": "raise train.tp or train.pp",
-        "buckets": "lower sync.bucket_mb or take another sync.route",
+        "buckets": "lower sync.bucket_mb or choose another sync.route",
         "engine's work": "lower rollout.max_running_requests",
         "judge": "lower reward.resident_ratio",
         "judge's work": "lower reward.batch_tokens",
         "contexts": "",
-    }.get(part, "raise train.tp, train.pp or train.ep, or take more ranks")
+    }.get(part, "raise train.tp, train.pp or train.ep, or use more ranks")
 
 
 def _gb(num_bytes: float) -> str:
@@ -530,9 +529,9 @@ class Residency:
         self._found[f"memory/learner_gb/{phase}"] = own / GB
         if own > 1.02 * planned + SLACK_BYTES:
             raise RuntimeError(
-                f"memory: phase {phase} on rank {self.plan.rank}: the learner holds "
-                f"{own / GB:.3f} GB, planned are {planned / GB:.3f} GB; something was not taken "
-                "off the device, or the plan (trainer/memory.py) leaves it out"
+                f"memory: phase {phase} on rank {self.plan.rank}: the learner holds {own / GB:.3f} "
+                f"GB but the plan has {planned / GB:.3f} GB; a part was not offloaded, or is "
+                "missing in the plan (trainer/memory.py)"
             )
         if self._device.type == "cuda":
             self._found[f"memory/device_gb/{phase}"] = self._taken() / GB
@@ -559,9 +558,9 @@ class Residency:
         planned = self.plan.total(phase)
         raise RuntimeError(
             f"memory: phase {phase} on rank {self.plan.rank} needs {planned / GB:.1f} GB by plan; "
-            f"{taken / GB:.1f} GB of the device's {total / GB:.1f} GB are taken and "
-            f"{coming / GB:.1f} GB are to come: see who holds them (nvidia-smi), or lower what "
-            "--dry-run shows as largest"
+            f"{taken / GB:.1f} GB of the device's {total / GB:.1f} GB are in use and "
+            f"{coming / GB:.1f} GB more are needed; stop other processes on the GPU (nvidia-smi), "
+            "or lower the largest parts of --dry-run"
         )
 
 

@@ -62,8 +62,8 @@ class Objective:
         if out.mask is not None:
             if not cfg.drops_tokens:
                 raise ConfigError(
-                    f"{self._algo.__name__}: its loss returns a mask, so its config must say "
-                    "drops_tokens = True, or the denominators would count what it drops"
+                    f"{self._algo.__name__}: its loss returns a mask, so its config must set "
+                    "drops_tokens = True; otherwise the denominators count dropped tokens"
                 )
             keep = keep & out.mask
         policy = out.per_token

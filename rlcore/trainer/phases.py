@@ -35,7 +35,7 @@ def batches(run: Run, plan: StepPlan, samples: Mapping[str, Sample]) -> list[Bat
 
 def made(value: Tensor | None) -> Tensor:
     """Return a tensor of a batch that an earlier phase must have computed."""
-    assert value is not None, "an earlier phase makes it"
+    assert value is not None, "set by an earlier phase"
     return value
 
 

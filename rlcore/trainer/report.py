@@ -52,8 +52,8 @@ def count_skips(run: Run, metrics: dict[str, float], model: str) -> None:
     if most and in_a_row >= most:
         raise RuntimeError(
             f"the {model}'s loss or gradient was not finite in {most} updates in a row, the last "
-            f"in step {run.step}: its weights are what they were before. Lower --train.lr or look "
-            "at the rewards; --train.max_skipped_updates 0 goes on for ever"
+            f"in step {run.step}; these updates were skipped. Lower --train.lr or check the "
+            "rewards; --train.max_skipped_updates 0 removes this limit"
         )
 
 
@@ -336,7 +336,8 @@ def interrupted(run: Run) -> None:
         if file := os.environ.get(UNFINISHED):
             Path(file).touch()
         log.info(
-            "ended by SIGTERM after step %d of %d, which is saved: the same command goes on",
+            "ended by SIGTERM after step %d of %d, which is saved; the same command resumes the "
+            "run",
             run.step,
             run.cfg.run.steps,
         )

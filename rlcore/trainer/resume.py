@@ -74,13 +74,13 @@ def check(cfg: Config, run_folder: Path) -> None:
 
 
 def _no_checkpoint(wanted: str, fault: str) -> str:
-    return f"--run.resume {wanted}: is no checkpoint to go on from: {fault}"
+    return f"--run.resume {wanted}: cannot resume from this checkpoint: {fault}"
 
 
 def _none_whole(run_folder: Path, num: int) -> str:
     return (
-        f"--run.resume auto: none of the {num} checkpoints in {folder_of(run_folder)} is whole; "
-        "--run.resume fresh starts anew and moves them aside"
+        f"--run.resume auto: none of the {num} checkpoints in {folder_of(run_folder)} is complete; "
+        "--run.resume fresh moves them aside and starts a new run"
     )
 
 
@@ -139,10 +139,12 @@ class Checkpoints:
             fault = seal.fault(path, everyone)
             if not fault:
                 if first and path.stat().st_mode & stat.S_IWOTH:
-                    log.warning("%s can be written by everybody on this machine: chmod o-w", path)
+                    log.warning(
+                        "%s is writable by every user of this machine; run chmod o-w on it", path
+                    )
                 return path
             if first:
-                log.error("checkpoint %s is damaged: %s; the one before it is tried", path, fault)
+                log.error("checkpoint %s is damaged: %s; trying the previous one", path, fault)
         if paths:
             raise ConfigError(_none_whole(self.folder, len(paths)))
         return None
@@ -217,7 +219,7 @@ class Checkpoints:
         failed. Collective."""
         mine = float(self.ranks.rank + 1 if error else 0)
         last = int(collective.reduce_floats([mine], "max", self.ranks.everyone)[0]) - 1
-        return (error or f"rank {last} failed, see its log") if last >= 0 else ""
+        return (error or f"rank {last} failed; read its log") if last >= 0 else ""
 
     def _failed(self, progress: Progress, what: str, why: str) -> None:
         """Handle a failed save, the same on every rank."""
@@ -226,13 +228,11 @@ class Checkpoints:
             name = "training/failed_saves"
             progress.add({name: progress.metrics.get(name, 0.0) + 1})
             if self.ranks.rank == 0:
-                log.error(
-                    "%s (%s); earlier checkpoints are untouched, and the run goes on", what, why
-                )
+                log.error("%s (%s); the run continues, and earlier checkpoints are kept", what, why)
             return
         raise RuntimeError(
-            f"{what} ({why}); earlier checkpoints are untouched. Free space or set --run.dir "
-            "elsewhere and start again: it goes on from the last one"
+            f"{what} ({why}); earlier checkpoints are kept. Free disk space or change --run.dir, "
+            "and start again to resume from the last checkpoint"
         )
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Checkpoints:
             try:
                 shutil.rmtree(old)
             except OSError as e:
-                log.warning("an old checkpoint cannot be deleted: %s", _reason(e))
+                log.warning("cannot delete an old checkpoint: %s", _reason(e))
 
     def load(self, path: Path, progress: Progress) -> None:
         """Restore all state. Collective over the train ranks. A rank that only samples restores the
@@ -266,8 +266,8 @@ class Checkpoints:
         state = json.loads((path / "state.json").read_text())
         if state["format"] != FORMAT:
             raise ConfigError(
-                f"--run.resume {path}: is of format {state['format']}, this version reads "
-                f"{FORMAT}; go on with the version that wrote it, or start anew with "
+                f"--run.resume {path}: has format {state['format']} but this version reads "
+                f"{FORMAT}; resume with the version that wrote it, or start a new run with "
                 "--run.resume fresh"
             )
         step = state["step"]
@@ -282,8 +282,9 @@ class Checkpoints:
         if self.critic is not None:
             if not (path / "critic").is_dir():
                 raise ConfigError(
-                    f"--run.resume {path}: was written without a critic, and --algo.adv_estimator "
-                    "gae needs one; resume with the estimator it had, or start anew"
+                    f"--run.resume {path}: was written without a critic, which "
+                    "--algo.adv_estimator gae needs; resume with its estimator, or start a new run "
+                    "with --run.resume fresh"
                 )
             self.critic.load(path / "critic")
         self.kl.restore(state["kl"])
@@ -303,7 +304,8 @@ class Checkpoints:
             log.info("resumed from %s: %d of %d steps done", path, step, self.cfg.run.steps)
             if step >= self.cfg.run.steps:
                 log.info(
-                    "nothing is left to do: --run.resume fresh starts anew, --run.steps goes on"
+                    "the run is complete; raise --run.steps to continue, or set --run.resume fresh "
+                    "for a new run"
                 )
 
     def set_later_aside(self, step: int) -> None:
@@ -320,7 +322,7 @@ class Checkpoints:
             shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
         for path in later:
             path.rename(path.with_name(f"{path.name}.old{k}"))
-        log.warning("%d checkpoints of later steps are set aside as *.old%d", len(later), k)
+        log.warning("moved %d checkpoints of later steps to *.old%d", len(later), k)
 
     def export_hf(self, hf: HFConfig) -> None:
         """Write the weights as a Hugging Face folder, `<run>/hf`. Collective.

@@ -52,7 +52,7 @@ class Run:
     def learner(self) -> Learner:
         """Actor in training, on a rank that trains."""
         learner = self.device.parts.learner
-        assert learner is not None, "this rank only samples"
+        assert learner is not None, "rollout ranks have no learner"
         return learner
 
     @property

@@ -25,7 +25,7 @@ def write(folder: Path, group: collective.Group) -> str:
     sizes = json.loads(collective.broadcast_text(json.dumps(sizes), group))
     sums = _checksums(folder, list(sizes), group)
     if UNREADABLE in sums:
-        error = error or "a file that was just written cannot be read"
+        error = error or "cannot read a file that was just written"
     elif collective.is_first(group) and not error:
         seals = {n: [size, int(s)] for (n, size), s in zip(sizes.items(), sums, strict=True)}
         try:
@@ -48,9 +48,9 @@ def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
         seals = json.loads((folder / MANIFEST).read_text())["files"]
         return _wrong_size(folder, seals), seals
     except (FileNotFoundError, NotADirectoryError):
-        return f"has no {MANIFEST}, so it was not finished or is of an earlier version", seals
+        return f"has no {MANIFEST}, so it is incomplete or from an earlier version", seals
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
-        return f"its {MANIFEST} cannot be read ({type(e).__name__})", {}
+        return f"cannot read its {MANIFEST} ({type(e).__name__})", {}
 
 
 def fault(folder: Path, group: collective.Group) -> str:
@@ -62,9 +62,9 @@ def fault(folder: Path, group: collective.Group) -> str:
         return found
     for name, now in zip(seals, _checksums(folder, list(seals), group), strict=True):
         if now == UNREADABLE:
-            return f"{name} cannot be read"
+            return f"cannot read {name}"
         if now != seals[name][1]:
-            return f"{name} is not what was written (checksum)"
+            return f"{name} has a wrong checksum"
     return ""
 
 

@@ -27,11 +27,15 @@ def as_tensor(bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap) -
     read-only. ValueError if the buffer is shorter than the bucket."""
     if isinstance(buffer, Tensor):
         if len(buffer) < bucket.num_bytes:
-            raise ValueError(f"bucket of {bucket.num_bytes} bytes: only {len(buffer)} came")
+            raise ValueError(
+                f"bucket of {bucket.num_bytes} bytes: the buffer has only {len(buffer)} bytes"
+            )
         return buffer[: bucket.num_bytes]
     view = memoryview(buffer)
     if view.nbytes < bucket.num_bytes:
-        raise ValueError(f"bucket of {bucket.num_bytes} bytes: only {view.nbytes} came")
+        raise ValueError(
+            f"bucket of {bucket.num_bytes} bytes: the buffer has only {view.nbytes} bytes"
+        )
     if bucket.num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if view.readonly:
@@ -48,13 +52,13 @@ def unpack(
     for meta in bucket.tensors:
         dtype = getattr(torch, meta.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"tensor {meta.name}: dtype {meta.dtype!r} is not torch's")
+            raise ValueError(f"tensor {meta.name}: dtype {meta.dtype!r} is not a torch dtype")
         count = 1
         for size in meta.shape:
             count *= size
         end = meta.offset + count * dtype.itemsize
         if meta.offset < 0 or end > bucket.num_bytes or end > len(flat):
-            raise ValueError(f"tensor {meta.name}: lies outside its bucket")
+            raise ValueError(f"tensor {meta.name}: exceeds its bucket")
         if count == 0:
             yield meta.name, torch.empty(meta.shape, dtype=dtype)
             continue
@@ -88,7 +92,7 @@ def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memory
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < bucket.num_bytes:
-            raise ValueError(f"bucket of {bucket.num_bytes} bytes: {path} has only {size}")
+            raise ValueError(f"bucket of {bucket.num_bytes} bytes: {path} has only {size} bytes")
         if size == 0:
             return memoryview(bytearray())
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -147,7 +151,7 @@ def cuda_handle(buffer: Tensor) -> bytes:
     dropped it."""
     storage = buffer.untyped_storage()
     if buffer.storage_offset() or storage.nbytes() != buffer.nbytes:
-        raise ValueError("a bucket that is shared by its handle needs a storage of its own")
+        raise ValueError("a bucket shared by its CUDA handle must have its own storage")
     device, handle, size, offset, counter, at, event, wait = storage._share_cuda_()
     made = _CudaHandle(_uuid(device), handle, size, offset, counter, at, event, wait)
     return msgspec.msgpack.encode(made)
@@ -163,7 +167,8 @@ def open_cuda(payload: bytes) -> Tensor:
     seen = [_uuid(i) for i in range(torch.cuda.device_count())]
     if made.gpu not in seen:
         raise ValueError(
-            f"bucket in the memory of GPU {made.gpu}: this process sees {', '.join(seen) or 'none'}"
+            f"bucket in the memory of GPU {made.gpu}, but this process sees "
+            f"{', '.join(seen) or 'none'}"
         )
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(

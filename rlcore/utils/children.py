@@ -71,7 +71,7 @@ class Channel:
             except BlockingIOError:
                 left = end - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError("the other side does not read") from None
+                    raise TimeoutError("the other process did not read the frame in time") from None
                 self._wait(select.POLLOUT, left)
 
     def queue(self, frames: bytes | bytearray) -> None:
@@ -296,7 +296,7 @@ class GuardedChild(Child):
         end_tree(self.process, self._mark)
         status = self._wait(_KILL_S)
         if status is None:
-            log.error("child %d does not end after SIGKILL", self.process.pid)
+            log.error("child process %d is still running after SIGKILL", self.process.pid)
         self.read_output()  # a pipe holds no more than one piece
         self._close_output()
         return status
@@ -320,13 +320,13 @@ class CappedLog:
         data = data[: self._room]
         self._room -= len(data)
         if not self._room:
-            data += f"\n(cut: {_LOG_BYTES} bytes are enough)\n".encode()
+            data += f"\n(cut after {_LOG_BYTES} bytes)\n".encode()
         try:
             with self._file.open("ab") as file:
                 file.write(data)
         except OSError as error:  # a full disk must not stop the children
             self._room = 0
-            log.warning("%s: %s cannot be written: %s", self._name, self._file, error)
+            log.warning("%s: cannot write %s: %s", self._name, self._file, error)
 
 
 def without_launcher() -> dict[str, str]:
@@ -376,7 +376,7 @@ def tie_to(parent: int, name: str) -> None:
     if os.getppid() != parent:  # the parent exited before prctl took effect
         sys.exit(1)
     if why := guard.protect([1, *guard.ancestors(parent), os.getpgid(parent)]):
-        print(f"{name}: nothing keeps it from killing the trainer ({why})", file=sys.stderr)
+        print(f"{name}: cannot be prevented from killing the trainer ({why})", file=sys.stderr)
 
 
 def last_lines(printed: str) -> str:
@@ -388,7 +388,7 @@ def last_lines(printed: str) -> str:
 def exit_text(status: int | None) -> str:
     """Describe how a process ended, from the status of `Child.end`."""
     if status is None:
-        return "does not die"
+        return "still running after SIGKILL"
     if status >= 0:
         return f"exit code {status}"
     try:

@@ -40,7 +40,7 @@ class VirtualClock:
     def advance(self, seconds: float) -> None:
         """Move forward by `seconds`; ValueError if that is negative."""
         if seconds < 0:
-            raise ValueError(f"advance {seconds:g}: a clock does not run backwards")
+            raise ValueError(f"advance {seconds:g}: must be 0 or more")
         self._now += seconds
 
     def advance_to(self, time_s: float) -> None:

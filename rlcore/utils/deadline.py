@@ -20,7 +20,7 @@ class Deadline:
 
     def __init__(self, seconds: float, what: str, clock: Clock | None = None):
         if not seconds > 0:
-            raise ValueError(f"{what}: a deadline of {seconds:g} s; give a time above 0")
+            raise ValueError(f"{what}: deadline of {seconds:g} s; must be above 0")
         self.seconds, self.what = seconds, what
         self._clock = clock or RealClock()
         self._end = self._clock.now() + seconds
@@ -66,7 +66,7 @@ class Watchdog:
         grace_s: float = 10.0,
     ):
         if not timeout_s > 0:
-            raise ValueError(f"watchdog {timeout_s:g} s: give a time above 0")
+            raise ValueError(f"watchdog {timeout_s:g} s: must be above 0")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._timeout_s, self._grace_s, self._path = timeout_s, grace_s, path
         self._describe, self._on_overrun = describe, on_overrun
@@ -130,8 +130,8 @@ class Watchdog:
         except Exception as error:  # a failing `describe` must not hide the overrun
             waiting_for = f"unknown ({type(error).__name__}: {error})"
         verdict = (
-            f"phase {phase} has stood still for {self._timeout_s:g} s, waiting for {waiting_for}; "
-            f"stacks of all threads: {self._path}"
+            f"phase {phase} has made no progress for {self._timeout_s:g} s, waiting for "
+            f"{waiting_for}; stacks of all threads: {self._path}"
         )
         if self._on_overrun is None:
             log.error(verdict)

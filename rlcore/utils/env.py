@@ -125,11 +125,11 @@ def _native() -> str:
         try:
             torch.ops.load_library(str(library))
         except OSError as error:
-            parts.append(f"_C_torch, which does not load: {error.__cause__ or error}")
+            parts.append(f"_C_torch (fails to load: {error.__cause__ or error})")
         else:
             kernels = "CPU and CUDA" if torch.ops.rlcore_native.has_cuda() else "CPU"
             parts.append(f"_C_torch for {kernels}")
-    return ", ".join(parts) or "nothing built"
+    return ", ".join(parts) or "not built"
 
 
 def _sglang() -> str:
@@ -140,15 +140,15 @@ def _sglang() -> str:
     if not version:
         return "not installed: bash tools/setup.sh --sglang"
     cuda = bool(torch.version.cuda)
-    kernels = "CUDA kernels" if cuda else "the CPU, with stand-ins for its kernels"
+    kernels = "CUDA kernels" if cuda else "CPU with substitute kernels"
     said = f"{version} on {kernels}"
     wanted = dict(_requirements("rlcore", "sglang")).get("sglang", "")
     if wanted not in ("", f"=={version}"):
-        said += f"; rlcore is written for {wanted.removeprefix('==')}"
+        said += f"; rlcore is tested with {wanted.removeprefix('==')}"
     needs = _requirements("sglang", "") if cuda else _requirements("rlcore", "sglang-cpu")
     missing = [name for name, _ in needs if not _version(name)]
     if not metadata.entry_points(group="sglang.srt.plugins", name="rlcore"):
-        missing.append("rlcore's plug-in (install rlcore again)")
+        missing.append("rlcore's plug-in (reinstall rlcore)")
     return said + (f"; missing: {', '.join(missing)}" if missing else "")
 
 

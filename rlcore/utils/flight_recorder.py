@@ -98,7 +98,7 @@ class FlightRecorder:
         now = time.time()
         if isinstance(what, Submit):
             self._open |= dict.fromkeys((r.id for r in what.requests), ("decoding", now))
-            self.note(f"{len(what.requests)} requests such as {what.requests[0].id}")
+            self.note(f"{len(what.requests)} requests submitted, first {what.requests[0].id}")
         elif isinstance(what, Finished):
             self._open[what.id] = ("reward", now)
         elif isinstance(what, Aborted | Rewarded):
@@ -108,7 +108,7 @@ class FlightRecorder:
             self.note(type(what).__name__)
         elif isinstance(what, Down):
             self._open.clear()
-            self.note(f"engine down: {what.reason}")
+            self.note(f"engine failed: {what.reason}")
         elif not isinstance(what, LengthReport | Stats):
             self.note(type(what).__name__)
 
@@ -172,7 +172,7 @@ def children_stacks() -> dict[str, str]:
         except psutil.NoSuchProcess:
             continue
         if not Path(py_spy).exists():
-            found[name] = "py-spy is not installed: tools/setup.sh --test"
+            found[name] = "no stack: py-spy is not installed, run bash tools/setup.sh --test"
             continue
         try:
             done = subprocess.run(
@@ -183,7 +183,7 @@ def children_stacks() -> dict[str, str]:
             )
             found[name] = done.stdout or done.stderr
         except subprocess.TimeoutExpired:
-            found[name] = f"py-spy was not done in {PY_SPY_S:g} s for all children"
+            found[name] = f"no stack: py-spy took longer than {PY_SPY_S:g} s"
     return found
 
 
@@ -233,11 +233,11 @@ def _where(frame: FrameType | None) -> str:
 WAITS = {
     "distributed_c10d.py": "a collective",
     "collective.py": "a collective",
-    "transport.py": "a message of another rank",
+    "transport.py": "a message from another rank",
     "child.py": "its engine process",
-    "rendezvous.py": "the start of the others",
-    "peers.py": "a message of another rank",
-    "_store_based_barrier": "the start of the others",
+    "rendezvous.py": "the start of the other ranks",
+    "peers.py": "a message from another rank",
+    "_store_based_barrier": "the start of the other ranks",
 }
 
 

@@ -70,7 +70,7 @@ def protect(pids: Iterable[int]) -> str:
     failed."""
     machine = platform.machine()
     if machine not in _ARCHES:
-        return f"no list of system calls for {machine}"
+        return f"system calls of {machine} are not known"
     code = _program(machine, list(pids))
     libc = ctypes.CDLL(None, use_errno=True)
     program = _Program(len(code) // 8, code)

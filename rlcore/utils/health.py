@@ -171,7 +171,7 @@ class Health:
                 if why := self._cannot_finish():
                     self._terminate(why)
             except Exception:  # SIGTERM and stuck ranks must still be noticed
-                log.exception("the health thread of rank %d goes on after", self.flight.rank)
+                log.exception("health thread of rank %d continues after an error", self.flight.rank)
             self._woken.settimeout(self._beat_s)
             try:
                 heard = self._woken.recv(64)
@@ -195,7 +195,7 @@ class Health:
             self._drop_forged(error)
             return
         except Exception as error:  # torch raises several types; ranks then report alone
-            log.debug("the store does not answer: %s", error)
+            log.debug("the run's store does not answer: %s", error)
             return
         with self._lock:
             # another rank's alarm at about the same time has the same cause
@@ -208,7 +208,7 @@ class Health:
     def _drop_forged(self, error: ValueError) -> None:
         self._forged += 1
         if self._forged == 1:  # the value stays in the store, and is read at every beat
-            log.warning("an alarm in the run's store is ignored: %s", error)
+            log.warning("ignored an invalid alarm in the run's store: %s", error)
 
     def _handle_sigterm(self) -> None:
         """Handle SIGTERM: from torchrun when another rank has exited, or from the user or
@@ -221,7 +221,7 @@ class Health:
             self._ended_at, self._alarms = now, 0
             if self.flight.rank == 0:
                 log.warning(
-                    "SIGTERM: the run ends after this step and saves, within %g s "
+                    "SIGTERM: the run saves and exits after this step, within %g s "
                     "(--checkpoint.grace_s)",
                     self._grace_s,
                 )
@@ -232,14 +232,15 @@ class Health:
             return ""
         if time.monotonic() > self._ended_at + self._grace_s:
             return (
-                f"ended by SIGTERM: the step was not done in --checkpoint.grace_s {self._grace_s:g}"
+                "ended by SIGTERM: the step took longer than --checkpoint.grace_s "
+                f"{self._grace_s:g}"
             )
         if self._is_done:
             return ""
         if self._alarms:
-            return "ended by SIGTERM: there was an alarm"
+            return "ended by SIGTERM: a rank raised an alarm"
         gone = self._failed_ranks()
-        return f"ended by SIGTERM: rank {gone[0]} has gone" if gone else ""
+        return f"ended by SIGTERM: rank {gone[0]} has exited or does not respond" if gone else ""
 
     def _failed_ranks(self) -> list[int]:
         """Return the other ranks that are known to be dead or stopped, or are silent."""
@@ -280,7 +281,7 @@ class Health:
         try:
             self._store.set("alarm", json.dumps(dict(alarm)))
         except Exception as error:  # as above
-            log.debug("the store does not take the alarm: %s", error)
+            log.debug("cannot write the alarm to the run's store: %s", error)
 
     def _answer(self, alarm: Mapping[str, Any]) -> None:
         """Write the record, wait for those of the other ranks, and report if this rank is the first
@@ -288,7 +289,7 @@ class Health:
         try:
             self._answer_now(alarm)
         except Exception:  # the reason of the alarm must not be lost in a second error
-            log.exception("the flight record could not be made")
+            log.exception("cannot make the flight record")
         finally:
             self._told = float(alarm["number"])
             self._alarms += 1
@@ -299,7 +300,7 @@ class Health:
     def _answer_now(self, alarm: Mapping[str, Any]) -> None:
         flight, begin = self.flight, float(alarm["number"])
         mine = alarm["from"] == flight.rank
-        why = str(alarm["reason"]) if mine else f"heard of rank {alarm['from']}"
+        why = str(alarm["reason"]) if mine else f"alarm from rank {alarm['from']}"
         record = flight.record(why)
         if flight.write(why, record) is None:
             return
@@ -375,9 +376,9 @@ class Health:
                 if self._store.check([f"beat/{r}"]):
                     beats[r] = json.loads(self._store.get(f"beat/{r}"))
             except ForgedValueError as error:
-                log.debug("the sign of life of rank %d is ignored: %s", r, error)
+                log.debug("ignored the heartbeat of rank %d: %s", r, error)
             except Exception as error:  # as above
-                log.debug("the store does not answer: %s", error)
+                log.debug("the run's store does not answer: %s", error)
                 break
         return beats
 
@@ -394,7 +395,7 @@ def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
     match alarm:
         case {"number": float(), "from": int(rank), "reason": str()} if 0 <= rank < world_size:
             return alarm
-    raise ValueError(f"it holds {str(alarm)[:80]}, not a number, a rank and a reason")
+    raise ValueError(f"the alarm is {str(alarm)[:80]}; expected number, rank and reason")
 
 
 def _appears(file: Path, begin: float, seconds: float) -> bool:
@@ -481,8 +482,8 @@ def _place_of(text: str, rank: int, like: Mapping[str, Any]) -> dict[str, Any]:
     place = json.loads(text)
     if not isinstance(place, dict) or any(type(place.get(k)) is not type(like[k]) for k in like):
         raise RuntimeError(
-            f"start-up: rank {rank} runs another version of rlcore, or another program writes to "
-            "the run's store"
+            f"start-up: rank {rank} sent an unknown message; use one version of rlcore on all "
+            "nodes, and keep other programs off the run's store"
         )
     return place
 
@@ -496,6 +497,6 @@ def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # else it is rank 0
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
-        f"start-up: rank {names} of {size} has not come within --cluster.timeout_s {timeout_s:g}; "
-        "see what its node says, and that all were started with one command"
+        f"start-up: rank {names} of {size} has not joined within --cluster.timeout_s "
+        f"{timeout_s:g}; read the log of its node, and start all nodes with the same command"
     )

@@ -31,8 +31,8 @@ def address_of(interface: str) -> str:
     addresses = [a.address for a in found.get(interface, []) if a.family == socket.AF_INET]
     if not addresses:
         raise ConfigError(
-            f"--cluster.interface {interface}: has no IPv4 address here; this node has "
-            + ", ".join(found)
+            f"--cluster.interface {interface}: not an interface with an IPv4 address on this node; "
+            "choose from " + ", ".join(found)
         )
     return addresses[0]
 
@@ -91,8 +91,8 @@ def _listener(address: str, port: int) -> socket.socket | None:
         made.close()
         if error.errno == errno.EADDRNOTAVAIL:
             log.warning(
-                "no interface of this node has the address %s: the run's store listens on all "
-                "interfaces; --cluster.interface names one",
+                "no interface of this node has the address %s, so the run's store listens on all "
+                "interfaces; set --cluster.interface to choose one",
                 address,
             )
             return None

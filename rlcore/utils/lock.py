@@ -37,7 +37,9 @@ def hold(path: Path, wait_s: float = 10.0) -> str:
             file.close()
             return who
         except OSError as error:  # some network disks have no locks
-            log.warning("%s cannot be locked (%s): start nothing else there", path, error)
+            log.warning(
+                "cannot lock %s (%s); do not start another process in this folder", path, error
+            )
             break
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)

@@ -26,25 +26,27 @@ class _Header(msgspec.Struct, array_like=True):
 def _out(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in _KINDS:
-            raise ValueError(f"array of dtype {value.dtype}: only numbers travel; convert it first")
+            raise ValueError(
+                f"array of dtype {value.dtype}: only numeric arrays can be sent; convert it first"
+            )
         head = _packer.encode(_Header(value.dtype.str, value.shape))
         body = np.ascontiguousarray(value).tobytes()
         return msgspec.msgpack.Ext(_ARRAY, len(head).to_bytes(2, "little") + head + body)
     if isinstance(value, np.generic):
         return value.item()
     raise ValueError(
-        f"a {type(value).__name__} cannot be sent; send numbers, text, arrays, records"
+        f"a {type(value).__name__} cannot be sent; send numbers, strings, arrays or records"
     )
 
 
 def _ext(code: int, data: memoryview) -> Any:
     if code != _ARRAY:
-        raise ValueError(f"extension {code}: only {_ARRAY} (array) is known")
+        raise ValueError(f"extension {code}: unknown; only {_ARRAY} (array) is supported")
     split = 2 + int.from_bytes(data[:2], "little")
     header = _headers.decode(data[2:split])
     dtype = np.dtype(header.dtype)
     if dtype.kind not in _KINDS:
-        raise ValueError(f"array of dtype {dtype}: only numbers travel")
+        raise ValueError(f"array of dtype {dtype}: only numeric arrays can be received")
     return np.frombuffer(data[split:], dtype).reshape(header.shape).copy()
 
 
@@ -93,7 +95,7 @@ class Frames:
         while len(self._buffer) >= LENGTH_BYTES:
             size = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
             if size > self._largest:
-                raise ValueError(f"a frame of {size} bytes: at most {self._largest} are allowed")
+                raise ValueError(f"frame of {size} bytes: must be at most {self._largest} bytes")
             end = LENGTH_BYTES + size
             if len(self._buffer) < end:
                 return

@@ -6,10 +6,10 @@ the engines; the phases that a colocated run adds are ours.
 """
 
 STEP = {
-    "wait_permit": "waiting for a permit on shared nodes, loading what it needs and storing it",
-    "gen": "sampling, from the first request to the last response",
+    "wait_permit": "waiting for a permit of shared nodes; loading and storing the phase's state",
+    "gen": "generation, from the first request to the last response",
     "reward": "waiting for rewards after the last response",
-    "exchange": "moving samples from the ranks that made them to the ranks that train them",
+    "exchange": "moving samples from rollout ranks to train ranks",
     "sleep_engine": "freeing the engine's memory for the learner",
     "load_learner": "loading the learner from host memory",
     "old_log_prob": "log-probs of the learner before the first update",
@@ -18,7 +18,7 @@ STEP = {
     "adv": "advantages, whitening, KL penalties",
     "update_critic": "forward, backward and optimizer steps of the critic",
     "update_actor": "forward, backward and optimizer steps of the actor",
-    "resize_engines": "replacing the rollout engines by engines of another size",
+    "resize_engines": "replacing the rollout engines by engines of another TP size",
     "pause_engines": "pausing the engines for a weight update, with mode async",
     "update_weights": "sending weights to the engines",
     "offload_learner": "moving the learner to host memory",
@@ -34,14 +34,14 @@ BETWEEN = {
 """Phases between two steps."""
 
 BEFORE = {
-    "start": "building learner and engines and waiting for them; in the next row that is written",
+    "start": "building learner and engines, reported in the first row written",
 }
 """Phases before the first step of a process."""
 
 WITHIN = {
     "step": "one step, with all phases of `STEP`",
-    "stream": "training on some ranks while others decode; part of gen",
-    "wait_learner": "waiting for the training, on ranks that only sample",
+    "stream": "training on some ranks while others decode, part of gen",
+    "wait_learner": "waiting for the train ranks, on rollout ranks",
     "optimizer_step": "the optimizer's part of update_actor, in the memory plan",
 }
 """Names that enclose phases, or are parts of one; they have no metric of their own, except step."""

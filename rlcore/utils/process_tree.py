@@ -33,7 +33,7 @@ def end_tree(process: subprocess.Popen, mark: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            log.error("processes %s do not die of SIGKILL", sorted(victims)[:5])
+            log.error("processes %s are still running after SIGKILL", sorted(victims)[:5])
             break
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):

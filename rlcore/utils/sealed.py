@@ -46,8 +46,8 @@ class SealedStore:
         code, body = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
         if not hmac.compare_digest(code, self._code(key, body)):
             raise ForgedValueError(
-                f"the value of {key} in the run's store was written by another program: its code "
-                "is wrong; keep the port of torchrun's store closed to other machines"
+                f"the value of {key} in the run's store was written by another program "
+                "(authentication failed); block the port of torchrun's store for other machines"
             )
         return body
 
@@ -96,8 +96,8 @@ def share_secret(
         _write(file, secret)
     except OSError as error:
         problem = (
-            f"--run.dir {file.parent}: the run's folder cannot be made "
-            f"({error.strerror}: {error.filename}); choose another"
+            f"--run.dir {file.parent}: cannot create the run's folder ({error.strerror}: "
+            f"{error.filename}); choose another"
         )
         store.set("secret/there", problem)
         raise ConfigError(problem) from error
@@ -110,8 +110,8 @@ def share_secret(
     return secret
 
 
-_NOT_MADE = "start-up: rank 0 has not written the run's secret to {file} in time"
-_NOT_READ = "start-up: not every rank has read the run's secret from {file} in time"
+_NOT_MADE = "start-up: rank 0 did not write the run's secret to {file} in time"
+_NOT_READ = "start-up: some rank did not read the run's secret from {file} in time"
 
 
 def _await(
@@ -137,12 +137,12 @@ def _read(file: Path, rank: int) -> bytes:
         secret = file.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"--run.dir {file.parent}: rank {rank} cannot read what rank 0 wrote there "
-            f"({error.strerror}); give a folder on a disk that all nodes share"
+            f"--run.dir {file.parent}: rank {rank} cannot read the file that rank 0 wrote there "
+            f"({error.strerror}); choose a folder on a disk shared by all nodes"
         ) from error
     if len(secret) != SECRET_BYTES:
         raise ConfigError(
-            f"--run.dir {file.parent}: rank {rank} reads {len(secret)} bytes of {file.name}, "
-            f"rank 0 wrote {SECRET_BYTES}; give a folder on a disk that all nodes share"
+            f"--run.dir {file.parent}: rank {rank} reads {len(secret)} bytes of {file.name} but "
+            f"rank 0 wrote {SECRET_BYTES}; choose a folder on a disk shared by all nodes"
         )
     return secret

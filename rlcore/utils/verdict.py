@@ -51,9 +51,9 @@ def suspects(
         return gone
     never = [r for r in range(size) if r not in records and r not in beats]
     if never:
-        return [Suspect(r, "has never been heard of since the start") for r in never]
+        return [Suspect(r, "has sent no heartbeat since the start") for r in never]
     silent = [
-        Suspect(r, f"silent for {_ago(beats.get(r))}{_in_phase(beats.get(r))}")
+        Suspect(r, f"no heartbeat for {_ago(beats.get(r))}{_in_phase(beats.get(r))}")
         for r in range(size)
         if r not in records
     ]
@@ -70,8 +70,8 @@ def suspects(
 def _of_state(rank: int, state: str, beats: Mapping[int, Mapping[str, Any]]) -> str:
     at = beats.get(rank)
     pid = f"process {at['pid']} on {at['host']} " if at else ""
-    how = "is stopped by a signal" if state == "stopped" else "has ended"
-    return f"{pid}{how}; last heard of {_ago(at)} ago{_in_phase(at)}"
+    how = "is stopped by a signal" if state == "stopped" else "has exited"
+    return f"{pid}{how}; last heartbeat {_ago(at)} ago{_in_phase(at)}"
 
 
 def _behind(records: Mapping[int, Record]) -> list[Suspect]:
@@ -88,7 +88,7 @@ def _behind(records: Mapping[int, Record]) -> list[Suspect]:
         return [
             Suspect(
                 r,
-                f"has entered {n} collectives of group {group}, others {most}; it is at "
+                f"has entered {n} collectives of group {group}, other ranks {most}; it is at "
                 f"{records[r]['where']}{_in_phase(records[r])}",
             )
             for r, n in sorted(late.items())
@@ -102,7 +102,13 @@ def _busy(records: Mapping[int, Record]) -> list[Suspect]:
     if not busy or len(busy) == len(records) > 1:
         return []
     return [
-        Suspect(r, f"does not wait; it is at {records[r]['where']}{_in_phase(records[r])}")
+        Suspect(
+            r,
+            (
+                "is not waiting for another rank; it is at "
+                f"{records[r]['where']}{_in_phase(records[r])}"
+            ),
+        )
         for r in sorted(busy)
     ]
 
@@ -115,7 +121,7 @@ def _in_phase(at: Mapping[str, Any] | None) -> str:
 
 
 def _ago(at: Mapping[str, Any] | None) -> str:
-    return f"{time.time() - at['time']:.0f} s" if at else "all the time"
+    return f"{time.time() - at['time']:.0f} s" if at else "the whole run"
 
 
 def table(
@@ -128,16 +134,16 @@ def table(
     """Format the report: which rank is stuck, where, how long; then a line per rank."""
     who = [f"rank {s.rank}: {s.why}" for s in found[:4]]
     if len(found) > 4:
-        who.append(f"and {len(found) - 4} more")
-    lines = ["who is stuck", *(f"  {line}" for line in who or ["no rank stands out"])]
-    lines.append(f"  the alarm came from {reason}")
-    lines.append(f"  {'rank':<6}{'phase':<18}{'for':>7}  waits for / is at")
+        who.append(f"and {len(found) - 4} more ranks")
+    lines = ["stuck ranks", *(f"  {line}" for line in who or ["no rank is suspected"])]
+    lines.append(f"  alarm raised by {reason}")
+    lines.append(f"  {'rank':<6}{'phase':<18}{'for':>7}  waiting for / at")
     suspected = {s.rank for s in found}
     ranks = sorted(range(size), key=lambda r: (r not in suspected, r))[:16]
     for r in ranks:
         at = records.get(r) or beats.get(r)
         if at is None:
-            lines.append(f"  {r:<6}never heard of")
+            lines.append(f"  {r:<6}no heartbeat")
             continue
         seconds = f"{at['time'] - at['since']:.0f} s"
         now = _now(records.get(r)) or f"no answer for {_ago(at)}"

@@ -178,6 +178,6 @@ def test_a_device_that_somebody_else_holds_is_refused_before_the_learner_comes()
     large_plan = dataclasses.replace(
         plan, phases=plan.phases | {"step": (memory.Item("learner weights", int(0.5 * total)),)}
     )
-    with pytest.raises(RuntimeError, match="memory: phase step on rank 0 needs .* are to come"):
+    with pytest.raises(RuntimeError, match="memory: phase step on rank 0 needs .* more are needed"):
         memory.Residency(large_plan, side.DEVICE).before("load_learner", [])
     del held

@@ -121,7 +121,7 @@ def test_the_split_that_rates_propose_is_in_the_metrics_and_said(found: Found) -
     row = found.rows("in place")[6]
     assert row["balance/rollout_ranks"] == 1 and row["balance/speed_up"] == 1
     assert 0 < row["balance/train_share"] < 1
-    assert "no rates yet" in found.gang.text("in place")
+    assert "no estimate yet" in found.gang.text("in place")
     assert "1 ranks train and 1 sample" in found.gang.text("resumed")
 
 

@@ -201,4 +201,4 @@ def test_a_rank_that_stands_still_ends_the_run_with_a_verdict(tmp_path, number):
         gang.processes[1].kill()
         gang.processes[0].kill()
     said = (gang.folder / "stuck.0.txt").read_text()
-    assert "rank 1: no message" in said or "has stood still" in said, said[-1500:]
+    assert "rank 1: no message" in said or "has made no progress" in said, said[-1500:]

@@ -115,7 +115,7 @@ def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero
     said = text.read_text()
     for rank in (0, 1):
         log = (tmp_path / "runs" / "x" / "logs" / f"rank{rank}.log").read_text()
-        assert log.count("an alarm in the run's store is ignored") == 1
+        assert log.count("ignored an invalid alarm in the run's store") == 1
     last = steps(tmp_path)[-1]
     assert steps(tmp_path) == list(range(1, last + 1))
     assert "3 of 500 steps done" in said

@@ -114,7 +114,7 @@ def test_a_round_goes_on_when_its_scheduler_is_killed(done: Runs) -> None:
         assert killed[step]["actor/loss"] == pytest.approx(torch[step]["actor/loss"], rel=1e-3)
     assert done.listening == {"127.0.0.1"}  # SGLang's schedulers as well
     said = done.gang.text("killed")
-    assert "it is started again" in said and "Traceback" not in said
+    assert "restarting the engine" in said and "Traceback" not in said
 
 
 def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs) -> None:

@@ -110,7 +110,7 @@ def test_something_is_trained_early_and_goes_on_elsewhere(found: Found) -> None:
 
 def test_what_needs_all_samples_first_is_refused(found: Found) -> None:
     wanted = {
-        "one replica": "all ranks are one engine or one model-parallel group; start more ranks",
+        "one replica": "all ranks are one engine or one model-parallel group; use more ranks",
         "whitened": "--algo.whiten_advantages: needs all samples of a step before the first",
         "updates": "--train.samples_per_update 4: --mode stream accumulates one update",
     }

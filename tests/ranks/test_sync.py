@@ -160,7 +160,8 @@ def trouble() -> list[dict[str, Any]]:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
-    ("stage", "who"), [(0, "what rank 1 got from rank 0"), (1, "what rank 2 got from rank 1")]
+    ("stage", "who"),
+    [(0, "data received by rank 1 from rank 0"), (1, "data received by rank 2 from rank 1")],
 )
 def test_damage_on_the_way_is_named_on_every_rank_and_a_whole_push_repairs_it(
     trouble: list[dict[str, Any]], stage: int, who: str
@@ -170,7 +171,8 @@ def test_damage_on_the_way_is_named_on_every_rank_and_a_whole_push_repairs_it(
         error, _, usable, _ = found[f"damage {stage}"]
         assert error == trouble[0][f"damage {stage}"][0]
         assert (
-            error.startswith("WeightUpdateError: push 2: bucket 1 of 6 (w2 ...)") and who in error
+            error.startswith("WeightUpdateError: weight update 2: bucket 1 of 6 (w2 ...)")
+            and who in error
         )
         assert rank == 0 or not usable
         assert rank == 0 or found[f"damage {stage} after"][2:] == [True, True]
@@ -182,7 +184,7 @@ def test_a_rank_that_comes_late_is_named_and_leaves_no_engine_usable(
 ) -> None:
     for rank, found in enumerate(trouble):
         error, _, usable, _ = found["late"]
-        assert error.startswith("WeightUpdateTimeoutError: push 2: rank ")
+        assert error.startswith("WeightUpdateTimeoutError: weight update 2: rank ")
         assert "waited 2 s for rank 2 to enter" in error
         assert error == trouble[0]["late"][0]
         assert rank == 0 or not usable
@@ -196,7 +198,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_the_bucket(
 ) -> None:
     for rank, found in enumerate(trouble):
         error, _, usable, _ = found["stuck"]
-        assert error.startswith("WeightUpdateTimeoutError: push 2: bucket ")
+        assert error.startswith("WeightUpdateTimeoutError: weight update 2: bucket ")
         assert "waited 3 s for rank 1" in error and error == trouble[0]["stuck"][0]
         assert rank == 0 or not usable
         assert found["stuck after"][0] == ""
@@ -208,6 +210,9 @@ def test_a_rank_that_dies_in_the_middle_is_named(trouble: list[dict[str, Any]]) 
     one, two, three = [found["death"] for found in trouble]
     assert three == "died"
     for error, _, _, _ in (one, two):
-        assert error.startswith("WeightUpdateError: push 2: bucket ") and "rank 2 is gone" in error
+        assert (
+            error.startswith("WeightUpdateError: weight update 2: bucket ")
+            and "rank 2 has exited" in error
+        )
         assert error == one[0]
     assert not two[2]

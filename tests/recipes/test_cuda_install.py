@@ -240,7 +240,7 @@ def test_a_python_without_sglang_for_cuda_is_refused_before_anything_is_installe
         machine.with_gpu()
     rc, out = machine.setup(*flags, MINOR="13")
     assert rc == 1
-    assert "this is no Python 3.11 or 3.12, as --sglang needs with CUDA" in out
+    assert "not Python 3.11 or 3.12, as --sglang needs with CUDA" in out
     assert machine.installed == []
 
 
@@ -250,7 +250,7 @@ def test_an_environment_without_sglang_for_cuda_is_refused(machine):
     before = machine.installed
     rc, out = machine.setup("--sglang", MINOR="13")
     assert rc == 1
-    assert "is no environment of Python 3.11 or 3.12, as --sglang needs with CUDA" in out
+    assert "is not an environment of Python 3.11 or 3.12, as --sglang needs with CUDA" in out
     assert machine.installed == before
 
 

@@ -210,7 +210,7 @@ def test_without_a_gpu_a_sentence_says_so(checkout: Path) -> None:
 
 @pytest.mark.parametrize(
     "word, sentence",
-    [("--gpu", "--gpu: there is no such flag"), ("test_x.py", "test_x.py: there is no such file")],
+    [("--gpu", "--gpu: unknown flag"), ("test_x.py", "test_x.py: no such file")],
 )
 def test_what_it_does_not_know_is_refused(checkout: Path, word: str, sentence: str) -> None:
     status, out = check(checkout, word)

@@ -194,7 +194,7 @@ def test_a_failing_rank_is_one_line_and_its_exit_status(bench):
     """What the rank itself says stands right above it, and not above a page of torchrun's."""
     rc, out = bench.run("bash", bench.recipe(), EXIT_1="3")
     assert rc == 3
-    assert "rlcore: rank 1 ended with code 3, and so did the run" in out
+    assert "rlcore: rank 1 ended with code 3; the run has ended" in out
     assert "Traceback" not in out and "FAILED" not in out
 
 

@@ -132,10 +132,10 @@ def test_a_dry_run_plans_its_full_world_without_the_model_and_fits_80_gb(
     rc, out = planned(bench, monkeypatch, capsys, recipe)
     assert rc == 0, out
     assert f"{WORLDS[recipe.stem]} ranks" in out
-    assert re.search(r"model +from recipes/models/\w+.json, not the folder", out)
+    assert re.search(r"model +read from recipes/models/\w+.json: no folder", out)
     assert "learner gradients" in out and "host memory of a node" in out
     assert "fits 80 GB" in out
-    assert f'"name": "{recipe.stem}"' in out
+    assert f"setting      --run.name {recipe.stem}" in out
     assert "note  " not in out  # no setting without an effect
 
 
@@ -148,7 +148,7 @@ def test_fewer_nodes_are_one_variable_and_the_plan_says_when_they_are_too_few(
     assert "32 ranks: tp 4 x cp 4 x pp 1 x dp 2" in out
     rc, out = planned(bench, monkeypatch, capsys, recipe, NODES="2")
     assert rc == 2
-    assert "cannot run: --cluster.gpu_memory_gb 80: phase step takes" in out
+    assert "cannot run: --cluster.gpu_memory_gb 80: phase step needs" in out
     assert "learner gradients 32.8, learner optimizer 24.6, learner weights 16.4" in out
     rc, out = planned(
         bench, monkeypatch, capsys, recipe, "--cluster.gpu_memory_gb", "141", NODES="2"
@@ -162,7 +162,7 @@ def test_an_engine_that_does_not_fit_is_refused_with_what_to_change(bench, monke
     recipe = ROOT / "recipes/grpo_32b.sh"
     rc, out = planned(bench, monkeypatch, capsys, recipe, "--rollout.tp", "1")
     assert rc == 2
-    assert "phase save takes" in out and "most of it engine weights 65.5" in out
+    assert "phase save needs" in out and "mostly engine weights 65.5" in out
     assert "raise rollout.tp" in out
     assert "cannot run: --rollout.gpu_memory_utilization 0.8: beside 65.5 GB of weights" in out
 

@@ -80,7 +80,7 @@ def test_a_renamed_metric_is_found_and_a_lost_one_is_a_difference(
     now = copy.deepcopy(then)
     now["a"]["metrics"]["actor/pg"] = now["a"]["metrics"].pop("actor/loss")
     (said,) = tool.differences(case, then, now)
-    assert "actor/loss is not there; if it was renamed, RENAMED is to say so" in said
+    assert "actor/loss is missing; if it was renamed, add it to RENAMED" in said
     for renamed in ("actor/pg", ""):
         monkeypatch.setitem(tool.RENAMED, "actor/loss", renamed)
         assert tool.differences(case, then, now) == []

@@ -197,5 +197,5 @@ def test_the_address_of_a_cluster_may_come_from_the_environment(monkeypatch) -> 
     monkeypatch.setenv("MUX_URL", "redis://job:secret@h:1")
     assert sharing.address_of("env:MUX_URL") == "redis://job:secret@h:1"
     assert sharing.address_of("redis://h:1") == "redis://h:1"
-    with pytest.raises(ValueError, match="--mux.url env:NONE: the environment has no such"):
+    with pytest.raises(ValueError, match="--mux.url env:NONE: the environment variable is not set"):
         sharing.address_of("env:NONE")

@@ -157,13 +157,15 @@ def test_a_plan_for_another_machine_names_what_it_has_not_seen(
     assert "not checked: --model.path gone: no such folder" in said
     assert "not checked: data file gone.jsonl: no such file" in said
     conditions = "--model.path gone; --data.train gone.jsonl"
-    assert said.splitlines()[-1] == f"dry run: would run, if these hold there: {conditions}"
+    assert (
+        said.splitlines()[-1] == f"dry run: would run if these exist on that machine: {conditions}"
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "refusal"),
     [
-        (("--rollout.max_tokens", "8192"), "share the model's 256 positions"),
+        (("--rollout.max_tokens", "8192"), "in the model's 256 positions"),
         (("--data.val", "empty.jsonl"), "empty.jsonl: has no rows"),
         (("--model.tokenizer", "mute"), "--model.tokenizer mute: no tokenizer.json in it"),
     ],
@@ -181,15 +183,15 @@ def test_a_plan_without_a_gpu_leaves_open_what_needs_one(capsys: pytest.CaptureF
     assert code == 0
     assert (
         said.splitlines()[-1]
-        == "dry run: would run, if these hold there: --train.transformer_impl te"
+        == "dry run: would run if these exist on that machine: --train.transformer_impl te"
     )
 
 
 def test_prompts_leave_room_for_an_answer_in_the_arithmetic(capsys: pytest.CaptureFixture) -> None:
     code, said = start(capsys, "room", "--dry-run")
     assert code == 0
-    assert "tokens       at most 232 + 24 = 256 a sample" in said
-    assert "prompts      at most 232 tokens, so that an answer fits" in said
+    assert "tokens       at most 232 + 24 = 256 per sample" in said
+    assert "prompts      at most 232 tokens, so that prompt and response fit" in said
 
 
 def test_a_judge_that_its_recipe_makes_first_is_no_refusal(

@@ -37,8 +37,8 @@ def test_the_arithmetic_of_a_batch_by_hand(monkeypatch, capsys):
     lines = {line.split()[0]: line for line in out.splitlines()}
     assert "32 prompts x 8 responses = 256 samples" in lines["step"]
     assert "4 of 64 samples, 1 epoch(s): 4 optimizer steps" in lines["update"]
-    assert "16 samples of an update on each of 4 ranks of data" in lines["rank"]
-    assert "24 + 1000 = 1024 a sample, 262 k a step, 16 k a rank's" in lines["tokens"]
+    assert "16 samples per update on each of 4 data-parallel ranks" in lines["rank"]
+    assert "24 + 1000 = 1024 per sample, 262 k per step, 16 k per update" in lines["tokens"]
     assert "8 engine(s) of 1 rank(s)" in lines["decoding"] and "2 wave(s)" in lines["decoding"]
     assert "actor.ppo_mini_batch_size 8" in out
 
@@ -48,17 +48,27 @@ def test_ranks_that_only_sample_have_the_engines_and_no_share_of_an_update(monke
     keys = "--mode async --cluster.rollout_ranks 6 --rollout.tp 2 --rollout.max_running_requests 16"
     assert explain.main([*KEYS.split(), *keys.split()]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "32 samples of an update on each of 2 ranks of data" in lines["rank"]
-    assert "3 engine(s) of 2 rank(s), 16 at a time each: 6 wave(s)" in lines["decoding"]
+    assert "32 samples per update on each of 2 data-parallel ranks" in lines["rank"]
+    assert "3 engine(s) of 2 rank(s), 16 requests each: 6 wave(s)" in lines["decoding"]
 
 
 @pytest.mark.parametrize(
     ("keys", "train_ranks", "world", "said"),
     [
-        ("--train.tp 4 --train.cp 2", 32, 32, "tp + 4 x cp + 8 x dp, counted from 0; an engine"),
-        ("--train.pp 2", 8, 8, "dp + 4 x pp, counted from 0; an engine begins at rank 2 x engine"),
-        ("--train.tp 2", 4, 16, "tp + 2 x dp, counted from 0; an engine begins at rank 4 + 2 x"),
-        ("--train.ep 4", 8, 8, "dp, counted from 0; 4 neighbours of a stage share the experts"),
+        (
+            "--train.tp 4 --train.cp 2",
+            32,
+            32,
+            "tp + 4 x cp + 8 x dp, counted from 0; first rank of an engine",
+        ),
+        ("--train.pp 2", 8, 8, "dp + 4 x pp, counted from 0; first rank of an engine = 2 x engine"),
+        ("--train.tp 2", 4, 16, "tp + 2 x dp, counted from 0; first rank of an engine = 4 + 2 x"),
+        (
+            "--train.ep 4",
+            8,
+            8,
+            "dp, counted from 0; experts are sharded over 4 neighbours of a stage",
+        ),
         ("", 1, 1, "rank = 0, counted from 0"),
     ],
 )
@@ -90,7 +100,7 @@ def test_a_step_of_seven_billion_weights_is_estimated_and_more_gpus_are_faster()
     cfg = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2048"])
     few, many = (dry_run.expected(cfg, _big(), n) for n in (8, 32))
     seconds = [float(line.split()[1]) for line in (few, many)]
-    assert "(gen " in few and "cut at 2048" in few and "rewards not counted" in few
+    assert "(gen " in few and "cut at 2048" in few and "simulated without rewards" in few
     assert 0 < seconds[1] < seconds[0]
 
 
@@ -160,4 +170,7 @@ def test_where_nothing_is_known_of_other_splits_it_says_why(tmp_path: Path):
     cfg = settings.parse([*KEYS.split(), *SPLIT.split(), "--run.dir", str(tmp_path)])
     tiny = HFConfig.from_dict(kit.tiny_config())
     said = dry_run.split(cfg, tiny, 16, 8)
-    assert said.startswith("balance      no estimate of other splits:") and "too few" in said
+    assert (
+        said.startswith("balance      no estimate of other numbers of rollout ranks:")
+        and "too few" in said
+    )

@@ -30,7 +30,7 @@ def _record(rank: int, **more: Any) -> dict[str, Any]:
         "phase": "update_actor",
         "since": 940.0,
         "step": 3,
-        "reason": "heard of rank 0",
+        "reason": "alarm from rank 0",
         "where": "rlcore/utils/collective.py:25 in reduce_floats",
         "waits": "a collective",
         "open": [],
@@ -53,15 +53,15 @@ def test_a_stopped_process_is_named_before_everything_else():
     beat = {"host": "a", "pid": 101, "time": 970.0, "phase": "gen", "since": 960.0, "step": 3}
     [(rank, why)] = _named([_record(0)], beats={1: beat}, states={1: "stopped"})
     assert rank == 1
-    assert why.startswith("process 101 on a is stopped by a signal; last heard of")
+    assert why.startswith("process 101 on a is stopped by a signal; last heartbeat")
     assert why.endswith("ago, in phase gen of step 3 for 10 s")
 
 
 def test_a_rank_without_a_sign_of_life_is_told_from_a_silent_one():
     beat = {"host": "b", "pid": 7, "time": 970.0, "phase": "gen", "since": 960.0, "step": 3}
-    assert _named([_record(0)]) == [(1, "has never been heard of since the start")]
+    assert _named([_record(0)]) == [(1, "has sent no heartbeat since the start")]
     [(rank, why)] = _named([_record(0)], beats={1: beat})
-    assert rank == 1 and why.startswith("silent for ") and "in phase gen of step 3" in why
+    assert rank == 1 and why.startswith("no heartbeat for ") and "in phase gen of step 3" in why
 
 
 def test_the_rank_that_has_entered_fewer_collectives_is_named_with_its_line():
@@ -70,7 +70,9 @@ def test_the_rank_that_has_entered_fewer_collectives_is_named_with_its_line():
     records = [_record(0), _record(1, collectives=late, waits="", where=here)]
     [(rank, why)] = _named(records)
     assert rank == 1
-    assert why.startswith("has entered 8 collectives of group 0:default_pg, others 9; it is at")
+    assert why.startswith(
+        "has entered 8 collectives of group 0:default_pg, other ranks 9; it is at"
+    )
     assert here in why
 
 
@@ -78,7 +80,8 @@ def test_with_equal_counts_the_rank_that_does_not_wait_is_named():
     records = [_record(0), _record(1, waits="", where="x.py:1 in f"), _record(2)]
     assert _named(records, 3)[0] == (
         1,
-        "does not wait; it is at x.py:1 in f, in phase update_actor of step 3 for 60 s",
+        "is not waiting for another rank; it is at x.py:1 in f, in phase update_actor of step 3 "
+        "for 60 s",
     )
     assert _named([_record(0), _record(1)]) == []
     assert _named([_record(0, waits=""), _record(1, waits="")]) == []
@@ -96,7 +99,7 @@ def test_the_table_is_one_screen_and_has_the_oldest_request():
     opened = [["t1.0", "decoding", 900.0], ["t1.1", "reward", 990.0]]
     records = {r: _record(r) for r in range(100)} | {5: _record(5, open=opened, num_open=2)}
     found = [verdict.Suspect(7, "x")]
-    lines = verdict.table(records, {}, 100, found, "phase gen has stood still")
+    lines = verdict.table(records, {}, 100, found, "phase gen has made no progress")
     assert len(lines) < 24 and max(map(len, lines)) < 140
     assert lines[1] == "  rank 7: x" and lines[4].startswith("  7 ")
     assert "2 open requests, the oldest t1.0 (decoding on rank 5, 100 s)" in lines[-1]
@@ -154,18 +157,18 @@ class _Two:
 def test_an_alarm_of_one_rank_is_answered_by_all_and_told_once(tmp_path: Path):
     two = _Two(tmp_path)
     two.gangs[1].flight.phase("update_actor")
-    two.gangs[1].alarm("phase update_actor has stood still for 6 s")
+    two.gangs[1].alarm("phase update_actor has made no progress for 6 s")
     two.gangs[0].wait_for_alarm()
     for gang in two.gangs:
         gang.close()
         gang.close()
     records = verdict.read(tmp_path)
-    assert records[0]["reason"] == "heard of rank 1"
-    assert records[1]["reason"] == "phase update_actor has stood still for 6 s"
+    assert records[0]["reason"] == "alarm from rank 1"
+    assert records[1]["reason"] == "phase update_actor has made no progress for 6 s"
     told = json.loads((tmp_path / "flight" / "verdict.json").read_text())
-    assert "rank 1: phase update_actor has stood still for 6 s" in "\n".join(told["lines"])
+    assert "rank 1: phase update_actor has made no progress for 6 s" in "\n".join(told["lines"])
     lines = "\n".join(doctor.examine(tmp_path))
-    assert "no step has been done" in lines and "rank 1 (process" in lines
+    assert "no step is complete" in lines and "rank 1 (process" in lines
     assert "phase update_actor" in lines
 
 
@@ -222,7 +225,7 @@ def test_doctor_of_a_run_without_records_says_how_far_it_is(tmp_path: Path, caps
     (tmp_path / "logs" / "rank1.log").write_text("2026 INFO x\n2026 ERROR the disk is full\n")
     assert doctor.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "step 7 was the last" in said and "not finished" in said
+    assert "last step 7," in said and "not finished" in said
     assert "no flight record" in said and "rank1: 2026 ERROR the disk is full" in said
     assert doctor.main([str(tmp_path / "nothing")]) == 2
 
@@ -231,7 +234,7 @@ def test_ranks_that_do_not_come_are_named():
     store, now = dist.HashStore(), iter(range(100))
     places = [FlightRecorder(r, 4, None).at for r in range(4)]
     store.set("here/2", json.dumps(places[2]))
-    with pytest.raises(TimeoutError, match="start-up: rank 1, 3 of 4 has not come within"):
+    with pytest.raises(TimeoutError, match="start-up: rank 1, 3 of 4 has not joined within"):
         meet(store, places[0], 4, 3.0, lambda: float(next(now)))
 
 

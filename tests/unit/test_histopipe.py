@@ -63,7 +63,7 @@ def test_shares_of_gpus_bring_exponential_groups_near_to_a_line():
 def test_the_threshold_is_a_length_that_two_percent_of_the_history_exceed():
     assert histopipe.threshold(list(range(1, 101))) == 98
     assert histopipe.threshold([7]) == 7
-    with pytest.raises(ValueError, match="no lengths"):
+    with pytest.raises(ValueError, match="needs lengths"):
         histopipe.threshold([])
 
 

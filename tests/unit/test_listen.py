@@ -56,7 +56,9 @@ def test_an_address_of_another_machine_is_said(caplog: pytest.LogCaptureFixture)
 
 
 def test_an_interface_without_an_address_is_refused() -> None:
-    with pytest.raises(ValueError, match="--cluster.interface eth99: has no IPv4 address here"):
+    with pytest.raises(
+        ValueError, match="--cluster.interface eth99: not an interface with an IPv4 address"
+    ):
         listen.store_address("head", "eth99")
     assert "lo" in psutil.net_if_addrs()
     assert listen.store_address("10.0.0.7") == "10.0.0.7"

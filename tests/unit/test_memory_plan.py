@@ -212,11 +212,11 @@ def test_a_plan_too_large_names_the_phase_its_largest_parts_and_what_to_change()
     large = dataclasses.replace(found, phases=found.phases | {"update_weights": push})
     said = memory.too_large(large, 80e9)
     assert said == (
-        "--cluster.gpu_memory_gb 80: phase update_weights takes 90.0 GB on rank 0, most of it "
+        "--cluster.gpu_memory_gb 80: phase update_weights needs 90.0 GB on rank 0, mostly "
         "engine weights 70.0, learner weights 20.0; raise rollout.tp, raise train.tp, train.pp "
         "or train.ep, or take more ranks"
     )
-    assert "; turn train.offload on, " in memory.too_large(plan(), 1e9)
+    assert "; set train.offload, " in memory.too_large(plan(), 1e9)
 
 
 # ---- the check
@@ -237,7 +237,7 @@ def test_a_learner_that_stays_too_long_is_named_with_both_sizes() -> None:
     with pytest.raises(RuntimeError) as error:
         guard.check("gen", [holding(weights=0, gradients=5 * 10**8)])
     assert str(error.value).startswith(
-        "memory: phase gen on rank 0: the learner holds 0.500 GB, planned are 0.000 GB"
+        "memory: phase gen on rank 0: the learner holds 0.500 GB but the plan has 0.000 GB"
     )
 
 
@@ -281,7 +281,7 @@ def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.Monk
         guard.before("load_learner", [])
     assert str(error.value).startswith(
         "memory: phase update_actor on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's "
-        "80.0 GB are taken and 40.0 GB are to come"
+        "80.0 GB are in use and 40.0 GB more are needed"
     )
     gpu(monkeypatch, 25)
     guard.before("update_weights", [holding(weights=10**10)])
@@ -307,5 +307,5 @@ def test_a_switch_is_measured_and_what_comes_later_must_fit(
         "memory/planned_gb/update_weights": 10.0,
     }
     gpu(monkeypatch, 71)
-    with pytest.raises(RuntimeError, match="71.0 GB of the device's 80.0 GB are taken and 10.0"):
+    with pytest.raises(RuntimeError, match="71.0 GB of the device's 80.0 GB are in use and 10.0"):
         guard.check("update_weights", [])

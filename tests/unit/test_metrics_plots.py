@@ -66,12 +66,12 @@ def test_the_detail_has_a_panel_for_what_was_measured_and_none_for_the_rest(tmp_
     rounds = [{"step": s, "counted": [["t0.0", 3, 1.0], ["t0.1", 40, 0.0]]} for s in range(1, 9)]
     (run / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rounds))
     assert _size(plots.detail(run)) == (1800, 800)  # lengths: histogram, tail, by step
-    with pytest.raises(ValueError, match="nothing to draw before step 1"):
+    with pytest.raises(ValueError, match="no step yet; plot it after step 1"):
         plots.detail(_run(tmp_path / "other", [{"step": 0, "val-core/a/acc/mean@1": 0.5}]))
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no metrics.jsonl with steps in it"):
+    with pytest.raises(ValueError, match="no metrics.jsonl with steps"):
         plots.curve(tmp_path)
     with pytest.raises(ValueError, match="no runs given"):
         plots.compare({}, tmp_path / "x.png")

@@ -170,5 +170,5 @@ def test_on_a_terminal_lines_pass_above_the_bar_and_the_logger_gets_its_stream_b
     finally:
         rl_log.log.handlers[:] = handlers
     assert "step 1/2  reward 0.500" in terminal.getvalue()
-    assert "curves: runs/x/curve.png" in terminal.getvalue()
+    assert "plot: runs/x/curve.png" in terminal.getvalue()
     assert "3/8" in terminal.getvalue() and "\x1b[" in terminal.getvalue()

@@ -94,9 +94,9 @@ def test_a_full_disk_leaves_whole_lines_and_names_the_file(tmp_path):
 def test_steps_only_grow(tmp_path):
     writer = MetricsWriter(tmp_path, tensorboard=False)
     writer.write(3, {})
-    with pytest.raises(ValueError, match="metrics of step 3 after those of 3"):
+    with pytest.raises(ValueError, match="metrics of step 3 were written after step 3"):
         writer.write(3, {})
-    with pytest.raises(ValueError, match="step 2 after step 3"):
+    with pytest.raises(ValueError, match="step 2 was appended after step 3"):
         JsonLines(tmp_path / "x.jsonl", next_step=4).append(2, [{}])
 
 
@@ -156,7 +156,7 @@ def test_prometheus_reads_the_last_value_of_every_metric(tmp_path):
     assert 'rlcore_step{run="tiny"} 2.0' in page
     assert 'rlcore_actor_loss{run="tiny"} NaN' in page
     assert 'rlcore_val_core_gsm8k_acc_mean_4{run="tiny"} 0.25' in page
-    assert "# HELP rlcore_actor_loss the whole loss" in page
+    assert "# HELP rlcore_actor_loss total loss of the actor" in page
 
 
 def test_a_port_that_is_taken_is_named(tmp_path):

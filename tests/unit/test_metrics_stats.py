@@ -40,7 +40,7 @@ def test_standard_error_with_a_cluster_each_is_the_plain_one():
 
 
 def test_standard_error_refuses_a_wrong_number_of_clusters():
-    with pytest.raises(ValueError, match="3 values but 2 cluster names"):
+    with pytest.raises(ValueError, match="3 values but 2 clusters"):
         stats.standard_error([1, 2, 3], ["a", "b"])
 
 
@@ -63,9 +63,9 @@ def test_best_at_k_averages_the_best_of_every_subset():
 
 
 def test_more_samples_than_drawn_are_refused():
-    with pytest.raises(ValueError, match="k 5: from 1 to the number of samples, 4"):
+    with pytest.raises(ValueError, match="k 5: must be from 1 to the number of samples, 4"):
         stats.pass_at_k(4, 1, 5)
-    with pytest.raises(ValueError, match="5 right of 4"):
+    with pytest.raises(ValueError, match="5 correct of 4"):
         stats.pass_at_k(4, 5, 1)
 
 
@@ -82,7 +82,7 @@ def test_evaluation_of_two_prompts_with_two_samples_each():
 
 
 def test_evaluation_refuses_prompts_with_different_numbers_of_samples():
-    with pytest.raises(ValueError, match=r"evaluation of x: samples per prompt \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"evaluation of x: samples per prompt differ, \[1, 2\]"):
         stats.evaluation("x", {0: [1.0], 1: [1.0, 0.0]})
-    with pytest.raises(ValueError, match=r"samples per prompt \[\]"):
+    with pytest.raises(ValueError, match=r"samples per prompt differ, \[\]"):
         stats.evaluation("x", {})

@@ -53,9 +53,9 @@ def test_a_profile_says_whether_every_rank_does_both(tmp_path: Path):
 @pytest.mark.parametrize("text", ["", "[1]", '{"rollout_s": 1}', '{"rollout_s": 1, "train_s": []}'])
 def test_what_is_no_profile_is_one_sentence(tmp_path: Path, text: str):
     (tmp_path / "p.json").write_text(text)
-    with pytest.raises(ValueError, match="p.json: no profile of a job .* writes one"):
+    with pytest.raises(ValueError, match="p.json: not the profile of a job .* writes with"):
         Profile.read(tmp_path / "p.json")
-    with pytest.raises(ValueError, match="gone.json: no profile of a job"):
+    with pytest.raises(ValueError, match="gone.json: not the profile of a job"):
         Profile.read(tmp_path / "gone.json")
 
 
@@ -163,7 +163,7 @@ def test_a_phase_that_fails_keeps_its_permit_and_stores_nothing(tmp_path: Path):
 
 def test_cores_that_are_not_there_are_refused_on_every_rank():
     before = os.sched_getaffinity(0)
-    with pytest.raises(ValueError, match="--cluster.rollout_cores 4096: this process may use"):
+    with pytest.raises(ValueError, match="--cluster.rollout_cores 4096: this process may only use"):
         world.pin(1, (4096,), ())
     world.pin(0, (), ())
     assert os.sched_getaffinity(0) == before

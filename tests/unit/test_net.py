@@ -74,7 +74,7 @@ def test_empty_arrays_and_other_layouts_survive():
 
 
 def test_objects_are_refused_on_the_way_out_and_wrong_fields_on_the_way_in():
-    with pytest.raises(ValueError, match="only numbers travel"):
+    with pytest.raises(ValueError, match="only numeric arrays can be sent"):
         encode(np.array([object()]))
     with pytest.raises(ValueError, match="object cannot be sent"):
         encode({"a": object()})

@@ -90,7 +90,7 @@ def test_what_ends_before_all_have_begun_is_no_row(capsys: pytest.CaptureFixture
     made = bench(Told(late=40))
     assert made.decode(4, 20, 10) == (0.0, None)
     assert made.row(4, 20, 16) is None
-    assert "left out: 4 sequences of 20 tokens" in capsys.readouterr().out
+    assert "skipped: 4 sequences of 20 tokens" in capsys.readouterr().out
 
 
 def test_as_many_steps_are_timed_as_the_cache_has_room_for() -> None:
@@ -105,7 +105,7 @@ def test_as_many_steps_are_timed_as_the_cache_has_room_for() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--tp 2", "--tp 2: a torch engine is one rank"),
+        ("--tp 2", "--tp 2: the torch engine has one rank"),
         ("--batch 0", "--batch 0: must be at least 1"),
         ("--context 250", "--context 250 to 250: .* the model's 256 positions"),
         ("--rollout.tpp 2", "--rollout.tpp: there is no such key"),

@@ -138,7 +138,7 @@ def test_what_the_log_does_not_have_is_held_back_and_what_it_has_is_waited_for()
     assert arrive("g.1") is None and arrive("g.0") is None
     assert arrive("g.2") is states["g.2"]
     assert race.next(lambda r: True) is states["g.0"]
-    with pytest.raises(ReplayMismatch, match="was over with 2 responses"):
+    with pytest.raises(ReplayMismatch, match="has only 2 responses"):
         race.next(lambda r: True)
 
 
@@ -176,7 +176,7 @@ def test_responses_that_are_not_those_of_the_log_are_counted_and_said(tmp_path, 
         ({}, {"first": 9}, "step 1 has row 0 for the group t0, not 9; replay with the --data and"),
         ({}, {"eta_samples": 1.0}, "has num_samples 3 for the group t0, not 2"),
         ({}, {"eta_prompts": 2.0}, "started 4 prompts, not 6; replay with the --data.prompts_per"),
-        ({}, {"eta_prompts": 1.0}, "not started here; replay with the settings of the run"),
+        ({}, {"eta_prompts": 1.0}, "did not start; replay with the settings of the run"),
         ({}, {"num_prompts": 2, "eta_prompts": 2.0}, "ended with 3 groups of"),
     ],
 )

@@ -59,7 +59,7 @@ def test_the_controller_of_the_kl_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_critic_that_the_checkpoint_does_not_have_is_one_sentence(tmp_path: Path) -> None:
     run = run_with(tmp_path, [2])
     run = replace(run, critic=SimpleNamespace(load=lambda path: None))
-    with pytest.raises(ValueError, match="was written without a critic, and .* gae needs one"):
+    with pytest.raises(ValueError, match="was written without a critic, which .* gae needs"):
         go_on(run, tmp_path / "checkpoints" / "step_000002")
 
 
@@ -87,11 +87,11 @@ def flip(path: Path) -> None:
 
 DAMAGES = {
     "learner/weights has 100 of 256 bytes": cut,
-    "learner/weights is not what was written": flip,
+    "learner/weights has a wrong checksum": flip,
     "learner/weights is missing": lambda path: (path / "learner" / "weights").unlink(),
     "has no manifest.json": lambda path: (path / seal.MANIFEST).unlink(),
-    "its manifest.json cannot be read": lambda path: (path / seal.MANIFEST).write_text('{"fi'),
-    "its manifest.json cannot be read (": lambda path: (path / seal.MANIFEST).write_text("[]"),
+    "cannot read its manifest.json": lambda path: (path / seal.MANIFEST).write_text('{"fi'),
+    "cannot read its manifest.json (": lambda path: (path / seal.MANIFEST).write_text("[]"),
 }
 
 
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert chosen == tmp_path / "checkpoints" / "step_000002"
     assert said in caplog.text and "step_000004 is damaged" in caplog.text
     run.cfg.run.resume = str(tmp_path / "checkpoints" / "step_000004")
-    with pytest.raises(ValueError, match="is no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="cannot resume from this checkpoint"):
         run.choose()
 
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_everybody_can_write_is_warned_of(
         path.chmod(mode)
         with caplog.at_level("WARNING", logger="rlcore"):
             assert run.choose() == path
-        assert ("can be written by everybody" in caplog.text) == warned
+        assert ("is writable by every user" in caplog.text) == warned
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(
@@ -127,7 +127,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(
     run = run_with(tmp_path, [2, 4])
     for step in (2, 4):
         cut(tmp_path / "checkpoints" / f"step_{step:06d}")
-    with pytest.raises(ValueError, match="none of the 2 checkpoints .* fresh starts anew"):
+    with pytest.raises(ValueError, match="none of the 2 checkpoints .* fresh moves them aside"):
         run.choose()
     run.cfg.run.resume = "fresh"
     assert run.choose() is None
@@ -174,7 +174,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypa
     monkeypatch.setattr(resume.shutil, "rmtree", busy)
     run.prune()
     assert [p.name for p in resume.found(tmp_path)] == ["step_000004", "step_000003", "step_000002"]
-    assert "cannot be deleted" in caplog.text
+    assert "cannot delete an old checkpoint" in caplog.text
     monkeypatch.undo()
     run.prune()
     assert [p.name for p in resume.found(tmp_path)] == ["step_000004", "step_000003"]

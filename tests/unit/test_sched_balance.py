@@ -105,8 +105,8 @@ def test_metrics_and_the_sentence_say_the_same_of_a_run() -> None:
         "balance/step_s": pytest.approx(now),
         "balance/speed_up": pytest.approx(1.0),
     }
-    assert "no split is much better" in balance.sentence([ROW], "the last run")
+    assert "no other split is much faster" in balance.sentence([ROW], "the last run")
     few = Balance(ranks=8, rollout=2, tp=2, alpha=2, **known)
     said = few.sentence([ROW], "the last run")
-    assert "6 ranks train and 2 sample: 27 s a step" in said
+    assert "6 ranks train and 2 sample: 27 s per step" in said
     assert "--cluster.rollout_ranks 4 would take 15 s" in said

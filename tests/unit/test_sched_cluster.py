@@ -54,7 +54,7 @@ def test_rollout_heavy_jobs_bring_rollout_nodes_of_their_own():
 def test_a_promise_close_to_one_is_kept_by_staying_alone():
     cluster = Cluster(ROLLOUT, TRAIN)
     cluster.admit(job("A", 100, 100, slo=1.0))
-    assert cluster.admit(job("B", 50, 50)).passed == {"too slow for somebody": 1}
+    assert cluster.admit(job("B", 50, 50)).passed == {"where a job would miss its SLO": 1}
     assert cluster.admit(job("C", 100, 20)).kind == "packed"
 
 
@@ -83,9 +83,9 @@ def test_a_full_pool_queues_and_an_impossible_job_is_refused():
     assert small.admit(job("A", 100, 100, slo=1)).kind == "isolated"
     queued = small.admit(job("B", 100, 100, slo=1))
     assert queued.kind == "queued"
-    assert "needs 1 rollout and 1 train nodes, 0 and 0 are free" in queued.explain()
-    assert "and the pool has 1" in small.admit(job("C", 1, 1, nodes=2)).explain()
-    with pytest.raises(ValueError, match="job A: the cluster has one of this name"):
+    assert "needs 1 rollout and 1 train nodes, but 0 and 0 are free" in queued.explain()
+    assert "but the pool has 1" in small.admit(job("C", 1, 1, nodes=2)).explain()
+    with pytest.raises(ValueError, match="job A: the name is in use"):
         small.admit(job("A", 1, 1))
     small.leave("A")
     assert small.admit(job("B", 100, 100, slo=1)).kind == "isolated"
@@ -121,11 +121,11 @@ def test_a_job_may_not_grow_beyond_the_memory_of_its_nodes():
     "wrong, what",
     [
         ({"slo": 0.9}, "slo 0.9: must be at least 1"),
-        ({"rollout_s": 0.0}, "rollout_s 0.0: must be seconds above 0; profile the job"),
-        ({"train_s": math.nan}, "train_s nan: must be seconds above 0"),
+        ({"rollout_s": 0.0}, "rollout_s 0.0: must be above 0 s; profile the job"),
+        ({"train_s": math.nan}, "train_s nan: must be above 0 s"),
         ({"train_nodes": 0}, "train_nodes 0: must be at least 1"),
         ({"train_scaling": 2}, "train_scaling 2: must be from 0 to 1"),
-        ({"train_scaling": 1, "colocated": True}, "train_scaling 1: must be 0 where colocated"),
+        ({"train_scaling": 1, "colocated": True}, "train_scaling 1: must be 0 for a colocated job"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(wrong, what):
@@ -145,7 +145,7 @@ def test_colocated_jobs_share_time_as_far_as_promises_reach():
         assert (made.kind, made.added, made.period_s) == ("packed", 0.0, 262)
         assert cluster.groups[0].order() == ["A", "C"]
         assert cluster.admit(job("D", 30, 20, slo=8, colocated=True)).passed == {
-            "too slow for somebody": 1  # 318 s; A was promised 280
+            "where a job would miss its SLO": 1  # 318 s; A was promised 280
         }
         assert not cluster.reprofile(job("C", 49, 20, slo=8, colocated=True))
         assert cluster.reprofile(job("C", 48, 20, slo=8, colocated=True))
@@ -272,25 +272,25 @@ def test_a_job_that_runs_somewhere_is_placed_there_or_waits():
     assert (wide.kind, wide.rollout, wide.train, wide.added) == ("isolated", (1, 2), (2, 0), 4.0)
     wrong = cluster.admit(job("B", 100, 100, slo=4), on((0, 1), (2,)))
     assert wrong.kind == "refused"
-    assert "its profile is of 1 rollout and 1 train nodes, and it runs on 2 and 1" in wrong.why
+    assert "its profile has 1 rollout and 1 train nodes but it runs on 2 and 1" in wrong.why
     for where, why in (
-        (on((1,), (0,)), "group 0 trains on 2+0 first"),
-        (on((1, 0), (2,)), "job A on rollout 1+2: of two jobs that take turns"),
+        (on((1,), (0,)), "group 0 uses train nodes 2+0 in this order"),
+        (on((1, 0), (2,)), "job A on rollout 1+2; two jobs of a group"),
     ):
         waits = cluster.admit(
             job("B", 100, 100, slo=4, nodes=len(where.rollout), train_nodes=1), where
         )
         assert (waits.kind, waits.group) == ("queued", None)
-        assert why in waits.why and "asked again when a job leaves" in waits.why
+        assert why in waits.why and "tried again when a job leaves" in waits.why
     shared = cluster.admit(job("B", 100, 100, slo=4), on((1,), (2,)))
     assert (shared.kind, shared.group, shared.added, shared.period_s) == ("packed", 0, 0.0, 210)
     third = cluster.admit(job("C", 100, 100, slo=4), on((1,), (2,)))
     assert (third.kind, third.period_s) == ("packed", 315)  # saturated, and still as promised
-    assert "too slow for somebody" in cluster.admit(job("D", 90, 90), on((1,), (2,))).why
+    assert "would miss its SLO" in cluster.admit(job("D", 90, 90), on((1,), (2,))).why
     apart = cluster.admit(job("D", 100, 100), on((0,), (1,)))
     assert (apart.kind, apart.group, apart.rollout, apart.train) == ("isolated", 1, (0,), (1,))
     both = cluster.admit(job("E", 100, 100, nodes=2, train_nodes=1), on((0, 1), (1,)))
-    assert "nodes of groups 0, 1" in both.why
+    assert "nodes of several groups (0, 1)" in both.why
     cluster.leave("A")
     assert cluster.nodes == (2, 2)
 

@@ -256,12 +256,12 @@ def test_a_dead_job_holds_nothing_and_keeps_nobody():
 def test_what_cannot_be_is_said():
     mux = PhaseMux()
     mux.join(Member(job="A", slots={"rollout": ("r0",)}), 0.0)
-    with pytest.raises(ValueError, match="job B: not in this group, which has A"):
+    with pytest.raises(ValueError, match="job B: not in this group \\(A\\)"):
         mux.ask("B", ["rollout"], 0.0)
-    with pytest.raises(ValueError, match="no slots in pool 'train', but in rollout"):
+    with pytest.raises(ValueError, match="no slots in pool 'train', only in rollout"):
         mux.ask("A", ["train"], 0.0)
     mux.ask("A", ["rollout"], 0.0)
     with pytest.raises(RuntimeError, match="it holds a phase"):
         mux.ask("A", ["rollout"], 0.0)
-    with pytest.raises(ValueError, match="in the group already"):
+    with pytest.raises(ValueError, match="already in the group"):
         mux.join(Member(job="A", slots={"rollout": ("r0",)}), 0.0)

@@ -33,7 +33,7 @@ def test_nothing_is_halved_below_one_or_while_caches_are_full():
 
 def test_nothing_is_halved_below_the_smallest_size_that_has_room():
     assert sizes(TPPlanner(4, 8, min_tp=2), [0] * 12) == [4] * 3 + [2] * 9
-    with pytest.raises(ValueError, match="tp 1: a power of two, at least 2"):
+    with pytest.raises(ValueError, match="tp 1: must be a power of two from 2"):
         TPPlanner(1, 8, min_tp=2)
 
 
@@ -69,13 +69,13 @@ def test_a_restored_planner_goes_on():
     sizes(one, [5, 0, 0, 0])
     two.restore(one.state())
     assert sizes(two, [0]) == sizes(one, [0]) == [2]
-    with pytest.raises(ValueError, match="engines of 2 ranks for short rounds, here they"):
+    with pytest.raises(ValueError, match="engines of 2 ranks for short rounds, but this run"):
         TPPlanner(1, 1).restore(one.state())
 
 
 @pytest.mark.parametrize("tp", [0, 3, 16])
 def test_sizes_that_cannot_be_are_refused(tp):
-    with pytest.raises(ValueError, match=f"tp {tp}: a power of two, at least 1 and at most 8"):
+    with pytest.raises(ValueError, match=f"tp {tp}: must be a power of two from 1 to 8"):
         TPPlanner(tp, 8)
 
 

@@ -78,7 +78,7 @@ def test_cells_are_whole_engines_and_whole_model_replicas() -> None:
 
 
 def test_one_cell_cannot_do_both() -> None:
-    with pytest.raises(ValueError, match="start more ranks, or take --mode sync"):
+    with pytest.raises(ValueError, match="use more ranks or --mode sync"):
         window(FOUR[:1])
 
 

@@ -49,14 +49,14 @@ def test_a_folder_that_cannot_be_made_is_one_sentence_on_every_rank(tmp_path: Pa
     store = dist.HashStore()
     (tmp_path / "file").touch()
     for rank in (0, 1):
-        with pytest.raises(ValueError, match="--run.dir .*/file: the run's folder cannot be made"):
+        with pytest.raises(ValueError, match="--run.dir .*/file: cannot create the run's folder"):
             share(tmp_path / "file" / "secret", rank, store)
 
 
 def test_a_disk_that_the_nodes_do_not_share_is_named(tmp_path: Path) -> None:
     store = dist.HashStore()
     store.set("secret/there", "")
-    with pytest.raises(ValueError, match="rank 1 cannot read .* a disk that all nodes share"):
+    with pytest.raises(ValueError, match="rank 1 cannot read .* a disk shared by all nodes"):
         share(tmp_path / "secret", 1, store)
     (tmp_path / "secret").write_bytes(b"half")
     with pytest.raises(ValueError, match="rank 1 reads 4 bytes"):
@@ -64,7 +64,7 @@ def test_a_disk_that_the_nodes_do_not_share_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_read_it_ends_the_start_and_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="not every rank has read the run's secret"):
+    with pytest.raises(TimeoutError, match="some rank did not read the run's secret"):
         share(tmp_path / "secret", 0, dist.HashStore(), timeout_s=0.1)
     assert list(tmp_path.iterdir()) == []
 
@@ -110,11 +110,11 @@ def test_a_forged_alarm_ends_nothing_and_mutes_no_later_one(
         while not all(gang._forged for gang in two) and time.monotonic() < end:
             time.sleep(0.01)
         assert all(gang._thread.is_alive() and not gang._alarms for gang in two)
-        two[1].alarm("the update has stood still for 6 s")
+        two[1].alarm("the update has made no progress for 6 s")
         two[0].wait_for_alarm()
         assert two[0]._alarms == two[1]._alarms == 1
         record = json.loads((tmp_path / "flight" / "rank0.json").read_text())
-        assert record["reason"] == "heard of rank 1"
+        assert record["reason"] == "alarm from rank 1"
     finally:
         for gang in two:
             gang.close()

@@ -21,7 +21,7 @@ def test_a_column_picks_rows(tmp_path: Path):
     path = tmp_path / "many.csv"
     path.write_text("model,idx,response_tokens\na,0,9\nb,0,5\n")
     assert read_lengths(path, {"model": "b"})[0].by_prompt == [[5]]
-    with pytest.raises(ValueError, match="no row is left of it after model=c"):
+    with pytest.raises(ValueError, match="no rows after model=c"):
         read_lengths(path, {"model": "c"})
     with pytest.raises(ValueError, match="line 2: no column 'size'; it has model, idx"):
         read_lengths(path, {"size": "c"})
@@ -31,7 +31,7 @@ def test_a_serving_trace_says_nothing_about_prompts(tmp_path: Path):
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,100,10\ny,300,20\n")
     found, said = read_lengths(path)
-    assert found.by_prompt == [[10, 20]] and "no word on prompts" in said
+    assert found.by_prompt == [[10, 20]] and "without prompts" in said
 
 
 def test_a_run_s_own_rollouts_are_grouped_by_their_prompt(tmp_path: Path):
@@ -46,7 +46,7 @@ def test_a_run_s_own_rollouts_are_grouped_by_their_prompt(tmp_path: Path):
 def test_one_response_a_prompt_is_said(tmp_path: Path):
     path = tmp_path / "one.jsonl"
     path.write_text('{"idx": 0, "n_tokens": 3}\n\n{"idx": 1, "n_tokens": 4}\n')
-    assert "which is one each" in read_lengths(path)[1]
+    assert "with one response per prompt" in read_lengths(path)[1]
 
 
 @pytest.mark.parametrize(
@@ -55,23 +55,23 @@ def test_one_response_a_prompt_is_said(tmp_path: Path):
         (
             "a.csv",
             "idx,response_tokens\n0,5\n1,many\n",
-            "line 3: response_tokens is 'many'; allowed",
+            "line 3: response_tokens is 'many'; give a",
         ),
         (
             "a.csv",
             "idx,response_tokens\n0,5\n1\n",
-            "line 3: not the 2 values that the header names",
+            "line 3: expected 2 values as in the header",
         ),
         ("a.csv", "idx,response_tokens\n0,0\n", "line 2: response_tokens is '0'"),
         ("a.csv", "idx,response_tokens\n0,nan\n", "line 2: response_tokens is 'nan'"),
-        ("a.csv", "idx,words\n0,5\n", "line 2: it has idx, words; allowed are .csv"),
-        ("a.csv", "", "no row is left"),
-        ("a.jsonl", '{"n_tokens": 5}\n{"n_tok', "line 2: no JSON"),
-        ("a.jsonl", '{"n_tokens": 5}\n[7]\n', "line 2: '[7]' is no object"),
+        ("a.csv", "idx,words\n0,5\n", "line 2: it has idx, words; give a .csv"),
+        ("a.csv", "", "no rows"),
+        ("a.jsonl", '{"n_tokens": 5}\n{"n_tok', "line 2: not JSON"),
+        ("a.jsonl", '{"n_tokens": 5}\n[7]\n', "line 2: '[7]' is not a JSON object"),
         ("a.jsonl", '{"n_tokens": 2.5}\n', "line 1: n_tokens is '2.5'"),
         ("a.jsonl", '{"n_tokens": true}\n', "line 1: n_tokens is 'True'"),
-        ("a.txt", "5\n", "a.txt: allowed are .csv"),
-        ("a.jsonl.gz", "5\n", "cannot be read (Not a gzipped file"),
+        ("a.txt", "5\n", "a.txt: give a .csv"),
+        ("a.jsonl.gz", "5\n", "cannot read it (Not a gzipped file"),
     ],
 )
 def test_a_junk_line_is_named_with_what_is_allowed(

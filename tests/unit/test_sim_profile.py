@@ -84,10 +84,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "cannot be read"),
-        ("[]", "is none of format 1"),
-        ('{"format": 1, "layouts": []}', "has no layouts"),
-        ('{"format": 1, "layouts": [{"tp": 1}]}', "lacks a field, or has another: 'cost'"),
+        ("{", "cannot read it"),
+        ("[]", "does not have format 1"),
+        ('{"format": 1, "layouts": []}', "contains no layouts"),
+        ('{"format": 1, "layouts": [{"tp": 1}]}', "has missing or unknown fields: 'cost'"),
         ('{"format": 1, "layouts": [{"tp": 1, "cost": {"step": 1}}]}', "'step'"),
         ('{"format": 1, "layouts": [{"tp": 1, "cost": {"step_s": -1}}]}', "tp 1 has no cost"),
     ],

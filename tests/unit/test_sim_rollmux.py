@@ -120,6 +120,6 @@ def test_a_trace_keeps_every_promise_and_bills_every_job_once():
 def test_a_bad_option_is_one_sentence(tmp_path: Path, capsys):
     argv = ["rollmux", "--experiment", "slo"]
     assert sim.main([*argv, "--turns", str(tmp_path / "a.png")]) == 2
-    assert "only --experiment micro has turns" in capsys.readouterr().err
+    assert "works only with --experiment micro" in capsys.readouterr().err
     assert sim.main([*argv, "--rounds", "0"]) == 2
     assert "--rounds 0: must be at least 1" in capsys.readouterr().err

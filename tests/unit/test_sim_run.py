@@ -208,7 +208,7 @@ def test_training_once_leaves_more_for_the_end():
 
 
 def test_replicas_that_do_not_divide_the_gpus_are_refused():
-    with pytest.raises(ValueError, match="4 GPUs are no whole number of engines of 3"):
+    with pytest.raises(ValueError, match="4 GPUs cannot be divided into engines of 3"):
         small(tp=3)
 
 
@@ -280,23 +280,23 @@ def test_sim_run_takes_a_measured_profile(tmp_path: Path, capsys):
     assert sim.main([*OPTIONS, "--profile", str(path), "--baseline", "rlhfuse"]) == 0
     assert "rlhfuse" in capsys.readouterr().out
     assert sim.main([*OPTIONS, "--profile", str(path), "--tp", "2"]) == 2
-    assert "has engines of [1] GPUs and none of 2" in capsys.readouterr().err
+    assert "has engines of [1] GPUs but not of 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--gpu", "h1000"], "--gpu h1000: known are h800, h100"),
-        (["--model", "9b"], "--model 9b: known are 7b"),
-        (["--tp", "3"], "--tp 3: the 4 GPUs that sample are no whole number"),
+        (["--gpu", "h1000"], "--gpu h1000: unknown; choose from h800, h100"),
+        (["--model", "9b"], "--model 9b: unknown; choose from 7b"),
+        (["--tp", "3"], "--tp 3: the 4 rollout GPUs cannot be divided"),
         (["--model", "32b"], "32B over 1 x H100: the weights take 66 GB of 64 GB"),
         (["--lengths", "none.csv"], "--lengths none.csv: no such file"),
-        (["--eta-prompts", "0.5"], "eta_prompts 0.5: at least 1"),
+        (["--eta-prompts", "0.5"], "eta_prompts 0.5: must be at least 1"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
-        (["--mfu", "0"], "--mfu 0: above 0, at most 1"),
-        (["--where", "model"], "--where model: COLUMN=VALUE"),
+        (["--mfu", "0"], "--mfu 0: must be above 0 and at most 1"),
+        (["--where", "model"], "--where model: must be COLUMN=VALUE"),
         (["--tp", "4", "--stream"], "--tp 4 makes one engine of all GPUs"),
-        (["--max-tp", "16"], "--max-tp 16: at most the 8 GPUs of a node"),
+        (["--max-tp", "16"], "--max-tp 16: must be at most the 8 GPUs of a node"),
     ],
 )
 def test_a_bad_option_is_one_sentence(tmp_path: Path, capsys, options, words):

@@ -43,7 +43,7 @@ def test_what_grows_is_told_from_what_is_flat_and_the_warm_up_does_not_count(too
     assert rows[0]["name"] == "sync: memory" and rows[0]["flat"] is False
     assert rows[-1] == {"name": "sync: speed", "value": 0.9, "unit": "x", "baseline": 1,
                         "ratio": 0.9}  # fmt: skip
-    with pytest.raises(ValueError, match="give more --steps"):
+    with pytest.raises(ValueError, match="raise --steps"):
         tool.slopes(looks(tool)[:21], 100)
 
 

@@ -110,7 +110,7 @@ def test_a_shelf_keeps_the_last_push_for_an_engine_that_is_away(route: str) -> N
         assert all(torch.equal(engine.came[name], want[name]) for name in want)
     assert shelf.num_bytes == 12 * 4 + 8 * 2 * 4
     shelf.begin_load(3)
-    with pytest.raises(RuntimeError, match="the last push has failed"):
+    with pytest.raises(RuntimeError, match="the last weight update failed"):
         shelf.fill(engine)
     shelf.close()
     assert shelf.num_bytes == 0
@@ -146,9 +146,9 @@ def test_a_rank_without_a_learner_needs_another_route() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="timeout_s 0: give a time above 0"):
+    with pytest.raises(ValueError, match="timeout_s 0: must be above 0"):
         Peers(timeout_s=0)
-    with pytest.raises(ValueError, match="world_size 2: needs the store"):
+    with pytest.raises(ValueError, match="world_size 2: several ranks need a store"):
         Peers(0, 2)
     with pytest.raises(ValueError, match="tp 2: must divide the 1 ranks"):
         channel("intranode", tp=2)
@@ -159,5 +159,5 @@ def test_settings_that_cannot_work_are_refused() -> None:
 def test_handles_of_a_gpu_are_refused_where_there_is_none() -> None:
     with pytest.raises(ValueError, match="payload of transport cuda_ipc"):
         open_cuda(b"\xc1")
-    with pytest.raises(ValueError, match="a storage of its own"):
+    with pytest.raises(ValueError, match="must have its own storage"):
         cuda_handle(torch.zeros(8, dtype=torch.uint8)[4:])

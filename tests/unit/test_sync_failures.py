@@ -148,7 +148,9 @@ def test_an_engine_that_refuses_fails_the_push_on_all_ranks_at_once_in_one_sente
     found = ranks(2, work)
     assert [ok for ok, _ in found] == [True, True]
     said = one_sentence([error for _, error in found])
-    assert f"rank 1: {type(error).__name__}: {error}" in said and said.startswith("push 1: ")
+    assert f"rank 1: {type(error).__name__}: {error}" in said and said.startswith(
+        "weight update 1: "
+    )
 
 
 @pytest.mark.parametrize("route", ["gather", "intranode"])
@@ -245,7 +247,7 @@ def test_a_leader_that_is_stuck_in_its_engine_is_named_with_the_bucket(
         sent.update_weights(Weights(rank, 4) if route == "intranode" else Weights(), engine, 1)
 
     said = one_sentence(ranks(4, work))
-    assert said.startswith("push 1: bucket 1 (w2 ...), between the ranks of an engine: rank 1 ")
+    assert said.startswith("weight update 1: bucket 1 (w2 ...), between the ranks of an engine")
     assert "waited 1 s for rank 0;" in said
     assert "rank 0 has not answered within 1 s" in said
 
@@ -302,7 +304,7 @@ def test_a_verdict_is_one_for_all_also_for_who_comes_as_the_first_gives_up() -> 
     one._drop = comes  # type: ignore[method-assign]
     with pytest.raises(WeightUpdateTimeoutError) as raised:
         one.vote("done")
-    assert "waited 0.2 s for rank 1 to end its part" in one_sentence([*found, raised.value])
+    assert "waited 0.2 s for rank 1 to finish its part" in one_sentence([*found, raised.value])
 
 
 def test_a_rank_that_comes_in_the_last_moment_is_in_time_for_all() -> None:
@@ -321,12 +323,13 @@ def test_a_rank_that_comes_in_the_last_moment_is_in_time_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("link", "rank 1 is gone"), ("data", "rank 1 has not answered within 1 s")]
+    ("kind", "says"),
+    [("link", "rank 1 has exited"), ("data", "rank 1 has not answered within 1 s")],
 )
 def test_only_a_rank_whose_link_broke_by_itself_is_gone(kind: Any, says: str) -> None:
     one = Peers(0, 2, dist.HashStore(), timeout_s=5)
     one.begin()
-    with pytest.raises(WeightUpdateError, match=f"push 1: lost; {says}; no engine decodes"):
+    with pytest.raises(WeightUpdateError, match=f"weight update 1: lost; {says}; engines wait for"):
         one.vote("done", Failure(kind, 0, 0, 0, "lost", (1,)))
 
 
@@ -344,7 +347,7 @@ def test_causes_come_before_what_follows_and_unknown_errors_last_without_being_l
         mine = [Failure("error", -1, 0, 0, "rank 0: KeyError: 'x'"), Failure("link", 1, 0, 1, "B")]
         each.vote("done", mine[rank])
 
-    assert one_sentence(ranks(2, work)).startswith("push 1: B; rank 0: KeyError: 'x'; no engine")
+    assert one_sentence(ranks(2, work)).startswith("weight update 1: B; rank 0: KeyError: 'x'; ")
 
 
 # ---- memory

@@ -164,10 +164,10 @@ def test_shard_i_of_n_goes_to_rank_i_of_the_other_cluster():
     [
         ({0: cut("w", (4, 4), 0, 2)[:1]}, [[0]], [0], "no rank has 2:4 of dimension 0"),
         ({0: cut("w", (4, 4), 0, 2), 1: cut("w", (4, 4), 0, 1)}, [[0, 1]], [0], "has 0:4 of"),
-        ({0: cut("w", (4, 4), 0, 2) * 2}, [[0]], [0], "rank 0 gives 0:2 .* twice"),
-        ({0: cut("w", (4, 4), 0, 1), 1: cut("w", (4, 8), 0, 1)}, [[0]], [0], "the same on all"),
-        ({0: cut("w", (4, 4), 0, 1)}, [[0], [0]], [0], "rank 0 is there twice"),
-        ({0: cut("w", (4, 4), 0, 1)}, [[0]], [0, 3], r"ranks \[3\] need weights and are in no"),
+        ({0: cut("w", (4, 4), 0, 2) * 2}, [[0]], [0], "rank 0 provides 0:2 .* twice"),
+        ({0: cut("w", (4, 4), 0, 1), 1: cut("w", (4, 8), 0, 1)}, [[0]], [0], "equal on all"),
+        ({0: cut("w", (4, 4), 0, 1)}, [[0], [0]], [0], "rank 0 appears twice"),
+        ({0: cut("w", (4, 4), 0, 1)}, [[0]], [0, 3], r"ranks \[3\] need weights but are in no"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(holdings, sites, needs, message):

@@ -274,7 +274,7 @@ def test_a_fresh_run_moves_the_older_one_aside_with_its_log(world: World) -> Non
     old = world.runs / "plain.old1"
     assert (old / "metrics.jsonl").is_file() and (old / "logs" / "rank0.log").is_file()
     assert (world.runs / "plain" / "logs" / "rank0.log").is_file()
-    assert f"the older run of this name is now {old}" in world.gang.text("fresh")
+    assert f"moved the earlier run of this name to {old}" in world.gang.text("fresh")
 
 
 # ---- settings of the update
@@ -370,7 +370,7 @@ def test_a_layout_that_does_not_fit_the_world_is_one_sentence(world: World) -> N
 
 def test_a_run_folder_that_cannot_be_made_is_one_sentence(world: World) -> None:
     said = refusal(world, "no folder")
-    assert said.startswith("--run.dir") and "cannot be made" in said
+    assert said.startswith("--run.dir") and "cannot create the" in said
 
 
 def test_bad_rows_are_named_counted_and_left_out(world: World) -> None:
@@ -402,7 +402,7 @@ def test_a_failed_write_ends_the_run_and_leaves_the_older_checkpoint(world: Worl
     """Files longer than 60 kB fail in the middle."""
     said = refusal(world, "limited", code=1)
     assert "checkpoint of step 2 could not be written" in said
-    assert "earlier checkpoints are untouched" in said and "rank0.log)" in said
+    assert "earlier checkpoints are kept" in said and "rank0.log)" in said
     assert "Traceback" in (world.runs / "limited" / "logs" / "rank0.log").read_text()
     assert list(world.rows("unlimited")) == [1, 2]
     assert "1 of 2 steps done" in world.gang.text("unlimited")
@@ -419,7 +419,7 @@ def test_a_full_disk_is_said_before_the_write_and_costs_nothing(world: World) ->
 def test_a_failed_write_is_counted_and_the_run_goes_on_where_it_shall(world: World) -> None:
     rows, text = world.rows("going on"), world.gang.text("going on")
     assert [row.get("training/failed_saves") for row in rows.values()] == [None, None, 1]
-    assert "checkpoint of step 2 could not be written" in text and "the run goes on" in text
+    assert "checkpoint of step 2 could not be written" in text and "the run continues" in text
     assert not list((world.runs / "going on" / "checkpoints").iterdir())
 
 

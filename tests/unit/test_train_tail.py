@@ -161,13 +161,13 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_replaced(found: Found
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("few", "has 4 prompts and a short round starts 5 different ones"),
+        ("few", "has 4 prompts but a short round starts 5 different prompts"),
         ("bad eta", "--tail.eta_prompts 0.5: must be at least 1"),
         ("no tail", "--tail.eta_samples: has no effect without --schedule tail_batching"),
         ("no least", "--reward.min_timeout_s 9: must be at most reward.timeout_s 2"),
         (
             "lost queue",
-            "queue of prompts names row 77 of data.train, which has 12 rows: use the same",
+            "queue of prompts names row 77 of data.train, which has 12 rows; resume with the same",
         ),
         ("quotas", "their sum must be data.prompts_per_step 4"),
     ],

@@ -122,7 +122,7 @@ def test_a_head_whose_own_name_is_the_loopback_asks_for_an_address_that_others_r
 
 def test_an_interface_is_named_and_a_wrong_name_is_refused_with_those_that_there_are():
     assert listening_host("head", "lo", several_nodes=True) == "127.0.0.1"
-    with pytest.raises(ValueError, match="--cluster.interface eth99: .* this node has .*lo"):
+    with pytest.raises(ValueError, match="--cluster.interface eth99: .* choose from .*lo"):
         listening_host("head", "eth99")
 
 

@@ -93,8 +93,8 @@ def check_engine(cfg: Config) -> None:
     """Raise ConfigError if SGLang is configured but not installed."""
     if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
-            "--rollout.engine sglang: SGLang is not installed here; run bash tools/setup.sh "
-            "--sglang, or use --rollout.engine torch"
+            "--rollout.engine sglang: SGLang is not installed; run bash tools/setup.sh --sglang, "
+            "or set --rollout.engine torch"
         )
 
 
@@ -121,7 +121,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
     """Start SGLang in a child process, since it ends its process if one of its parts fails."""
     plain = engine_settings(cfg, hf, world)
     where = "CUDA" if world.device.type == "cuda" else "CPU"
-    tp = f"tp {cfg.rollout.tp}" + (" and others" if rules.changes_size(cfg) else "")
+    tp = f"tp {cfg.rollout.tp}" + (" at the start" if rules.changes_size(cfg) else "")
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
     sizes, starts, sized = 0, itertools.count(), cfg  # number of resizes, starts since the last one
 
@@ -172,7 +172,7 @@ def make_episodes(
 ) -> EpisodeEngine:
     """Wrap the engine of a rank so that its responses are episodes of an environment. With
     --debug.deterministic_order all episodes advance turn by turn in lockstep."""
-    announce("env", f"{cfg.select.env}, {cfg.env.workers} processes")
+    announce("env", f"{cfg.select.env}, {cfg.env.workers} worker processes")
     return EpisodeEngine(
         engine,
         cfg.select.env,

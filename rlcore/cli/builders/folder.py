@@ -31,9 +31,9 @@ def open_folder(cfg: Config, world: World) -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if who := lock.hold(folder.with_name(f".{folder.name}.lock")):
                 raise ConfigError(
-                    f"--run.name {folder.name}: {who} is at work in {folder}, and two runs would "
-                    "mix their metrics and delete each other's checkpoints; give another name, or "
-                    "end that one first"
+                    f"--run.name {folder.name}: {who} uses {folder}; choose another name or stop "
+                    "that run first, since two runs would mix metrics and delete each other's "
+                    "checkpoints"
                 )
             wanted = resume.wanted_by(cfg, folder)
             starts = wanted == "auto" and not resume.found(folder)
@@ -45,7 +45,7 @@ def open_folder(cfg: Config, world: World) -> None:
     collective.barrier(world.everyone)
     log.setup(world.rank, folder / "logs")
     if aside is not None:
-        log.log.info("the older run of this name is now %s", aside)
+        log.log.info("moved the earlier run of this name to %s", aside)
     for line in rules.warnings(cfg) if world.rank == 0 else ():
         log.log.warning("%s", line)
 
@@ -53,8 +53,8 @@ def open_folder(cfg: Config, world: World) -> None:
 def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
     """Return the error to raise if the run's folder cannot be made."""
     return ConfigError(
-        f"--run.dir {cfg.run.dir}: the folder {run_folder(cfg)} cannot be made "
-        f"({error.strerror}: {error.filename}); choose another"
+        f"--run.dir {cfg.run.dir}: cannot create the folder {run_folder(cfg)} ({error.strerror}: "
+        f"{error.filename}); choose another"
     )
 
 
@@ -71,7 +71,7 @@ def tell_changes(cfg: Config, file: Path) -> None:
         if old.get(section, {}).get(key, value) != value
     ]
     if changes:
-        log.log.warning("the resumed run had other settings: %s", ", ".join(changes))
+        log.log.warning("settings changed since the resumed run: %s", ", ".join(changes))
 
 
 def save_settings(cfg: Config, folder: Path, *, goes_on: bool) -> None:

@@ -24,8 +24,8 @@ def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
     if cfg.model.num_layers:
         if not cfg.model.random_init:
             raise ConfigError(
-                f"--model.num_layers {cfg.model.num_layers}: only with --model.random_init, the "
-                "folder's weights have all their layers"
+                f"--model.num_layers {cfg.model.num_layers}: works only with --model.random_init, "
+                "since the folder has weights for all layers"
             )
         hf = hf.with_(num_layers=cfg.model.num_layers)
     return hf
@@ -41,12 +41,14 @@ def with_room(cfg: Config, hf: HFConfig) -> Config:
     room = hf.max_positions - cfg.rollout.max_tokens
     if room < 1:
         raise ConfigError(
-            f"--rollout.max_tokens {cfg.rollout.max_tokens}: prompt and response share the model's "
-            f"{hf.max_positions} positions; take fewer"
+            f"--rollout.max_tokens {cfg.rollout.max_tokens}: leaves no room for a prompt in the "
+            f"model's {hf.max_positions} positions; lower it"
         )
     if cfg.data.max_prompt_tokens <= room:
         return cfg
-    announce("prompts", f"at most {room} tokens, so that an answer fits the model's positions too")
+    announce(
+        "prompts", f"at most {room} tokens, so that prompt and response fit the model's positions"
+    )
     return replace(cfg, data=replace(cfg.data, max_prompt_tokens=room))
 
 

@@ -65,7 +65,7 @@ def watch(
     dog = Watchdog(
         cfg.cluster.timeout_s,
         start.folder / "logs" / f"stacks{world.rank}.txt",
-        describe=lambda: f"the {world.size - 1} other ranks, seen from rank {world.rank}",
+        describe=lambda: f"the {world.size - 1} other ranks (reported by rank {world.rank})",
         on_overrun=alarm,
     )
     start.on_close(dog.close)
@@ -89,9 +89,9 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
         try:
             said = splits.by_data_sheet(plan, cfg, hf, world.size, folder / "rollouts.jsonl")
         except ValueError as error:
-            said = f"no estimate of other splits: {error}"
+            said = f"no estimate of other numbers of rollout ranks: {error}"
     said = splits.by_last_steps(plan, cfg, folder, world.size) or said
-    announce("balance", said or "no rates yet; balance/* has a proposal after the first steps")
+    announce("balance", said or "no estimate yet; see balance/* after the first steps")
     return plan
 
 

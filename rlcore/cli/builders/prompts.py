@@ -23,7 +23,7 @@ def with_tasks(cfg: Config) -> Config:
     if not task or (cfg.data.train, cfg.data.val) == ((task,), (task,)):
         return cfg
     val = (task,) if cfg.data.val or cfg.eval.every else ()
-    announce("prompts", f"of --env {cfg.select.env}: the generated task {task}")
+    announce("prompts", f"generated task {task} of --env {cfg.select.env}")
     return replace(cfg, data=replace(cfg.data, train=(task,), val=val))
 
 
@@ -79,8 +79,8 @@ def make_source(
     starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
     if rows is not None and rows < starts:
         raise ConfigError(
-            f"--data.train {' '.join(cfg.data.train)}: has {rows} prompts and a short round starts "
-            f"{starts} different ones; lower --data.prompts_per_step"
+            f"--data.train {' '.join(cfg.data.train)}: has {rows} prompts but a short round starts "
+            f"{starts} different prompts; lower --data.prompts_per_step"
         )
     return TailBatching(
         sampler.next,

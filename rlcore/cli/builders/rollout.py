@@ -161,7 +161,9 @@ def make_async_rollout(
     if cfg.debug.replay and world.trains:
         log_ = EventLog(Path(cfg.debug.replay), cfg.run.seed)
     if source is not None:
-        assert isinstance(source, EpochPrompts), "no other source issues prompt by prompt"
+        assert isinstance(source, EpochPrompts), (
+            "--mode async needs EpochPrompts, which issues single prompts"
+        )
         order = source
         tp, leaders = cfg.rollout.tp, rollout_ranks[:: cfg.rollout.tp]
         controller = controller_of(log_)(

@@ -39,8 +39,8 @@ def check_mux(cfg: Config) -> None:
     """Raise ConfigError if a job with --mux.url runs its own judge, which never leaves its GPU."""
     if cfg.mux.url and own_judges(cfg):
         raise ConfigError(
-            "--mux.url: a judge of the run's own stays on the nodes between its phases; give "
-            "--reward.url the address of a server, or take another reward"
+            "--mux.url: a job that shares nodes cannot run its own judge, which stays on the GPU; "
+            "set --reward.url to a judge server, or choose another reward"
         )
 
 
@@ -71,8 +71,8 @@ def make_gate(
     cells = cells_by_node(names, world.rollout_ranks)
     if mux.tail_nodes and mux.tail_nodes >= len(cells):
         raise ConfigError(
-            f"--mux.tail_nodes {mux.tail_nodes}: must be less than the nodes that sample, of which "
-            f"there are {len(cells)}, or the tail of a rollout has none to leave; give 0"
+            f"--mux.tail_nodes {mux.tail_nodes}: must be less than the {len(cells)} rollout nodes, "
+            "so that the tail of a rollout can release some; lower it or set 0"
         )
 
     def connect() -> "PermitGate | NoGate":
@@ -116,7 +116,7 @@ def address_of(url: str) -> str:
         return url
     if not (found := os.environ.get(url.removeprefix("env:"), "")):
         raise ConfigError(
-            f"--mux.url {url}: the environment has no such variable; export it, with the address "
+            f"--mux.url {url}: the environment variable is not set; export it with the address "
             "that `rlcore mux add JOB` prints"
         )
     return found

@@ -120,8 +120,8 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> EngineSizePolicy | N
         if 0 < sized.rollout.kv_cache_tokens < memory.longest(cfg, hf):
             found.append(
                 f"--rollout.kv_cache_tokens {cfg.rollout.kv_cache_tokens}: engines of {tp} ranks "
-                f"would have {sized.rollout.kv_cache_tokens} of them, and one sequence may have "
-                f"{memory.longest(cfg, hf)}; raise it"
+                f"would have {sized.rollout.kv_cache_tokens} tokens of KV cache, but one sequence "
+                f"may need {memory.longest(cfg, hf)}; raise it"
             )
         return found
 

@@ -25,7 +25,7 @@ def make_weight_channel(
     size = cfg.sync.ranks_per_site or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     way = rules.route(cfg)
     if cfg.sync.route == "auto" and way != "gather":
-        announce("weights", f"{way}, since different ranks train and sample")
+        announce("weights", f"{way}, since train ranks and rollout ranks differ")
     return make_channel(
         way,
         transport=transport,
