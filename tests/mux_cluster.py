@@ -73,7 +73,7 @@ def turns(folder: Path) -> list[dict[str, Any]]:
     """Of all runs in a folder, or of one. The line that a killed one was writing is left out."""
     return [
         json.loads(line)
-        for path in folder.rglob("turns.jsonl")
+        for path in folder.rglob("permits.jsonl")
         for line in path.read_text().splitlines(keepends=True)
         if line.endswith("\n")
     ]

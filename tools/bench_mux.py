@@ -14,13 +14,13 @@ one core. The mix D+D+E has two rollout nodes, one of E and one of both D. Profi
 short run took and --margin.
 
 Of each mix: the cost efficiency (what the work of the mix would have cost alone, by its share of
-the nodes, over what it has cost; 1 is alone), its ceiling (turns without overhead, from the phases
-alone), how much slower each job is than alone, how long nodes have nothing to do before and after,
-and whether each learned the same, bit by bit. Steps before all jobs are there do not count, nor
-those after the first has ended. The last row is how much slower a core computes while the other one
-does, too: two cores of a virtual machine may be one of silicon, and then jobs that overlap are
-slower for that alone. Warm starts are those of turns, the cold one that of the job.
-Finished runs alone in --dir are read, not repeated.
+the nodes, over what it has cost; 1 is alone), its ceiling (permits without overhead, from the
+phases alone), how much slower each job is than alone, how long nodes have nothing to do before and
+after, and whether each learned the same, bit by bit. Steps before all jobs are there do not count,
+nor those after the first has ended. The last row is how much slower a core computes while the other
+one does, too: two cores of a virtual machine may be one of silicon, and then jobs that overlap are
+slower for that alone. Warm starts are those of permits, the cold one that of the job. Finished runs
+alone in --dir are read, not repeated.
 """
 
 import argparse
@@ -257,8 +257,8 @@ def train_s(row: dict[str, Any]) -> float:
     return row["timing_s/step"] - rollout_s(row) - row.get("timing_s/wait_permit", 0.0)
 
 
-def turns(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "turns.jsonl").read_text().splitlines()]
+def permits(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "permits.jsonl").read_text().splitlines()]
 
 
 def learned(folder: Path) -> list[dict[str, float]]:
@@ -274,7 +274,7 @@ def same_steps(ours: Path, theirs: Path) -> int:
 def overlaps(folders: list[Path], phases: tuple[str, ...]) -> int:
     """How often two jobs were in such phases, which are on one node, at a time."""
     spans = sorted(
-        (r["granted"], r["left"]) for f in folders for r in turns(f) if r["phase"] in phases
+        (r["granted"], r["left"]) for f in folders for r in permits(f) if r["phase"] in phases
     )
     return sum(b[0] < a[1] for a, b in zip(spans, spans[1:], strict=False))
 
@@ -283,7 +283,7 @@ def window(folders: list[Path]) -> tuple[float, float]:
     """From the moment on that all jobs are in their timed steps, until the first is at its end."""
     begins, ends = [], []
     for folder in folders:
-        rollouts = [r for r in turns(folder) if r["phase"] == "rollout"]
+        rollouts = [r for r in permits(folder) if r["phase"] == "rollout"]
         begins.append(rollouts[WARM_UP]["asked"])
         ends.append(rollouts[-1]["asked"])
     return max(begins), min(ends)
@@ -291,7 +291,7 @@ def window(folders: list[Path]) -> tuple[float, float]:
 
 def period_s(folder: Path, begin: float, end: float) -> float:
     """Seconds of an iteration within the window."""
-    asked = [r["asked"] for r in turns(folder) if r["phase"] == "rollout"]
+    asked = [r["asked"] for r in permits(folder) if r["phase"] == "rollout"]
     inside = [t for t in asked if begin <= t <= end]
     if len(inside) < 2:
         raise SystemExit(f"{folder}: {len(inside)} steps while all jobs ran; raise --steps")
@@ -303,7 +303,7 @@ def busy_s(folders: list[Path], phase: str, begin: float, end: float) -> float:
     return sum(
         max(0.0, min(r["ended"], end) - max(r["began"], begin))
         for folder in folders
-        for r in turns(folder)
+        for r in permits(folder)
         if r["phase"] == phase
     )
 
@@ -346,18 +346,23 @@ def figures(
     row("cost efficiency", worth, "x", ceiling, published=PUBLISHED[mix], nodes=used)
     for j in jobs:
         row(f"iteration of {j.name}", with_others[j.name], "s", alone_s[j.name], least=least)
-    row("iteration against turns at no cost", max(with_others.values()) / least, "x", 1.0)
+    row("iteration against permits at no cost", max(with_others.values()) / least, "x", 1.0)
     for pool in ("rollout", "train"):
         before = statistics.mean(1 - mean[n][pool] / alone_s[n] for n in alone_s)
         after = 1 - busy_s(folders, pool, begin, end) / ((end - begin) * used[pool])
         row(f"idle {pool} nodes", after, "share", before)
     for j, folder in zip(jobs, folders, strict=True):
         row(f"equal steps of {j.name}", same_steps(folder, solo[j.name]), "steps", a.steps)
-    row("overlaps on the train node", overlaps(folders, ("start", "train", "save")), "turns", 0)
+    row(
+        "overlaps on the train node",
+        overlaps(folders, ("start", "train", "save_checkpoint")),
+        "permits",
+        0,
+    )
     for pool in ("rollout", "train"):
         starts = [r[f"mux/load_s/{pool}"] for folder in folders for r in timed(folder)]
         cold = statistics.median(
-            r["ended"] - r["began"] for f in folders for r in turns(f) if r["phase"] == "start"
+            r["ended"] - r["began"] for f in folders for r in permits(f) if r["phase"] == "start"
         )
         row(f"warm start of {pool}", statistics.median(starts), "s", cold)
         size = max(r[f"mux/resident_gb/{pool}"] for f in folders for r in timed(f))
@@ -378,7 +383,7 @@ def draw(a: argparse.Namespace, mixes: dict[str, list[Job]], rows: list[dict], p
         folders = [a.dir / f"{j.name}_mux" for j in jobs]
         begin, end = window(folders)
         for i, folder in enumerate(folders):
-            for r in turns(folder):
+            for r in permits(folder):
                 if (
                     r["phase"] not in ("rollout", "train")
                     or r["left"] < begin
@@ -393,7 +398,7 @@ def draw(a: argparse.Namespace, mixes: dict[str, list[Job]], rows: list[dict], p
                     lanes.barh(y, r[right] - r[left], left=r[left] - begin, color="#bbbbbb")
         names = [f"{j.name} samples" for j in jobs]
         lanes.set_yticks(range(len(jobs) + 1), ["train node", *names])
-        lanes.set(title=f"{mix}: turns (grey: load and store)", xlim=(0, end - begin))
+        lanes.set(title=f"{mix}: permits (grey: load and store)", xlim=(0, end - begin))
         lanes.set_xlabel("seconds")
         (worth,) = [r for r in rows if r["name"] == f"{mix}: cost efficiency"]
         values = {"alone": 1.0, "here": worth["value"], "ceiling": worth["baseline"]}

@@ -272,7 +272,9 @@ def _add_rollmux(p: argparse.ArgumentParser) -> None:
         type=Path,
         help="PNG file that compares published and simulated values, or shows curves",
     )
-    p.add_argument("--turns", type=Path, help="PNG file of the jobs on each GPU over time (micro)")
+    p.add_argument(
+        "--timeline", type=Path, help="PNG file of the jobs on each GPU over time (micro)"
+    )
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
 
@@ -281,8 +283,8 @@ def _rollmux(a: argparse.Namespace) -> int:
     count = usual if a.rounds is None else a.rounds
     if count < 1:
         raise ConfigError(f"--rounds {count}: must be at least 1")
-    if a.turns and a.experiment != "micro":
-        raise ConfigError(f"--turns {a.turns}: works only with --experiment micro")
+    if a.timeline and a.experiment != "micro":
+        raise ConfigError(f"--timeline {a.timeline}: works only with --experiment micro")
     begin = time.monotonic()
     found = make(count, a.seed)
     made = found.made
@@ -300,10 +302,10 @@ def _rollmux(a: argparse.Namespace) -> int:
     elif a.picture:
         report.bars(made.rows, a.picture, made.title)
         print(a.picture)
-    if a.turns:
+    if a.timeline:
         assert found.happened is not None
-        report.turns(found.happened, a.turns, made.title)
-        print(a.turns)
+        report.timeline(found.happened, a.timeline, made.title)
+        print(a.timeline)
     return 0
 
 

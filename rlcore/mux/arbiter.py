@@ -32,7 +32,7 @@ LOCK_S = 5.0
 IDLE_S = 0.2
 """Interval at which leases and idle jobs are checked if no message comes."""
 LEAST_PATIENCE_S = 30.0
-"""Shortest idle time of a job between two phases after which its turn passes to another job."""
+"""Shortest idle time of a job between two phases after which its permit passes to another job."""
 ROLLOUT, TRAIN = "rollout", "train"
 PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
 """Profile fields whose sum is the promised time, by phase; other phases have no promise."""

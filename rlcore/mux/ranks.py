@@ -6,7 +6,7 @@ together.
 
 A permit may take hours, and a collective has a deadline. So while rank 0 waits, all ranks meet
 every second, and a failed rank is noticed at once. The times of each phase are written to
-turns.jsonl, by the clock of rank 0's machine.
+permits.jsonl, by the clock of rank 0's machine.
 """
 
 import json
@@ -26,7 +26,7 @@ from rlcore.utils import collective
 from rlcore.utils.errors import ConfigError
 
 MEET_S = 1.0
-FILE = "turns.jsonl"
+FILE = "permits.jsonl"
 
 T = TypeVar("T")
 

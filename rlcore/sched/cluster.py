@@ -207,7 +207,7 @@ def _names(nodes: Sequence[int]) -> str:
     return "+".join(map(str, nodes))
 
 
-class _Turn(NamedTuple):
+class _NodeUse(NamedTuple):
     """Seconds and nodes that a job uses in every round."""
 
     nodes: tuple[int, ...]
@@ -216,20 +216,20 @@ class _Turn(NamedTuple):
     sync_s: float
 
 
-def _repeats(turns: Sequence[_Turn], period: float) -> bool:
+def _repeats(uses: Sequence[_NodeUse], period: float) -> bool:
     """Return whether a round can begin every `period` seconds without end. Times are relative to
     the start of a round; if the period is long enough, they soon stop growing."""
-    nodes = {n for turn in turns for n in turn.nodes}
-    free, back, trained = dict.fromkeys(nodes, 0.0), [0.0] * len(turns), 0.0
+    nodes = {n for use in uses for n in use.nodes}
+    free, back, trained = dict.fromkeys(nodes, 0.0), [0.0] * len(uses), 0.0
     tiny = 1e-12 * period
-    for _ in range(2 * len(turns) + len(nodes) + 2):  # no chain of waits is longer
+    for _ in range(2 * len(uses) + len(nodes) + 2):  # no chain of waits is longer
         before = [*free.values(), *back, trained]
-        for at, turn in enumerate(turns):
-            sampled = max(0.0, back[at], *(free[n] for n in turn.nodes)) + turn.rollout_s
-            for n in turn.nodes:
+        for at, use in enumerate(uses):
+            sampled = max(0.0, back[at], *(free[n] for n in use.nodes)) + use.rollout_s
+            for n in use.nodes:
                 free[n] = sampled
-            trained = max(trained, sampled) + turn.train_s
-            back[at] = max(0.0, trained + turn.sync_s - period)
+            trained = max(trained, sampled) + use.train_s
+            back[at] = max(0.0, trained + use.sync_s - period)
         free = {n: max(0.0, end - period) for n, end in free.items()}
         trained = max(0.0, trained - period)
         now = [*free.values(), *back, trained]
@@ -238,17 +238,17 @@ def _repeats(turns: Sequence[_Turn], period: float) -> bool:
     return False
 
 
-def _period(turns: Sequence[_Turn], least: float) -> float:
+def _period(uses: Sequence[_NodeUse], least: float) -> float:
     """Return the shortest sustainable period, at least `least`, by bisection. It is never too
     short, and too long by at most 1e-12."""
-    if _repeats(turns, least):
+    if _repeats(uses, least):
         return least
-    low, high = least, sum(turn.rollout_s + turn.train_s + turn.sync_s for turn in turns)
+    low, high = least, sum(use.rollout_s + use.train_s + use.sync_s for use in uses)
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
         if not low < middle < high:
             break
-        low, high = (low, middle) if _repeats(turns, middle) else (middle, high)
+        low, high = (low, middle) if _repeats(uses, middle) else (middle, high)
     return high
 
 
@@ -355,15 +355,15 @@ class JobGroup:
         if not self._period_s:
             least = max(self.cycle_s, self.load_s)
             is_simple = len(self.jobs) < 3 or self.has_colocated
-            self._period_s = least if is_simple else _period(self._turns(), least)
+            self._period_s = least if is_simple else _period(self._node_uses(), least)
         return self._period_s
 
-    def _turns(self) -> "list[_Turn]":
+    def _node_uses(self) -> "list[_NodeUse]":
         """Return the phases of all jobs in the cyclic order, with switches."""
         to_rollout, to_train = self.switches(len(self.jobs))
         nodes = max(len(self.train), 1)
         return [
-            _Turn(
+            _NodeUse(
                 self.pinned[name],
                 to_rollout + self.jobs[name].rollout_s,
                 to_train + self.jobs[name].train_on(nodes),

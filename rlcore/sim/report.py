@@ -247,7 +247,7 @@ def curves(
     pyplot.close(figure)
 
 
-def turns(
+def timeline(
     happened: Mapping[str, MuxTimeline], path: Path, title: str, iterations: float = 5
 ) -> None:
     """Write a PNG of the job that holds each slot over time, one panel per group, for the first

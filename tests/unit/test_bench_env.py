@@ -33,7 +33,18 @@ def test_ideal_times_of_three_groups_of_two_episodes_of_two_turns(tool):
 @pytest.mark.slow
 def test_the_bench_compares_rounds(tool, tmp_path, capsys):
     out, picture = tmp_path / "env.json", tmp_path / "env.png"
-    words = ["--groups", "2", "--turns", "2", "--scale", "0.01", "--rounds", "1", "--slow", "0.1"]
+    words = [
+        "--groups",
+        "2",
+        "--timeline",
+        "2",
+        "--scale",
+        "0.01",
+        "--rounds",
+        "1",
+        "--slow",
+        "0.1",
+    ]
     tool.main([*words, "--json", str(out), "--plot", str(picture)])
     rows = json.loads(out.read_text())
     assert [r["name"] for r in rows] == [

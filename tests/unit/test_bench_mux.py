@@ -44,7 +44,7 @@ def a_run(folder: Path, loss: float, first: float = 0.0, wrong: int = 0) -> Path
         )
         turns += [turn("rollout", begin, 1.0), turn("train", begin + 1.2, 0.8)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "turns.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
+    (folder / "permits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
     return folder
 
 

@@ -78,7 +78,7 @@ def test_finish_times_are_those_of_decoding_side_by_side():
 
 def test_the_price_of_the_published_groups_and_the_ceiling(tmp_path: Path):
     picture, turns = tmp_path / "a.png", tmp_path / "b.png"
-    files = ["--picture", str(picture), "--turns", str(turns)]
+    files = ["--picture", str(picture), "--timeline", str(turns)]
     found = rows_of("micro", tmp_path / "a.json", "--rounds", "6", *files)
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (picture, turns))
     for group, price in (("A+A", 2.0), ("D+D+E", 1.975), ("C+D+D", 2.0)):
@@ -119,7 +119,7 @@ def test_a_trace_keeps_every_promise_and_bills_every_job_once():
 
 def test_a_bad_option_is_one_sentence(tmp_path: Path, capsys):
     argv = ["rollmux", "--experiment", "slo"]
-    assert sim.main([*argv, "--turns", str(tmp_path / "a.png")]) == 2
+    assert sim.main([*argv, "--timeline", str(tmp_path / "a.png")]) == 2
     assert "works only with --experiment micro" in capsys.readouterr().err
     assert sim.main([*argv, "--rounds", "0"]) == 2
     assert "--rounds 0: must be at least 1" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
         gate = sharing.make_gate(cfg, world, spans.alive, progress.add)
         if gate is not None:
             closing.callback(gate.close)
-            world.phase("start: turn")
+            world.phase("start: wait_permit")
         with gate.phase("start") if gate is not None else nullcontext():
             built = _run(cfg, world, eval_sets, gate, spans, progress, closing)
             if isinstance(built.device, SharedDevice):
