@@ -142,7 +142,7 @@ def scored(
         workers=workers,
         timeout_s=limits.fixed_s,
         adaptive_timeout=adaptive,
-        timeout_least_s=limits.least_s,
+        min_timeout_s=limits.least_s,
         timeout_factor=FACTOR,
     )
     deadlines = AdaptiveTimeout(limits.least_s, limits.fixed_s, FACTOR) if adaptive else None

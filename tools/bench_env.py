@@ -108,7 +108,7 @@ class Bench:
             std_s=law.std_s * a.scale,
             max_turns=law.turns,
             max_running=1024,
-            turn_tokens=1,
+            max_turn_tokens=1,
             timeout_s=DEADLINE_S / 2,
             workers=a.workers,
         )

@@ -70,9 +70,9 @@ class StreamWindow:
         cache_tokens: float,
         max_running: int,
         batch_tokens: int,
-        first: float,
-        last: float,
-        every: float,
+        earliest: float,
+        latest: float,
+        check_every: float,
         lengths: LengthDistribution | None = None,
     ) -> None:
         """
@@ -81,8 +81,8 @@ class StreamWindow:
             cache_tokens: tokens that one engine's KV cache holds.
             max_running: most requests that one engine decodes at a time.
             batch_tokens: approximate tokens that a model-parallel group trains at a time.
-            first, last: shares of the responses done between which engines may be released.
-            every: increase in that share between two checks.
+            earliest, latest: shares of the responses done between which engines may be released.
+            check_every: increase in that share between two checks.
             lengths: lengths of responses from earlier rounds.
 
         Raises:
@@ -97,7 +97,7 @@ class StreamWindow:
         self._half = ordered[len(ordered) - len(ordered) // 2 :]
         self._cache_tokens, self._max_running = cache_tokens, max_running
         self._batch_tokens = batch_tokens
-        self._first, self._last, self._every = first, last, every
+        self._first, self._last, self._every = earliest, latest, check_every
         self.lengths = lengths or LengthDistribution()
         self.start()
 

@@ -32,11 +32,11 @@ rewards that are scored meanwhile; `reward` is the scoring after it."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamRule:
-    """Rule for when half of the engines switch to training; `first` and `last` are shares of
+    """Rule for when half of the engines switch to training; `earliest` and `latest` are shares of
     finished responses."""
 
-    first: float = StreamConfig.earliest
-    last: float = StreamConfig.latest
+    earliest: float = StreamConfig.earliest
+    latest: float = StreamConfig.latest
     checks_cache: bool = True
     """Whether the live requests must fit into the KV caches of the remaining engines."""
     once: bool = False
@@ -194,9 +194,9 @@ class SimRun:
                 cache_tokens=cost.cache_tokens if rule.checks_cache else math.inf,
                 max_running=plan.max_running,
                 batch_tokens=rule.batch_tokens,
-                first=rule.first,
-                last=rule.last,
-                every=StreamConfig.check_every,
+                earliest=rule.earliest,
+                latest=rule.latest,
+                check_every=StreamConfig.check_every,
             )
         return SimSettings(
             [cost] * engines,

@@ -270,7 +270,9 @@ def stream(count: int, seed: int, data: Path) -> TableResult:
             return StreamRule() if name == "adaptive" else None
         share = int(name.rstrip("%")) / 100
         most = 10**9 if once else StreamRule().batch_tokens
-        return StreamRule(first=share, last=1.0, checks_cache=False, once=once, batch_tokens=most)
+        return StreamRule(
+            earliest=share, latest=1.0, checks_cache=False, once=once, batch_tokens=most
+        )
 
     rows = [
         row(f"table 3, {name}, s", told, mean(at(name)), fitted=name == "none")

@@ -102,7 +102,7 @@ def test_tools_answer_calls_and_end_with_the_first_turn_without_one():
         "so 161.64",
     ]
     # each program is a sandbox's work of milliseconds but the one that loops
-    told = check_env("tools", prompt_of("?"), turns, settings={"program_s": 1.0})
+    told = check_env("tools", prompt_of("?"), turns, settings={"program_timeout_s": 1.0})
     assert [seen for seen, _, _ in told[1:]] == [
         "<result>161.64</result>\n",
         "<result>1028</result>\n",
@@ -117,7 +117,7 @@ def test_tools_answer_calls_and_end_with_the_first_turn_without_one():
 
 
 def test_a_tool_that_is_not_there_and_a_long_result_are_said():
-    keys = {"tools": ("calc",), "result_chars": 40}
+    keys = {"tools": ("calc",), "max_result_chars": 40}
     turns = ["<python>print(1)</python>", "<calc>" + "(" * 90 + "1" + ")" * 90 + "</calc>"]
     told = check_env("tools", prompt_of(), turns, settings=keys)
     assert told[1][0] == "<result>error: there is n ... on; there is calc</result>\n"
@@ -185,7 +185,7 @@ def test_swe_with_a_stub_of_its_workspace():
         "Done.\nsubmit",
     ]
     prompt = prompt_of("Fix it.", image="image:1", tests="grep -q fixed file")
-    told = check_env("swe", prompt, turns, settings={"output_chars": 100}, kind=kind)
+    told = check_env("swe", prompt, turns, settings={"max_output_chars": 100}, kind=kind)
     assert told[1][0].startswith("Give a command")
     assert told[2][0] == f"{'x' * 50}\n... 200 characters ...\n{'x' * 50}\n[exit 0]\n"
     assert told[3][0] == "\n[killed after 120 s]\n"

@@ -194,7 +194,7 @@ def test_the_fastest_adam_that_is_installed_steps() -> None:
 def test_transformer_engines_layers_equal_ours(arch: str) -> None:
     figures, logps, start, after = {}, {}, {}, {}
     for spec in ("local", "te"):
-        layout = {"spec": spec, "distributed_optimizer": True}
+        layout = {"transformer_impl": spec, "distributed_optimizer": True}
         with side.learner(layout, arch=arch, dtype="bfloat16") as learner:
             start[spec] = side.weights(learner)
             logps[spec] = learner.logprobs(ranks.rows(0))

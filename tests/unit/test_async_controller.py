@@ -82,11 +82,11 @@ class World:
     ) -> None:
         self.pipe = pipe
         self.batch, self.alpha, self.extra, self.seed = batch, alpha, extra, seed
-        self.samplers = range(1, replicas + 1)
+        self.rollout_ranks = range(1, replicas + 1)
         self.source = Source()
         self.controller = self.make()
         self.version = -1
-        self.live: dict[int, dict[str, list[int]]] = {r: {} for r in self.samplers}
+        self.live: dict[int, dict[str, list[int]]] = {r: {} for r in self.rollout_ranks}
         self.dead: set[int] = set()
         self.unscored: list[tuple[int, str]] = []
         self.tokens: dict[str, list[int]] = {}
@@ -100,13 +100,13 @@ class World:
     def make(self) -> AsyncController:
         place: LeastLoaded | HistoPipe = LeastLoaded(3)
         if self.pipe:
-            place = HistoPipe(engines=self.samplers, batch=self.batch, longest=LONGEST, rows=2)
+            place = HistoPipe(engines=self.rollout_ranks, batch=self.batch, longest=LONGEST, rows=2)
         return AsyncController(
             buffer=SampleBuffer(self.batch, self.alpha, self.extra),
             issue=self.source,
             trainers=[0],
-            samplers=self.samplers,
-            ranks=self.samplers,
+            rollout_ranks=self.rollout_ranks,
+            ranks=self.rollout_ranks,
             place=place,
             deadline_s=1e9,
         )
@@ -118,7 +118,7 @@ class World:
         self.holds = False
         self.log.append(("go", self.version))
         self.obey(self.controller.go(self.version, 0.0))
-        for rank in self.samplers:  # a push starts dead engines again
+        for rank in self.rollout_ranks:  # a push starts dead engines again
             if rank in self.dead:
                 self.dead.discard(rank)
                 self.send(Released(rank=rank))
@@ -167,7 +167,7 @@ class World:
 
     def is_last(self, rank: int) -> bool:
         """With it the run would end: all have died MAX_REPAIRS times with these weights."""
-        others = [r for r in self.samplers if r != rank and r not in self.dead]
+        others = [r for r in self.rollout_ranks if r != rank and r not in self.dead]
         return not others and self.controller._repairs == MAX_REPAIRS
 
     def end_step(self, mode: str) -> None:
@@ -206,7 +206,7 @@ class World:
             elif isinstance(command, Repair) and command.rank == 0:
                 self.repairs += 1
                 self.dead.clear()
-                for rank in (0, *self.samplers):
+                for rank in (0, *self.rollout_ranks):
                     self.send(Ready(rank=rank))
             elif isinstance(command, Hold):
                 if command.mode == "release":
@@ -265,7 +265,7 @@ class World:
         for _ in range(200):
             if self.trains:
                 return self.end_step(mode)
-            for rank in self.samplers:
+            for rank in self.rollout_ranks:
                 self.decode(rank, 1)
                 self.score(0)
                 self.score(1)
@@ -289,7 +289,7 @@ def play(world: World, steps: list[tuple]) -> World:
     world.go()
     for name, *args in steps:
         if name in ("decode", "kill"):
-            args[0] = 1 + args[0] % len(world.samplers)
+            args[0] = 1 + args[0] % len(world.rollout_ranks)
         getattr(world, name)(*args)
     world.finish_step()
     return world
@@ -445,7 +445,7 @@ def one_sampler(
         buffer=SampleBuffer(1, alpha),
         issue=source,
         trainers=[0],
-        samplers=[1],
+        rollout_ranks=[1],
         ranks=[1],
         place=LeastLoaded(9),
         deadline_s=deadline_s,

@@ -134,13 +134,13 @@ class World:
         self.scorers += [
             RewardService("tests.scores.variety", config=RewardConfig()) for _ in engines[1:]
         ]
-        samplers, self.issued = range(1, n), 0
+        rollout_ranks, self.issued = range(1, n), 0
         self.controller = controller_of(replay)(
             buffer=SampleBuffer(BATCH, ALPHA),
             issue=self.issue,
             trainers=[0],
-            samplers=samplers,
-            ranks=samplers,
+            rollout_ranks=rollout_ranks,
+            ranks=rollout_ranks,
             place=pipe or LeastLoaded(10**6),
             deadline_s=60.0,
         )
@@ -163,7 +163,7 @@ class World:
                 hub,
                 worker,
                 None if r else self.controller,
-                samplers=samplers,
+                rollout_ranks=rollout_ranks,
                 deadline_s=60,
                 record=None if r else record,
                 replay=None if r else replay,
@@ -175,7 +175,7 @@ class World:
                 hub,
                 worker,
                 lambda stop, elastic: Controller(
-                    ranks=samplers,
+                    ranks=rollout_ranks,
                     all_ranks=range(n),
                     place=LeastLoaded(10**6),
                     stop=stop,

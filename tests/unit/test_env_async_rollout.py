@@ -41,7 +41,7 @@ class Episodes:
                 engine,
                 NAME,
                 kind,
-                kind.config(turn_tokens=4, workers=1),
+                kind.config(max_turn_tokens=4, workers=1),
                 dialogue=Dialogue(tokenizer, is_chat=False),
                 decode=tokenizer.decode,
                 prompt_of=lambda group, rank=rank: self.world.workers[rank].prompts[group],

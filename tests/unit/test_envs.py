@@ -88,7 +88,7 @@ def make() -> Iterator[Make]:
                 inner,
                 f"tests.odd_envs.{name}",
                 kind,
-                kind.config(**{"workers": 1, "turn_tokens": 3, **keys}),
+                kind.config(**{"workers": 1, "max_turn_tokens": 3, **keys}),
                 dialogue=Dialogue(tokenizer, is_chat=False, num_tokens=HF.vocab_size),
                 decode=tokenizer.decode,
                 prompt_of=prompt_of,

@@ -86,7 +86,7 @@ def test_the_process_scores_batches_as_transformers_does_and_asks_once_for_every
 
 @pytest.mark.slow
 def test_a_judge_that_hangs_or_dies_costs_no_sample_but_those_it_was_busy_with(folder):
-    cfg = config(folder, timeout_s=3.0, start_s=120.0)
+    cfg = config(folder, timeout_s=3.0, start_timeout_s=120.0)
     with RewardService("judge", config=cfg) as service:
         service.submit("a.0", sample_of("a.0"), prompt_of("1"), ">1")
         assert not score_all(service)["a.0"].error
@@ -138,7 +138,7 @@ def test_a_judge_that_grows_by_more_than_memory_gb_ends_and_its_batch_pays(folde
         max_new_tokens=110,
         pattern="(.)$",
         timeout_s=60.0,
-        memory_gb=0.002,  # less than torch takes for its first forward,
+        memory_limit_gb=0.002,  # less than torch takes for its first forward,
         max_tokens=64,  # which needs little by itself
         batch_tokens=64,
     )
@@ -150,7 +150,7 @@ def test_a_judge_that_grows_by_more_than_memory_gb_ends_and_its_batch_pays(folde
             assert time.monotonic() < end
             found = dict(service.poll(0.001))
         worker = backend._worker
-        while backend._running and backend._grown(worker) < cfg.memory_gb * 2**30:
+        while backend._running and backend._grown(worker) < cfg.memory_limit_gb * 2**30:
             time.sleep(0.001)
         if backend._running:  # else it has been ended already
             os.kill(worker.process.pid, signal.SIGSTOP)  # so that it is looked at before its end
@@ -250,7 +250,7 @@ def test_a_batch_has_the_oldest_request_and_others_of_its_length(folder):
 
 def test_the_judge_writes_and_its_verdict_is_found(folder):
     """A model of random weights writes junk: its own text, read by a pattern that fits."""
-    cfg = config(folder, method="generate", max_new_tokens=6, pattern="(.)$", full_marks=9.0)
+    cfg = config(folder, method="generate", max_new_tokens=6, pattern="(.)$", max_points=9.0)
     judge = JudgeServer(cfg, "cpu")
     try:
         for key, text in enumerate([">1", ">1b2", "a"]):

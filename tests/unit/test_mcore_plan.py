@@ -101,7 +101,11 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
     ("model", "train", "message"),
     [
         ({"dtype": "float64"}, {}, "--model.dtype float64"),
-        ({}, {"spec": "te"}, "--train.transformer_impl te: Transformer Engine is not installed"),
+        (
+            {},
+            {"transformer_impl": "te"},
+            "--train.transformer_impl te: Transformer Engine is not installed",
+        ),
         ({}, {"apex": True}, "--train.apex True: Apex' extension"),
     ],
 )

@@ -111,7 +111,7 @@ def test_programs_are_scored_by_their_tests_and_failures_have_reasons():
         "row",
     ]
     assert found[0].details == {"passed": 1.0} and found[4].details == {"passed": 0.5}
-    half = scores([jobs[4], (asserts, "def add(a, b): return 3")], partial=True)
+    half = scores([jobs[4], (asserts, "def add(a, b): return 3")], partial_credit=True)
     assert [r.score for r in half] == [0.5, 0.5]
 
 
@@ -132,7 +132,7 @@ def test_several_slots_work_at_a_time_and_a_cancelled_program_ends():
 def test_packages_of_the_environment_are_there_where_they_are_asked_for():
     jobs = [(row(test_list=ADD_TESTS), f"import msgspec\n{ADD}")]
     assert [r.score for r in scores(jobs)] == [0]
-    assert [r.score for r in scores(jobs, packages=True)] == [1]
+    assert [r.score for r in scores(jobs, allow_packages=True)] == [1]
 
 
 def test_it_refuses_to_run_without_isolation_where_that_is_asked_for(monkeypatch):

@@ -175,7 +175,7 @@ def test_text_that_repeats_itself_takes_no_time(piece):
 
 
 def test_a_number_is_not_answered_by_the_question_and_algebra_has_an_end():
-    reward = MathReward(MathRewardConfig(algebra_s=0.3))
+    reward = MathReward(MathRewardConfig(algebra_timeout_s=0.3))
     assert not reward.score(None, prompt_of("3"), "\\boxed{\\log_2 8}")
     assert reward.score(None, prompt_of("3"), "\\boxed{\\log_2 8 = 3}")
     begin = time.process_time()

@@ -110,7 +110,7 @@ def run(calls: int, folder: Path, *, timeout_s: float, seed: int = 0) -> None:
     me = psutil.Process()
     files = me.num_fds()
     config = RewardConfig(
-        workers=2, timeout_s=timeout_s, memory_gb=0.25, on_error=-1.0, max_pending=512
+        workers=2, timeout_s=timeout_s, memory_limit_gb=0.25, on_error=-1.0, max_pending=512
     )
     log = folder / "reward.log"
     found, errors, rss = {}, Counter(), []

@@ -261,7 +261,7 @@ def test_processes_that_a_sample_leaves_behind_are_killed(make, tmp_path, kind):
 
 
 def test_a_child_that_eats_memory_is_replaced(make):
-    leak, after = _score(make(memory_gb=0.2), "leak", "ok")
+    leak, after = _score(make(memory_limit_gb=0.2), "leak", "ok")
     assert leak.error.startswith("memory: the child grew by 0.")
     assert after.score == 1.0
 

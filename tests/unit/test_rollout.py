@@ -281,7 +281,7 @@ def test_a_replica_that_trains_has_its_requests_go_on_elsewhere(model: Path) -> 
         alone, wanted = checked(one.round()), samples_of(one)
     parts = cells([[0], [1], [2]], [[0], [1], [2]])
     sizes = {"cache_tokens": 10**6, "max_running": 99, "batch_tokens": 1}
-    elastic = StreamWindow(parts, **sizes, first=0.01, last=0.5, every=0.05)
+    elastic = StreamWindow(parts, **sizes, earliest=0.01, latest=0.5, check_every=0.05)
     slow = {"decode_floor_ms": 30}  # or a round would be over before the first command
     engines = [torch_engine(model, rank, **slow) for rank in range(3)]
     with world(model, engines) as three:

@@ -166,7 +166,7 @@ def test_folders_that_a_program_has_locked_are_removed():
     """Without namespaces programs are this user's, who is not root."""
     script = """if True:
         import os, tempfile
-        from rlcore.sandbox import confine, walls
+        from rlcore.sandbox import confine, isolation
         if os.geteuid() == 0:
             os.setuid(confine.NOBODY)
         folder = tempfile.mkdtemp(dir="/tmp")
@@ -174,7 +174,7 @@ def test_folders_that_a_program_has_locked_are_removed():
         open(f"{folder}/a/b/c", "w").close()
         for path in ("a/b", "a", "."):
             os.chmod(f"{folder}/{path}", 0)
-        walls._remove(folder)
+        isolation._remove(folder)
         print(os.path.exists(folder))
     """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)

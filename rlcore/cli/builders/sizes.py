@@ -64,9 +64,9 @@ def make_elastic(
         cache_tokens=r.kv_cache_tokens or r.max_running_requests * max_model_tokens(cfg, hf),
         max_running=r.max_running_requests,
         batch_tokens=cfg.train.tokens_per_micro_batch,
-        first=cfg.stream.earliest,
-        last=cfg.stream.latest,
-        every=cfg.stream.check_every,
+        earliest=cfg.stream.earliest,
+        latest=cfg.stream.latest,
+        check_every=cfg.stream.check_every,
         lengths=lengths,
     )
 
