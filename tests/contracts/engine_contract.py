@@ -711,6 +711,6 @@ def test_bad_requests_are_refused_in_words_and_nothing_of_the_batch_starts(lab):
 
 def test_only_possible_layouts_are_taken(lab):
     engine = lab.make()
-    engine.resize_engines(1)
+    engine.resize(1)
     with pytest.raises(ValueError, match="tensor-parallel size 3"):
-        engine.resize_engines(3)
+        engine.resize(3)

@@ -152,9 +152,9 @@ def test_a_wrong_number_of_processes_is_refused_with_the_repair(bench):
     [
         ({"NODE_RANK": "1", "HEAD_ADDR": ""}, "NODE_RANK=1 without HEAD_ADDR"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks on 2 nodes: give it"),
-        ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python: run bash tools/setup.sh"),
-        ({"PYTHON": "", "RLCORE_VENV": "/nowhere"}, "there is no /nowhere/bin/python: run bash"),
-        ({"PYTHON": "/usr/bin/env -S no"}, "there is no /usr/bin/env -S no"),
+        ({"PYTHON": "/nowhere/python"}, "/nowhere/python does not exist: run bash tools/setup.sh"),
+        ({"PYTHON": "", "RLCORE_VENV": "/nowhere"}, "/nowhere/bin/python does not exist: run bash"),
+        ({"PYTHON": "/usr/bin/env -S no"}, "/usr/bin/env -S no does not exist"),
     ],
 )
 def test_a_start_that_cannot_work_ends_with_one_sentence(bench, env, sentence):

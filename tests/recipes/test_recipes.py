@@ -162,7 +162,7 @@ def test_an_engine_that_does_not_fit_is_refused_with_what_to_change(bench, monke
     recipe = ROOT / "recipes/grpo_32b.sh"
     rc, out = planned(bench, monkeypatch, capsys, recipe, "--rollout.tp", "1")
     assert rc == 2
-    assert "phase save needs" in out and "mostly engine weights 65.5" in out
+    assert "phase save_checkpoint needs" in out and "mostly engine weights 65.5" in out
     assert "raise rollout.tp" in out
     assert "cannot run: --rollout.gpu_memory_utilization 0.8: beside 65.5 GB of weights" in out
 

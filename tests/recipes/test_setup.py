@@ -34,7 +34,7 @@ def test_an_unknown_flag_is_refused_with_the_flags_that_exist(tmp_path):
 def test_apex_needs_its_source(tmp_path):
     rc, out = setup(tmp_path, "--apex")
     assert rc == 1
-    assert "--apex needs a source" in out
+    assert "--apex needs a value" in out
 
 
 def test_a_python_that_is_too_old_is_refused(tmp_path):
@@ -59,7 +59,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
     (tmp_path / "venv" / "notes.txt").touch()
     rc, out = setup(tmp_path)
     assert rc == 1
-    assert "is there, but is no environment" in out
+    assert "exists but is not an environment" in out
     assert (tmp_path / "venv" / "notes.txt").exists()
 
 

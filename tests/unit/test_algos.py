@@ -252,5 +252,7 @@ def test_icepop_and_token_mis_keep_what_they_say():
 
 
 def test_the_name_of_an_advantage_says_where_it_belongs():
-    with pytest.raises(ValueError, match="remax is an advantage: .* --algo.adv_estimator remax"):
+    with pytest.raises(
+        ValueError, match="remax is an advantage estimator: .* --algo.adv_estimator remax"
+    ):
         algos.module("remax")

@@ -67,7 +67,7 @@ def test_what_turns_are_worth_and_what_they_cost(tool, tmp_path: Path):
     assert worth["value"] == pytest.approx(2 * 1.8 / 2.4)
     assert worth["baseline"] == pytest.approx(2 * 1.8 / 2.0)  # two rollouts of 1 s, one node
     assert rows["A+A: iteration of a0"]["ratio"] == pytest.approx(2.4 / 1.8)
-    assert rows["A+A: iteration against turns at no cost"]["value"] == pytest.approx(2.4 / 2.0)
+    assert rows["A+A: iteration against permits at no cost"]["value"] == pytest.approx(2.4 / 2.0)
     assert rows["A+A: idle train nodes"]["baseline"] == pytest.approx(1.0 / 1.8)
     assert 0 < rows["A+A: idle train nodes"]["value"] < 0.4
     assert rows["A+A: equal steps of a0"]["value"] == STEPS

@@ -200,7 +200,7 @@ def test_a_judge_that_its_recipe_makes_first_is_no_refusal(
     monkeypatch.setenv("JUDGE_CONFIG", str(folder / "model" / "config.json"))
     code, said = start(capsys, "judge", *JUDGE, "gone", "--dry-run")
     assert code == 0, said
-    assert said.splitlines()[-1].endswith("these hold there: --reward.model gone")
+    assert said.splitlines()[-1].endswith("these exist on that machine: --reward.model gone")
 
 
 def test_rows_are_read_to_the_end_only_where_one_can_end_the_run(

@@ -214,7 +214,7 @@ def test_a_plan_too_large_names_the_phase_its_largest_parts_and_what_to_change()
     assert said == (
         "--cluster.gpu_memory_gb 80: phase update_weights needs 90.0 GB on rank 0, mostly "
         "engine weights 70.0, learner weights 20.0; raise rollout.tp, raise train.tp, train.pp "
-        "or train.ep, or take more ranks"
+        "or train.ep, or use more ranks"
     )
     assert "; set train.offload, " in memory.too_large(plan(), 1e9)
 

@@ -131,7 +131,7 @@ def test_a_slow_start_is_in_no_share():
     table = [" ".join(line.split()) for line in final_table(summarise(rows))]
     shares = [float(line.split()[2]) for line in table if "%" in line and line[:3] != "all"]
     assert "update_weights 0.500 5.0 % 1.5" in table and sum(shares) == pytest.approx(100, abs=0.1)
-    assert "before the first step: start 116.0 s, sync 117.0 s, eval 20.0 s" in table
+    assert "before the first step: start 116.0 s, update_weights 117.0 s, testing 20.0 s" in table
 
 
 def test_the_final_table_of_a_run_without_steps_is_short():

@@ -20,7 +20,7 @@ DATA = Path(os.environ.get("RLCORE_DATA", Path(__file__).parents[3] / "shared" /
 
 
 def test_exact_keeps_the_contract():
-    label = {"after": ">"}
+    label = {"answer_marker": ">"}
     check_reward(
         "exact",
         [
@@ -30,7 +30,7 @@ def test_exact_keeps_the_contract():
             Case("21", "b5+7=12;c9+12=21;", 0.0, label),
             Case("21", "21", 0.0, label),
             Case("21", ">3>21", 0.0, label),
-            Case("21", ">3>21", 1.0, label | {"which": "last"}),
+            Case("21", ">3>21", 1.0, label | {"occurrence": "last"}),
         ],
     )
 

@@ -261,7 +261,7 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="no slots in pool 'train', only in rollout"):
         mux.ask("A", ["train"], 0.0)
     mux.ask("A", ["rollout"], 0.0)
-    with pytest.raises(RuntimeError, match="it holds a phase"):
+    with pytest.raises(RuntimeError, match="already holds a phase"):
         mux.ask("A", ["rollout"], 0.0)
     with pytest.raises(ValueError, match="already in the group"):
         mux.join(Member(job="A", slots={"rollout": ("r0",)}), 0.0)

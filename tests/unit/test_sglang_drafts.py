@@ -39,7 +39,7 @@ def page(tmp_path):
 
 @pytest.fixture
 def drafts(page):
-    made = Drafts("history", SETTINGS, num_seats=2, stream_interval=8, page=page[0])
+    made = Drafts("history", SETTINGS, num_seats=2, stream_interval=8, counters=page[0])
     history = history_of("t.0", PROMPT, np.array(ANSWER, np.int32), 1.0)
     made.remember([history], [prompt_key(PROMPT)])
     yield made

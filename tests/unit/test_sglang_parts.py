@@ -21,7 +21,7 @@ import pytest
 from rlcore.records import Request, Sampling
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.sglang_engine import plugin, server
-from rlcore.rollout.sglang_engine.engine import SGLangEngine, _RequestState, _signed, _Stay
+from rlcore.rollout.sglang_engine.engine import SGLangEngine, _SGLangRequest, _signed, _Stay
 from rlcore.rollout.sglang_engine.server import Server
 from rlcore.rollout.torch_engine.sampler import GOLDEN
 from rlcore.utils.seed import derive
@@ -206,9 +206,9 @@ def test_aborting_what_waits_does_not_wake_what_is_held(adapter):
     assert aborted.id == "w.0"
 
 
-def job(id: str) -> _RequestState:
+def job(id: str) -> _SGLangRequest:
     request = Request(id=id, prompt=np.array([3], np.int32), sampling=Sampling(max_tokens=4))
-    return _RequestState(
+    return _SGLangRequest(
         request, arrival=0, seed=1, prompt=[3], prompt_key=0, tokens=[], logps=[], versions=[]
     )
 

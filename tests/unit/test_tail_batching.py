@@ -272,8 +272,8 @@ def test_a_queue_of_other_data_is_refused_and_nothing_is_lost():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"eta_prompts": 0.9}, "eta_prompts 0.9: at least 1"),
-        ({"eta_samples": float("nan")}, "eta_samples nan: at least 1"),
+        ({"eta_prompts": 0.9}, "eta_prompts 0.9: must be at least 1"),
+        ({"eta_samples": float("nan")}, "eta_samples nan: must be at least 1"),
         ({"num_prompts": 0}, "num_prompts 0: must be at least 1"),
         ({"quotas": {"a": 1, "b": 2}}, "sum to the 4 prompts of a step"),
         ({"quotas": {"a": 0, "b": 4}}, "each be at least 1"),

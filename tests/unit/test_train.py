@@ -175,7 +175,7 @@ def test_a_run_keeps_its_configuration_and_its_samples(world: World) -> None:
     world.gang.check("straight")
     folder = world.runs / "straight"
     config = json.loads((folder / "config.json").read_text())
-    assert config["rollout"]["max_running"] == 5
+    assert config["rollout"]["max_running_requests"] == 5
     lines = [json.loads(x) for x in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines] == [n for n in (1, 2, 3, 4) for _ in range(16)]
     for line in lines:
