@@ -104,8 +104,8 @@ def show(cfg: Config, every: bool = False) -> int:
             if large := memory.too_large(plan, gpu_bytes):
                 problems.append(large)
             elif gpu_bytes:
-                where = plan.worst.replace("_", "-")
-                print(f"  fits {gpu_bytes / memory.GB:g} GB{source}; the largest phase is {where}")
+                size = f"{gpu_bytes / memory.GB:g} GB{source}"
+                print(f"  fits {size}; the largest phase is {plan.worst}")
     if hf is not None and not problems and not apart:
         print(expected(cfg, hf, world))
     if hf is not None and not problems and cfg.select.mode == "async":
