@@ -419,7 +419,8 @@ def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
     guessed = {i.part for items in plan.phases.values() for i in items if i.is_estimate}
 
     def row(name: str, cells: Sequence[str]) -> str:
-        return f"  {name:<21}" + "".join(f"{cell:>10}" for cell in cells)
+        wide = [max(10, len(phase) + 2) for phase in plan.phases]
+        return f"  {name:<21}" + "".join(f"{c:>{w}}" for c, w in zip(cells, wide, strict=True))
 
     def cell(phase: str, part: str) -> str:
         found = [i.num_bytes for i in plan.phases[phase] if i.part == part]
@@ -428,7 +429,7 @@ def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
     lines = [
         f"memory       GB (10^9 bytes) per GPU on rank {plan.rank} of {world_size}, which needs "
         "most; * is an estimate",
-        row("", [name.replace("_", "-") for name in plan.phases]),
+        row("", list(plan.phases)),
     ]
     for part in parts:
         name = part + " *" if part in guessed else part
