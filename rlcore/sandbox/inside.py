@@ -253,7 +253,7 @@ def _child(settings: SandboxSettings, order: Order, fds: list[int], filter: byte
 
 
 def _arrange(fds: list[int]) -> str:
-    """Read the source, move the other descriptors to 0, 1, 2, ..., and close all further ones."""
+    """Read the source, move the other descriptors to 0, 1, 2, ..., and close the rest."""
     with open(fds[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "surrogatepass")
     spare = [os.dup(fd) for fd in fds[1:]]  # new numbers, so that dup2 overwrites none

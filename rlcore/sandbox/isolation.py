@@ -158,7 +158,7 @@ def _filters() -> list[str]:
 
 def interpreters() -> list[str]:
     """List this interpreter, outside of any virtual environment, and the system's interpreter of
-    the same version. With both, programs see only the standard library."""
+    the same version. With either, programs see only the standard library."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = os.path.join(sys.base_prefix, "bin", name)
     return [own, *(p for p in (f"/usr/bin/{name}",) if os.path.exists(p) and p != own)]
