@@ -102,7 +102,7 @@ def _find(desc: Sequence[str], letter: str) -> tuple[int, int]:
 
 
 def _demonstration(desc: Sequence[str], walk: str) -> str:
-    """Return the text of moves and of the boards between them."""
+    """Return the text of a walk: moves, with the boards between them."""
     at, out = _find(desc, "S"), walk[0]
     for last, letter in zip(walk, walk[1:], strict=False):
         at = moved(desc, at, last)

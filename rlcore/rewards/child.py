@@ -91,8 +91,8 @@ def _children() -> set[int] | None:
 
 
 def _sweep(own: set[int]) -> None:
-    """Kill all processes that the latest sample left behind, and all their descendants. `own` has
-    the processes to spare, which belong to the reward itself."""
+    """Kill the processes that the latest sample left behind, with their descendants. Processes in
+    `own` are spared: the reward started them when it was built."""
     while True:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

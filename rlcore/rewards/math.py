@@ -3,7 +3,7 @@
 Numbers and choices are compared by answers.py; other answers by math-verify (sympy). math-verify
 takes milliseconds, tenths of a second in a new process, and minutes on unusual input. The limit
 `algebra_timeout_s` applies before the service's deadline, which would kill the child and its warm
-parser. It counts CPU time, so that a verdict does not depend on the load of the machine.
+parser. The limit counts CPU time, so that a verdict does not depend on the machine's load.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _TAIL_CHARS = 4000
 """Number of characters, from the end of a response, searched if no mark precedes the answer."""
 _AGAIN_S = 0.2
 """Interval in seconds at which the time-out signal repeats, in case a bare `except` catches the
-first."""
+first signal."""
 _FORMULA = ("$", "\\boxed", "\\[", "\\(")
 
 
