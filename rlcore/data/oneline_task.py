@@ -2,8 +2,8 @@
 
     +3*5-2= -> f=lambda x:(x+3)*5-2        assert f(2) == 23
 
-The number of opening brackets must be known before the first operation is written. Every answer
-that passes the tests is right, even with extra brackets. 1 to 8 operations; geometric tail.
+The number of opening brackets must be known before writing the first operation. Every answer that
+passes the tests is right, even with extra brackets. The 1 to 8 operations have a geometric tail.
 """
 
 from collections.abc import Callable, Sequence

@@ -171,7 +171,7 @@ def load(
     (data.num_val_prompts) limits each file. `seed` does not change a task's validation rows.
 
     Raises ValueError if a file is missing, has an unknown type or no usable row. With data.bad_rows
-    `refuse`, it is also raised for an invalid row.
+    `refuse`, an invalid row also raises ValueError.
     """
     sources = config.train if which == "train" else config.val
     if not sources and which == "train":

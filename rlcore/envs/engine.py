@@ -275,14 +275,14 @@ class EpisodeEngine:
         return [event]
 
     def _turn_ended(self, turn: RequestId, sample: Sample | None) -> list[AnyEvent]:
-        """Handle the end of a turn. `sample` is None if the inner engine aborted it."""
+        """Handle the end of a turn. `sample` is None if the inner engine aborted the turn."""
         episode = self._turns.pop(turn, None)
         if episode is None:
             return []
         episode.end_turn()
         if episode.is_aborted:
             return []  # the next poll reports it as aborted
-        if sample is None:  # this class did not abort it: the inner engine releases all
+        if sample is None:  # not aborted by this class: the inner engine releases all
             episode.abort()
             self._loop.call_soon_threadsafe(self._cancel, episode)
             return []

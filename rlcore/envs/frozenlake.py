@@ -1,5 +1,5 @@
-"""gymnasium's FrozenLake as text. An observation is the board after a move; a turn is one of left,
-down, right, up.
+"""gymnasium's FrozenLake as text. An observation is the board after a move; a turn is left, down,
+right or up.
 
 The prompt is the first board (`rlcore/data/lake_task.py`); the score is 1 at the goal.
 """

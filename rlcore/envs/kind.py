@@ -1,4 +1,4 @@
-"""Interface of an environment kind: its config section, and how an environment is created.
+"""Interface of an environment kind: its config section, and how to create an environment.
 
 Each environment module in `envs/` defines one `KIND`; `registry.ENVS` names the module. An
 environment has gymnasium's interface, on text: `step` takes the text of the policy's turn. `reset`

@@ -2,8 +2,8 @@
 
 If an environment raises, times out or loses its process, its episode fails with `EnvError`. After a
 time-out the process accepts no more environments, and is stopped when its other environments are
-closed. If a process fails, the episodes with a call in progress may have caused the failure; its
-other episodes are innocent. An episode that may have caused a failure gets its own process for the
+closed. If a process fails, only its episodes with a call in progress may have caused the failure;
+the others are innocent. An episode that may have caused a failure gets its own process for the
 next attempt, so a second crash affects no other episode.
 
 Own code instead of gymnasium's AsyncVectorEnv: no episode waits for a step of another episode. This
@@ -226,8 +226,8 @@ class EnvPool:
         return reply
 
     def leave(self, process: _Process, key: int) -> None:
-        """Release an environment. Then, if its process has none left and accepts no more, stop the
-        process."""
+        """Release an environment. Stop its process if no environment is left in the process and
+        it accepts no more."""
         process.leave()
         if process.is_own:
             self._own.release()

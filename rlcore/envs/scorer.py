@@ -23,7 +23,7 @@ class EnvScorer:
     the error."""
 
     def __init__(self, outcomes: dict[RequestId, EpisodeOutcome], service: Service | None) -> None:
-        """Wrap a reward service. The rank's engine fills `outcomes`; the scorer removes them.
+        """Wrap a reward service. The rank's engine fills `outcomes`; the scorer empties it.
         `service` scores the text of the last turn; None: only the environments score."""
         self._outcomes, self._service = outcomes, service
         self._done: deque[tuple[RequestId, RewardResult]] = deque()

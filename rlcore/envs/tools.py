@@ -136,8 +136,8 @@ class Tools(gymnasium.Env[str, str]):
         return {"calls": float(self._calls), "call_errors": float(self._errors)}
 
     def _python(self, source: str) -> str:
-        """Run a program and return its output. If it fails, raises ValueError with the last line of
-        its stderr."""
+        """Run a program and return its output. Raises ValueError with the last line of stderr if
+        the program fails."""
         if self._box is None:
             self._box = Sandbox(_is_isolated(self._config.require_isolation))
         end = time.monotonic() + self._config.program_timeout_s

@@ -76,7 +76,7 @@ class Number(NamedTuple):
 
     value: Fraction
     is_decimal: bool
-    """Whether it has a decimal point or an exponent, so that it may be rounded."""
+    """Whether the text has a decimal point or an exponent, so that the number may be rounded."""
     is_percent: bool
 
 

@@ -250,7 +250,7 @@ def _request(job: ScoreJob) -> bytes:
 
 
 def _result(text: bytes) -> RewardResult:
-    """Decode the score in an answer. Raises ValueError if it is invalid."""
+    """Decode the score in an answer. Raises ValueError if the answer is invalid."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict):

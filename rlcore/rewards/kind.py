@@ -1,4 +1,4 @@
-"""Interface of a reward kind: its config section, and where it runs.
+"""Interface of a reward kind: its config section, and where the reward runs.
 
 Each reward module in `rewards/` defines one `KIND`; `registry.REWARDS` names the module. A kind
 runs in one of two ways:
@@ -9,7 +9,7 @@ runs in one of two ways:
     and kills the processes that a sample leaves behind, except the process ids in `processes`, an
     optional attribute of the object.
 `serve`: by a `Runner` in the rank's process. The runner does the work elsewhere: in its own worker
-    slots, in one process of its own, or on another machine. It enforces its own deadlines.
+    slots, in one process of its own, or on another machine. The runner enforces deadlines.
 """
 
 import math
@@ -34,7 +34,7 @@ class RunnerHost(NamedTuple):
     done: Callable[[ScoreJob, RewardResult, str], None]
     """Callback, called once for every job that was not cancelled: `done(job, result, printed)`. A
     result with `error` scores `on_error`. The first word of `error`, up to a colon or a space, is
-    the reason under which it is counted, such as timeout, crash or memory. `printed` is the
+    the reason under which the failure counts, such as timeout, crash or memory. `printed` is the
     reward's output, for the log."""
     fail: Callable[[str], None]
     """Callback to report, with a message, that the reward cannot run. The run then ends."""
@@ -74,8 +74,8 @@ class RewardKind(NamedTuple):
 
 
 def to_result(value: Any) -> RewardResult:
-    """Check the return value of a reward and convert it. Raises TypeError or ValueError if it is
-    not a valid score."""
+    """Check the return value of a reward and convert it. Raises TypeError or ValueError if the
+    value is not a valid score."""
     if not isinstance(value, RewardResult):
         return RewardResult(score=number("score", value))
     if len(value.details) > _MOST_DETAILS:
@@ -89,7 +89,7 @@ def to_result(value: Any) -> RewardResult:
 
 
 def number(what: str, value: Any) -> float:
-    """Convert `value` to a finite number. Raises TypeError or ValueError if it is not one."""
+    """Convert `value` to a finite number. Raises TypeError or ValueError if this is impossible."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"{what} is a {type(value).__name__}; return a number or a RewardResult")
     found = float(value)

@@ -84,12 +84,12 @@ class _RunningProgram:
 
 
 class Broken(RuntimeError):
-    """Failure of the sandbox itself. The next program runs in a new one."""
+    """Failure of the sandbox itself. The next program runs in a new sandbox."""
 
 
 Deadline = Callable[[], float]
-"""Function that returns the `time.monotonic()` at which a program is killed. It is polled, so the
-deadline may become earlier."""
+"""Function that returns the `time.monotonic()` at which a program is killed. The function is called
+repeatedly, so the deadline may become earlier."""
 
 
 class Sandbox:
@@ -110,7 +110,7 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Id of the sandbox's main process. It changes after `Broken`."""
+        """Id of the sandbox's main process. The id changes after `Broken`."""
         assert self._walls is not None
         return self._walls.pid
 

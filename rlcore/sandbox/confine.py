@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 NOBODY = 65534
-"""Id of the user and group `nobody`. If the sandbox can change users, programs run as it."""
+"""Id of user and group `nobody`. Programs run as this user if the sandbox can change users."""
 
 CLONE_NEWPID = 0x20000000
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*: ns, cgroup, uts, ipc, user, pid, net, time
@@ -134,8 +134,8 @@ def adopt_orphans() -> None:
 
 
 class PidNamespaces:
-    """Handle that gives the next child its own pid namespace. The child is process 1 there, so all
-    its descendants are killed when it exits. Needs CAP_SYS_ADMIN, and a process with one thread."""
+    """Handle that gives the next child its own pid namespace. The child is process 1 there: when it
+    exits, its descendants are killed. Needs CAP_SYS_ADMIN, and a process with one thread."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -147,7 +147,7 @@ class PidNamespaces:
 
 
 def mount_tmp(num_bytes: int, num_files: int) -> None:
-    """Mount an empty /tmp of this size over the existing one."""
+    """Mount an empty /tmp of this size over the existing /tmp."""
     options = f"size={num_bytes},nr_inodes={num_files},mode=1777".encode()
     _call("mount", b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
 

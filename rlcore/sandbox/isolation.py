@@ -1,7 +1,7 @@
 """Isolation of programs on this machine, and the command that starts it.
 
 There are two grades. With bubblewrap and user namespaces, programs see a read-only root with the
-interpreter, no network, and their own process ids. Without them, the same limits and system-call
+interpreter, no network, and their own process ids. Otherwise the same limits and system-call
 filter apply, and Landlock if the kernel has it, but programs see the machine's files and processes.
 The grade is found by trying, because containers forbid namespaces in many ways.
 """

@@ -16,7 +16,7 @@ from io import BufferedRWPair
 from typing import Any, BinaryIO
 
 Stream = BinaryIO | BufferedRWPair
-"""Stream of lines; for a socket it is a read-write pair."""
+"""Stream of lines; for a socket, a read-write pair."""
 LARGEST = 16 << 20
 """Maximum length of a line in bytes."""
 
@@ -95,7 +95,7 @@ def decode(data: Any, follow: Callable[[int], Any]) -> Any:
 
 
 def send(stream: Stream, message: Any) -> None:
-    """Send one line. Raises ValueError if it is too long."""
+    """Send one line. Raises ValueError if the line is too long."""
     line = json.dumps(message, separators=(",", ":")).encode()
     if len(line) >= LARGEST:
         raise ValueError(f"a value of {len(line)} bytes as JSON; at most {LARGEST} are allowed")

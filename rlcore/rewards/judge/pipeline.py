@@ -33,7 +33,7 @@ from rlcore.hf.weights import WeightReader, drop_pages
 from rlcore.rewards.judge.residency import SLOTS, spread
 
 OnRead = Callable[[int], None]
-"""Callback with the number of bytes read from files. It may block."""
+"""Callback with the number of bytes read from files. The callback may block."""
 
 
 @dataclass(eq=False, slots=True)
@@ -189,13 +189,13 @@ class LayerPipeline:
 
     def set_resident(self, number: int) -> None:
         """Set the number of resident layers, between two forward passes. Layers are evicted before
-        others are loaded."""
+        new layers are loaded."""
         num_streamed = self._hf.num_layers - number
         assert 0 <= num_streamed <= self._hf.num_layers, number
         wanted = sorted(self._leaving[:num_streamed])
         is_so = wanted == self._streamed and num_streamed == self.num_streamed
         if is_so and len(self._slots) == min(SLOTS, num_streamed):
-            return  # continue also if memory ran out during the last change
+            return  # no change, and the last change did not run out of memory
         self._stop()
         self._streamed = wanted
         for leaving in self._resident.keys() & set(self._streamed):

@@ -68,7 +68,7 @@ class Rubric:
         return self.of_word(found[-1])
 
     def of_word(self, word: str) -> float:
-        """Convert one verdict to a score. Raises ValueError if it is not a valid verdict."""
+        """Convert one verdict to a score. Raises ValueError if the verdict is invalid."""
         cfg, bare = self._cfg, word.strip().strip(".,;:!*`\"'()[]")
         if bare in cfg.good or bare in cfg.bad:
             return float(bare in cfg.good)
